@@ -1,0 +1,1 @@
+"""What happens to an upload on its way to the server."""

@@ -1,0 +1,146 @@
+"""The contract: three kinds of tensors, six verbs, and the list of all methods."""
+
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from importlib.metadata import entry_points
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args, get_origin
+
+from torch import Tensor
+
+from fedvlm.errors import FedVLMError, SettingsError, unknown
+
+Tensors = dict[str, Tensor]
+VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
+NEEDS = ("image", "text", "patches", "text tower", "image tower")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What everyone holds and no one trains or sends."""
+
+    classes: tuple[str, ...]
+    dim: int
+    scale: float  # the encoder's logit scale
+    text: Tensor | None  # (classes, dim) unit-norm text embeddings of the class names
+    seed: int = 0  # for initial values drawn in `init`
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client's rows and this round's minibatches; engines may add a leading client axis."""
+
+    x: Tensor  # (rows, dim) unit-norm image embeddings
+    y: Tensor  # (rows,) labels, -1 where there is no row
+    order: Tensor  # (steps, batch) rows of each minibatch, -1 where there is no row
+    held_x: Tensor  # (held, dim) validation rows, for choices a client makes for itself
+    held_y: Tensor  # (held,)
+
+
+class Batch(NamedTuple):
+    x: Tensor  # (batch, dim)
+    y: Tensor  # (batch,) valid labels also where real is False
+    real: Tensor  # (batch,) False where the row is padding
+
+
+class Method(Protocol):
+    """A frozen dataclass: its fields are its settings. `register` says what is missing."""
+
+    name: str
+    rounds: int  # 0 is zero-shot, 1 is one-shot
+    needs: frozenset[str]  # what it asks of the encoder: a subset of NEEDS
+    memory: frozenset[str]  # names of tensors that are kept but not trained
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]: ...
+    def send(self, shared: Tensors, id: str) -> Tensors: ...
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]: ...
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors: ...
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors: ...
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor: ...
+
+
+METHODS: dict[str, type[Any]] = {}
+T = TypeVar("T", bound=type[Any])
+
+
+def register(method: T) -> T:
+    """Checks a method class and adds it to the list; each refusal says what to add."""
+    title = method.__name__
+    name = getattr(method, "name", None)
+
+    def refuse(what: str) -> SettingsError:
+        return SettingsError(f"method {title}: {what}")
+
+    if not is_dataclass(method) or not method.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise refuse("not a frozen dataclass; put @dataclass(frozen=True) below @register")
+    if not isinstance(name, str) or not name:
+        raise refuse('no name; add a class attribute such as `name = "mine"`, without a type')
+    if name in METHODS and METHODS[name].__qualname__ != method.__qualname__:
+        raise refuse(f"the name {name!r} is taken by {METHODS[name].__name__}; choose another")
+    if missing := [verb for verb in VERBS if not callable(getattr(method, verb, None))]:
+        raise refuse(f"no {missing[0]}; write it or name a part, as `send = parts.everything`")
+    if hasattr(method.update, "walks") and not hasattr(method, "loss"):
+        raise refuse("its update is a gradient part, so it needs a `loss`; add one")
+    for field in fields(method):
+        if field.default is MISSING and field.default_factory is MISSING:
+            raise refuse(f"its field {field.name} has no default; give it the paper's value")
+    if not isinstance(getattr(method, "rounds", None), int):
+        raise refuse("no rounds; add a field such as `rounds: int = 50`")
+    for attribute in ("needs", "memory"):
+        if not isinstance(getattr(method, attribute, None), frozenset):
+            raise refuse(f"no {attribute}; add `{attribute} = frozenset()` or name what it takes")
+    if strange := method.needs - set(NEEDS):
+        raise refuse(f"it needs {min(strange)!r}; an encoder can offer {', '.join(NEEDS)}")
+    METHODS[name] = method
+    return method
+
+
+def methods() -> dict[str, type[Any]]:
+    """All methods: our own and those of outside packages (entry-point group fedvlm.methods)."""
+    import fedvlm.methods  # noqa: F401  registers our own
+
+    for point in entry_points(group="fedvlm.methods"):
+        try:
+            point.load()
+        except FedVLMError:
+            raise
+        except Exception as error:
+            raise SettingsError(
+                f"the entry point {point.name} = {point.value} of group fedvlm.methods "
+                f"cannot be loaded ({type(error).__name__}: {error}); repair or uninstall it"
+            ) from error
+    return dict(sorted(METHODS.items()))
+
+
+def make(name: str, **settings: Any) -> Any:
+    """A method by name with settings, checked against its fields."""
+    known = methods()
+    if name not in known:
+        raise unknown("method", name, known)
+    allowed = {field.name: field for field in fields(known[name])}
+    for key, value in settings.items():
+        if key not in allowed:
+            raise unknown(f"setting of {name}", key, allowed)
+        check_type(f"{name}.{key}", value, allowed[key].type)
+    return known[name](**settings)
+
+
+def check_type(key: str, value: Any, wanted: Any) -> None:
+    """Refuses a value that a field's annotation does not admit; a whole number passes as float."""
+    options = [wanted] if get_origin(wanted) in (None, Literal) else list(get_args(wanted))
+    said = []
+    for option in options:
+        if get_origin(option) is Literal:
+            if value in get_args(option):
+                return
+            said += [repr(word) for word in get_args(option)]
+        else:
+            kind = get_origin(option) or option
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if type(value) is kind or (kind is float and whole):
+                return
+            said.append(f"a {kind.__name__}")
+    raise SettingsError(f"{key} = {value!r} does not fit; it takes {' or '.join(said)}")

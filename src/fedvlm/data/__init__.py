@@ -1,0 +1,1 @@
+"""Data sets, splits, few-shot and the federation made of them."""

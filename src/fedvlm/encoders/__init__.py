@@ -1,0 +1,1 @@
+"""Where embeddings come from."""

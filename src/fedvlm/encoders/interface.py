@@ -1,0 +1,42 @@
+"""What every encoder offers, whoever owns its weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor
+
+# What an encoder may offer and a method may need, from the least to the most open.
+OFFERS = ("image", "text", "patches", "text tower", "image tower")
+
+
+class Preprocess(Protocol):
+    """Turns a decoded RGB picture into the array the encoder takes; pickled to decoder processes."""
+
+    def __call__(self, picture: Image) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """What an encoder answers for a batch of pictures; lengths are as the encoder gave them."""
+
+    pooled: NDArray[np.float32]  # (pictures, dim)
+    patches: NDArray[np.float16] | None  # (pictures, patches, dim) through final norm and projection
+
+
+class Encoder(Protocol):
+    name: str  # as the user wrote it, e.g. "hf:openai/clip-vit-base-patch32"
+    offers: frozenset[str]  # a subset of OFFERS
+    dim: int
+    scale: float  # logit scale
+    preprocess: Preprocess | None  # None: the encoder takes the encoded bytes themselves
+    identity: dict[str, str]  # what the fingerprint covers: weights, activation, dtype, resize, ...
+
+    def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors: ...
+
+    def embed_text(self, sentences: Sequence[str]) -> Tensor:
+        """(sentences, dim) unit-norm float32; only if "text" is offered."""
+        ...

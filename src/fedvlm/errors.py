@@ -1,0 +1,32 @@
+"""The errors a person may cause, each saying what is wrong, the value, and the remedy."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class FedVLMError(Exception):
+    """Anything a person can put right; the command line prints it and exits with 2."""
+
+
+class SettingsError(FedVLMError):
+    """A name, a type or a value in the settings."""
+
+
+class DataError(FedVLMError):
+    """Images, labels, manifests, embeddings or records on disk."""
+
+
+class EncoderError(FedVLMError):
+    """An encoder that cannot be opened, cannot be reached or does not answer as it should."""
+
+
+class FederationError(FedVLMError):
+    """Something that went wrong at a client or between a client and the server."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> SettingsError:
+    """The refusal of a name nobody has heard of, with the nearest one that exists."""
+    names = sorted(known)
+    near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return SettingsError(f"no {kind} is called {name!r}; {hint}there is: {', '.join(names)}")

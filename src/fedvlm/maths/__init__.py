@@ -1,0 +1,1 @@
+"""Pure functions, tested by their laws."""

@@ -1,0 +1,37 @@
+"""FedAvg on a linear head with a pull of each client's head towards the one it was sent.
+
+Li et al., Federated optimization in heterogeneous networks, MLSys 2020.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.methods.fedavg import FedAvg
+
+
+@register
+@dataclass(frozen=True)
+class FedProx:
+    mu: float = 0.1  # μ of eq. 2
+    rate: float = 1e-3  # η
+    momentum: float = 0.0
+    decay: float = 5e-4  # weight decay
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 50  # T
+    head: Literal["text", "random"] = "text"
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        fit = parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+        return fit + self.mu / 2 * (shared["head"] - start["head"]).square().sum()
+
+    name = "fedprox"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    init, predict = FedAvg.init, FedAvg.predict
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

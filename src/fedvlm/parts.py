@@ -1,0 +1,118 @@
+"""Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+from fedvlm.core import Batch, Client, Frozen, Tensors
+
+Stepper = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
+
+
+def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
+    """Cross-entropy over the real rows; nothing at all where there are none."""
+    losses = torch.nn.functional.cross_entropy(logits, y, reduction="none")
+    return torch.where(real, losses, 0.0).sum() / real.sum().clamp(min=1)
+
+
+def minibatch(client: Client, step: int) -> Batch:
+    rows = client.order[step]
+    real = rows >= 0
+    rows = rows.clamp(min=0)
+    return Batch(client.x[rows], client.y[rows].clamp(min=0), real)
+
+
+def everything(self: Any, shared: Tensors, id: str) -> Tensors:
+    """send: every client gets all that is shared."""
+    return shared
+
+
+def nothing(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+    """adapt: what the rounds taught is kept as it is."""
+    return local
+
+
+def mean(
+    self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+) -> Tensors:
+    """aggregate: the mean of the uploads, each client weighing as many as it has rows."""
+    share = weights.double() / weights.double().sum()
+    return {
+        key: sum(
+            (w * upload[key].double() for w, upload in zip(share, uploads, strict=True)),
+            start=torch.zeros((), dtype=torch.float64),
+        ).to(value.dtype)
+        for key, value in shared.items()
+    }
+
+
+def uniform(
+    self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+) -> Tensors:
+    """aggregate: the mean of the uploads, every client weighing the same."""
+    return mean(self, shared, uploads, torch.ones_like(weights), ids)
+
+
+def idle(
+    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+) -> tuple[Tensors, Tensors]:
+    """update: nothing is trained (methods with rounds = 0)."""
+    return sent, local
+
+
+def sgd(
+    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+) -> tuple[Tensors, Tensors]:
+    """update: minibatch SGD on `self.loss` with rate, momentum and decay; velocity starts anew."""
+    momentum, decay = getattr(self, "momentum", 0.0), getattr(self, "decay", 0.0)
+
+    def step(trained: Tensors, gradient: Tensors, velocity: Tensors) -> tuple[Tensors, Tensors]:
+        moved, speed = {}, {}
+        for key, value in trained.items():
+            pull = gradient[key] + decay * value
+            speed[key] = momentum * velocity[key] + pull
+            moved[key] = value - self.rate * speed[key]
+        return moved, speed
+
+    return descend(self, frozen, sent, local, client, step)
+
+
+sgd.walks = "loss"  # type: ignore[attr-defined]  # tells `register` to ask for a loss
+
+
+def descend(
+    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client, step: Stepper
+) -> tuple[Tensors, Tensors]:
+    """Walks the minibatches with one optimiser step each; a step without a real row changes nothing.
+
+    `loss` returns the loss, or the loss and new values of tensors named in `memory`.
+    """
+    everything = {**sent, **local}
+    trained = {key: value for key, value in everything.items() if key not in self.memory}
+    kept = {key: value for key, value in everything.items() if key in self.memory}
+    state = {key: torch.zeros_like(value) for key, value in trained.items()}
+
+    def objective(trained: Tensors, kept: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
+        now = {**trained, **kept}
+        shared = {key: now[key] for key in sent}
+        own = {key: now[key] for key in local}
+        result = self.loss(frozen, shared, own, batch, sent)
+        return result if isinstance(result, tuple) else (result, {})
+
+    gradient_of = grad_and_value(objective, has_aux=True)
+    for index in range(client.order.shape[0]):
+        batch = minibatch(client, index)
+        active = batch.real.any()
+        gradient, (_, remembered) = gradient_of(trained, kept, batch)
+        moved, speed = step(trained, gradient, state)
+        trained = {key: torch.where(active, moved[key], trained[key]) for key in trained}
+        state = {key: torch.where(active, speed[key], state[key]) for key in state}
+        kept = {
+            key: torch.where(active, remembered.get(key, value), value)
+            for key, value in kept.items()
+        }
+    now = {**trained, **kept}
+    return {key: now[key] for key in sent}, {key: now[key] for key in local}
