@@ -1,0 +1,81 @@
+"""Settings to embedded rows: open the data, open the encoder, take what the cache has."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from fedvlm.data import open_dataset
+from fedvlm.data.table import Dataset, Embedded
+from fedvlm.encoders import fingerprint, open_encoder
+from fedvlm.encoders.embed import embed
+from fedvlm.encoders.store import open_store
+from fedvlm.settings import Settings
+
+FEW_ROWS = 600  # of a smoke run
+FEW_ROUNDS = 3
+
+
+def load(settings: Settings, told: Callable[[str, int, int], None]) -> Embedded:
+    if settings.encoder.startswith("store:"):
+        return open_store(settings.encoder.removeprefix("store:"), **settings.source)
+    dataset = open_dataset(settings.data, **settings.source)
+    if settings.smoke:
+        dataset = sample(dataset)
+    encoder = open_encoder(settings.encoder)
+    return embed(
+        dataset,
+        encoder,
+        fingerprint=fingerprint(encoder),
+        patches="patches" in settings.method.needs,
+        progress=lambda done, total: told("embedding", done, total),
+    )
+
+
+def columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {key: getattr(rows, key)[keep] for key in ("labels", "domains", "clients", "splits")}
+
+
+def few(rows: Dataset | Embedded) -> np.ndarray[Any, Any]:
+    """Row numbers of a small sample that keeps every class, domain and client in proportion."""
+    count = len(rows.labels)
+    order = np.lexsort((rows.labels, rows.clients, rows.domains))
+    return np.sort(order[:: max(1, -(-count // FEW_ROWS))])
+
+
+class Part:
+    """Some rows of a source."""
+
+    def __init__(self, source: Any, keep: np.ndarray[Any, Any]) -> None:
+        self.source, self.keep = source, keep
+
+    def __len__(self) -> int:
+        return len(self.keep)
+
+    def name(self, row: int) -> str:
+        return str(self.source.name(int(self.keep[row])))
+
+    def read(self, row: int) -> bytes:
+        return bytes(self.source.read(int(self.keep[row])))
+
+
+def sample(dataset: Dataset) -> Dataset:
+    keep = few(dataset)
+    return replace(dataset, source=Part(dataset.source, keep), **columns(dataset, keep))
+
+
+def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
+    """A smoke run's settings and rows: everything is exercised, nothing takes long."""
+    keep = few(rows)
+    small = replace(
+        rows,
+        x=rows.x[keep],
+        content=[rows.content[i] for i in keep],
+        patches=None if rows.patches is None else rows.patches[keep],
+        **columns(rows, keep),
+    )
+    method = settings.method
+    if "rounds" in {one.name for one in fields(method)}:
+        method = replace(method, rounds=min(method.rounds, FEW_ROUNDS))
+    return replace(settings, method=method, seeds=settings.seeds[:1]), small
