@@ -13,22 +13,31 @@ from fedvlm.encoders.embed import embed
 from fedvlm.encoders.store import open_store
 from fedvlm.settings import Settings
 
+Told = Callable[[str, int, int], None]  # what is going on, done, total
 FEW_ROWS = 600  # of a smoke run
 FEW_ROUNDS = 3
 
 
-def load(settings: Settings, told: Callable[[str, int, int], None]) -> Embedded:
+def load(settings: Settings, told: Told) -> Embedded:
+    """The rows of a run; a store has them already."""
     if settings.encoder.startswith("store:"):
         return open_store(settings.encoder.removeprefix("store:"), **settings.source)
     dataset = open_dataset(settings.data, **settings.source)
     if settings.smoke:
         dataset = sample(dataset)
-    encoder = open_encoder(settings.encoder)
+    return encode(dataset, settings.encoder, "patches" in settings.method.needs, told)[0]
+
+
+def encode(
+    dataset: Dataset, encoder: str, patches: bool, told: Told
+) -> tuple[Embedded, list[tuple[str, str]]]:
+    """Every picture's embedding, and the pictures that could not be read, each with the reason."""
+    opened = open_encoder(encoder)
     return embed(
         dataset,
-        encoder,
-        fingerprint=fingerprint(encoder),
-        patches="patches" in settings.method.needs,
+        opened,
+        fingerprint=fingerprint(opened),
+        patches=patches,
         progress=lambda done, total: told("embedding", done, total),
     )
 

@@ -19,10 +19,10 @@ from fedvlm import evaluate
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
-from fedvlm.encoders import who_offers
+from fedvlm.encoders import ENCODERS
 from fedvlm.engines.rounds import Outcome, Plan, State, finish, open_engine, start, train
 from fedvlm.engines.work import World
-from fedvlm.errors import SettingsError
+from fedvlm.errors import DataError, SettingsError
 from fedvlm.load import load, thin
 from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
 from fedvlm.result import Result, slug
@@ -91,16 +91,30 @@ def resume(folder: str | Path, progress: Progress | None = None) -> Result:
 
 
 def check(settings: Settings, rows: Embedded) -> None:
-    """Refuses a method whose needs the encoder does not meet, before any work."""
+    """Refuses rows no method can use, and needs the encoder does not meet, before any work."""
+    bad = (~rows.x.isfinite().all(dim=1)).nonzero().flatten().tolist()
+    if bad:
+        raise DataError(
+            f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
+            "encode them again, or leave those rows out"
+        )
+    outside = [i for i in set(rows.labels.tolist()) if not 0 <= i < len(rows.classes)]
+    if outside:
+        raise DataError(
+            f"label {outside[0]} is outside the {len(rows.classes)} classes (0 to "
+            f"{len(rows.classes) - 1}); correct the labels, or name every class"
+        )
     offered = {"image"} | ({"text"} if rows.text is not None else set())
     offered |= {"patches"} if rows.patches is not None else set()
     needs = set(settings.method.needs)
     if getattr(settings.method, "head", None) == "text":
         needs.add("text")
     if missing := sorted(needs - offered):
+        able = ", ".join(kind.form for kind in ENCODERS.values() if missing[0] in kind.offers)
+        remedy = " or set head = 'random'" if missing[0] == "text" else ""
         raise SettingsError(
             f"{settings.method.name} needs {missing[0]} of the encoder, which {rows.encoder} does "
-            f"not offer; {who_offers(missing[0])}"
+            f"not offer; use one of {able or 'a later release'}{remedy}"
         )
 
 

@@ -46,7 +46,7 @@ def build(values: Mapping[str, Any]) -> Settings:
         if key == "method":
             out[key] = _method(value)
         elif key == "clients":
-            out[key] = value if isinstance(value, Clients) else _clients(value)
+            out[key] = value if isinstance(value, Clients) else clients_of(value)
         elif key in ("seeds", "counts"):
             out[key] = _whole_numbers(key, value)
         else:
@@ -74,7 +74,8 @@ def _method(value: Any) -> Any:
     raise SettingsError(f'method = {value!r} has no name; write [method] with name = "fedot"')
 
 
-def _clients(value: Any) -> Clients:
+def clients_of(value: Any) -> Clients:
+    """How rows become clients, from a table of settings or just the word for `by`."""
     if isinstance(value, str):
         value = {"by": value}
     if not isinstance(value, Mapping):

@@ -12,9 +12,9 @@ from fedvlm.channel import validate
 from fedvlm.core import Tensors
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.single import Single, where
-from fedvlm.engines.work import Done, Scores, Task, World, client, measure
+from fedvlm.engines.work import Done, Scores, Task, World, client, measure, minibatches
 from fedvlm.errors import SettingsError
-from fedvlm.maths.conflict import conflict
+from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
 
 Selection = Literal["last", "validation", "oracle"]
 
@@ -96,7 +96,8 @@ def train(
             validate(upload, fresh.keys(), where(world, number, id))
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
-        line = {"round": number, **means(plan, scores), **conflict(state.shared, uploads)}
+        line: dict[str, Any] = {"round": number, **means(plan, scores)}
+        line |= disagreement(world, ids, state.shared, uploads, [done[id].local for id in ids])
         line["clients"] = {task.id: _line(task, done[task.id]) for task in tasks}
         shared = state.shared
         if uploads[0]:
@@ -111,6 +112,27 @@ def train(
 def _line(task: Task, done: Done) -> dict[str, float]:
     sent = tensors.count_bytes(task.sent) if task.trains else 0
     return {**done.scores, "bytes_down": sent, "bytes_up": tensors.count_bytes(done.upload or {})}
+
+
+def disagreement(
+    world: World,
+    ids: Sequence[str],
+    shared: Tensors,
+    uploads: Sequence[Tensors],
+    local: Sequence[Tensors],
+) -> dict[str, float]:
+    """How far the clients pull what is shared apart; nothing where uploads are no new values."""
+    if len(ids) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
+        return {}
+    start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
+    out = {"cosine": mean_cosine(start, ends)}
+    condition = getattr(world.method, "condition", None)
+    if condition is not None:
+        steps = [len(minibatches(world, id, 0)) for id in ids]
+        out["difference"] = largest_difference(start, ends, steps, world.method.rate)
+        conditions = [condition(one) for one in local]
+        out["difference_bound"] = difference_bound(world.method.tau, conditions)
+    return out
 
 
 def share(scores: Mapping[str, Scores], ids: Collection[str], split: str) -> float | None:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import spread
@@ -39,8 +39,16 @@ def cell(mean: float | None, deviation: float | None, form: str) -> str:
     return f"{100 * mean:.2f}{between}{100 * deviation:.2f}"
 
 
-def compare(results: Sequence[Result], form: str = "text", every: bool = False) -> str:
-    """One row per run, in per cent; `every` adds the columns per domain or client."""
+def compare(
+    results: Sequence[Result],
+    form: str = "text",
+    every: bool = False,
+    paper: Mapping[str, Mapping[str, float]] | None = None,
+) -> str:
+    """One row per run, in per cent; `every` adds the columns per domain or client.
+
+    `paper` has what was published, by row and column; its numbers stand below ours.
+    """
     if form not in FORMS:
         raise unknown("table form", form, FORMS)
     if not results:
@@ -55,6 +63,9 @@ def compare(results: Sequence[Result], form: str = "text", every: bool = False) 
         [label(result), *(cell(*one.get(key, (None, None)), form) for key in columns), f"{count}"]
         for result, one, count in zip(results, found, seeds, strict=True)
     ]
+    for name, numbers in (paper or {}).items():
+        cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
+        body.append([f"published: {name}", *cells, "-"])
     return render(head, body, form)
 
 
