@@ -1,0 +1,79 @@
+"""The pictures of a data set by content, and which of them cannot be read."""
+
+from collections import Counter
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.data.table import Dataset
+from fedvlm.errors import DataError
+
+UNREADABLE = 0.05  # share of the rows above which the data is to blame and not a picture
+
+
+class Pictures:
+    """Rows are found by the digest of their bytes; a picture that is there twice is read once."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self.digests: list[bytes] = []
+        self._unread: dict[int, str] = {}  # row -> reason
+        self._undecoded: dict[bytes, str] = {}  # digest -> reason
+        for row in range(len(dataset.source)):
+            try:
+                self.digests.append(sha256(dataset.source.read(row)).digest())
+            except (OSError, DataError) as error:
+                self.digests.append(b"")
+                self._unread[row] = str(error)
+        if not self.digests:
+            raise DataError(f"{dataset.name} has no pictures; look at its directory and filters")
+        self._times = Counter(self.digests)
+        self._lost = len(self._unread)
+        self.first: dict[bytes, int] = {}  # digest -> the first row that has it
+        for row, digest in enumerate(self.digests):
+            if digest:
+                self.first.setdefault(digest, row)
+        self._stop_if_many()
+
+    def name(self, digest: bytes) -> str:
+        return self._dataset.source.name(self.first[digest])
+
+    def read(self, digest: bytes) -> bytes:
+        try:
+            return self._dataset.source.read(self.first[digest])
+        except (OSError, DataError):  # it could be read a moment ago: its digest will not fit
+            return b""
+
+    def refuse(self, digest: bytes, reason: str) -> None:
+        self._undecoded[digest] = reason
+        self._lost += self._times[digest]
+        self._stop_if_many()
+
+    def skipped(self) -> list[tuple[str, str]]:
+        reasons = (
+            (row, self._unread.get(row) or self._undecoded.get(digest))
+            for row, digest in enumerate(self.digests)
+        )
+        return [(self._dataset.source.name(row), reason) for row, reason in reasons if reason]
+
+    def _stop_if_many(self) -> None:
+        if self._lost > UNREADABLE * len(self.digests):
+            some = "; ".join(f"{name}: {reason}" for name, reason in self.skipped()[:3])
+            raise DataError(
+                f"at least {self._lost} of the {len(self.digests)} pictures of "
+                f"{self._dataset.name} cannot be read, more than {UNREADABLE:.0%}; "
+                f"replace or remove them. The first: {some}"
+            )
+
+    def sound(self) -> NDArray[np.int64]:
+        """The rows that can be read, if they still hold every class."""
+        fine = [bool(d) and d not in self._undecoded for d in self.digests]
+        rows = np.flatnonzero(np.array(fine))
+        gone = np.setdiff1d(self._dataset.labels, self._dataset.labels[rows])
+        if gone.size:
+            raise DataError(
+                f"no picture of class {self._dataset.classes[int(gone[0])]!r} of "
+                f"{self._dataset.name} can be read; replace the pictures or remove the class"
+            )
+        return rows
