@@ -52,7 +52,13 @@ def progress() -> Iterator[Any]:
         yield lambda what, done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),
@@ -90,7 +96,9 @@ def options(pairs: list[str] | None) -> dict[str, Any]:
 
 
 @app.command()
-def demo(out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo")) -> None:
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo"),
+) -> None:
     """Leave-one-domain-out on the embedded emoji: who generalises, who personalises."""
     run("demo", out=out)
 
@@ -191,11 +199,14 @@ def embed(
     dataset = open_dataset(data, **options(source))
     begin = monotonic()
     with progress() as told:
-        rows, skipped = encode(dataset, encoder, patches, told)
-    for name, reason in skipped:
+        done = encode(dataset, encoder, patches, told)
+    for name, reason in done.skipped:
         typer.echo(f"skipped {name}: {reason}", err=True)
-    seconds = monotonic() - begin
-    typer.echo(f"{len(rows.labels)} rows of {rows.x.shape[1]} by {rows.encoder} in {seconds:.1f} s")
+    rows, seconds = done.embedded, monotonic() - begin
+    typer.echo(
+        f"{len(rows.labels)} rows of {rows.x.shape[1]} by {rows.encoder}: "
+        f"{done.encoded} encoded now, the others were cached ({seconds:.1f} s)"
+    )
 
 
 @app.command()
@@ -218,7 +229,9 @@ def partition(
     division = divide(rows, clients, seed)
     counts = count_table(division, rows)
     ids = list(division.members)
-    body = [[id, *map(str, row), str(sum(row))] for id, row in zip(ids, counts.tolist(), strict=True)]
+    body = [
+        [id, *map(str, row), str(sum(row))] for id, row in zip(ids, counts.tolist(), strict=True)
+    ]
     typer.echo(render(["client", *rows.classes, "all"], body, "text"), nl=False)
     if division.dropped:
         typer.echo(f"{division.dropped} duplicate pictures were dropped from the later split")
@@ -248,3 +261,55 @@ def serve_encoder(
         tls_cert=tls_cert,
         tls_key=tls_key,
     )
+
+
+@cache_app.command("ls")
+def cache_ls(as_json: Json = False) -> None:
+    """What is in the cache, one line per encoder."""
+    from dataclasses import asdict
+
+    from fedvlm.encoders.cache import directory, ls
+    from fedvlm.report.tables import render
+
+    found = [asdict(one) for one in ls(directory())]
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    elif found:
+        rows = [[str(value) for value in one.values()] for one in found]
+        typer.echo(render(list(found[0]), rows, "text"), nl=False)
+    else:
+        typer.echo(f"nothing is cached in {directory()}")
+
+
+@cache_app.command("rm")
+def cache_rm(fingerprint: str) -> None:
+    """Remove what one encoder has in the cache."""
+    from fedvlm.encoders.cache import directory, rm
+
+    gone = rm(directory(), fingerprint)
+    typer.echo(f"removed {gone.rows} rows of {gone.encoder} ({gone.bytes / 1e6:.1f} MB)")
+
+
+@cache_app.command("verify")
+def cache_verify(
+    fingerprint: Annotated[str, typer.Argument(help="One encoder's; all if left out.")] = "",
+    drop: Annotated[
+        bool, typer.Option(help="Let go of damaged rows; they are encoded anew.")
+    ] = False,
+) -> None:
+    """Check every cached row against its checksum."""
+    from fedvlm.encoders.cache import directory, verify
+
+    bad = [
+        (name, one) for name, rows in verify(directory(), fingerprint, drop).items() for one in rows
+    ]
+    for name, one in bad:
+        typer.echo(f"{name[:16]} {one.table} row {one.row}: {one.reason}")
+    kept = "dropped" if drop else "still there; --drop lets go of them"
+    typer.echo(f"{len(bad)} damaged rows, {kept}" if bad else "every row is sound")
+    if bad and not drop:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,7 +70,9 @@ def jobs(
 
 def accuracy(scores: Mapping[str, Scores], ids: Sequence[str]) -> float | None:
     """Mean over clients of each one's share of hits on its own test rows."""
-    parts = [scores[id]["test_hits"] / scores[id]["test_rows"] for id in ids if scores[id]["test_rows"]]
+    parts = [
+        scores[id]["test_hits"] / scores[id]["test_rows"] for id in ids if scores[id]["test_rows"]
+    ]
     return fmean(parts) if parts else None
 
 

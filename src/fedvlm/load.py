@@ -9,7 +9,7 @@ import numpy as np
 from fedvlm.data import open_dataset
 from fedvlm.data.table import Dataset, Embedded
 from fedvlm.encoders import fingerprint, open_encoder
-from fedvlm.encoders.embed import embed
+from fedvlm.encoders.embed import Outcome, embed
 from fedvlm.encoders.store import open_store
 from fedvlm.settings import Settings
 
@@ -25,13 +25,10 @@ def load(settings: Settings, told: Told) -> Embedded:
     dataset = open_dataset(settings.data, **settings.source)
     if settings.smoke:
         dataset = sample(dataset)
-    return encode(dataset, settings.encoder, "patches" in settings.method.needs, told)[0]
+    return encode(dataset, settings.encoder, "patches" in settings.method.needs, told).embedded
 
 
-def encode(
-    dataset: Dataset, encoder: str, patches: bool, told: Told
-) -> tuple[Embedded, list[tuple[str, str]]]:
-    """Every picture's embedding, and the pictures that could not be read, each with the reason."""
+def encode(dataset: Dataset, encoder: str, patches: bool, told: Told) -> Outcome:
     opened = open_encoder(encoder)
     return embed(
         dataset,

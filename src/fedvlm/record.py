@@ -34,7 +34,9 @@ def disk(path: Path) -> Iterator[None]:
                 "what was finished is still there, and nothing is half-written"
             ) from error
         if isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError):
-            raise DataError(f"cannot write {path} ({error.strerror}); choose another place") from error
+            raise DataError(
+                f"cannot write {path} ({error.strerror}); choose another place"
+            ) from error
         raise
 
 
@@ -65,7 +67,9 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError as error:
         raise DataError(f"there is no {path}; is {path.parent} a run directory?") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is damaged ({error}); delete it, or the run, and run again") from error
+        raise DataError(
+            f"{path} is damaged ({error}); delete it, or the run, and run again"
+        ) from error
 
 
 def checksum(tensors: Tensors) -> str:
@@ -188,7 +192,9 @@ class Record:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise DataError(f"another process is working in {self.folder}; wait for it") from error
+                raise DataError(
+                    f"another process is working in {self.folder}; wait for it"
+                ) from error
             yield
 
     @property

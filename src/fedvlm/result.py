@@ -124,7 +124,11 @@ class Result:
             if client in about["train"]:
                 local = f"local/{client}/"
                 return self._classifier(
-                    {k.removeprefix("shared/"): v for k, v in tensors.items() if k[:7] == "shared/"},
+                    {
+                        k.removeprefix("shared/"): v
+                        for k, v in tensors.items()
+                        if k[:7] == "shared/"
+                    },
                     {k.removeprefix(local): v for k, v in tensors.items() if k.startswith(local)},
                     client,
                     seed,

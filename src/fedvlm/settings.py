@@ -105,7 +105,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Values with `a.b=1` laid over them; the right side is TOML, or else a plain word."""
-    out = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    out = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()
+    }
     for text in assignments:
         path, equals, raw = text.partition("=")
         keys = path.strip().split(".")

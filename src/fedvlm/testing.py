@@ -42,7 +42,9 @@ def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16
         x.append(unit(text[labels] + shift + noise, dim=1))
         y.append(labels)
         index = np.arange(first, first + rows)
-        members[f"client-{number}"] = Part(index[:size], index[size : size + 10], index[size + 10 :])
+        members[f"client-{number}"] = Part(
+            index[:size], index[size : size + 10], index[size + 10 :]
+        )
         first += rows
     frozen = Frozen(("ant", "bee", "cat", "dog"), dim, 20.0, text)
     return World(method, frozen, torch.cat(x), torch.cat(y), members, seed=3)
@@ -96,7 +98,9 @@ def check_is_pure(world: World) -> None:
     method.adapt(frozen, sent, own, one)
     after = {**_named("shared", shared), **_named("local", local), "x": one.x}
     changed = [key for key in before if not torch.equal(before[key], after[key])]
-    changed += [key for key, old in held.items() if not torch.equal(old, _named("upload", upload)[key])]
+    changed += [
+        key for key, old in held.items() if not torch.equal(old, _named("upload", upload)[key])
+    ]
     assert not changed, f"a verb changed its argument {changed[0]}; return new tensors instead"
 
 
@@ -166,7 +170,9 @@ def check_unseen(world: World, reference: Outcome) -> None:
     x, _ = world.x[:5], None
     logits = method.predict(frozen, method.send(reference.shared, "nobody"), fresh, x)
     wanted = (5, len(frozen.classes))
-    assert logits.shape == wanted, f"predict gives {tuple(logits.shape)}, not (rows, classes) {wanted}"
+    assert logits.shape == wanted, (
+        f"predict gives {tuple(logits.shape)}, not (rows, classes) {wanted}"
+    )
     assert logits.isfinite().all(), "an unseen client's logits are not finite"
     alone = method.predict(frozen, method.send(reference.shared, "nobody"), fresh, x[:1])
     gap = tensors.difference({"": logits[:1]}, {"": alone})
@@ -186,5 +192,3 @@ def _named(kind: str, values: Mapping[str, torch.Tensor]) -> Tensors:
 
 def _equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-

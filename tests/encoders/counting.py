@@ -96,7 +96,9 @@ class Counting:
         matrix = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
         pooled = np.einsum("bi,ij->bj", x, matrix)  # not @: its rounding depends on the batch
         shift = np.arange(PATCHES, dtype=np.float32)[None, :, None]
-        return Vectors(pooled, (pooled[:, None] / 100 + shift).astype(np.float16) if patches else None)
+        return Vectors(
+            pooled, (pooled[:, None] / 100 + shift).astype(np.float16) if patches else None
+        )
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         self.sentences += sentences

@@ -20,7 +20,7 @@ from fedvlm.engines.single import failure, one
 from fedvlm.engines.work import Done, Task, World, client, measure, pad
 from fedvlm.errors import FedVLMError
 
-ROW_BYTES = 32 << 20  # padded rows of a chunk
+ROW_BYTES = 8 << 20  # padded rows of a chunk
 LOCAL_BYTES = 1 << 20  # local tensors of a chunk: large ones gain nothing from stacking
 MOST = 32  # clients of a chunk
 WORTH = 10.0  # seconds a run must still take for worker processes to pay for their start

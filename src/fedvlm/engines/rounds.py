@@ -206,5 +206,7 @@ def finish(world: World, plan: Plan, state: State, fresh: Tensors) -> Outcome:
         sent, own = method.send(state.shared, id), state.local.get(id, fresh)
         local[id] = method.adapt(frozen, sent, own, client(world, id, method.rounds))
     describe = getattr(method, "describe", None)
-    maps = {id: describe(frozen, state.shared, own) if describe else {} for id, own in local.items()}
+    maps = {
+        id: describe(frozen, state.shared, own) if describe else {} for id, own in local.items()
+    }
     return Outcome(state.round, state.shared, local, fare(state.shared, local), maps)

@@ -75,6 +75,7 @@ def render(head: Sequence[str], body: Sequence[Sequence[str]], form: str) -> str
         csv.writer(out, lineterminator="\n").writerows([head, *body])
         return out.getvalue()
     if form == "latex":
+
         def escape(text: str) -> str:
             return text.replace("_", r"\_").replace("%", r"\%").replace("&", r"\&")
 
