@@ -33,7 +33,7 @@ def disk(path: Path) -> Iterator[None]:
                 f"the disk is full at {path}; free some space and resume: "
                 "what was finished is still there, and nothing is half-written"
             ) from error
-        if isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError):
+        if isinstance(error, PermissionError | NotADirectoryError | FileExistsError):
             raise DataError(
                 f"cannot write {path} ({error.strerror}); choose another place"
             ) from error
@@ -72,9 +72,9 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
-def checksum(tensors: Tensors) -> str:
-    """Of names, types, shapes and every byte, whatever the order."""
-    total = sha256()
+def checksum(tensors: Tensors, about: str = "") -> str:
+    """Of names, types, shapes, every byte, and what is said about them, whatever the order."""
+    total = sha256(about.encode())
     for key in sorted(tensors):
         value = tensors[key].detach().contiguous()
         total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -84,7 +84,8 @@ def checksum(tensors: Tensors) -> str:
 
 def write_tensors(path: Path, tensors: Tensors, about: Mapping[str, Any]) -> None:
     whole = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-    notes = {"about": json.dumps(about), "checksum": checksum(whole)}
+    text = json.dumps(about)
+    notes = {"about": text, "checksum": checksum(whole, text)}
     write(path, save(whole, metadata=notes))
 
 
@@ -98,7 +99,7 @@ def read_tensors(path: Path) -> tuple[Tensors, Any]:
         raise DataError(f"there is no {path}") from error
     except SafetensorError as error:
         raise DataError(f"{path} is not a whole safetensors file ({error}); delete it") from error
-    if notes.get("checksum") != checksum(tensors):
+    if notes.get("checksum") != checksum(tensors, notes.get("about", "")):
         raise DataError(f"{path} is damaged: its checksum does not fit; delete it and resume")
     return tensors, json.loads(notes["about"])
 

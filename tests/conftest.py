@@ -1,0 +1,56 @@
+"""What many tests stand on: a small federation in memory, and a cache of their own."""
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fedvlm.data.table import Embedded
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """No test reads or fills the user's cache."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setitem(os.environ, "FEDVLM_CACHE", str(folder))
+
+
+def make_rows(rows: int = 240, dim: int = 16, seed: int = 0) -> Embedded:
+    """Four classes in three domains, each domain with a shift of its own."""
+    draw = torch.Generator().manual_seed(seed)
+    unit = torch.nn.functional.normalize
+    text = unit(torch.randn(4, dim, generator=draw), dim=1)
+    labels = torch.arange(rows) % 4
+    domains = torch.arange(rows) // 4 % 3
+    shift = 0.4 * torch.randn(3, dim, generator=draw)
+    x = unit(text[labels] + shift[domains] + 0.3 * torch.randn(rows, dim, generator=draw), dim=1)
+    empty = np.full(rows, "")
+    return Embedded(
+        name="toy",
+        classes=("ant", "bee", "cat", "dog"),
+        x=x,
+        labels=labels.numpy(),
+        domains=np.array(["art", "photo", "sketch"])[domains.numpy()],
+        clients=empty,
+        splits=empty,
+        content=[f"{seed}-{i:04}" for i in range(rows)],
+        scale=20.0,
+        text=text,
+        patches=None,
+        encoder="toy@0",
+        fingerprint=f"toy-{rows}-{dim}-{seed}",
+    )
+
+
+@pytest.fixture
+def rows() -> Embedded:
+    return make_rows()
+
+
+@pytest.fixture
+def rows_like() -> Callable[..., Embedded]:
+    return make_rows
