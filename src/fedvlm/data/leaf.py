@@ -15,7 +15,10 @@ SIDE = 28
 
 
 def read_leaf(path: str | Path) -> Dataset:
-    """A folder of LEAF's FEMNIST; writers are clients, train/ and test/ folders are splits."""
+    """A folder of LEAF's FEMNIST; writers are clients, train/ and test/ folders are splits.
+
+    Characters nobody wrote are no classes, so that a sample of digits has ten.
+    """
     root = Path(path)
     split = (root / "train").is_dir() and (root / "test").is_dir()
     folders = {name: root / name for name in ("train", "test")} if split else {"": root}
@@ -34,11 +37,12 @@ def read_leaf(path: str | Path) -> Dataset:
             "train/ and test/"
         )
     source = Pixels(np.concatenate(pixels), names)
+    present, ids = np.unique(np.array(labels, dtype=np.int64), return_inverse=True)
     return Dataset(  # not through `tabulate`: A and a are two classes here, by their numbers
         name=root.name,
-        classes=CLASSES,
+        classes=tuple(CLASSES[label] for label in present),
         source=source,
-        labels=np.array(labels, dtype=np.int64),
+        labels=ids.astype(np.int64),
         domains=column(None, len(labels)),
         clients=column(writers, len(labels)),
         splits=split_column(root.name, source, splits, len(labels)),

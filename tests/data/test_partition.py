@@ -1,0 +1,46 @@
+"""The table and the picture of who has what."""
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_splits import make_rows
+
+from fedvlm.data.federation import Clients, divide
+from fedvlm.data.partition import count_table, draw
+from fedvlm.errors import DataError, SettingsError
+
+
+def test_the_table_counts_every_row_once():
+    table = make_rows(400, classes=5)
+    division = divide(table, Clients("dirichlet", count=4, alpha=1.0), 0)
+    counts = count_table(division, table)
+    assert counts.shape == (4, 5)
+    assert counts.sum(0).tolist() == [80] * 5
+    sizes = [len(m.train) + len(m.validation) + len(m.test) for m in division.members.values()]
+    assert counts.sum(1).tolist() == sizes
+    train = count_table(division, table, parts=["train"])
+    assert train.sum(1).tolist() == [len(m.train) for m in division.members.values()]
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (4, 7), (120, 3)])
+def test_the_picture_shows_a_bubble_for_every_filled_cell_only(tmp_path, clients, classes):
+    counts = np.zeros((clients, classes), dtype=np.int64)
+    names = [f"client-{one}" for one in range(clients)], [f"class {one}" for one in range(classes)]
+    counts[0, 0] = 5
+    few = draw(counts, *names, tmp_path / "few.png")
+    many = draw(counts + 5, *names, tmp_path / "deep" / "many.png")
+    ink = []
+    for path in (few, many):
+        with Image.open(path) as image:
+            assert max(image.size) < 4000
+            ink.append(int((np.asarray(image.convert("L")) < 250).sum()))
+    assert ink[0] < ink[1] or clients * classes == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match=r"end it in \.png, \.svg or \.pdf"):
+        draw(np.ones((1, 1), dtype=np.int64), ["a"], ["b"], tmp_path / "picture.txt")
+    with pytest.raises(DataError, match="nothing to draw"):
+        draw(np.zeros((1, 1), dtype=np.int64), ["a"], ["b"], tmp_path / "picture.png")
+    assert list(tmp_path.iterdir()) == []
