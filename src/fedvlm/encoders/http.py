@@ -1,0 +1,227 @@
+"""A black-box encoder behind a URL: pictures go there as they are, embeddings come back."""
+
+import os
+import random
+import ssl
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders.wire import OFFERS, read_token, unpack
+from fedvlm.errors import EncoderError
+
+TOKEN = "FEDVLM_ENCODER_TOKEN"
+LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
+
+
+class Http:
+    """The client of `fedvlm serve`, or of anything that answers as wire.py says.
+
+    `drift` is how far the same picture's two embeddings were apart; None before the first batch.
+    """
+
+    preprocess = None  # the server takes the encoded bytes themselves
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_file: str | Path | None = None,
+        ca_file: str | Path | None = None,
+        timeout: float = 60.0,
+        retries: int = 5,
+        wait: float = 0.5,  # seconds before the first new try; doubles from try to try
+        tolerance: float = 1e-3,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.name = f"http:{self.url}"
+        self.drift: float | None = None
+        self._retries, self._wait, self._tolerance, self._warn = retries, wait, tolerance, warn
+        self._client = _client(self.url, token_file, ca_file, timeout)
+        finalize(self, self._client.close)
+        info = self._ask("GET", "/info")
+        try:
+            self.dim, self.scale = int(info["dim"]), float(info["scale"])
+            self.offers = frozenset(info["offers"]) & OFFERS
+            self._max_batch, self._max_bytes = int(info["max_batch"]), int(info["max_bytes"])
+            self.identity = {"kind": "http", "server": str(info["fingerprint"])}
+        except (KeyError, TypeError, ValueError) as error:
+            raise EncoderError(
+                f"{self.url}/info does not answer as an encoder server ({error!r}); check the URL"
+            ) from error
+        if "image" not in self.offers:
+            raise EncoderError(f"{self.url} offers no image embeddings; ask for another server")
+
+    def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
+        if patches and "patches" not in self.offers:
+            raise EncoderError(f"{self.name} has no patch embeddings; take an hf: encoder")
+        files = [bytes(one) for one in batch]
+        parts = [self._embed(part, patches) for part in self._parts(files)]
+        if self.drift is None and files:
+            self._probe(files[0], parts[0].pooled[0])
+        spread = [part.patches for part in parts if part.patches is not None]
+        return Vectors(
+            np.concatenate([part.pooled for part in parts]),
+            np.concatenate(spread) if patches else None,
+        )
+
+    def embed_text(self, sentences: Sequence[str]) -> Tensor:
+        if "text" not in self.offers:
+            raise EncoderError(f"{self.name} has no text; its server offers images only")
+        answer = self._ask("POST", "/text", {"sentences": list(sentences)})
+        vectors = self._array(answer, "pooled", len(sentences), 2)
+        return normalize(torch.from_numpy(vectors.astype(np.float32)), dim=-1)
+
+    def _parts(self, files: list[bytes]) -> Iterator[list[bytes]]:
+        """As many pictures at a time as the server takes."""
+        part: list[bytes] = []
+        used, room = 0, self._max_bytes - 1000  # for the braces around the pictures
+        for file in files:
+            size = 4 * len(file) // 3 + 10
+            if size > room:
+                raise EncoderError(
+                    f"a picture of {len(file):,} bytes is more than {self.url} takes "
+                    f"({self._max_bytes:,} for a request); scale it down first"
+                )
+            if part and (used + size > room or len(part) == self._max_batch):
+                yield part
+                part, used = [], 0
+            part.append(file)
+            used += size
+        if part:
+            yield part
+
+    def _embed(self, files: list[bytes], patches: bool) -> Vectors:
+        pictures = [b64encode(file).decode() for file in files]
+        answer = self._ask("POST", "/embed", {"pictures": pictures, "patches": patches})
+        pooled = self._array(answer, "pooled", len(files), 2).astype(np.float32)
+        if not patches:
+            return Vectors(pooled, None)
+        return Vectors(pooled, self._array(answer, "patches", len(files), 3).astype(np.float16))
+
+    def _probe(self, file: bytes, first: NDArray[np.float32]) -> None:
+        """The same picture once more. The first vector is the one that is kept."""
+        again = self._embed([file], patches=False).pooled[0]
+        one, two = (value / max(float(np.linalg.norm(value)), 1e-12) for value in (first, again))
+        self.drift = float(np.abs(one - two).max())
+        if self.drift > self._tolerance and self._warn is not None:
+            self._warn(
+                f"{self.name} gave the same picture two embeddings {self.drift:.2g} apart; "
+                "the first is kept, and no other machine will get exactly the same"
+            )
+
+    def _array(self, answer: dict[str, Any], key: str, rows: int, axes: int) -> NDArray[Any]:
+        if answer.get("fingerprint") != self.identity["server"]:
+            raise EncoderError(
+                f"the encoder behind {self.url} was changed while it was in use; "
+                "run again to embed everything with the new one"
+            )
+        try:
+            values = unpack(answer[key])
+        except (KeyError, TypeError, ValueError) as error:
+            raise EncoderError(f"{self.url} answers no array {key!r} ({error!r})") from error
+        if values.ndim != axes or len(values) != rows or values.shape[-1] != self.dim:
+            raise EncoderError(
+                f"{self.url} answers {key} of {values.shape} to {rows} rows; "
+                f"its vectors should have length {self.dim}: ask its owner"
+            )
+        good = np.isfinite(values).all(axis=tuple(range(1, axes)))
+        if not good.all():
+            row = int(np.flatnonzero(~good)[0])
+            raise EncoderError(
+                f"{self.url} answers NaN or infinity in {key} of row {row} of {rows}; ask its owner"
+            )
+        return values
+
+    def _ask(self, verb: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One request; what may pass (429, 5xx, no answer) is tried again after a while."""
+        import httpx
+
+        problem = ""
+        for attempt in range(self._retries + 1):
+            asked = None
+            try:
+                answer = self._client.request(verb, path, json=body)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+                if "CERTIFICATE_VERIFY" in problem:
+                    raise EncoderError(
+                        f"the certificate of {self.url} is not trusted ({error}); "
+                        "name its issuer in ca_file"
+                    ) from error
+            else:
+                if answer.status_code == 200:
+                    return self._object(answer)
+                problem = f"{answer.status_code} {_detail(answer)}"
+                if answer.status_code in (401, 403):
+                    raise EncoderError(
+                        f"{self.url} refuses the token ({problem}); set {TOKEN} or token_file"
+                    )
+                if answer.status_code != 429 and answer.status_code < 500:
+                    raise EncoderError(f"{self.url}{path} refuses the request: {problem}")
+                asked = _retry_after(answer.headers.get("retry-after"))
+            if attempt < self._retries:
+                own = self._wait * 2**attempt * random.uniform(0.5, 1.0)
+                time.sleep(min(max(own, asked or 0.0), LONGEST_WAIT))
+        raise EncoderError(
+            f"{self.url}{path} failed {self._retries + 1} times ({problem}); check the URL and "
+            "whether the server runs, then run again: what it has embedded is kept"
+        )
+
+    def _object(self, answer: Any) -> dict[str, Any]:
+        try:
+            value = answer.json()
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise EncoderError(f"{self.url} does not answer JSON objects; check the URL")
+        return value
+
+
+def _client(
+    url: str, token_file: str | Path | None, ca_file: str | Path | None, timeout: float
+) -> Any:
+    try:
+        import httpx
+    except ImportError as error:
+        raise EncoderError("httpx is not installed; pip install 'fedvlm[http]'") from error
+    token = read_token(token_file) if token_file else os.environ.get(TOKEN, "")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
+        return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
+    except (OSError, ValueError, httpx.InvalidURL) as error:
+        raise EncoderError(f"{url} cannot be asked ({error}); check the URL and ca_file") from error
+
+
+def _detail(answer: Any) -> str:
+    try:
+        return str(answer.json()["detail"])[:300]
+    except (ValueError, KeyError, TypeError):
+        return str(answer.reason_phrase)
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds, from a number or a date."""
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        pass
+    try:
+        return parsedate_to_datetime(value).timestamp() - time.time()
+    except ValueError:
+        return None
