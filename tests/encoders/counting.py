@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from io import BytesIO
 from multiprocessing import get_context
@@ -40,6 +41,7 @@ class Memory:
         return self.pictures[row][1]
 
 
+@cache
 def png(number: int) -> bytes:
     """Another picture for another number; its first pixel says which."""
     picture = Image.new("RGB", (8, 8), (number % 256, number // 256, 77))
@@ -96,7 +98,9 @@ class Counting:
         matrix = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
         pooled = np.einsum("bi,ij->bj", x, matrix)  # not @: its rounding depends on the batch
         shift = np.arange(PATCHES, dtype=np.float32)[None, :, None]
-        return Vectors(pooled, (pooled[:, None] / 100 + shift).astype(np.float16) if patches else None)
+        return Vectors(
+            pooled, (pooled[:, None] / 100 + shift).astype(np.float16) if patches else None
+        )
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         self.sentences += sentences

@@ -134,7 +134,7 @@ def test_flipped_byte_is_named_by_read_and_by_verify_and_can_be_dropped(tmp_path
     with cache.use(tmp_path, FINGERPRINT, "fake") as (entry, _):
         rows = entry.need("pooled.float32", "float32", (4,))
         assert np.array_equal(rows.read(digests(1, 3)), values(1, 3))
-        with pytest.raises(DataError, match="row 1 .* damaged"):
+        with pytest.raises(DataError, match=r"row 1 .* damaged"):
             rows.read(digests(1, 2, 3))
         with pytest.raises(DataError, match="in use"):
             cache.verify(tmp_path, drop=True)
@@ -148,7 +148,10 @@ def test_lost_rows_are_named_and_can_be_dropped(tmp_path: Path) -> None:
     with cache.use(tmp_path, FINGERPRINT, "fake") as (entry, _):
         entry.need("pooled.float32", "float32", (4,)).append(digests(1, 2, 3), values(1, 2, 3))
     os.truncate(tmp_path / FINGERPRINT / "pooled.float32.rows", 20)
-    assert [bad.row for bad in cache.verify(tmp_path, FINGERPRINT[:6], drop=True)[FINGERPRINT]] == [1, 2]
+    assert [bad.row for bad in cache.verify(tmp_path, FINGERPRINT[:6], drop=True)[FINGERPRINT]] == [
+        1,
+        2,
+    ]
     with cache.use(tmp_path, FINGERPRINT, "fake") as (entry, _):
         rows = entry.need("pooled.float32", "float32", (4,))
         rows.append(digests(2), values(2))
@@ -173,7 +176,7 @@ def test_full_disk_is_a_data_error_and_leaves_no_trace(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
-        with pytest.raises(DataError, match="No space left on device.*FEDVLM_CACHE"):
+        with pytest.raises(DataError, match=r"No space left on device.*FEDVLM_CACHE"):
             rows.append(digests(2, 3), values(2, 3))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     rows.append(digests(3), values(3))
@@ -278,9 +281,12 @@ def test_ls_and_rm_work_by_the_beginning_of_a_fingerprint(tmp_path: Path) -> Non
             entry.need("pooled.float32", "float32", (4,)).append(digests(1, 2), values(1, 2))
             entry.need("patches.float16", "float16", (2, 4)).append(digests(1), np.ones((1, 2, 4)))
     listed = cache.ls(tmp_path)
-    assert [(one.encoder, one.rows, one.patches) for one in listed] == [("one", 2, 1), ("two", 2, 1)]
+    assert [(one.encoder, one.rows, one.patches) for one in listed] == [
+        ("one", 2, 1),
+        ("two", 2, 1),
+    ]
     assert listed[0].bytes >= 2 * 16 + 16 + 3 * RECORD.size
-    with pytest.raises(DataError, match="2 entries .* abab.*acac"):
+    with pytest.raises(DataError, match=r"2 entries .* abab.*acac"):
         cache.rm(tmp_path, "a")
     with pytest.raises(DataError, match="0 entries"):
         cache.rm(tmp_path, "f")
@@ -304,13 +310,18 @@ def test_cache_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 2, "encoder": "x", "tables": {}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"format": 2, "encoder": "x", "tables": {}}']
+)
 def test_damaged_meta_is_listed_refused_and_removable(tmp_path: Path, text: str) -> None:
     with cache.use(tmp_path, FINGERPRINT, "fake"):
         pass
     (tmp_path / FINGERPRINT / "meta.json").write_text(text)
     assert "cache rm abab" in cache.ls(tmp_path)[0].problem
-    with pytest.raises(DataError, match="cache rm abab"), cache.use(tmp_path, FINGERPRINT, "") as used:
+    with (
+        pytest.raises(DataError, match="cache rm abab"),
+        cache.use(tmp_path, FINGERPRINT, "") as used,
+    ):
         used[0].need("pooled.float32", "float32", (4,))
     cache.rm(tmp_path, "ab")
     assert cache.ls(tmp_path) == []
@@ -325,7 +336,10 @@ def test_another_shape_under_the_same_fingerprint_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("fingerprint", ["", "../../etc", "AB" * 32, "short"])
 def test_what_is_no_fingerprint_never_becomes_a_path(tmp_path: Path, fingerprint: str) -> None:
-    with pytest.raises(SettingsError, match="fingerprint"), cache.use(tmp_path, fingerprint, "fake"):
+    with (
+        pytest.raises(SettingsError, match="fingerprint"),
+        cache.use(tmp_path, fingerprint, "fake"),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []
 
