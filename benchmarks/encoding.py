@@ -109,6 +109,7 @@ def ratio(root: Path) -> float:
         whole += seconds(
             lambda d=data: embed(d, tower, fingerprint="e" * 64, cache=root, workers=1)
         )
+        inside += tower.seconds - before
     rates = [TURNS * PICTURES / one for one in (bare, whole)]
     size = sum(map(len, source.data)) / len(source) / 1000
     print(f"{TURNS * PICTURES} JPEGs of 640 x 480, {size:.0f} kB each, 1 worker process")
