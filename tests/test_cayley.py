@@ -107,7 +107,7 @@ def test_conflict_of_equal_opposite_and_square_moves() -> None:
     assert conflict.mean_cosine(start, [start + move, start + 3 * move]) == pytest.approx(1)
     assert conflict.mean_cosine(start, [start + move, start - move]) == pytest.approx(-1)
     assert conflict.mean_cosine(start, [start + move, start + other]) == pytest.approx(0)
-    assert conflict.mean_cosine(start, [start + move, start]) == 0
+    assert conflict.mean_cosine(start, [start + move, start]) == pytest.approx(0, abs=1e-12)
     assert math.isnan(conflict.mean_cosine(start, [start]))
 
 

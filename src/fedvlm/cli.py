@@ -118,7 +118,7 @@ def run(
     from fedvlm.errors import SettingsError
     from fedvlm.experiments import find, runs
     from fedvlm.report.tables import compare
-    from fedvlm.run import execute
+    from fedvlm.runner import execute
     from fedvlm.settings import build, override, read_toml
 
     if file is None and method is None:
@@ -144,7 +144,7 @@ def run(
 def resume(folder: Path) -> None:
     """Go on with a run that was stopped or killed."""
     from fedvlm.report.tables import compare
-    from fedvlm.run import resume as go_on
+    from fedvlm.runner import resume as go_on
 
     with progress() as told:
         result = go_on(folder, told)

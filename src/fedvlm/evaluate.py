@@ -6,7 +6,6 @@ from statistics import fmean, stdev
 
 from fedvlm import seeds
 from fedvlm.data.federation import Member
-from fedvlm.engines.work import Scores
 from fedvlm.errors import SettingsError, unknown
 
 PROTOCOLS = {
@@ -14,6 +13,7 @@ PROTOCOLS = {
     "own-test": "every client trains and is tested on its own test rows",
     "cross-device": "train on n clients, test on a fixed set of unseen ones",
 }
+Results = Mapping[str, Mapping[str, float]]  # scores by client
 Table = dict[str, float | None]  # column -> share of hits, None where it is not defined
 
 
@@ -68,7 +68,7 @@ def jobs(
     return [Job(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(away))) for count in counts]
 
 
-def accuracy(scores: Mapping[str, Scores], ids: Sequence[str]) -> float | None:
+def accuracy(scores: Results, ids: Sequence[str]) -> float | None:
     """Mean over clients of each one's share of hits on its own test rows."""
     parts = [
         scores[id]["test_hits"] / scores[id]["test_rows"] for id in ids if scores[id]["test_rows"]
@@ -79,7 +79,7 @@ def accuracy(scores: Mapping[str, Scores], ids: Sequence[str]) -> float | None:
 def table(
     protocol: str,
     members: Mapping[str, Member],
-    done: Mapping[str, tuple[Job, Mapping[str, Scores]]],
+    done: Mapping[str, tuple[Job, Results]],
     generalises: bool,
 ) -> Table:
     """One seed's numbers from all its jobs; a method that shares nothing does not generalise."""
@@ -98,7 +98,7 @@ def table(
 
 def _domains(
     members: Mapping[str, Member],
-    done: Mapping[str, tuple[Job, Mapping[str, Scores]]],
+    done: Mapping[str, tuple[Job, Results]],
     generalises: bool,
 ) -> Table:
     a: dict[tuple[str, str], float] = {}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedvlm.data import open_dataset
+from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, Embedded
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.encoders.embed import Outcome, embed
@@ -50,25 +51,9 @@ def few(rows: Dataset | Embedded) -> np.ndarray[Any, Any]:
     return np.sort(order[:: max(1, -(-count // FEW_ROWS))])
 
 
-class Part:
-    """Some rows of a source."""
-
-    def __init__(self, source: Any, keep: np.ndarray[Any, Any]) -> None:
-        self.source, self.keep = source, keep
-
-    def __len__(self) -> int:
-        return len(self.keep)
-
-    def name(self, row: int) -> str:
-        return str(self.source.name(int(self.keep[row])))
-
-    def read(self, row: int) -> bytes:
-        return bytes(self.source.read(int(self.keep[row])))
-
-
 def sample(dataset: Dataset) -> Dataset:
     keep = few(dataset)
-    return replace(dataset, source=Part(dataset.source, keep), **columns(dataset, keep))
+    return replace(dataset, source=Chosen(dataset.source, keep), **columns(dataset, keep))
 
 
 def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:

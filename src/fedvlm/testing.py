@@ -105,7 +105,7 @@ def check_is_pure(world: World) -> None:
 
 
 def check_order(world: World, reference: Outcome) -> None:
-    turned = replace(world, members=dict(reversed(world.members.items())))
+    turned = replace(world, members=dict(reversed(list(world.members.items()))))
     check_same(learn(turned), reference, 0.0, "the order of clients changes the result")
 
 

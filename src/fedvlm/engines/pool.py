@@ -45,8 +45,8 @@ class Pool:
             if todo:
                 busy.append(self._give(connection, number, todo.pop()))
         while busy:
-            for connection in wait(busy):
-                assert not isinstance(connection, int)
+            ready = wait(busy)
+            for connection in [one for one in busy if one in ready]:
                 try:
                     kind, answer = connection.recv()
                 except (EOFError, OSError) as error:

@@ -1,7 +1,6 @@
 """How much clients disagree about the head, as the FedOT paper measures it."""
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -13,11 +12,16 @@ def mean_cosine(start: Tensor, ends: Sequence[Tensor]) -> float:
     W is the head all clients were sent, W_i what client i sends back. A client that did not move
     has no direction and agrees with none (0); fewer than two clients have no pairs (nan).
     """
-    moves = torch.stack([(end - start).double().flatten() for end in ends])
-    units = torch.nn.functional.normalize(moves, dim=1)
-    cosines = units @ units.T
+    # The sum of unit vectors has every pair in its square: no copy of all clients at once.
+    total = torch.zeros(start.numel(), dtype=torch.float64)
+    moved = 0
+    for end in ends:
+        move = (end - start).double().flatten()
+        if (length := move.norm()) > 0:
+            total += move / length
+            moved += 1
     pairs = len(ends) * (len(ends) - 1)
-    return ((cosines.sum() - cosines.trace()) / pairs).item() if pairs else float("nan")
+    return ((total.square().sum() - moved) / pairs).item() if pairs else float("nan")
 
 
 def largest_difference(
@@ -29,12 +33,15 @@ def largest_difference(
     for plain SGD, and off by a factor within 1 / (1 - momentum) and by decay * W otherwise.
     A client without steps has gradient zero.
     """
-    gradients = [
-        (start - end).double() / (rate * max(count, 1))
-        for end, count in zip(ends, steps, strict=True)
-    ]
-    gaps = [(a - b).norm().item() for a, b in combinations(gradients, 2)]
-    return max(gaps, default=float("nan"))
+    if len(ends) < 2:
+        return float("nan")
+    gradients = torch.stack(
+        [
+            (start - end).flatten() / (rate * max(count, 1))
+            for end, count in zip(ends, steps, strict=True)
+        ]
+    )
+    return torch.cdist(gradients, gradients).max().item()
 
 
 def difference_bound(tau: float, conditions: Sequence[float]) -> float:

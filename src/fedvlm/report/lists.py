@@ -42,7 +42,7 @@ def list_datasets() -> list[Row]:
             "layout": entry.layout,
             "hub": entry.hub,
             "template": " | ".join(entry.templates),
-            "split": entry.split,
+            "protocol": entry.protocol,
         }
         for name, entry in catalogue().items()
     ]

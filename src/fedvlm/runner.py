@@ -168,7 +168,7 @@ def _job(
     seed: int,
     record: Record,
     tell: Callable[[int], None],
-) -> Mapping[str, Mapping[str, float]]:
+) -> evaluate.Results:
     """One training, from its checkpoint if there is one, to its outcome on disk."""
     name = f"{seed}-{slug(job.name)}"
     final = record.folder / "jobs" / f"{name}.json"
