@@ -1,3 +1,21 @@
 """Federated adaptation of frozen vision-language models."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedvlm.core import make, methods, register
+    from fedvlm.result import Personalised, Result
+    from fedvlm.runner import resume, run
+
 __version__ = "0.1.0"
+__all__ = ["Personalised", "Result", "make", "methods", "register", "resume", "run"]
+
+# Looked up when first used, so that `fedvlm --help` does not wait for torch.
+_HOMES = {"Personalised": "result", "Result": "result", "resume": "runner", "run": "runner"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fedvlm' has no attribute {name!r}")
+    return getattr(import_module(f"fedvlm.{_HOMES.get(name, 'core')}"), name)

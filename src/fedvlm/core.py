@@ -68,6 +68,7 @@ T = TypeVar("T", bound=type[Any])
 
 def register(method: T) -> T:
     """Checks a method class and adds it to the list; each refusal says what to add."""
+    kind: Any = method
     title = method.__name__
     name = getattr(method, "name", None)
 
@@ -82,7 +83,7 @@ def register(method: T) -> T:
         raise refuse(f"the name {name!r} is taken by {METHODS[name].__name__}; choose another")
     if missing := [verb for verb in VERBS if not callable(getattr(method, verb, None))]:
         raise refuse(f"no {missing[0]}; write it or name a part, as `send = parts.everything`")
-    if hasattr(method.update, "walks") and not hasattr(method, "loss"):
+    if hasattr(kind.update, "walks") and not hasattr(method, "loss"):
         raise refuse("its update is a gradient part, so it needs a `loss`; add one")
     for field in fields(method):
         if field.default is MISSING and field.default_factory is MISSING:
@@ -92,7 +93,7 @@ def register(method: T) -> T:
     for attribute in ("needs", "memory"):
         if not isinstance(getattr(method, attribute, None), frozenset):
             raise refuse(f"no {attribute}; add `{attribute} = frozenset()` or name what it takes")
-    if strange := method.needs - set(NEEDS):
+    if strange := kind.needs - set(NEEDS):
         raise refuse(f"it needs {min(strange)!r}; an encoder can offer {', '.join(NEEDS)}")
     METHODS[name] = method
     return method

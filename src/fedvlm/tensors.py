@@ -28,7 +28,9 @@ def count_bytes(tensors: Tensors) -> int:
 
 def flat(tensors: Tensors) -> Tensor:
     """All floating-point values in one vector, by sorted key."""
-    parts = [tensors[key].reshape(-1) for key in sorted(tensors) if tensors[key].is_floating_point()]
+    parts = [
+        tensors[key].reshape(-1) for key in sorted(tensors) if tensors[key].is_floating_point()
+    ]
     return torch.cat(parts) if parts else torch.zeros(0)
 
 

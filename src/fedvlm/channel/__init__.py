@@ -1,1 +1,3 @@
 """What happens to an upload on its way to the server."""
+
+from fedvlm.channel.validate import validate as validate

@@ -1,1 +1,30 @@
 """Data sets, splits, few-shot and the federation made of them."""
+
+from typing import Any
+
+from fedvlm.data import catalogue
+from fedvlm.data.kinds import KINDS, call, kind_of
+from fedvlm.data.table import Dataset
+from fedvlm.errors import DataError, unknown
+
+__all__ = ["Dataset", "open_dataset"]
+
+
+def open_dataset(name: str, **options: Any) -> Dataset:
+    """A data set by name: `demo`, a name of the catalogue, `folder:DIR`, `manifest:FILE`,
+    `hub:ID_OR_DIR`, `coop:JSON`, `leaf:DIR`, or a path whose kind can be told.
+
+    Options are those of the reader: `root` for the catalogue, `layout` for folders, and so on.
+    """
+    if name in (entries := catalogue.catalogue()):
+        return call(name, catalogue.open_entry, entries[name], options)
+    if (found := kind_of(name)) is not None:
+        kind, place = found
+        return call(kind, KINDS[kind], place, options)
+    kinds = [f"{kind}:..." for kind in KINDS]
+    if "/" in name or "." in name:
+        raise DataError(
+            f"{name} is not there; name a folder, a .zip, a manifest, a data set of the catalogue, "
+            f"or one of {', '.join(kinds)}"
+        )
+    raise unknown("data set", name, [*entries, *kinds])

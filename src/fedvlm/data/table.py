@@ -1,14 +1,27 @@
 """What a data set is: before the encoder a table of pictures, after it a table of embeddings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedvlm.errors import DataError
+
 Strings = NDArray[np.str_]
+SPLITS = {  # the words people use for the three parts
+    "": "",
+    "train": "train",
+    "training": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "test": "test",
+    "testing": "test",
+}
 
 
 class Source(Protocol):
@@ -30,7 +43,7 @@ class Dataset:
     """Pictures with labels. Empty strings mean that a column says nothing about a row."""
 
     name: str
-    classes: tuple[str, ...]  # in the order of the label ids
+    classes: tuple[str, ...]  # in the order of the label ids, as a template wants them
     source: Source
     labels: NDArray[np.int64]  # (rows,)
     domains: Strings  # (rows,)
@@ -56,3 +69,92 @@ class Embedded:
     patches: Tensor | None  # (rows, patches, dim) float16, memory-mapped, if asked for
     encoder: str  # the encoder's name and fingerprint
     fingerprint: str  # of the rows: pictures, labels, classes, templates
+
+
+def text(name: str) -> str:
+    """A name in one Unicode form, so that it is the same name on every file system."""
+    return normalize("NFC", name)
+
+
+def tabulate(
+    name: str,
+    source: Source,
+    labels: Sequence[str],
+    classes: Sequence[str] | None = None,
+    domains: Sequence[str] | None = None,
+    clients: Sequence[str] | None = None,
+    splits: Sequence[str] | None = None,
+) -> Dataset:
+    """A data set from one class name per row; without `classes` they are sorted by name.
+
+    A class without rows, a label that is no class and names that differ only in case are refused.
+    """
+    rows = [text(label) for label in labels]
+    if not rows:
+        raise DataError(f"{name} has no pictures; name a place that has some")
+    if "" in rows:
+        raise DataError(f"{name}: {source.name(rows.index(''))} has no label; give it one")
+    ordered = [text(one) for one in classes] if classes is not None else in_order(rows)
+    same_but_for_case(name, ordered)
+    number = {one: index for index, one in enumerate(ordered)}
+    for row, label in enumerate(rows):
+        if label not in number:
+            raise DataError(
+                f"{name}: {source.name(row)} has the label {label!r}, which is no class; the "
+                f"classes are {listing(ordered)}"
+            )
+    if empty := sorted(set(ordered) - set(rows)):
+        raise DataError(
+            f"{name}: class {empty[0]!r} has no pictures; add some or leave the class out"
+        )
+    return Dataset(
+        name=name,
+        classes=tuple(one.replace("_", " ") for one in ordered),
+        source=source,
+        labels=np.array([number[label] for label in rows], dtype=np.int64),
+        domains=column(domains, len(rows)),
+        clients=column(clients, len(rows)),
+        splits=split_column(name, source, splits, len(rows)),
+    )
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """The different names, sorted; whole numbers by their value, so that 2 comes before 10."""
+    found = set(names)
+    if all(name.isdecimal() for name in found):
+        return sorted(found, key=int)
+    return sorted(found)
+
+
+def same_but_for_case(name: str, classes: Sequence[str]) -> None:
+    """Refuses classes that are one class on some file systems and two on others."""
+    seen: dict[str, str] = {}
+    for one in classes:
+        key = one.replace("_", " ").casefold()
+        if key in seen:
+            raise DataError(
+                f"{name}: the classes {seen[key]!r} and {one!r} differ only in case or blanks; "
+                "give them one spelling"
+            )
+        seen[key] = one
+
+
+def listing(names: Sequence[str], most: int = 12) -> str:
+    """Names in a message, cut where nobody reads on."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def column(values: Sequence[str] | None, rows: int) -> Strings:
+    return np.array([text(value) for value in values or [""] * rows], dtype=np.str_)
+
+
+def split_column(name: str, source: Source, values: Sequence[str] | None, rows: int) -> Strings:
+    words = [value.strip().lower() for value in values or [""] * rows]
+    for row, word in enumerate(words):
+        if word not in SPLITS:
+            raise DataError(
+                f"{name}: {source.name(row)} is in the split {word!r}; a split is train, "
+                "validation or test"
+            )
+    return np.array([SPLITS[word] for word in words], dtype=np.str_)

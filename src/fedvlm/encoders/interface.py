@@ -14,7 +14,7 @@ OFFERS = ("image", "text", "patches", "text tower", "image tower")
 
 
 class Preprocess(Protocol):
-    """Turns a decoded RGB picture into the array the encoder takes; pickled to decoder processes."""
+    """From a decoded RGB picture to the array the encoder takes; pickled to decoder processes."""
 
     def __call__(self, picture: Image) -> NDArray[Any]: ...
 
@@ -24,16 +24,24 @@ class Vectors:
     """What an encoder answers for a batch of pictures; lengths are as the encoder gave them."""
 
     pooled: NDArray[np.float32]  # (pictures, dim)
-    patches: NDArray[np.float16] | None  # (pictures, patches, dim) through final norm and projection
+    patches: (
+        NDArray[np.float16] | None
+    )  # (pictures, patches, dim) through final norm and projection
 
 
 class Encoder(Protocol):
+    """`text_tower(classes) -> maths.prompts.TextTower` is there if "text tower" is offered."""
+
     name: str  # as the user wrote it, e.g. "hf:openai/clip-vit-base-patch32"
     offers: frozenset[str]  # a subset of OFFERS
     dim: int
     scale: float  # logit scale
-    preprocess: Preprocess | None  # None: the encoder takes the encoded bytes themselves
     identity: dict[str, str]  # what the fingerprint covers: weights, activation, dtype, resize, ...
+
+    @property
+    def preprocess(self) -> Preprocess | None:
+        """None: the encoder takes the encoded bytes themselves."""
+        ...
 
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors: ...
 

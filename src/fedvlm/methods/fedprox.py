@@ -28,7 +28,8 @@ class FedProx:
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
-        fit = parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+        logits = FedAvg.predict(FedAvg(), frozen, shared, local, batch.x)
+        fit = parts.fit(logits, batch.y, batch.real)
         return fit + self.mu / 2 * (shared["head"] - start["head"]).square().sum()
 
     name = "fedprox"

@@ -1,0 +1,37 @@
+# `make demo` and `make test` do all the set-up; the second time they are fast.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One thread per process is fastest for these sizes, and repeatable.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.user
+	$(BIN)/fedvlm demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "fedvlm needs Python 3.11 to 3.13, this is " + sys.version.split()[0] + "; call: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.user: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@ $(VENV)/.user
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

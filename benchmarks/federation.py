@@ -1,0 +1,97 @@
+"""Wall time and peak memory of whole federations, on embeddings it makes."""
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+
+import fedvlm
+from fedvlm.data.table import Embedded
+
+PACS = {"art_painting": 2048, "cartoon": 2344, "photo": 1670, "sketch": 3929}
+
+
+def made(sizes: dict[str, int], classes: int, dim: int = 512) -> Embedded:
+    """Rows around class centres, every client with a shift of its own."""
+    draw = torch.Generator().manual_seed(0)
+    unit = torch.nn.functional.normalize
+    rows = sum(sizes.values())
+    text = unit(torch.randn(classes, dim, generator=draw), dim=1)
+    labels = torch.randint(classes, (rows,), generator=draw)
+    ids = np.repeat(list(sizes), list(sizes.values()))
+    x = torch.empty(rows, dim)
+    first = 0
+    for size in sizes.values():  # client by client, so that the peak is the run's, not this one's
+        part = slice(first, first + size)
+        shift = 0.02 * torch.randn(dim, generator=draw)
+        noise = 0.08 * torch.randn(size, dim, generator=draw)
+        x[part] = unit(text[labels[part]] + shift + noise, dim=1)
+        first += size
+    return Embedded(
+        name="made",
+        classes=tuple(f"class {i}" for i in range(classes)),
+        x=x,
+        labels=labels.numpy(),
+        domains=ids,
+        clients=ids,
+        splits=np.full(rows, ""),
+        content=[f"{i:x}" for i in range(rows)],
+        scale=100.0,
+        text=text,
+        patches=None,
+        encoder="made",
+        fingerprint="made",
+    )
+
+
+def pacs(rounds: int) -> None:
+    """Leave-one-domain-out with FedOT on a federation of PACS's sizes."""
+    rows = made(PACS, classes=7)
+    with tempfile.TemporaryDirectory() as folder:
+        begin = perf_counter()
+        fedvlm.run({"name": "fedot", "rounds": rounds}, embedded=rows, out=folder)
+        seconds = perf_counter() - begin
+    print(f"PACS-sized, FedOT, 4 folds, {rounds} rounds: {seconds:.0f} s, {peak():.2f} GB")
+
+
+def crowd(method: str, rounds: int) -> None:
+    """1,000 clients of 5 to 500 rows; 10 classes, all clients in every round."""
+    sizes = {f"{i:03}": 5 + (i * 331) % 496 for i in range(1000)}
+    rows = made(sizes, classes=10)
+    options = {"blocks": 16} if method == "fedot" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        begin = perf_counter()
+        fedvlm.run(
+            {"name": method, "rounds": rounds, **options},
+            embedded=rows,
+            out=folder,
+            protocol="own-test",
+            clients={"by": "own"},
+        )
+        seconds = perf_counter() - begin
+    print(f"1,000 clients, {method} {options}: {seconds / rounds:.1f} s a round, {peak():.2f} GB")
+
+
+def peak() -> float:
+    """Peak resident memory in GB; worker processes share the rows, so their own part is added."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", nargs="?", choices=["pacs", "crowd-fedavg", "crowd-fedot"])
+    parser.add_argument("--rounds", type=int, default=0)
+    given = parser.parse_args()
+    if given.case is None:  # each case in a process of its own, so that its peak is its own
+        for case in ("pacs", "crowd-fedavg", "crowd-fedot"):
+            subprocess.run([sys.executable, str(Path(__file__)), case], check=True)
+    elif given.case == "pacs":
+        pacs(given.rounds or 200)
+    else:
+        crowd(given.case.removeprefix("crowd-"), given.rounds or 3)

@@ -1,0 +1,254 @@
+"""Rows become clients, each with its own train, validation and test rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from math import isfinite
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.data import splits
+from fedvlm.data.splits import PARTS, Ints
+from fedvlm.data.table import Dataset, Strings
+from fedvlm.errors import DataError, SettingsError, unknown
+from fedvlm.seeds import numbers
+
+By = Literal["domain", "own", "dirichlet", "pathological", "domain-dirichlet"]
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Settings: how rows become clients."""
+
+    by: By = "domain"  # own: the data's own client column (writers, sites)
+    count: int = 10  # clients (dirichlet, pathological), or clients per domain (domain-dirichlet)
+    alpha: float = 0.3  # Dirichlet concentration
+    minimum: int = 10  # training rows a Dirichlet client has at least
+    shots: int = 0  # training rows per class and client; 0: all
+    shares: tuple[float, float, float] = (0.6, 0.2, 0.2)  # train, validation, test
+
+    def __post_init__(self) -> None:
+        if self.by not in get_args(By):
+            raise unknown("way of making clients", str(self.by), get_args(By))
+        for key, least in (("count", 1), ("minimum", 1), ("shots", 0)):
+            value = getattr(self, key)
+            if type(value) is not int or value < least:
+                raise SettingsError(
+                    f"clients.{key} = {value!r} does not fit; it takes a whole number from {least}"
+                )
+        if not _number(self.alpha) or self.alpha <= 0:
+            raise SettingsError(
+                f"clients.alpha = {self.alpha!r} does not fit; it takes a number above 0"
+            )
+        shares = self.shares
+        if (
+            not isinstance(shares, list | tuple)
+            or len(shares) != 3
+            or not all(map(_number, shares))
+        ):
+            raise SettingsError(
+                f"clients.shares = {shares!r} does not fit; it takes three numbers: the shares of "
+                "train, validation and test, as [0.6, 0.2, 0.2]"
+            )
+        if min(shares) < 0 or shares[0] == 0 or abs(sum(shares) - 1) > 1e-9:
+            raise SettingsError(
+                f"clients.shares = {list(shares)} do not fit; they are above 0 for train, not "
+                f"negative, and sum to 1, not {sum(shares):g}"
+            )
+        object.__setattr__(self, "shares", tuple(shares))
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+class Table(Protocol):
+    """What `divide` looks at; Embedded has it, and `Rows` for a data set not yet encoded."""
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    @property
+    def labels(self) -> NDArray[np.int64]: ...
+    @property
+    def domains(self) -> Strings: ...
+    @property
+    def clients(self) -> Strings: ...
+    @property
+    def splits(self) -> Strings: ...
+    @property
+    def content(self) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The columns of a data set and the digests of its pictures, without the pictures."""
+
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]
+    domains: Strings
+    clients: Strings
+    splits: Strings
+    content: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One client of the federation, as row numbers of the table."""
+
+    id: str
+    domain: str  # empty if its rows come from several domains, or from none that is named
+    train: Ints
+    validation: Ints
+    test: Ints
+
+
+@dataclass(frozen=True)
+class Division:
+    members: dict[str, Member]  # by id, in order
+    dropped: int  # rows dropped because an earlier part has the same picture
+
+
+def digest(picture: bytes) -> str:
+    """Equal digests are the same picture: SHA-256 of the encoded bytes."""
+    return sha256(picture).hexdigest()
+
+
+def rows_of(dataset: Dataset, progress: Callable[[int, int], None] | None = None) -> Rows:
+    """A data set as `divide` wants it, before any encoder has seen it."""
+    total = len(dataset.source)
+    content = []
+    for row in range(total):
+        content.append(digest(dataset.source.read(row)))
+        if progress:
+            progress(row + 1, total)
+    return Rows(
+        dataset.classes, dataset.labels, dataset.domains, dataset.clients, dataset.splits, content
+    )
+
+
+def divide(table: Table, clients: Clients, seed: int) -> Division:
+    """Deals the rows of a table to clients and parts; no picture is in two parts of any clients.
+
+    The same rows in another order are dealt the same way: all drawing is over rows sorted by
+    content. A pool (a domain, one of the data's own clients, or everything) is parted on its own,
+    so that adding a domain changes no other.
+    """
+    labels = _checked(table, clients)
+    content = np.asarray(table.content, dtype=np.str_)
+    order = np.lexsort([table.splits, table.clients, labels, table.domains, content])
+    pools, pool_of = np.unique(_pools(table, clients), return_inverse=True)
+    parts = np.zeros(len(labels), dtype=np.int64)
+    owners = np.zeros(len(labels), dtype=np.int64)
+    names: list[str] = []
+    for pool, rows in zip(pools.tolist(), _groups(order, pool_of, len(pools)), strict=True):
+        title = f"{'client' if clients.by == 'own' else 'domain'} {pool!r}" if pool else "the data"
+        drawn = numbers("split", seed, pool)
+        parts[rows] = splits.parts_of(table.splits[rows].tolist(), clients.shares, drawn, title)
+        owners[rows] = len(names) + _owners(
+            labels[rows], parts[rows], clients, len(table.classes), seed, pool, title
+        )
+        names += _members(clients, pool)
+    later = splits.repeated(content, parts)
+    parts[later] = -1
+    if clients.shots:
+        _check_trained(table.classes, labels[parts == 0])
+    made = {}
+    for name, mine in zip(names, _groups(order, owners, len(names)), strict=True):
+        train, validation, test = (mine[parts[mine] == part] for part in range(len(PARTS)))
+        if clients.shots:
+            drawn = numbers("shots", seed, name)
+            train = train[splits.first_of_each(labels[train], clients.shots, drawn)]
+        domains = sorted(set(table.domains[mine].tolist()))
+        domain = domains[0] if len(domains) == 1 else ""
+        made[name] = Member(name, domain, train, validation, test)
+        _check_member(made[name], clients.shares, len(mine))
+    return Division(made, int(later.sum()))
+
+
+def _groups(order: Ints, group: Ints, count: int) -> list[Ints]:
+    """The rows of each group, in the given order."""
+    together = order[np.argsort(group[order], kind="stable")]
+    return np.split(together, np.cumsum(np.bincount(group, minlength=count))[:-1])
+
+
+def _checked(table: Table, clients: Clients) -> Ints:
+    """The labels, once all columns are known to fit each other and the classes."""
+    labels = np.asarray(table.labels, dtype=np.int64)
+    columns = (table.domains, table.clients, table.splits, table.content)
+    if any(len(column) != len(labels) for column in columns):
+        raise DataError(
+            f"the columns have {[len(labels), *map(len, columns)]} rows (labels, domains, clients, "
+            "splits, content); they must be of one length"
+        )
+    if not len(labels):
+        raise DataError("the data have no rows; name a data set with pictures")
+    counts = np.bincount(labels[labels >= 0], minlength=len(table.classes))
+    if labels.min() < 0 or len(counts) > len(table.classes):
+        wrong = labels[(labels < 0) | (labels >= len(table.classes))][0]
+        raise DataError(
+            f"label {wrong} has no class: there are {len(table.classes)} classes, counted from 0"
+        )
+    if not counts.all():
+        empty = table.classes[int(np.argmin(counts))]
+        raise DataError(f"class {empty!r} has no rows; add pictures or leave it out of the classes")
+    if clients.by in ("domain", "domain-dirichlet"):
+        _check_column("domain", table.domains, clients.by, '"own", "dirichlet" or "pathological"')
+    if clients.by == "own":
+        _check_column("client", table.clients, clients.by, '"domain", "dirichlet", "pathological"')
+    return labels
+
+
+def _check_column(kind: str, column: Strings, by: str, others: str) -> None:
+    if bare := int((np.asarray(column) == "").sum()):
+        raise DataError(
+            f'{bare} of {len(column)} rows have no {kind}, so clients cannot be made by "{by}"; '
+            f"give every row a {kind} or make clients by {others}"
+        )
+
+
+def _pools(table: Table, clients: Clients) -> Strings:
+    """What is parted as a whole: a domain, one of the data's own clients, or everything."""
+    if clients.by in ("domain", "domain-dirichlet"):
+        return table.domains
+    return table.clients if clients.by == "own" else np.full(len(table.labels), "")
+
+
+def _members(clients: Clients, pool: str) -> list[str]:
+    if clients.by in ("domain", "own"):
+        return [pool]
+    stem = pool if clients.by == "domain-dirichlet" else "client"
+    return [f"{stem}-{index}" for index in range(clients.count)]
+
+
+def _owners(
+    labels: Ints, parts: Ints, clients: Clients, classes: int, seed: int, pool: str, title: str
+) -> Ints:
+    """Which of the pool's clients has each row."""
+    if clients.by in ("domain", "own"):
+        return np.zeros(len(labels), dtype=np.int64)
+    drawn = numbers(clients.by, seed, pool)
+    if clients.by == "pathological":
+        return splits.pathological(classes, clients.count, drawn)[labels]
+    return splits.dirichlet(
+        labels, parts, clients.count, clients.alpha, clients.minimum, drawn, title
+    )
+
+
+def _check_trained(classes: tuple[str, ...], trained: Ints) -> None:
+    counts = np.bincount(trained, minlength=len(classes))
+    if not counts.all():
+        raise DataError(
+            f"class {classes[int(np.argmin(counts))]!r} has no training rows to take shots from; "
+            "add pictures of it, mark some as train, or set a larger share of train"
+        )
+
+
+def _check_member(member: Member, shares: tuple[float, float, float], rows: int) -> None:
+    for part, share in zip(PARTS, shares, strict=True):
+        if share and not len(getattr(member, part)):
+            raise DataError(
+                f"client {member.id!r} has no {part} rows ({rows} rows in all, shares "
+                f"{list(shares)}); give it more pictures, set other shares, or make fewer clients"
+            )

@@ -1,0 +1,118 @@
+"""Pictures in folders named after their class, and after a domain, a client or a split above it."""
+
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from fedvlm.data import sources
+from fedvlm.data.table import SPLITS, Dataset, Source, listing, tabulate, text
+from fedvlm.errors import DataError, SettingsError
+
+WORDS = ("class", "domain", "client", "split", "*")
+
+
+def read_folder(
+    path: str | Path, layout: str | None = None, classes: Sequence[str] | None = None
+) -> Dataset:
+    """A folder or a .zip of `class/picture`, `domain/class/picture`, `client/class/picture`, ...
+
+    The layout names the folders from the top to the pictures; `*` is a folder that says nothing.
+    Without one it is guessed: one level is the class, two are domain and class, and a top level
+    of train and test is the split. One folder around everything is looked through.
+    """
+    root = Path(path)
+    if root.is_dir():
+        files, folders = sources.list_folder(root)
+    elif root.is_file():
+        files, folders = sources.list_archive(root)
+    else:
+        raise DataError(f"{root} is not there; name a folder or a .zip of pictures")
+    if not files:
+        raise DataError(
+            f"{root} has no pictures; they end in {', '.join(sources.SUFFIXES)}, "
+            "in folders named after their class"
+        )
+    depths = sorted({len(PurePosixPath(file).parts) - 1 for file in files})
+    if len(depths) > 1:
+        shallow, deep = (
+            next(file for file in files if file.count("/") == depth)
+            for depth in (depths[0], depths[-1])
+        )
+        raise DataError(
+            f"{root} has pictures {depths[0]} and {depths[-1]} folders deep ({shallow}, {deep}); "
+            "put all at one depth, as domain/class/picture"
+        )
+    tops = {_top(file) for file in files}
+    words = _parse(layout, depths[0]) if layout else _guess(root, depths[0], files)
+    skipped = depths[0] - len(words)
+    if skipped not in (0, 1) or (skipped == 1 and len(tops) > 1):
+        raise DataError(
+            f"{root} does not have the layout {'/'.join(words)}: its pictures are {depths[0]} "
+            f"folders deep, as {files[0]}; name the layout that fits, of {', '.join(WORDS)}"
+        )
+    source: Source = sources.Files(root, files) if root.is_dir() else sources.Archive(root, files)
+    named = zip(*(_folders(file)[skipped:] for file in files), strict=True)
+    levels = dict(zip(words, named, strict=True))
+    if classes is None:
+        inside = [one for one in folders if not skipped or _top(one) in tops]
+        _check_empty(root, levels["class"], inside, skipped + words.index("class"))
+    return tabulate(
+        root.stem,
+        source,
+        levels["class"],
+        classes,
+        levels.get("domain"),
+        levels.get("client"),
+        levels.get("split"),
+    )
+
+
+def _folders(file: str) -> tuple[str, ...]:
+    return PurePosixPath(file).parts[:-1]
+
+
+def _top(path: str) -> str:
+    return PurePosixPath(path).parts[0]
+
+
+def _parse(layout: str, depth: int) -> list[str]:
+    """The words of a layout, or of the one of several (with | between) that is as deep."""
+    several = [one.strip("/").split("/") for one in layout.split("|")]
+    words = next((one for one in several if len(one) == depth), several[0])
+    named = [word for word in words if word != "*"]
+    if set(words) - set(WORDS) or words.count("class") != 1 or len(set(named)) < len(named):
+        raise SettingsError(
+            f"layout = {layout!r} does not fit; it names the folders above a picture, with class "
+            'once and any of domain, client, split and * (says nothing), as "domain/class"'
+        )
+    return words
+
+
+def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
+    tops = sorted({_top(file) for file in files})
+    if depth == 3 and len(tops) == 1:  # one folder around everything
+        depth, tops = 2, sorted({_folders(file)[1] for file in files})
+    split = all(top.lower() in SPLITS for top in tops)
+    guesses = {
+        1: ["class"],
+        2: ["split", "class"] if split else ["domain", "class"],
+        3: ["split", "domain", "class"] if split else [],
+    }
+    if not guesses.get(depth):
+        raise DataError(
+            f"the layout of {root} cannot be guessed: its pictures are {depth} folders deep, as "
+            f"{files[0]}, and the top folders are {listing(tops)}; put them in class/ or in "
+            'domain/class/, or name the layout, as "client/class"'
+        )
+    return guesses[depth]
+
+
+def _check_empty(root: Path, labels: Sequence[str], folders: list[str], level: int) -> None:
+    """A folder where a class should be, without a picture in any domain, is a class forgotten."""
+    full = {text(label) for label in labels}
+    for folder in folders:
+        parts = PurePosixPath(folder).parts
+        if len(parts) == level + 1 and text(parts[level]) not in full:
+            raise DataError(
+                f"{root}: class {parts[level]!r} has no pictures (the folder {folder} is empty); "
+                "add some or remove the folder"
+            )

@@ -1,0 +1,51 @@
+"""The kinds of data a person may point at, and how a kind is told from a path."""
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from fedvlm.data import folders, hub, leaf, manifests
+from fedvlm.data.table import Dataset
+from fedvlm.errors import DataError, unknown
+
+KINDS: dict[str, Callable[..., Dataset]] = {  # by what stands before the colon
+    "folder": folders.read_folder,
+    "manifest": manifests.read_manifest,
+    "hub": hub.read_hub,
+    "coop": manifests.read_coop,
+    "leaf": leaf.read_leaf,
+}
+SUFFIXES = {".zip": "folder", ".csv": "manifest", ".parquet": "manifest", ".json": "coop"}
+
+
+def kind_of(name: str) -> tuple[str, str] | None:
+    """Kind and place of `kind:place` or of a path; None if it is neither."""
+    kind, colon, place = name.partition(":")
+    if colon and kind in KINDS:
+        return kind, place
+    path = Path(name)
+    if path.is_dir():
+        if hub.is_saved(path):
+            return "hub", name
+        leafs = any(path.glob("*.json")) or any(path.glob("train/*.json"))
+        return ("leaf" if leafs else "folder"), name
+    if not path.is_file():
+        return None
+    if path.suffix.lower() not in SUFFIXES:
+        raise DataError(
+            f"{path} is of no kind that is known; a data set is a folder or ends in "
+            f"{', '.join(SUFFIXES)}; or say which kind it is, as manifest:{path}"
+        )
+    return SUFFIXES[path.suffix.lower()], name
+
+
+def call(
+    title: str, reader: Callable[..., Dataset], first: Any, options: Mapping[str, Any]
+) -> Dataset:
+    """Calls a reader with options a person gave, refusing those it does not have."""
+    allowed = list(signature(reader).parameters)[1:]
+    for option in options:
+        if option not in allowed:
+            raise unknown(f"option of {title} data", option, allowed)
+    return reader(first, **options)

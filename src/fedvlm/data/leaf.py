@@ -1,0 +1,67 @@
+"""FEMNIST as LEAF writes it: JSON of writers, each with pictures as lists of grey values."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.data.sources import Pixels
+from fedvlm.data.table import Dataset, column, split_column
+from fedvlm.errors import DataError
+
+CLASSES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+SIDE = 28
+
+
+def read_leaf(path: str | Path) -> Dataset:
+    """A folder of LEAF's FEMNIST; writers are clients, train/ and test/ folders are splits."""
+    root = Path(path)
+    split = (root / "train").is_dir() and (root / "test").is_dir()
+    folders = {name: root / name for name in ("train", "test")} if split else {"": root}
+    pixels, labels, writers, names, splits = [], [], [], [], []
+    for part, folder in folders.items():
+        for file in sorted(folder.glob("*.json")):
+            for writer, (x, y) in sorted(_writers(file).items()):
+                pixels.append(x)
+                labels += y
+                writers += [writer] * len(y)
+                names += [f"{file.relative_to(root)}:{writer}[{row}]" for row in range(len(y))]
+                splits += [part] * len(y)
+    if not labels:
+        raise DataError(
+            f"{root} has no LEAF data; name the folder with its .json files, or the one with "
+            "train/ and test/"
+        )
+    source = Pixels(np.concatenate(pixels), names)
+    return Dataset(  # not through `tabulate`: A and a are two classes here, by their numbers
+        name=root.name,
+        classes=CLASSES,
+        source=source,
+        labels=np.array(labels, dtype=np.int64),
+        domains=column(None, len(labels)),
+        clients=column(writers, len(labels)),
+        splits=split_column(root.name, source, splits, len(labels)),
+        templates=("a picture of the character: {}",),
+    )
+
+
+def _writers(file: Path) -> dict[str, tuple[NDArray[np.uint8], list[int]]]:
+    """Pictures (rows, 28, 28) and labels of each writer of one file."""
+    found = {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))["user_data"]
+        for writer, rows in data.items():
+            x = np.asarray(rows["x"], dtype=np.float64).reshape(-1, SIDE, SIDE)
+            y = [int(label) for label in rows["y"]]
+            if len(x) != len(y) or not np.isfinite(x).all() or x.min() < 0 or x.max() > 1:
+                raise ValueError(f"writer {writer}: {len(x)} pictures, {len(y)} labels")
+            if y and not 0 <= min(y) <= max(y) < len(CLASSES):
+                raise ValueError(f"writer {writer}: labels {min(y)} to {max(y)}")
+            found[str(writer)] = np.rint(x * 255).astype(np.uint8), y
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise DataError(
+            f"{file} is not LEAF's FEMNIST ({type(error).__name__}: {error}); each writer has x, "
+            f"lists of {SIDE * SIDE} values from 0 to 1, and y, labels from 0 to {len(CLASSES) - 1}"
+        ) from error
+    return found

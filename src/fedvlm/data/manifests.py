@@ -1,0 +1,150 @@
+"""Lists of pictures: a CSV or Parquet manifest, and the split files of CoOp."""
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fedvlm.data.sources import Files
+from fedvlm.data.table import Dataset, listing, tabulate
+from fedvlm.errors import DataError
+
+NEEDED = ("path", "label")
+OPTIONAL = ("client", "domain", "split")
+
+
+def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dataset:
+    """A CSV or Parquet file with the columns path and label, and any of client, domain, split.
+
+    Paths are relative to the manifest's folder and stay below it.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"the manifest {file} is not there; name a .csv or .parquet file")
+    columns = _parquet(file) if file.suffix.lower() == ".parquet" else _csv(file)
+    for needed in NEEDED:
+        if needed not in columns:
+            raise DataError(
+                f"the manifest {file} has no column {needed!r}; it has {listing(list(columns))}; "
+                f"it needs {' and '.join(NEEDED)}, and may have {', '.join(OPTIONAL)}"
+            )
+    names = _paths(file, file.parent, columns["path"])
+    return tabulate(
+        file.stem,
+        Files(file.parent, names),
+        columns["label"],
+        classes,
+        *(columns.get(key) for key in ("domain", "client", "split")),
+    )
+
+
+def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
+    """A `split_zhou_*.json` of CoOp: pictures, labels and class names of train, val and test.
+
+    The pictures are below `images`; without it, below the file's folder or a folder in it.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"the split file {file} is not there; name a split_zhou_*.json of CoOp")
+    form = 'it must hold {"train": [[path, label, class], ...], "val": ..., "test": ...}'
+    try:
+        parts = json.loads(file.read_text(encoding="utf-8"))
+        rows = [
+            (str(name), int(label), str(title), str(split))
+            for split, items in parts.items()
+            for name, label, title in items
+        ]
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise DataError(f"{file} is not a split file of CoOp ({error}); {form}") from error
+    if not rows:
+        raise DataError(f"{file} lists no pictures; {form}")
+    titles: dict[int, str] = {}
+    for name, label, title, _ in rows:
+        if titles.setdefault(label, title) != title:
+            raise DataError(
+                f"{file}: label {label} is {titles[label]!r} and, at {name}, {title!r}; "
+                "a label has one class"
+            )
+    classes = [titles[label] for label in sorted(titles)]
+    if sorted(titles) != list(range(len(titles))) or len(set(classes)) < len(classes):
+        raise DataError(
+            f"{file}: the labels are not 0, 1, 2, ... with one class each; get it again"
+        )
+    root = _root(file, images, rows[0][0])
+    return tabulate(
+        file.stem.removeprefix("split_zhou_"),
+        Files(root, _paths(file, root, [name for name, *_ in rows])),
+        [title for _, _, title, _ in rows],
+        classes,
+        splits=[split for *_, split in rows],
+    )
+
+
+def _csv(file: Path) -> dict[str, list[str]]:
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            lines = list(csv.reader(stream, strict=True))
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"the manifest {file} is no CSV in UTF-8 ({error}); save it so") from error
+    if not lines:
+        raise DataError(f"the manifest {file} is empty; it needs the columns {', '.join(NEEDED)}")
+    header = [title.strip().lower() for title in lines[0]]
+    rows = [line for line in lines[1:] if line]
+    for row, line in enumerate(rows):
+        if len(line) != len(header):
+            raise DataError(
+                f"the manifest {file}: row {row + 1} has {len(line)} cells and the header "
+                f"{len(header)}; quote cells that hold a comma"
+            )
+    return {title: [line[index].strip() for line in rows] for index, title in enumerate(header)}
+
+
+def _parquet(file: Path) -> dict[str, list[str]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise DataError(
+            f"reading {file} needs pyarrow; install fedvlm[datasets] or save it as .csv"
+        ) from error
+    try:
+        columns: dict[str, list[Any]] = parquet.read_table(file).to_pydict()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the manifest {file} is no Parquet file ({error}); get it again"
+        ) from error
+    return {
+        title.strip().lower(): ["" if cell is None else str(cell).strip() for cell in cells]
+        for title, cells in columns.items()
+    }
+
+
+def _paths(file: Path, root: Path, names: Sequence[str]) -> list[str]:
+    """The names, once each is known to be a file that stays below the root."""
+    top = root.resolve()
+    for row, name in enumerate(names):
+        said = f"{file}: row {row + 1} names {name!r}"
+        if not name or PurePosixPath(name).is_absolute() or not _below(top, name):
+            raise DataError(f"{said}, which is not below {root}; use paths relative to {root}")
+        if not (top / name).is_file():
+            raise DataError(
+                f"{said}, which is not there; put the picture in {root} or drop the row"
+            )
+    return list(names)
+
+
+def _below(top: Path, name: str) -> bool:
+    return (top / name).resolve().is_relative_to(top)
+
+
+def _root(file: Path, images: str | Path | None, first: str) -> Path:
+    """Where the first picture is: the place named, the file's folder, or a folder in it."""
+    here = file.parent
+    tried = [Path(images)] if images else [here, *sorted(p for p in here.iterdir() if p.is_dir())]
+    for folder in tried:
+        if (folder / first).is_file():
+            return folder
+    raise DataError(
+        f"{first}, the first picture of {file}, is not below "
+        f"{listing([str(folder) for folder in tried])}; name the folder of the pictures as images"
+    )

@@ -1,0 +1,213 @@
+"""Where the bytes of pictures are: files below a folder, members of an archive, rows, pixels."""
+
+import stat
+import zlib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+from zipfile import BadZipFile, ZipFile, ZipInfo
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.errors import DataError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+def is_picture(path: str) -> bool:
+    return path.lower().endswith(SUFFIXES)
+
+
+def is_hidden(path: str) -> bool:
+    """Files nobody sees: .DS_Store, .ipynb_checkpoints/..., __MACOSX/..."""
+    return any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(path).parts)
+
+
+class Files:
+    """Files below a folder."""
+
+    def __init__(self, root: Path, paths: Sequence[str]) -> None:
+        self.root, self.paths = root, list(paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, row: int) -> str:
+        return self.paths[row]
+
+    def read(self, row: int) -> bytes:
+        try:
+            return (self.root / self.paths[row]).read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{self.root / self.paths[row]} cannot be read ({error.strerror}); "
+                "put the file back or leave it out of the data set"
+            ) from error
+
+
+class Archive:
+    """Members of a .zip, read in place; opened where it is read, so that it can be sent about."""
+
+    def __init__(self, path: Path, members: Sequence[str]) -> None:
+        self.path, self.members = path, list(members)
+        self._open: ZipFile | None = None
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None}
+
+    def name(self, row: int) -> str:
+        return self.members[row]
+
+    def read(self, row: int) -> bytes:
+        try:
+            if self._open is None:
+                self._open = ZipFile(self.path)
+            return self._open.read(self.members[row])
+        except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
+            raise DataError(
+                f"{self.members[row]} of {self.path} cannot be read ({error}); "
+                "the archive is damaged, so get it again"
+            ) from error
+
+
+class Arrow:
+    """Rows of a column of undecoded pictures of the `datasets` library."""
+
+    def __init__(self, rows: Any, image: str, title: str) -> None:
+        self.rows, self.image, self.title = rows, image, title
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, row: int) -> str:
+        return f"{self.title}[{row}]"
+
+    def read(self, row: int) -> bytes:
+        cell = self.rows[row][self.image]
+        if cell and cell.get("bytes"):
+            return bytes(cell["bytes"])
+        try:
+            return Path(cell["path"]).read_bytes()
+        except (OSError, TypeError) as error:
+            raise DataError(
+                f"{self.name(row)} has neither bytes nor a file ({cell!r}); "
+                "save the data set with its pictures embedded"
+            ) from error
+
+
+class Pixels:
+    """Grey pictures held as numbers, given out as PNG.
+
+    The PNG is stored, not compressed: compressors differ between machines, and so would digests.
+    """
+
+    def __init__(self, pixels: NDArray[np.uint8], names: Sequence[str]) -> None:
+        self.pixels, self.names = pixels, list(names)  # (rows, height, width)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, row: int) -> str:
+        return self.names[row]
+
+    def read(self, row: int) -> bytes:
+        height, width = self.pixels.shape[1:]
+        lines = np.pad(self.pixels[row], ((0, 0), (1, 0))).tobytes()  # filter byte 0 for each line
+        size = len(lines).to_bytes(2, "little")
+        turned = (len(lines) ^ 0xFFFF).to_bytes(2, "little")
+        body = b"\x78\x01\x01" + size + turned + lines + zlib.adler32(lines).to_bytes(4, "big")
+        head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x00\x00\x00\x00"
+        chunks = ((b"IHDR", head), (b"IDAT", body), (b"IEND", b""))
+        return b"\x89PNG\r\n\x1a\n" + b"".join(
+            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+            for kind, data in chunks
+        )
+
+
+class Chosen:
+    """Some rows of another source."""
+
+    def __init__(self, source: Any, rows: NDArray[np.int64]) -> None:
+        self.source, self.rows = source, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, row: int) -> str:
+        return str(self.source.name(int(self.rows[row])))
+
+    def read(self, row: int) -> bytes:
+        return bytes(self.source.read(int(self.rows[row])))
+
+
+def list_folder(root: Path) -> tuple[list[str], list[str]]:
+    """Pictures and folders below a folder, relative and sorted; links that lead out are refused."""
+    files, folders, waiting = [], [], [root]
+    while waiting:
+        for entry in sorted(waiting.pop().iterdir()):
+            path = entry.relative_to(root).as_posix()
+            if is_hidden(path):
+                continue
+            if entry.is_symlink():
+                check_link(entry, root)
+            if entry.is_dir():
+                folders.append(path)
+                waiting.append(entry)
+            elif is_picture(path):
+                files.append(path)
+    return sorted(files), sorted(folders)
+
+
+def check_link(entry: Path, root: Path) -> None:
+    target = entry.resolve()
+    if not target.exists():
+        raise DataError(f"{entry} is a link to {target}, which is not there; remove the link")
+    if target.is_dir():
+        raise DataError(
+            f"{entry} is a link to the folder {target}; put the folder itself in its place"
+        )
+    if not target.is_relative_to(root.resolve()):
+        raise DataError(
+            f"{entry} is a link to {target}, outside {root}; put the file itself in its place"
+        )
+
+
+def list_archive(path: Path) -> tuple[list[str], list[str]]:
+    """Pictures and folders of a .zip, sorted; members that could lead out of it are refused."""
+    try:
+        with ZipFile(path) as archive:
+            members = archive.infolist()
+    except (BadZipFile, OSError) as error:
+        raise DataError(f"{path} cannot be opened as a .zip ({error}); get it again") from error
+    for member in members:
+        check_member(path, member)
+    seen = [member for member in members if not is_hidden(member.filename)]
+    files = sorted(one.filename for one in seen if not one.is_dir() and is_picture(one.filename))
+    folders = {one.filename.rstrip("/") for one in seen if one.is_dir()}
+    folders |= {str(parent) for file in files for parent in PurePosixPath(file).parents} - {"."}
+    if len(set(files)) < len(files):
+        twice = next(one for one, other in pairwise(files) if one == other)
+        raise DataError(f"{path} has two members called {twice}; pack it again")
+    return files, sorted(folders)
+
+
+def check_member(path: Path, member: ZipInfo) -> None:
+    name = member.orig_filename  # as stored: zipfile turns backslashes round on some systems
+    what = ""
+    if name.startswith(("/", "\\")) or (len(name) > 1 and name[1] == ":"):
+        what = "has an absolute name"
+    elif ".." in name.replace("\\", "/").split("/"):
+        what = "leads out of the archive"
+    elif "\\" in name or "\0" in name:
+        what = "has a backslash or a zero byte in its name"
+    elif stat.S_ISLNK(member.external_attr >> 16):
+        what = "is a link"
+    elif member.flag_bits & 1:
+        what = "is encrypted"
+    if what:
+        raise DataError(f"the member {name!r} of {path} {what}; pack plain files only")

@@ -1,0 +1,128 @@
+"""How rows are dealt: to train, validation and test, and to clients. Pure functions of arrays.
+
+Every function takes its rows in an order the caller has fixed by content, and its random numbers
+from a generator the caller has seeded by purpose, so that no file system has a say in a split.
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import floor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.errors import DataError, SettingsError
+
+PARTS = ("train", "validation", "test")
+DRAWS = 1000  # tries at a Dirichlet draw that leaves no client short
+
+Ints = NDArray[np.int64]
+
+
+def parts_of(
+    marks: Sequence[str], shares: tuple[float, float, float], rng: np.random.Generator, pool: str
+) -> Ints:
+    """The part (0 train, 1 validation, 2 test) of each row of one pool.
+
+    Rows the data marks itself keep their part. A part nobody is marked for is taken out of train:
+    floor(share · rows) if nothing is marked, the same proportion of train and that part otherwise.
+    """
+    given = {mark for mark in marks if mark}
+    if strange := sorted(given - set(PARTS)):
+        raise DataError(
+            f"{pool}: {strange[0]!r} is not a split; the split column takes {', '.join(PARTS)}"
+        )
+    if given and "" in marks:
+        bare = sum(not mark for mark in marks)
+        raise DataError(
+            f"{pool}: {bare} of {len(marks)} rows have no split; give all rows a split or none"
+        )
+    parts = np.array([PARTS.index(mark) if mark else 0 for mark in marks], dtype=np.int64)
+    open_rows = rng.permutation(np.flatnonzero(parts == 0))
+    exact = [Fraction(str(share)) for share in shares]  # floor(0.29 · 100) is 29, not 28
+    absent = [part for part in (2, 1) if PARTS[part] not in given]
+    total = exact[0] + sum(exact[part] for part in absent)
+    start = 0
+    for part in absent:
+        size = floor(len(open_rows) * exact[part] / total) if total else 0
+        parts[open_rows[start : start + size]] = part
+        start += size
+    return parts
+
+
+def pathological(classes: int, clients: int, rng: np.random.Generator) -> Ints:
+    """The client of each class: classes shuffled, round(classes / clients) each, rest to the last.
+
+    As the code of FedOTP deals them: 37 classes to 10 clients are nine of four and one of one.
+    """
+    each = round(classes / clients)
+    if each < 1 or each * (clients - 1) >= classes:
+        raise SettingsError(
+            f"{classes} classes cannot be dealt to {clients} clients without overlap: "
+            f"round({classes}/{clients}) = {each} classes each leave none for the last; "
+            "set another count of clients"
+        )
+    owner = np.empty(classes, dtype=np.int64)
+    owner[rng.permutation(classes)] = np.minimum(np.arange(classes) // each, clients - 1)
+    return owner
+
+
+def dirichlet(
+    labels: Ints,
+    parts: Ints,
+    clients: int,
+    alpha: float,
+    minimum: int,
+    rng: np.random.Generator,
+    pool: str,
+) -> Ints:
+    """The client of each row: one Dirichlet(alpha) draw per class, the same for every part.
+
+    Drawn again until every client has `minimum` training rows and a row of each part there is.
+    """
+    cells = [
+        np.flatnonzero((labels == label) & (parts == part))
+        for label in np.unique(labels)
+        for part in range(len(PARTS))
+    ]
+    present = np.bincount(parts, minlength=len(PARTS)) > 0
+    needed = np.array([minimum, 1, 1]) * present
+    if (short := np.bincount(parts, minlength=len(PARTS)) < needed * clients).any():
+        part = PARTS[int(np.argmax(short))]
+        raise SettingsError(
+            f"{pool}: {int((parts == np.argmax(short)).sum())} {part} rows are too few for "
+            f"{clients} clients with at least {int(needed[np.argmax(short)])} each; "
+            "set a smaller count or minimum"
+        )
+    for _ in range(DRAWS):
+        owner = np.empty(len(labels), dtype=np.int64)
+        shares = rng.dirichlet(np.full(clients, alpha), size=len(cells) // len(PARTS))
+        for index, cell in enumerate(cells):
+            ends = np.floor(np.cumsum(shares[index // len(PARTS)])[:-1] * len(cell) + 0.5)
+            mixed = rng.permutation(cell)
+            owner[mixed] = np.searchsorted(ends, np.arange(len(cell)), side="right")
+        held = np.zeros((clients, len(PARTS)), dtype=np.int64)
+        np.add.at(held, (owner, parts), 1)
+        if (held >= needed).all():
+            return owner
+    raise SettingsError(
+        f"{pool}: in {DRAWS} draws with alpha = {alpha} some of {clients} clients always had fewer "
+        f"than {minimum} training rows or none of a part; set a larger alpha, a smaller minimum or "
+        "a smaller count"
+    )
+
+
+def first_of_each(labels: Ints, shots: int, rng: np.random.Generator) -> Ints:
+    """Positions of at most `shots` rows of each class, drawn at random, in the given order."""
+    mixed = rng.permutation(len(labels))
+    chosen = [mixed[labels[mixed] == label][:shots] for label in np.unique(labels)]
+    return np.sort(np.concatenate(chosen)) if chosen else mixed
+
+
+def repeated(content: NDArray[np.str_], parts: Ints) -> NDArray[np.bool_]:
+    """True for rows whose picture is also in an earlier part (train, validation, test)."""
+    _, picture = np.unique(content, return_inverse=True)
+    first = np.full(len(parts), len(PARTS), dtype=np.int64)
+    np.minimum.at(first, picture, parts)
+    later: NDArray[np.bool_] = parts > first[picture]
+    return later

@@ -1,0 +1,129 @@
+"""The columns of a store, checked: names, lengths, labels, directions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedvlm.data.table import Strings
+from fedvlm.errors import DataError, unknown
+
+Columns = dict[str, Any]
+ALIASES = {"features": "x", "labels": "y"}
+SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
+BY_ROW = ("x", "y", "domains", "clients", "splits", "paths", "content", "patches")
+WHOLE = ("classes", "text", "text_classes", "scale", "name", "encoder", "fingerprint", "sha256")
+
+
+def joined(file: Path, columns: Columns) -> Columns:
+    """One x and one y out of train_x, train_y, val_x, ...; refuses arrays it does not know."""
+    known = {f"{split}_{key}" for split in SPLITS for key in "xy"}
+    if strange := sorted(set(columns) - known - set(BY_ROW) - set(WHOLE)):
+        raise DataError(
+            f"{file} has arrays nobody knows: {', '.join(strange)}; "
+            f"known are {', '.join(sorted({*BY_ROW, *WHOLE, *ALIASES}))} and train_x, train_y, ..."
+        )
+    parts = [split for split in SPLITS if f"{split}_x" in columns]
+    if not parts:
+        return columns
+    pairs = [(np.asarray(columns[f"{p}_x"]), np.asarray(columns.get(f"{p}_y", ()))) for p in parts]
+    for part, (x, y) in zip(parts, pairs, strict=True):
+        if len(x) != len(y) or x.shape[1:] != pairs[0][0].shape[1:]:
+            raise DataError(f"{file}: {part}_x is {x.shape} and {part}_y is {y.shape}")
+    rest = {key: value for key, value in columns.items() if key not in known}
+    sizes = [len(x) for x, _ in pairs]
+    return rest | {
+        "x": np.concatenate([x for x, _ in pairs]),
+        "y": np.concatenate([y for _, y in pairs]),
+        "splits": np.repeat([SPLITS[part] for part in parts], sizes),
+    }
+
+
+def labelled(file: Path, columns: Columns, rows: int) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """Class names in the order of the label ids, and the labels."""
+    y = columns.get("y")
+    if y is None:
+        if "paths" not in columns:
+            raise DataError(f"{file} has no labels; call the array y or labels")
+        parts = [str(one).split("/") for one in columns["paths"]]
+        if short := [one for one in parts if len(one) < 2]:
+            raise DataError(f"{file}: the path {short[0][0]!r} names no class; add the array y")
+        y = [part[-2] for part in parts]
+    y = np.asarray(y)
+    named = columns.get("classes")
+    if y.dtype.kind in "iu":
+        ids = y.astype(np.int64)
+        count = len(named) if named is not None else int(ids.max()) + 1
+        names = tuple(str(one) for one in named) if named is not None else ()
+        if ids.min() < 0 or ids.max() >= count:
+            row = int(np.flatnonzero((ids < 0) | (ids >= count))[0])
+            raise DataError(f"{file}: row {row} has label {ids[row]}, there are {count} classes")
+        names = names or tuple(f"class {one}" for one in range(count))
+    elif y.dtype.kind == "U":
+        names = tuple(str(one) for one in (named if named is not None else np.unique(y)))
+        index = {name: one for one, name in enumerate(names)}
+        if strange := sorted({str(one) for one in y} - set(names)):
+            raise unknown(f"class of {file}", strange[0], names)
+        ids = np.array([index[str(one)] for one in y], np.int64)
+    else:
+        raise DataError(f"{file}: labels are {y.dtype}; they take whole numbers or strings")
+    if len(set(names)) != len(names):
+        raise DataError(f"{file}: two classes have the same name; give each its own")
+    return names, ids
+
+
+def units(file: Path, key: str, values: Tensor, names: Sequence[Any] | None = None) -> Tensor:
+    """Float32 rows of unit norm; a row that has no direction is named."""
+    values = values.to(torch.float32)
+    norms = values.norm(dim=1)
+    bad = ~torch.isfinite(norms) | (norms == 0)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        called = f" ({names[row]})" if names is not None else ""
+        fault = "is zero" if norms[row] == 0 else "holds NaN or infinity"
+        raise DataError(
+            f"{file}: row {row}{called} of {key} {fault}, one of {int(bad.sum())} such rows; "
+            "drop or recompute them"
+        )
+    # keeps rows that are unit already as they are, memory-mapped and bit by bit
+    return values if bool((norms - 1).abs().max() < 1e-6) else normalize(values, dim=1)
+
+
+def strings(values: Any, rows: int) -> Strings:
+    return np.array([str(one) for one in values] if values is not None else [""] * rows, np.str_)
+
+
+def patches_of(file: Path, values: Any, dim: int) -> Tensor | None:
+    if values is None:
+        return None
+    patches = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if patches.ndim != 3 or patches.shape[2] != dim:
+        raise DataError(
+            f"{file}: patches are {tuple(patches.shape)}; they take (rows, patches, {dim})"
+        )
+    patches = patches.to(torch.float16)
+    for first in range(0, len(patches), 256):
+        good = torch.isfinite(patches[first : first + 256]).flatten(1).all(dim=1)
+        if not good.all():
+            row = first + int((~good).nonzero()[0])
+            raise DataError(f"{file}: row {row} of patches holds NaN or infinity; recompute it")
+    return patches
+
+
+def text_of(file: Path, columns: Columns, names: tuple[str, ...], dim: int) -> dict[str, Tensor]:
+    """The text vectors there are, by class name."""
+    if "text" not in columns:
+        return {}
+    text = torch.as_tensor(columns["text"])
+    owners = [str(one) for one in columns.get("text_classes", names)]
+    if text.ndim != 2 or text.shape != (len(owners), dim):
+        raise DataError(
+            f"{file}: text is {tuple(text.shape)}; {len(owners)} classes and embeddings of {dim} "
+            f"take ({len(owners)}, {dim}); name fewer in text_classes"
+        )
+    return dict(zip(owners, units(file, "text", text), strict=True))

@@ -1,0 +1,270 @@
+"""Encoders of the transformers library: CLIP, SigLIP, and vision models without text.
+
+All offer pooled and patch embeddings. A patch embedding is what pooling would give if it looked at
+that patch alone:
+CLIP: the token through the last layer norm and the projection, as the class token goes.
+SigLIP: the token through the last layer norm and the pooling head's value path and MLP.
+ViT, DINOv2: the token after the last layer norm, beside the class token.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import linear, normalize
+
+from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders.preprocess import Pixels
+from fedvlm.errors import EncoderError, SettingsError
+from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower, suffixes
+
+# The model class and the processor whose defaults hold where preprocessor_config.json is silent.
+# Fixed-size SigLIP 2 checkpoints are of type siglip.
+FAMILIES = {
+    "clip": ("CLIPModel", "CLIP"),
+    "siglip": ("SiglipModel", "Siglip"),
+    "vit": ("ViTModel", "ViT"),
+    "deit": ("DeiTModel", "DeiT"),
+    "dinov2": ("Dinov2Model", "Bit"),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", "Bit"),
+}
+SCALE = 100.0  # of vision models, which have no logit scale: CLIP's
+
+
+class HuggingFace:
+    """A frozen float32 model from a local directory or the Hub."""
+
+    def __init__(self, source: str | Path, name: str | None = None) -> None:
+        self.name = name or f"hf:{source}"
+        with quiet(), explained(self.name, source):
+            config, self.model, self.tokenizer, self.preprocess = load(source)
+        self.kind: str = config.model_type
+        self.model.eval().requires_grad_(False)
+        both = self.kind in ("clip", "siglip")
+        vision = config.vision_config if both else config
+        self.patches = (vision.image_size // vision.patch_size) ** 2
+        if self.kind == "clip":
+            self.dim: int = config.projection_dim
+        else:
+            self.dim = vision.hidden_size
+        self.scale = float(self.model.logit_scale.exp()) if both else SCALE
+        # SigLIP adds it to every logit before its sigmoid; a softmax over classes does not see it
+        self.bias = float(self.model.logit_bias) if self.kind == "siglip" else 0.0
+        offers = {"image", "patches"}
+        if both and self.tokenizer is not None:
+            offers.add("text")
+            if self.kind == "clip" and config.text_config.hidden_act in ACTIVATIONS:
+                offers.add("text tower")
+        self.offers = frozenset(offers)
+        self.identity = {
+            "kind": f"huggingface {self.kind}",
+            "weights": weights_hash(self.model),
+            "activation": vision.hidden_act,
+            "dtype": "float32",
+            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
+        }
+
+    @torch.inference_mode()
+    def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
+        pixels = torch.from_numpy(np.stack([np.asarray(one, np.float32) for one in batch]))
+        try:
+            pooled, tokens = self._image(pixels)
+        except (ValueError, RuntimeError) as error:
+            raise EncoderError(
+                f"{self.name} cannot take pictures of {tuple(pixels.shape[1:])} ({error}); "
+                "its preprocessor_config.json does not fit its config.json"
+            ) from error
+        if not patches:
+            return Vectors(pooled.numpy(), None)
+        return Vectors(pooled.numpy(), self._patches(tokens).to(torch.float16).numpy())
+
+    def _image(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Pooled embeddings and the last hidden states of the patches."""
+        if self.kind in ("clip", "siglip"):
+            answer = self.model.get_image_features(pixel_values=pixels)
+            pooled = answer.pooler_output
+        else:
+            answer = self.model(pixel_values=pixels)
+            pooled = answer.last_hidden_state[:, 0]
+        return pooled, answer.last_hidden_state[:, -self.patches :]
+
+    def _patches(self, tokens: Tensor) -> Tensor:
+        if self.kind == "clip":
+            normed = self.model.vision_model.post_layernorm(tokens)
+            return self.model.visual_projection(normed)  # type: ignore[no-any-return]
+        if self.kind == "siglip":
+            head = self.model.vision_model.head
+            weight = head.attention.in_proj_weight[-self.dim :]
+            value = linear(tokens, weight, head.attention.in_proj_bias[-self.dim :])
+            seen = head.attention.out_proj(value)
+            return seen + head.mlp(head.layernorm(seen))  # type: ignore[no-any-return]
+        return tokens
+
+    @torch.inference_mode()
+    def embed_text(self, sentences: Sequence[str]) -> Tensor:
+        if "text" not in self.offers:
+            raise EncoderError(f"{self.name} has no text; take a CLIP or SigLIP model")
+        room = self.model.config.text_config.max_position_embeddings
+        rows = self.tokenizer(list(sentences))["input_ids"]
+        for sentence, row in zip(sentences, rows, strict=True):
+            if len(row) > room:
+                raise SettingsError(
+                    f"{sentence!r} has {len(row)} tokens, {self.name} reads {room}; shorten it"
+                )
+        # SigLIP was trained on sentences padded to full length and without a mask
+        length = room if self.kind == "siglip" else max(len(row) for row in rows)
+        pad = self.tokenizer.pad_token_id
+        ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
+        features = self.model.get_text_features(input_ids=ids).pooler_output
+        return normalize(features, dim=-1).clone()
+
+    def text_tower(self, classes: Sequence[str]) -> TextTower:
+        """The differentiable way from context vectors to the features of these classes."""
+        if "text tower" not in self.offers:
+            raise EncoderError(f"{self.name} has no text tower for prompts; take a CLIP model")
+        names = [name.replace("_", " ") + "." for name in classes]
+        tokens = self.tokenizer(names)["input_ids"]  # SOS ... EOT each
+        text, config = self.model.text_model, self.model.config.text_config
+        table = text.embeddings.token_embedding.weight
+        start, end = tokens[0][0], tokens[0][-1]
+        tails, ends = suffixes([row[1:-1] for row in tokens], end, table)
+        return TextTower(
+            start=table[start],
+            suffixes=tails,
+            ends=ends,
+            positions=text.embeddings.position_embedding.weight,
+            layers=tuple(_layer(layer) for layer in text.encoder.layers),
+            final=_affine(text.final_layer_norm),
+            projection=self.model.text_projection.weight,
+            heads=config.num_attention_heads,
+            eps=config.layer_norm_eps,
+            activation=config.hidden_act,
+        )
+
+
+def load(source: str | Path) -> tuple[Any, Any, Any, Pixels]:
+    """Configuration, model, tokenizer (or None) and preprocessing."""
+    import transformers
+
+    here = Path(source).expanduser()
+    local = here.is_dir()
+    if not local and (here.is_absolute() or str(source).startswith((".", "~"))):
+        raise EncoderError(f"there is no directory {here}; give a model's directory or Hub name")
+    where = str(here) if local else str(source)
+    options = {"local_files_only": local}
+    config = transformers.AutoConfig.from_pretrained(where, **options)
+    if config.model_type not in FAMILIES:
+        raise EncoderError(
+            f"{source} is a model of type {config.model_type!r}; "
+            f"types that work are {', '.join(FAMILIES)}"
+        )
+    preprocess = _pixels(transformers, where, config.model_type, options)
+    family = getattr(transformers, FAMILIES[config.model_type][0])
+    shape = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
+    model, told = family.from_pretrained(
+        where,
+        config=config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        output_loading_info=True,
+        **shape,
+        **options,
+    )
+    if told["missing_keys"]:
+        raise EncoderError(
+            f"the weights of {source} lack {min(told['missing_keys'])} and "
+            f"{len(told['missing_keys']) - 1} more; get the complete checkpoint"
+        )
+    tokenizer = None
+    if hasattr(config, "text_config"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+    return config, model, tokenizer, preprocess
+
+
+def _pixels(transformers: Any, where: str, kind: str, options: dict[str, Any]) -> Pixels:
+    mixin = transformers.image_processing_base.ImageProcessingMixin
+    settings, _ = mixin.get_image_processor_dict(where, **options)
+    told = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
+    brand = told.split("ImageProcessor")[0].split("FeatureExtractor")[0] or FAMILIES[kind][1]
+    processor_class = getattr(transformers, f"{brand}ImageProcessorPil", None)
+    if brand not in {family for _, family in FAMILIES.values()} or processor_class is None:
+        raise EncoderError(f"{where} is preprocessed by {told}, which fedvlm cannot reproduce")
+    told_all = processor_class(**settings).to_dict()
+    size, crop = told_all["size"], told_all.get("crop_size")
+    if told_all.get("do_resize") and set(size) not in ({"height", "width"}, {"shortest_edge"}):
+        raise EncoderError(f"{where} resizes to {size}; fedvlm knows height, width, shortest_edge")
+    normal = told_all.get("do_normalize")
+    return Pixels(
+        size=(size.get("shortest_edge") or (size["height"], size["width"]))
+        if told_all.get("do_resize")
+        else None,
+        crop=(crop["height"], crop["width"]) if told_all.get("do_center_crop") else None,
+        resample=int(told_all["resample"]),
+        rescale=told_all["rescale_factor"] if told_all.get("do_rescale") else None,
+        mean=tuple(told_all["image_mean"]) if normal else None,
+        std=tuple(told_all["image_std"]) if normal else None,
+    )
+
+
+def weights_hash(model: torch.nn.Module) -> str:
+    """Over names, shapes and values, whatever files they came from."""
+    digest = sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _affine(module: Any) -> Affine:
+    return Affine(module.weight, module.bias)
+
+
+def _layer(layer: Any) -> Layer:
+    attention = layer.self_attn
+    three = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return Layer(
+        norm1=_affine(layer.layer_norm1),
+        qkv=Affine(torch.cat([m.weight for m in three]), torch.cat([m.bias for m in three])),
+        out=_affine(attention.out_proj),
+        norm2=_affine(layer.layer_norm2),
+        up=_affine(layer.mlp.fc1),
+        down=_affine(layer.mlp.fc2),
+    )
+
+
+@contextmanager
+def explained(name: str, source: str | Path) -> Iterator[None]:
+    """Turns what transformers raises about files and the Hub into one sentence with a remedy."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = (
+            "put config.json, model.safetensors, preprocessor_config.json and tokenizer.json there"
+            if Path(source).expanduser().is_dir()
+            else "check the name and the network, or give a directory that holds the model"
+        )
+        raise EncoderError(f"{name} cannot be opened ({first}); {remedy}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no load reports while a model is opened; what is wrong is raised."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,228 @@
+"""A compiled encoder: an image tower in ONNX, and a text tower if there is one beside it.
+
+A directory holds image.onnx, optionally text.onnx with tokenizer.json, and optionally encoder.json;
+a single FILE.onnx is an image tower with FILE.json. The JSON may say size, resize ("shortest" edge
+and crop in the middle, or "squash"), resample, mean, std, scale, and for text: length and pad.
+"""
+
+import json
+from collections.abc import Sequence
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders.preprocess import CLIP_MEAN, CLIP_STD, Pixels
+from fedvlm.errors import EncoderError, SettingsError, unknown
+
+DEFAULTS: dict[str, Any] = {
+    "size": None,  # the tower's own, if it is fixed
+    "resize": "shortest",
+    "resample": "bicubic",
+    "mean": list(CLIP_MEAN),
+    "std": list(CLIP_STD),
+    "scale": 100.0,
+    "length": 77,
+    "pad": 0,
+}
+
+
+class Onnx:
+    def __init__(self, source: str | Path) -> None:
+        self.name = f"onnx:{source}"
+        path = Path(source).expanduser()
+        image = path / "image.onnx" if path.is_dir() else path
+        if not image.is_file():
+            raise EncoderError(f"there is no file {image}; give an .onnx file or its directory")
+        settings = _settings(path / "encoder.json" if path.is_dir() else path.with_suffix(".json"))
+        self.scale = float(settings["scale"])
+        self._image = Tower(image)
+        size = self._image.picture(settings["size"])
+        squash = settings["resize"] == "squash"
+        self.preprocess = Pixels(
+            size=(size, size) if squash else size,
+            crop=None if squash else (size, size),
+            resample=int(Image.Resampling[settings["resample"].upper()]),
+            mean=tuple(settings["mean"]),
+            std=tuple(settings["std"]),
+        )
+        blank = np.zeros((1, 3, size, size), np.float32)
+        self.dim: int = self._image.run(blank).shape[1]
+        self.identity = {
+            "kind": "onnx",
+            "weights": self._image.digest,
+            "dtype": "as compiled",
+            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
+        }
+        offers = {"image"}
+        self._text: Tower | None = None
+        if path.is_dir() and (path / "text.onnx").is_file():
+            self._text = Tower(path / "text.onnx")
+            self._tokenizer = _tokenizer(path, settings)
+            self.identity["text"] = self._text.digest
+            offers.add("text")
+        self.offers = frozenset(offers)
+
+    def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
+        if patches:
+            raise EncoderError(f"{self.name} has no patch embeddings; take an hf: encoder")
+        pixels = np.stack([np.asarray(one, np.float32) for one in batch])
+        return Vectors(self._image.run(pixels, self.dim), None)
+
+    def embed_text(self, sentences: Sequence[str]) -> Tensor:
+        if self._text is None:
+            raise EncoderError(f"{self.name} has no text; put text.onnx and tokenizer.json beside")
+        tokens = self._tokenizer.encode_batch(list(sentences))
+        room = self._tokenizer.padding["length"]
+        for sentence, one in zip(sentences, tokens, strict=True):
+            if len(one.ids) > room:
+                raise SettingsError(
+                    f"{sentence!r} has {len(one.ids)} tokens, {self.name} reads {room}; shorten it"
+                )
+        ids = np.array([one.ids for one in tokens])
+        mask = np.array([one.attention_mask for one in tokens])
+        features = self._text.run(ids, self.dim, mask)
+        return normalize(torch.from_numpy(features), dim=-1)
+
+
+class Tower:
+    """One ONNX file whose first input is the batch and one of whose outputs is (batch, dim)."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise EncoderError(
+                "onnxruntime is not installed; pip install 'fedvlm[onnx]'"
+            ) from error
+        options = onnxruntime.SessionOptions()
+        # processes share the cores; one thread each also makes sums come out the same every time
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 4
+        self.file = file
+        try:
+            self.session = onnxruntime.InferenceSession(
+                file, options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime has a dozen of its own
+            first = str(error).splitlines()[0]
+            raise EncoderError(f"{file} cannot be opened ({first}); export it again") from error
+        self.inputs = self.session.get_inputs()
+        outputs = self.session.get_outputs()
+        flat = [one.name for one in outputs if len(one.shape or ()) == 2]
+        named = [one for one in flat if one in ("image_embeds", "text_embeds")]
+        if len(named or flat) != 1:
+            told = ", ".join(f"{one.name} {one.shape}" for one in outputs)
+            raise EncoderError(
+                f"{file} must have one output of (batch, dim), or name it image_embeds or "
+                f"text_embeds; it has {told}"
+            )
+        self.output = (named or flat)[0]
+        self.digest = _digest(file)
+
+    def picture(self, size: int | None) -> int:
+        """The edge of the pictures, from the settings or the input's own shape."""
+        shape = self.inputs[0].shape
+        if len(self.inputs) != 1 or len(shape) != 4 or "float" not in self.inputs[0].type:
+            told = ", ".join(f"{one.name} {one.type} {one.shape}" for one in self.inputs)
+            raise EncoderError(
+                f"{self.file} must take one input of (batch, 3, height, width) floats; "
+                f"it takes {told}"
+            )
+        fixed = [edge for edge in shape[2:] if isinstance(edge, int)]
+        wanted = size or (fixed[0] if fixed else None)
+        if wanted is None:
+            raise EncoderError(
+                f'{self.file} takes any picture size; write {{"size": 224}} in the JSON beside it'
+            )
+        if any(edge != wanted for edge in fixed) or shape[1] not in (3, None, str(shape[1])):
+            raise EncoderError(
+                f"{self.file} takes pictures of {shape[1:]}, not of [3, {wanted}, {wanted}]; "
+                "correct the size in the JSON beside it"
+            )
+        return int(wanted)
+
+    def run(
+        self, batch: NDArray[Any], dim: int | None = None, mask: NDArray[Any] | None = None
+    ) -> NDArray[np.float32]:
+        feeds = {}
+        for one in self.inputs:
+            values = mask if "mask" in one.name and mask is not None else batch
+            feeds[one.name] = values.astype(_TYPES.get(one.type, values.dtype))
+        fixed = self.inputs[0].shape[0]
+        step = fixed if isinstance(fixed, int) else len(batch)
+        parts = []
+        try:
+            for first in range(0, len(batch), step):
+                # a tower compiled for one batch size gets the last row again where rows are missing
+                rows = np.arange(first, first + step).clip(max=len(batch) - 1)
+                taken = {key: value[rows] for key, value in feeds.items()}
+                parts.append(self.session.run([self.output], taken)[0])
+        except Exception as error:  # onnxruntime has a dozen of its own
+            first_line = str(error).splitlines()[0]
+            raise EncoderError(f"{self.file} does not take this batch ({first_line})") from error
+        answer = np.concatenate(parts)[: len(batch)]
+        if len(answer) != len(batch) or answer.shape[1] != (dim or answer.shape[1]):
+            raise EncoderError(
+                f"{self.file} answers {answer.shape} to a batch of {len(batch)}"
+                + (f"; the image tower's vectors have {dim}" if dim else "")
+            )
+        return np.asarray(answer, np.float32)
+
+
+_TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+}
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    if file.is_file():
+        try:
+            told = json.loads(file.read_text("utf-8"))
+        except ValueError as error:
+            raise EncoderError(f"{file} is not JSON ({error}); correct it") from error
+    for key in told:
+        if key not in DEFAULTS:
+            raise unknown(f"key of {file.name}", key, DEFAULTS)
+    settings = DEFAULTS | told
+    if settings["resize"] not in ("shortest", "squash"):
+        raise EncoderError(f"{file}: resize = {settings['resize']!r}; write shortest or squash")
+    if settings["resample"].upper() not in Image.Resampling.__members__:
+        raise unknown(f"resample in {file.name}", settings["resample"], ("bicubic", "bilinear"))
+    if len(settings["mean"]) != 3 or len(settings["std"]) != 3 or min(settings["std"]) <= 0:
+        raise EncoderError(f"{file}: mean and std take three numbers each, std above 0")
+    return settings
+
+
+def _tokenizer(path: Path, settings: dict[str, Any]) -> Any:
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise EncoderError(f"{file} cannot be read ({error}); put one beside text.onnx") from error
+    tokenizer.no_truncation()
+    tokenizer.enable_padding(length=settings["length"], pad_id=settings["pad"])
+    return tokenizer
+
+
+def _digest(file: Path) -> str:
+    """Of the file, and of the weights if they were too large for it."""
+    digests = []
+    for one in [file, *sorted(file.parent.glob(f"{file.name}[._]data"))]:
+        with one.open("rb") as stream:
+            digests.append(file_digest(stream, "sha256").hexdigest())
+    return " ".join(digests)

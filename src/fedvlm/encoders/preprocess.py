@@ -1,0 +1,62 @@
+"""Picture to array, the way the model's authors did it, without their image library."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Resize, crop, rescale, normalise: equal to the PIL processors of transformers, bit by bit."""
+
+    size: tuple[int, int] | int | None  # (height, width), or the shorter edge, or no resizing
+    crop: tuple[int, int] | None  # (height, width) out of the middle
+    resample: int = Image.Resampling.BICUBIC
+    rescale: float | None = 1 / 255
+    mean: tuple[float, ...] | None = CLIP_MEAN
+    std: tuple[float, ...] | None = CLIP_STD
+
+    def __call__(self, picture: Image.Image) -> NDArray[np.float32]:
+        """(3, height, width) float32 of an RGB picture."""
+        if self.size is not None:
+            height, width = self._resized(picture.height, picture.width)
+            picture = picture.resize((width, height), resample=Image.Resampling(self.resample))
+        pixels = np.asarray(picture)
+        if self.crop is not None:
+            pixels = centre(pixels, *self.crop)
+        values = pixels.astype(np.float32)
+        if self.rescale is not None:
+            values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
+        if self.mean is not None and self.std is not None:
+            mean, std = (np.array(one, np.float32) for one in (self.mean, self.std))
+            values = (values - mean) / std
+        return np.ascontiguousarray(values.transpose(2, 0, 1))
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        if isinstance(self.size, tuple):
+            return self.size
+        assert self.size is not None
+        if width <= height:
+            return int(self.size * height / width), self.size
+        return self.size, int(self.size * width / height)
+
+    def identity(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def centre(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
+    """The middle of (rows, columns, channels); black where the picture is too small."""
+    short = max(height - pixels.shape[0], 0), max(width - pixels.shape[1], 0)
+    if any(short):
+        before = [math.ceil(missing / 2) for missing in short]
+        edges = [(b, missing - b) for b, missing in zip(before, short, strict=True)]
+        pixels = np.pad(pixels, [*edges, (0, 0)])
+    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+    return pixels[top : top + height, left : left + width]

@@ -1,0 +1,220 @@
+"""Embeddings computed before, in one file: no pictures, no encoder, the same runs.
+
+Arrays, in .npz or .safetensors (strings then in a .json of the same name beside it):
+x or features, y or labels, and optionally classes, domains, clients, splits, paths, content, text,
+text_classes, patches, scale; or one x and y per split as train_x, train_y, val_x, ..., test_y.
+"""
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvlm.data.table import Embedded
+from fedvlm.encoders.columns import (
+    ALIASES,
+    BY_ROW,
+    Columns,
+    joined,
+    labelled,
+    patches_of,
+    strings,
+    text_of,
+    units,
+)
+from fedvlm.encoders.interface import Vectors
+from fedvlm.errors import DataError, EncoderError, unknown
+
+
+class Store:
+    """An encoder that has its rows already; `embedded` is what a run takes."""
+
+    preprocess = None
+
+    def __init__(self, path: str | Path, *, classes: Sequence[str] | None = None) -> None:
+        self.name = f"store:{path}"
+        self.embedded = open_store(path, classes)
+        self.dim: int = self.embedded.x.shape[1]
+        self.scale = self.embedded.scale
+        has = {"text": self.embedded.text, "patches": self.embedded.patches}
+        self.offers = frozenset({"image"} | {key for key in has if has[key] is not None})
+        self.identity = {"kind": "store", "rows": self.embedded.fingerprint}
+
+    def embed(self, batch: Sequence[Any], patches: bool) -> Vectors:
+        raise EncoderError(
+            f"{self.name} has only its own rows and no weights; "
+            "use it without a data set, or name an encoder that can see"
+        )
+
+    def embed_text(self, sentences: Sequence[str]) -> Tensor:
+        raise EncoderError(f"{self.name} has no text tower; use its own text vectors")
+
+
+def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedded:
+    """The rows of a store, checked and of unit norm; of some classes only, if they are named."""
+    file = find(Path(path).expanduser())
+    columns, digest = read(file)
+    columns = joined(file, {ALIASES.get(key, key): value for key, value in columns.items()})
+    if "x" not in columns:
+        raise DataError(f"{file} has no embeddings; call the array x or features")
+    x = torch.from_numpy(columns["x"]) if isinstance(columns["x"], np.ndarray) else columns["x"]
+    if x.ndim != 2 or not x.is_floating_point() or 0 in x.shape:
+        raise DataError(f"{file}: x is {x.dtype} of {tuple(x.shape)}; it takes (rows, dim) floats")
+    rows = x.shape[0]
+    for key in BY_ROW:
+        if key in columns and len(columns[key]) != rows:
+            raise DataError(f"{file}: {key} has {len(columns[key])} rows and x has {rows}")
+    names, labels = labelled(file, columns, rows)
+    domains = columns.get("domains")
+    if domains is None and "paths" in columns:
+        parts = [str(one).split("/") for one in columns["paths"]]
+        domains = [part[-3] if len(part) > 2 else "" for part in parts]
+    content = columns.get("content")
+    if content is None:
+        raw = x.numpy()
+        content = [sha256(raw[row].tobytes()).hexdigest() for row in range(rows)]
+    unit = units(file, "x", x, columns.get("paths"))
+    embedded = Embedded(
+        name=str(columns.get("name", file.stem)),
+        classes=names,
+        x=unit,
+        labels=labels,
+        domains=strings(domains, rows),
+        clients=strings(columns.get("clients"), rows),
+        splits=strings(columns.get("splits"), rows),
+        content=[str(one) for one in content],
+        scale=float(columns.get("scale", 100.0)),
+        text=None,
+        patches=patches_of(file, columns.get("patches"), unit.shape[1]),
+        encoder=str(columns.get("encoder", f"store {digest[:16]}")),
+        fingerprint=str(columns.get("fingerprint", digest)),
+    )
+    return chosen(file, embedded, text_of(file, columns, names, unit.shape[1]), classes)
+
+
+def find(path: Path) -> Path:
+    if path.is_dir():
+        found = sorted([*path.glob("*.npz"), *path.glob("*.safetensors")])
+        if len(found) != 1:
+            raise DataError(
+                f"{path} holds {len(found)} stores; name one .npz or .safetensors file in it"
+            )
+        return found[0]
+    if not path.is_file():
+        raise DataError(f"there is no store {path}; give a .npz or .safetensors file")
+    if path.suffix not in (".npz", ".safetensors"):
+        raise DataError(f"{path} is not a store; it takes a .npz or .safetensors file")
+    return path
+
+
+def read(file: Path) -> tuple[Columns, str]:
+    """All columns as they are stored, and the digest of the file (and of its strings)."""
+    with file.open("rb") as stream:
+        digest = file_digest(stream, "sha256").hexdigest()
+    try:
+        if file.suffix == ".npz":
+            with np.load(file, allow_pickle=False) as archive:
+                return {key: archive[key] for key in archive.files}, digest
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as opened:
+            columns: Columns = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        beside = file.with_suffix(".json")
+        if beside.is_file():
+            text = beside.read_bytes()
+            columns |= json.loads(text)
+            if columns.get("sha256", digest) != digest:
+                raise DataError(f"{file} is damaged or not the one {beside.name} was written for")
+            digest = sha256(digest.encode() + text).hexdigest()
+        return columns, digest
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{file} cannot be read ({error}); write it again") from error
+    except Exception as error:  # safetensors has an exception of its own for a broken header
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise DataError(f"{file} cannot be read ({error}); write it again") from error
+
+
+def chosen(
+    file: Path, all_of: Embedded, text: dict[str, Tensor], classes: Sequence[str] | None
+) -> Embedded:
+    """The rows of the named classes, in their order; text only if every class has its vector."""
+    names = all_of.classes if classes is None else tuple(classes)
+    for name in names:
+        if name not in all_of.classes:
+            raise unknown(f"class of {file}", name, all_of.classes)
+    if len(set(names)) != len(names):
+        raise DataError(f"the classes {', '.join(names)} name one twice; name each once")
+    known = all(name in text for name in names)
+    vectors = torch.stack([text[name] for name in names]) if known else None
+    if names == all_of.classes:
+        return replace(all_of, text=vectors)
+    place = np.full(len(all_of.classes), -1)
+    place[[all_of.classes.index(name) for name in names]] = np.arange(len(names))
+    keep = np.flatnonzero(place[all_of.labels] >= 0)
+    digest = sha256("\x1f".join([all_of.fingerprint, *names]).encode()).hexdigest()
+    return replace(
+        all_of,
+        classes=names,
+        x=all_of.x[keep],
+        labels=place[all_of.labels[keep]],
+        domains=all_of.domains[keep],
+        clients=all_of.clients[keep],
+        splits=all_of.splits[keep],
+        content=[all_of.content[row] for row in keep.tolist()],
+        text=vectors,
+        patches=None if all_of.patches is None else all_of.patches[keep],
+        fingerprint=digest,
+    )
+
+
+def save_store(path: str | Path, embedded: Embedded) -> Path:
+    """Writes PATH.safetensors and PATH.json; the second names the first's digest."""
+    from safetensors.torch import save_file
+
+    file = Path(path).expanduser().with_suffix(".safetensors")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {"x": embedded.x, "y": torch.from_numpy(embedded.labels)}
+    tensors |= {"text": embedded.text} if embedded.text is not None else {}
+    tensors |= {"patches": embedded.patches} if embedded.patches is not None else {}
+    whole = {key: value.contiguous() for key, value in tensors.items()}
+    replaced(file, lambda temporary: save_file(whole, temporary))
+    with file.open("rb") as stream:
+        digest = file_digest(stream, "sha256").hexdigest()
+    words = {
+        "name": embedded.name,
+        "classes": list(embedded.classes),
+        "domains": embedded.domains.tolist(),
+        "clients": embedded.clients.tolist(),
+        "splits": embedded.splits.tolist(),
+        "content": list(embedded.content),
+        "scale": embedded.scale,
+        "encoder": embedded.encoder,
+        "fingerprint": embedded.fingerprint,
+        "sha256": digest,
+    }
+    text = json.dumps(words, ensure_ascii=False)
+    replaced(file.with_suffix(".json"), lambda temporary: temporary.write_text(text, "utf-8"))
+    return file
+
+
+def replaced(file: Path, write: Callable[[Path], object]) -> None:
+    """Writes beside the file, makes it durable, then takes its place: whole or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)

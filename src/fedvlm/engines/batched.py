@@ -1,0 +1,127 @@
+"""Many clients at once: padded, masked and vmapped in chunks, on one or more processes.
+
+The chunks depend on the clients alone, never on the processes or the order in which clients are
+named, and every process computes with one thread: so the bits of a result are the same for any
+number of workers.
+"""
+
+import os
+import traceback
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+from torch.func import vmap
+
+from fedvlm import tensors
+from fedvlm.core import Client, Tensors
+from fedvlm.engines.pool import Pool
+from fedvlm.engines.single import failure, one
+from fedvlm.engines.work import Done, Task, World, client, measure, pad
+from fedvlm.errors import FedVLMError
+
+ROW_BYTES = 8 << 20  # padded rows of a chunk
+LOCAL_BYTES = 1 << 20  # local tensors of a chunk: large ones gain nothing from stacking
+MOST = 32  # clients of a chunk
+WORTH = 10.0  # seconds a run must still take for worker processes to pay for their start
+
+
+class Batched:
+    def __init__(self, world: World, workers: int = 0, rounds: int = 1) -> None:
+        """`workers` = 0: as many processes as cores, once the first round shows that they pay."""
+        self.world = world
+        self.rounds = rounds
+        self.workers = workers or os.cpu_count() or 1
+        self.eager = workers > 1
+        self.pool: Pool | None = None
+
+    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        parts = chunks(self.world, tasks)
+        if self.eager and self.pool is None and len(parts) > 1:
+            self.pool = Pool(self.world, min(self.workers, len(parts)))
+        if self.pool is not None:
+            return self.pool.round(number, parts)
+        start = perf_counter()
+        done: dict[str, Done] = {}
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for part in parts:
+                done.update(run_chunk(self.world, number, part))
+        finally:
+            torch.set_num_threads(threads)
+        self.rounds -= 1
+        self.eager = self.workers > 1 and (perf_counter() - start) * self.rounds > WORTH
+        return done
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+
+def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
+    """Tasks grouped by size, largest first, so that little is padded and processes end together."""
+    width = world.x.shape[1] * 4
+    out: list[list[Task]] = []
+    longest = taken = 0
+    for task in sorted(tasks, key=lambda t: (not t.trains, -len(world.members[t.id].train), t.id)):
+        rows = max(1, len(world.members[task.id].train))
+        local = tensors.count_bytes(task.local)
+        fits = (
+            bool(out)
+            and out[-1][0].trains == task.trains
+            and len(out[-1]) < MOST
+            and (len(out[-1]) + 1) * longest * width <= ROW_BYTES
+            and taken + local <= LOCAL_BYTES
+        )
+        if fits:
+            out[-1].append(task)
+            taken += local
+        else:
+            out.append([task])
+            longest, taken = rows, local
+    return out
+
+
+def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    """One chunk; if it fails, its clients go one by one, so that the error can name the client."""
+    if not tasks[0].trains:
+        return {task.id: one(world, number, task) for task in tasks}
+    try:
+        return together(world, number, tasks)
+    except FedVLMError:
+        raise
+    except Exception as error:
+        for task in tasks:
+            one(world, number, task)
+        ids = [task.id for task in tasks]
+        raise failure(world, number, ids, traceback.format_exc()) from error
+
+
+def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    method, frozen = world.method, world.frozen
+    scores = [measure(world, task.sent, task.local, task.id) for task in tasks]
+    sent = {
+        key: value.expand(len(tasks), *value.shape)
+        if all(torch.equal(task.sent[key], value) for task in tasks)
+        else torch.stack([task.sent[key] for task in tasks])
+        for key, value in tasks[0].sent.items()
+    }
+    local = tensors.stack([task.local for task in tasks])
+    batch = pad([client(world, task.id, number) for task in tasks])
+    if hasattr(method, "update_many"):
+        uploads, locals_ = method.update_many(frozen, sent, local, batch)
+    else:
+
+        def update(sent: Tensors, local: Tensors, *rows: torch.Tensor) -> tuple[Tensors, Tensors]:
+            upload, own = method.update(frozen, sent, local, Client(*rows))
+            return upload, own
+
+        uploads, locals_ = vmap(update)(
+            sent, local, batch.x, batch.y, batch.order, batch.held_x, batch.held_y
+        )
+    return {
+        task.id: Done(tensors.select(uploads, i), tensors.select(locals_, i), scores[i])
+        for i, task in enumerate(tasks)
+    }

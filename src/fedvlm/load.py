@@ -1,0 +1,72 @@
+"""Settings to embedded rows: open the data, open the encoder, take what the cache has."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from fedvlm.data import open_dataset
+from fedvlm.data.sources import Chosen
+from fedvlm.data.table import Dataset, Embedded
+from fedvlm.encoders import fingerprint, open_encoder
+from fedvlm.encoders.embed import Outcome, embed
+from fedvlm.encoders.store import open_store
+from fedvlm.settings import Settings
+
+Told = Callable[[str, int, int], None]  # what is going on, done, total
+FEW_ROWS = 600  # of a smoke run
+FEW_ROUNDS = 3
+
+
+def load(settings: Settings, told: Told) -> Embedded:
+    """The rows of a run; a store has them already."""
+    if settings.encoder.startswith("store:"):
+        return open_store(settings.encoder.removeprefix("store:"), **settings.source)
+    dataset = open_dataset(settings.data, **settings.source)
+    if settings.smoke:
+        dataset = sample(dataset)
+    return encode(dataset, settings.encoder, "patches" in settings.method.needs, told).embedded
+
+
+def encode(dataset: Dataset, encoder: str, patches: bool, told: Told) -> Outcome:
+    opened = open_encoder(encoder)
+    return embed(
+        dataset,
+        opened,
+        fingerprint=fingerprint(opened),
+        patches=patches,
+        progress=lambda done, total: told("embedding", done, total),
+    )
+
+
+def columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {key: getattr(rows, key)[keep] for key in ("labels", "domains", "clients", "splits")}
+
+
+def few(rows: Dataset | Embedded) -> np.ndarray[Any, Any]:
+    """Row numbers of a small sample that keeps every class, domain and client in proportion."""
+    count = len(rows.labels)
+    order = np.lexsort((rows.labels, rows.clients, rows.domains))
+    return np.sort(order[:: max(1, -(-count // FEW_ROWS))])
+
+
+def sample(dataset: Dataset) -> Dataset:
+    keep = few(dataset)
+    return replace(dataset, source=Chosen(dataset.source, keep), **columns(dataset, keep))
+
+
+def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
+    """A smoke run's settings and rows: everything is exercised, nothing takes long."""
+    keep = few(rows)
+    small = replace(
+        rows,
+        x=rows.x[keep],
+        content=[rows.content[i] for i in keep],
+        patches=None if rows.patches is None else rows.patches[keep],
+        **columns(rows, keep),
+    )
+    method = settings.method
+    if "rounds" in {one.name for one in fields(method)}:
+        method = replace(method, rounds=min(method.rounds, FEW_ROUNDS))
+    return replace(settings, method=method, seeds=settings.seeds[:1]), small

@@ -1,0 +1,135 @@
+"""Orthogonal maps from skew blocks by the Cayley transform, without building the d x d matrix.
+
+A map of dimension d is a tensor (..., r, m, m) of r blocks of size m = d / r; leading axes are
+batches. Only the skew part P = (S - S^T) / 2 of a block S counts, and Q = (I + P)(I - P)^-1 turns a
+column h into Q h. FedOT trains X with P = (X - X^T) / 2 from X = I; the gradient in X is skew and
+weight decay shrinks the symmetric part on its own, so training S from 0 takes the very same P.
+"""
+
+import torch
+from torch import Tensor
+
+from fedvlm.errors import SettingsError
+
+SMALL = 64  # below this size LAPACK inverts faster than block elimination with matrix products
+
+
+def block_size(dim: int, blocks: int) -> int:
+    """m = d / r, or a refusal that lists the numbers of blocks that divide the dimension."""
+    if blocks < 1 or dim % blocks:
+        divisors = ", ".join(str(r) for r in range(1, dim + 1) if dim % r == 0)
+        raise SettingsError(
+            f"blocks = {blocks} does not divide the dimension {dim} of the embeddings; "
+            f"choose one of {divisors}"
+        )
+    return dim // blocks
+
+
+def skew_part(raw: Tensor) -> Tensor:
+    return (raw - raw.mT) / 2
+
+
+def identity_like(blocks: Tensor) -> Tensor:
+    """(m, m), which broadcasts against (..., m, m)."""
+    return torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+
+
+def split(x: Tensor, blocks: int) -> Tensor:
+    """(..., rows, d) -> (..., r, rows, m)"""
+    return x.reshape(*x.shape[:-1], blocks, -1).transpose(-3, -2)
+
+
+def join(parts: Tensor) -> Tensor:
+    """(..., r, rows, m) -> (..., rows, d)"""
+    return parts.transpose(-3, -2).flatten(-2)
+
+
+def orthogonal(raw: Tensor) -> Tensor:
+    """(..., r, m, m): the orthogonal blocks Q; the factors of Q commute, so one solve does."""
+    skew = skew_part(raw)
+    eye = identity_like(raw)
+    turn: Tensor = torch.linalg.solve(eye - skew, eye + skew)
+    return turn
+
+
+def rotate(raw: Tensor, x: Tensor) -> Tensor:
+    """(..., rows, d): every row h of x as Q h, from Q = 2 (I - P)^-1 - I."""
+    parts = split(x, raw.shape[-3])
+    away = identity_like(raw) - skew_part(raw)
+    return join(2 * torch.linalg.solve(away, parts.mT).mT - parts)
+
+
+def dense(blocks: Tensor) -> Tensor:
+    """(..., 1, d, d): blocks on the diagonal of one."""
+    *lead, r, m, _ = blocks.shape
+    eye = torch.eye(r, dtype=blocks.dtype, device=blocks.device)
+    spread = blocks[..., :, :, None, :] * eye[:, None, :, None]  # (..., r, m, r, m)
+    return spread.reshape(*lead, 1, r * m, r * m)
+
+
+def orthogonality_error(blocks: Tensor) -> float:
+    """The largest entry of |Q^T Q - I|."""
+    return (blocks.mT @ blocks - identity_like(blocks)).abs().max().item()
+
+
+def condition_number(blocks: Tensor) -> float:
+    """κ = σ_max / σ_min of the block-diagonal map."""
+    values: Tensor = torch.linalg.svdvals(blocks.double())
+    return (values.max() / values.min()).item()
+
+
+def degrees_of_freedom(dim: int, blocks: int) -> int:
+    """d (d/r - 1) / 2 of an orthogonal map in r blocks."""
+    return dim * (block_size(dim, blocks) - 1) // 2
+
+
+def inverse(a: Tensor) -> Tensor:
+    """(..., m, m) inverse of I + P with P skew, by block elimination; no pivots are needed.
+
+    The symmetric part of I + P is I and that of every Schur complement is at least I, so no
+    pivot is ever small; matrix products are 2-3 times faster than a pivoted inverse.
+    """
+    size = a.shape[-1]
+    if size <= SMALL:
+        result: Tensor = torch.linalg.inv(a)
+        return result
+    half = size // 2
+    corner = inverse(a[..., :half, :half])
+    upper = corner @ a[..., :half, half:]
+    lower = a[..., half:, :half] @ corner
+    rest = inverse(a[..., half:, half:] - a[..., half:, :half] @ upper)
+    down = rest @ lower
+    out = torch.empty_like(a)
+    out[..., half:, half:] = rest
+    out[..., half:, :half] = -down
+    out[..., :half, half:] = -(upper @ rest)
+    out[..., :half, :half] = corner + upper @ down
+    return out
+
+
+def gradients(
+    head: Tensor, raw: Tensor, x: Tensor, y: Tensor, real: Tensor, tau: float
+) -> tuple[Tensor, Tensor]:
+    """The exact gradients in head and raw of the cross-entropy of tau * (Q x) head^T.
+
+    head (..., K, d), raw (..., r, m, m), x (..., B, d) unit-norm, y and real (..., B). With
+    R = (I + P)^-1, M = W R^T, the softmax error E, C = E^T X and N = C R they are
+    tau (2 N - C) and tau (M^T N - N^T M); dividing Q h by its norm changes neither.
+    """
+    blocks = raw.shape[-3]
+    back = inverse(identity_like(raw) + skew_part(raw))
+    toward = split(head, blocks) @ back.mT  # M
+    logits = tau * x @ (2 * join(toward) - head).mT
+    error = softmax_error(logits, y, real)
+    pulled = error.mT @ x  # C
+    away = split(pulled, blocks) @ back  # N
+    half = toward.mT @ away
+    return tau * (2 * join(away) - pulled), tau * (half - half.mT)
+
+
+def softmax_error(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
+    """(..., B, K): the gradient of the mean cross-entropy over the real rows, in the logits."""
+    error = torch.softmax(logits, -1)
+    error.scatter_add_(-1, y[..., None], -torch.ones_like(error[..., :1]))
+    share = real.to(error.dtype) / real.sum(-1, keepdim=True).clamp(min=1)
+    return error * share[..., None]

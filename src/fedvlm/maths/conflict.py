@@ -1,0 +1,54 @@
+"""How much clients disagree about the head, as the FedOT paper measures it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def mean_cosine(start: Tensor, ends: Sequence[Tensor]) -> float:
+    """The mean cosine over pairs of clients of the pseudo-gradients ΔW_i = W_i - W.
+
+    W is the head all clients were sent, W_i what client i sends back. A client that did not move
+    has no direction and agrees with none (0); fewer than two clients have no pairs (nan).
+    """
+    # The sum of unit vectors has every pair in its square: no copy of all clients at once.
+    total = torch.zeros(start.numel(), dtype=torch.float64)
+    moved = 0
+    for end in ends:
+        move = (end - start).double().flatten()
+        if (length := move.norm()) > 0:
+            total += move / length
+            moved += 1
+    pairs = len(ends) * (len(ends) - 1)
+    return ((total.square().sum() - moved) / pairs).item() if pairs else float("nan")
+
+
+def largest_difference(
+    start: Tensor, ends: Sequence[Tensor], steps: Sequence[int], rate: float
+) -> float:
+    """The largest distance between two clients' head gradients (Frobenius norm; nan below two).
+
+    A client's gradient is the mean over its steps of this round, (W - W_i) / (rate * steps): exact
+    for plain SGD, and off by a factor within 1 / (1 - momentum) and by decay * W otherwise.
+    A client without steps has gradient zero.
+    """
+    if len(ends) < 2:
+        return float("nan")
+    gradients = torch.stack(
+        [
+            (start - end).flatten() / (rate * max(count, 1))
+            for end, count in zip(ends, steps, strict=True)
+        ]
+    )
+    return torch.cdist(gradients, gradients).max().item()
+
+
+def difference_bound(tau: float, conditions: Sequence[float]) -> float:
+    """The bound 2τ (κ_i + κ_j) of theorem 4.1 for the two clients where it is largest.
+
+    κ is the condition number of a client's map; orthogonal maps have κ = 1 and the least
+    bound, 4τ. Every minibatch gradient obeys it, hence so does their mean over a round.
+    """
+    worst = sorted(conditions)[-2:]
+    return 2 * tau * sum(worst) if len(worst) == 2 else float("nan")

@@ -1,0 +1,136 @@
+"""Class text features from learned context vectors, through a frozen causal text transformer.
+
+A prompt is [SOS][context][class name][.][EOT] and its feature is read at EOT. Attention is causal,
+so SOS and context look the same to every class: they are encoded once, and each class's suffix
+attends to their keys and values. What follows EOT cannot reach it and is never computed. Both are
+exact. The attention is written out here because it has to be causal whatever the library's
+attention backend does, and has to pass through torch.func.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, linear, normalize
+
+from fedvlm.errors import SettingsError
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": gelu,
+    "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
+}
+
+
+class Affine(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Layer(NamedTuple):
+    """One pre-norm transformer layer."""
+
+    norm1: Affine
+    qkv: Affine  # (3 * width, width): queries, keys, values
+    out: Affine
+    norm2: Affine
+    up: Affine
+    down: Affine
+
+
+@dataclass(frozen=True)
+class TextTower:
+    """From context vectors to class features, for a fixed list of classes; nothing in it trains."""
+
+    start: Tensor  # (width,) embedding of SOS
+    suffixes: Tensor  # (classes, longest, width) embeddings of [class name][.][EOT], padded
+    ends: Tensor  # (classes,) where EOT is in the suffix
+    positions: Tensor  # (length, width)
+    layers: tuple[Layer, ...]
+    final: Affine  # the last layer norm
+    projection: Tensor  # (dim, width)
+    heads: int
+    eps: float
+    activation: str  # a key of ACTIVATIONS
+
+    @property
+    def width(self) -> int:
+        return self.start.shape[-1]
+
+    @property
+    def room(self) -> int:
+        """How many context vectors fit before the longest class name."""
+        return self.positions.shape[0] - 1 - self.suffixes.shape[1]
+
+    def __call__(self, context: Tensor) -> Tensor:
+        """(..., vectors, width) -> (..., classes, dim) unit-norm; leading axes are more prompts."""
+        *many, vectors, width = context.shape
+        if width != self.width:
+            raise SettingsError(
+                f"context vectors have width {width}, the text tower has {self.width}; "
+                f"make the context (vectors, {self.width})"
+            )
+        if vectors > self.room:
+            raise SettingsError(
+                f"a context of {vectors} vectors does not fit before the longest class name; "
+                f"the text tower has room for {max(self.room, 0)}: use fewer or shorten the names"
+            )
+        classes, longest, _ = self.suffixes.shape
+        head = 1 + vectors
+        tail = self.suffixes + self.positions[head : head + longest]
+        # the common prefix once, then every class's suffix: (..., head + classes * longest, width)
+        x = torch.cat(
+            [
+                (self.start + self.positions[0]).expand(*many, 1, width),
+                context + self.positions[1:head],
+                tail.flatten(0, 1).expand(*many, classes * longest, width),
+            ],
+            dim=-2,
+        )
+        for layer in self.layers:
+            q, k, v = self._heads(linear(self._norm(x, layer.norm1), *layer.qkv))
+            seen = attend(q, k, v, head, classes)
+            x = x + linear(seen.transpose(-2, -3).flatten(-2), *layer.out)
+            wide = ACTIVATIONS[self.activation](linear(self._norm(x, layer.norm2), *layer.up))
+            x = x + linear(wide, *layer.down)
+        where = head + torch.arange(classes, device=x.device) * longest + self.ends
+        last = self._norm(x.index_select(-2, where), self.final)
+        return normalize(linear(last, self.projection), dim=-1)
+
+    def _norm(self, x: Tensor, by: Affine) -> Tensor:
+        return layer_norm(x, (x.shape[-1],), by.weight, by.bias, self.eps)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """(..., tokens, 3 * width) -> queries, keys, values of (..., heads, tokens, size)."""
+        parts = torch.unflatten(qkv, -1, (3, self.heads, -1))
+        return parts.movedim(-4, -2).unbind(-4)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, head: int, classes: int) -> Tensor:
+    """Causal attention in which each class's suffix sees the common prefix and itself."""
+    q = q * q.shape[-1] ** -0.5
+    (q1, q2), (k1, k2), (v1, v2) = (part.tensor_split([head], dim=-2) for part in (q, k, v))
+    prefix = later_hidden(q1 @ k1.mT).softmax(dim=-1) @ v1
+    q3, k3, v3 = (torch.unflatten(part, -2, (classes, -1)) for part in (q2, k2, v2))
+    own = later_hidden(q3 @ k3.mT).flatten(-3, -2)
+    on_prefix, on_own = (
+        torch.cat([q2 @ k1.mT, own], dim=-1).softmax(dim=-1).tensor_split([head], dim=-1)
+    )
+    suffix = on_prefix @ v1 + (torch.unflatten(on_own, -2, (classes, -1)) @ v3).flatten(-3, -2)
+    return torch.cat([prefix, suffix], dim=-2)
+
+
+def later_hidden(scores: Tensor) -> Tensor:
+    """(..., tokens, tokens) scores with minus infinity where a token would look ahead."""
+    ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(ahead, -torch.inf)
+
+
+def suffixes(tokens: Sequence[Sequence[int]], end: int, table: Tensor) -> tuple[Tensor, Tensor]:
+    """`TextTower.suffixes` and `.ends` of class names as token ids; padding repeats EOT."""
+    ends = [len(ids) for ids in tokens]
+    longest = max(ends) + 1
+    ids = torch.tensor([[*ids, *[end] * (longest - len(ids))] for ids in tokens])
+    return table[ids], torch.tensor(ends)

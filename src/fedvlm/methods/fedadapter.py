@@ -1,0 +1,52 @@
+"""FedOT with a nonlinear local map: a residual bottleneck that starts as the identity.
+
+FedAdapter in the ablation of Kong et al. (see fedot), who give neither its width nor its shape.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedvlm import parts, seeds
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.methods.fedavg import first_head
+
+
+@register
+@dataclass(frozen=True)
+class FedAdapter:
+    width: int = 128  # of the bottleneck
+    tau: float = 100.0  # τ
+    rate: float = 5e-5  # η
+    momentum: float = 5e-4
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 200  # T
+    head: Literal["text", "random"] = "text"
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        draw = torch.randn(
+            self.width, frozen.dim, generator=seeds.generator("adapter", frozen.seed)
+        )
+        local = {
+            "down": draw * frozen.dim**-0.5,  # V
+            "up": torch.zeros(frozen.dim, self.width),  # U, zero so that an unseen client has I
+        }
+        return {"head": first_head(self.head, frozen)}, local
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        turned = x + torch.relu(x @ local["down"].mT) @ local["up"].mT
+        return self.tau * normalize(turned, dim=-1) @ sent["head"].mT
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+    name = "fedadapter"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

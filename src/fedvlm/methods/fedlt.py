@@ -1,0 +1,52 @@
+"""FedOT without the constraint: every client's local map is any linear one, from the identity.
+
+FedLT, or FedOT(-o), in the ablation of Kong et al. (see fedot).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedvlm import parts
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.maths import cayley
+from fedvlm.methods.fedavg import first_head
+
+
+@register
+@dataclass(frozen=True)
+class FedLT:
+    tau: float = 100.0  # τ
+    rate: float = 5e-5  # η
+    momentum: float = 5e-4
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 200  # T
+    head: Literal["text", "random"] = "text"
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        return {"head": first_head(self.head, frozen)}, {"map": torch.eye(frozen.dim)}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        return self.tau * normalize(x @ local["map"].mT, dim=-1) @ sent["head"].mT
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        """The numbers of the paper's tables for one client's map."""
+        return {
+            "condition number": cayley.condition_number(local["map"]),
+            "orthogonality error": cayley.orthogonality_error(local["map"]),
+            "degrees of freedom": frozen.dim**2,
+        }
+
+    name = "fedlt"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

@@ -1,0 +1,68 @@
+"""A shared head over features that every client turns by its own orthogonal map, kept at home.
+
+The server and clients it has not seen use the identity; FedOT(+B) is more than one block.
+Kong, Yeom, Jeon, Kim, Generalized and personalized federated learning with foundation models via
+orthogonal transformations, 2025.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.maths import cayley, cayley_steps
+from fedvlm.methods.fedavg import first_head
+
+
+@register
+@dataclass(frozen=True)
+class FedOT:
+    blocks: int = 1  # r, any divisor of d
+    tau: float = 100.0  # τ; the paper does not say, CLIP's own is 100
+    rate: float = 5e-5  # η of both the head and the map
+    momentum: float = 5e-4  # "weight decay and momentum set to 5e-4", read literally
+    decay: float = 5e-4
+    batch: int = 32  # B, after FedCLIP; the paper does not say
+    epochs: int = 1  # E
+    rounds: int = 200  # T
+    head: Literal["text", "random"] = "text"  # text embeddings, or RandInit
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        size = cayley.block_size(frozen.dim, self.blocks)
+        skew = torch.zeros(self.blocks, size, size)  # X = I has no skew part
+        return {"head": first_head(self.head, frozen)}, {"skew": skew}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        every = {**sent, **local}  # the variants hold head and skew elsewhere
+        return self.tau * cayley.rotate(every["skew"], x) @ every["head"].mT
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+    def update_many(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+    ) -> tuple[Tensors, Tensors]:
+        """`update` of many clients at once, by exact gradients; equal to it but for rounding."""
+        pace = cayley_steps.Pace(self.rate, self.momentum, self.decay, self.tau)
+        every = {**sent, **local}
+        head, skew = cayley_steps.walk(every["head"], every["skew"], clients, pace)
+        new = {"head": head, "skew": skew}
+        return {key: new[key] for key in sent}, {key: new[key] for key in local}
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        """The numbers of the paper's tables for one client's map."""
+        turn = cayley.orthogonal({**sent, **local}["skew"])
+        return {
+            "condition number": cayley.condition_number(turn),
+            "orthogonality error": cayley.orthogonality_error(turn),
+            "degrees of freedom": cayley.degrees_of_freedom(frozen.dim, len(turn)),
+        }
+
+    name = "fedot"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

@@ -1,0 +1,36 @@
+"""FedOT with nothing kept at home: the head and the skew of one orthogonal map are both averaged.
+
+Called FedAVG in the FedOT paper, where it shows what the local map is worth. Skews are averaged,
+not maps, so that the average is a map again.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedvlm import parts
+from fedvlm.core import Frozen, Tensors, register
+from fedvlm.methods.fedot import FedOT
+
+
+@register
+@dataclass(frozen=True)
+class FedOTAllGlobal:
+    blocks: int = 1  # r, any divisor of d
+    tau: float = 100.0  # τ
+    rate: float = 5e-5  # η
+    momentum: float = 5e-4
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 200  # T
+    head: Literal["text", "random"] = "text"
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        shared, local = FedOT(blocks=self.blocks, head=self.head).init(frozen)
+        return {**shared, **local}, {}
+
+    name = "fedot-all-global"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    predict, loss, describe = FedOT.predict, FedOT.loss, FedOT.describe
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    update_many = FedOT.update_many

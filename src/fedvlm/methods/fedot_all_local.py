@@ -1,0 +1,36 @@
+"""FedOT without a federation: every client trains its own head and orthogonal map alone.
+
+The lower bar of the FedOT paper's ablation; only personalisation is defined, an unseen client
+starts from the first head.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedvlm import parts
+from fedvlm.core import Frozen, Tensors, register
+from fedvlm.methods.fedot import FedOT
+
+
+@register
+@dataclass(frozen=True)
+class FedOTAllLocal:
+    blocks: int = 1  # r, any divisor of d
+    tau: float = 100.0  # τ
+    rate: float = 5e-5  # η
+    momentum: float = 5e-4
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 200  # T
+    head: Literal["text", "random"] = "text"
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        shared, local = FedOT(blocks=self.blocks, head=self.head).init(frozen)
+        return {}, {**shared, **local}
+
+    name = "fedot-all-local"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    predict, loss, describe = FedOT.predict, FedOT.loss, FedOT.describe
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    update_many = FedOT.update_many

@@ -1,0 +1,225 @@
+"""What a run leaves on disk: a manifest, one line per round, checksummed tensors, a result.
+
+Files appear whole or not at all: each is written beside its place, synced and renamed.
+"""
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from fedvlm.core import Tensors
+from fedvlm.engines.rounds import State
+from fedvlm.errors import DataError, SettingsError
+
+
+@contextmanager
+def disk(path: Path) -> Iterator[None]:
+    """Turns what a disk can refuse into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"the disk is full at {path}; free some space and resume: "
+                "what was finished is still there, and nothing is half-written"
+            ) from error
+        if isinstance(error, PermissionError | NotADirectoryError | IsADirectoryError):
+            raise DataError(
+                f"cannot write {path} ({error.strerror}); choose another place"
+            ) from error
+        raise
+
+
+def write(path: Path, data: bytes) -> None:
+    """Atomically: a reader finds the old file or the new one, also after a kill or a power cut."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(part, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    write(path, json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise DataError(f"there is no {path}; is {path.parent} a run directory?") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} is damaged ({error}); delete it, or the run, and run again"
+        ) from error
+
+
+def checksum(tensors: Tensors) -> str:
+    """Of names, types, shapes and every byte, whatever the order."""
+    total = sha256()
+    for key in sorted(tensors):
+        value = tensors[key].detach().contiguous()
+        total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Tensors, about: Mapping[str, Any]) -> None:
+    whole = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+    notes = {"about": json.dumps(about), "checksum": checksum(whole)}
+    write(path, save(whole, metadata=notes))
+
+
+def read_tensors(path: Path) -> tuple[Tensors, Any]:
+    """The tensors and what was said about them; a single flipped bit is refused."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            notes = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise DataError(f"there is no {path}") from error
+    except SafetensorError as error:
+        raise DataError(f"{path} is not a whole safetensors file ({error}); delete it") from error
+    if notes.get("checksum") != checksum(tensors):
+        raise DataError(f"{path} is damaged: its checksum does not fit; delete it and resume")
+    return tensors, json.loads(notes["about"])
+
+
+def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
+    """A state as flat tensors, with the names of clients and tensors kept apart."""
+    groups = {
+        "shared": {"": state.shared},
+        "local": state.local,
+        "best_shared": {"": state.best_shared or {}},
+        "best_local": state.best_local or {},
+    }
+    flat: Tensors = {}
+    index: dict[str, list[tuple[str, str]]] = {}
+    for group, by_id in groups.items():
+        index[group] = [(id, key) for id, one in by_id.items() for key in one]
+        for number, (id, key) in enumerate(index[group]):
+            flat[f"{group}/{number}"] = by_id[id][key]
+    about = {
+        "round": state.round,
+        "best": state.best,
+        "best_round": state.best_round,
+        "chosen": state.best_shared is not None,
+        "ids": {"local": list(state.local), "best_local": list(state.best_local or {})},
+        "index": index,
+    }
+    return flat, about
+
+
+def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
+    def group(name: str) -> dict[str, Tensors]:
+        out: dict[str, Tensors] = {id: {} for id in about["ids"].get(name, [""])}
+        for number, (id, key) in enumerate(about["index"][name]):
+            out[id][key] = flat[f"{name}/{number}"]
+        return out
+
+    chosen = about["chosen"]
+    return State(
+        about["round"],
+        group("shared")[""],
+        group("local"),
+        about["best"],
+        about["best_round"],
+        group("best_shared")[""] if chosen else None,
+        group("best_local") if chosen else None,
+    )
+
+
+class Record:
+    """One run's directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, manifest: Mapping[str, Any]) -> None:
+        """Starts the record, or goes on with one of the same identity and the same rows."""
+        path = self.folder / "manifest.json"
+        if path.exists():
+            self.compare(manifest, ("identity", "encoder", "rows"))
+        else:
+            write_json(path, manifest)
+
+    def compare(self, manifest: Mapping[str, Any], keys: Sequence[str]) -> None:
+        """Refuses to go on with the record of another run."""
+        found = read_json(self.folder / "manifest.json")
+        for key in keys:
+            there, here = found.get(key), json.loads(json.dumps(manifest[key]))
+            if there == here:
+                continue
+            if isinstance(there, dict) and isinstance(here, dict):
+                key = next(k for k in {**there, **here} if there.get(k) != here.get(k))
+                there, here = there.get(key), here.get(key)
+            raise SettingsError(
+                f"{self.folder} holds another run: its {key} is {there!r}, here it is {here!r}; "
+                "choose another directory, or delete that one"
+            )
+
+    def clear(self) -> None:
+        """Forgets all but the manifest, so that the run is run again."""
+        for path in (*(self.folder / "jobs").glob("*"), self.folder / "result.json"):
+            path.unlink(missing_ok=True)
+        self.lines_path.unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process at a time works in a run directory; the lock goes with the process."""
+        with disk(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = open(self.folder / ".lock", "w")  # noqa: SIM115
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise DataError(
+                    f"another process is working in {self.folder}; wait for it"
+                ) from error
+            yield
+
+    @property
+    def lines_path(self) -> Path:
+        return self.folder / "rounds.jsonl"
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The whole lines; a line torn by a kill is left out."""
+        if not self.lines_path.exists():
+            return []
+        out = []
+        for text in self.lines_path.read_bytes().split(b"\n")[:-1]:
+            with suppress(json.JSONDecodeError):
+                out.append(json.loads(text))
+        return out
+
+    def keep_lines(self, job: str, rounds: int) -> None:
+        """Forgets lines of a job that the checkpoint does not know of: they will come again."""
+        kept = [line for line in self.lines() if line["job"] != job or line["round"] < rounds]
+        write(self.lines_path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+    def add_line(self, line: Mapping[str, Any]) -> None:
+        with disk(self.lines_path), open(self.lines_path, "ab") as file:
+            file.write((json.dumps(line) + "\n").encode())
+
+    def result(self) -> Any | None:
+        path = self.folder / "result.json"
+        return read_json(path) if path.exists() else None

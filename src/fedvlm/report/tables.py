@@ -1,0 +1,98 @@
+"""Runs side by side: mean ± deviation over seeds, as text, Markdown, LaTeX or CSV."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+
+from fedvlm.errors import SettingsError, unknown
+from fedvlm.evaluate import spread
+from fedvlm.result import Result
+
+FORMS = ("text", "markdown", "latex", "csv")
+MAIN = ("G", "P", "C", "own")  # what a table shows first; the rest is per domain or client
+
+
+def label(result: Result) -> str:
+    """The method, with the settings in which it differs from its defaults."""
+    from fedvlm.core import make
+
+    told = dict(result.manifest["identity"]["method"])
+    name = told.pop("name")
+    usual = make(name)
+    odd = [f"{key}={value}" for key, value in told.items() if getattr(usual, key) != value]
+    chosen = result.manifest["identity"]["selection"]
+    if chosen == "oracle":
+        odd.append("ORACLE: best test round")
+    elif chosen == "validation":
+        odd.append("best validation round")
+    if result.manifest["identity"]["smoke"]:
+        odd.append("SMOKE")
+    return f"{name} ({', '.join(odd)})" if odd else str(name)
+
+
+def cell(mean: float | None, deviation: float | None, form: str) -> str:
+    if mean is None:
+        return "" if form == "csv" else "-"
+    if deviation is None:
+        return f"{100 * mean:.2f}"
+    between = {"latex": r" $\pm$ ", "csv": " ± "}.get(form, " ± ")
+    return f"{100 * mean:.2f}{between}{100 * deviation:.2f}"
+
+
+def compare(
+    results: Sequence[Result],
+    form: str = "text",
+    every: bool = False,
+    paper: Mapping[str, Mapping[str, float]] | None = None,
+) -> str:
+    """One row per run, in per cent; `every` adds the columns per domain or client.
+
+    `paper` has what was published, by row and column; its numbers stand below ours.
+    """
+    if form not in FORMS:
+        raise unknown("table form", form, FORMS)
+    if not results:
+        raise SettingsError("no run is named; give one or more run directories")
+    found = [spread(result.tables) for result in results]
+    columns = list(dict.fromkeys(key for one in found for key in one))
+    if not every and (main := [key for key in columns if key in MAIN]):
+        columns = main
+    seeds = [len(result.tables) for result in results]
+    head = ["method", *columns, "seeds"]
+    body = [
+        [label(result), *(cell(*one.get(key, (None, None)), form) for key in columns), f"{count}"]
+        for result, one, count in zip(results, found, seeds, strict=True)
+    ]
+    for name, numbers in (paper or {}).items():
+        cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
+        body.append([f"published: {name}", *cells, "-"])
+    return render(head, body, form)
+
+
+def render(head: Sequence[str], body: Sequence[Sequence[str]], form: str) -> str:
+    if form == "csv":
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([head, *body])
+        return out.getvalue()
+    if form == "latex":
+
+        def escape(text: str) -> str:
+            return text.replace("_", r"\_").replace("%", r"\%").replace("&", r"\&")
+
+        lines = [" & ".join(map(escape, row)) + r" \\" for row in (head, *body)]
+        layout = "l" + "r" * (len(head) - 1)
+        return "\n".join(
+            [rf"\begin{{tabular}}{{{layout}}}", r"\hline", lines[0], r"\hline", *lines[1:]]
+            + [r"\hline", r"\end{tabular}", ""]
+        )
+    widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [row[0].ljust(widths[0])]
+        cells += [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        return f"| {' | '.join(cells)} |" if form == "markdown" else "  ".join(cells).rstrip()
+
+    rule = ["-" * width for width in widths]
+    if form == "markdown":
+        rule = [rule[0], *(f"{one[:-1]}:" for one in rule[1:])]
+    return "\n".join([line(head), line(rule), *map(line, body), ""])

@@ -1,0 +1,169 @@
+"""A finished run as its directory tells it, and the classifiers it has made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import Frozen, Tensors, make
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.evaluate import Table
+from fedvlm.record import Record, read_json, read_tensors, write_tensors
+
+
+def slug(name: str) -> str:
+    """A file name for a job: readable, and different for different names."""
+    plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40]
+    return plain if plain == name else f"{plain}-{sha256(name.encode()).hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class Personalised:
+    """One client's classifier: frozen, shared and local tensors, and the encoder it goes with."""
+
+    method: Any
+    frozen: Frozen
+    shared: Tensors
+    local: Tensors
+    client: str
+    encoder: str  # name and fingerprint
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(rows, classes) for embeddings of the encoder this was trained on."""
+        if x.ndim != 2 or x.shape[1] != self.frozen.dim:
+            raise DataError(
+                f"embeddings of shape {tuple(x.shape)} do not fit; this classifier takes "
+                f"(rows, {self.frozen.dim}) from {self.encoder}"
+            )
+        if not x.isfinite().all():
+            raise DataError("the embeddings hold NaN or infinite numbers; look at their source")
+        unit = torch.nn.functional.normalize(x.float(), dim=1)
+        sent = self.method.send(self.shared, self.client)
+        out: Tensor = self.method.predict(self.frozen, sent, self.local, unit)
+        return out
+
+    def predict(self, x: Tensor) -> list[str]:
+        """The name of the likeliest class of each row."""
+        return [self.frozen.classes[i] for i in self.logits(x).argmax(dim=1).tolist()]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        tensors = {f"shared/{key}": value for key, value in self.shared.items()}
+        tensors |= {f"local/{key}": value for key, value in self.local.items()}
+        if self.frozen.text is not None:
+            tensors["frozen/text"] = self.frozen.text
+        about = {
+            "method": {"name": self.method.name, **asdict(self.method)},
+            "classes": self.frozen.classes,
+            "dim": self.frozen.dim,
+            "scale": self.frozen.scale,
+            "seed": self.frozen.seed,
+            "client": self.client,
+            "encoder": self.encoder,
+        }
+        write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "Personalised":
+        tensors, about = read_tensors(Path(folder) / "classifier.safetensors")
+
+        def group(name: str) -> Tensors:
+            return {k.split("/", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}/")}
+
+        frozen = Frozen(
+            tuple(about["classes"]),
+            about["dim"],
+            about["scale"],
+            group("frozen").get("text"),
+            about["seed"],
+        )
+        method = make(**about["method"])
+        return cls(
+            method, frozen, group("shared"), group("local"), about["client"], about["encoder"]
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    folder: Path
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return dict(read_json(self.folder / "manifest.json"))
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """One table per seed, in the order of the seeds."""
+        return list(read_json(self.folder / "result.json")["tables"])
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """One entry per round of every job, as recorded."""
+        return Record(self.folder).lines()
+
+    def table(self, form: str = "text") -> str:
+        """Mean ± deviation over seeds as text, markdown, latex or csv."""
+        from fedvlm.report.tables import compare
+
+        return compare([self], form)
+
+    def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
+        """Scores and map diagnostics of every training of one seed (the first one if none)."""
+        return {
+            job: dict(read_json(self._path(job, seed, "json"))) for job in self.manifest["jobs"]
+        }
+
+    def personalised(self, client: str, seed: int | None = None) -> Personalised:
+        """A client's own classifier, from the first job in which it trained."""
+        for job in self.manifest["jobs"]:
+            tensors, about = read_tensors(self._path(job, seed, "safetensors"))
+            if client in about["train"]:
+                local = f"local/{client}/"
+                return self._classifier(
+                    {
+                        k.removeprefix("shared/"): v
+                        for k, v in tensors.items()
+                        if k[:7] == "shared/"
+                    },
+                    {k.removeprefix(local): v for k, v in tensors.items() if k.startswith(local)},
+                    client,
+                    seed,
+                )
+        raise SettingsError(
+            f"no client {client!r} trained in {self.folder}; "
+            f"its clients are {', '.join(self.manifest['clients'])}"
+        )
+
+    def unseen(self, job: str | None = None, seed: int | None = None) -> Personalised:
+        """The classifier of a client that joins later: what is shared, and the first local."""
+        job = job or self.manifest["jobs"][0]
+        tensors, _ = read_tensors(self._path(job, seed, "safetensors"))
+        shared = {k.removeprefix("shared/"): v for k, v in tensors.items() if k[:7] == "shared/"}
+        bare = self._classifier(shared, {}, "", seed)
+        _, local = bare.method.init(bare.frozen)
+        return self._classifier(shared, local, "", seed)
+
+    def _path(self, job: str, seed: int | None, ending: str) -> Path:
+        seeds: Sequence[int] = self.manifest["identity"]["seeds"]
+        if seed is not None and seed not in seeds:
+            raise SettingsError(f"the run has no seed {seed}; it has {list(seeds)}")
+        return self.folder / "jobs" / f"{seeds[0] if seed is None else seed}-{slug(job)}.{ending}"
+
+    def _classifier(
+        self, shared: Tensors, local: Tensors, client: str, seed: int | None
+    ) -> Personalised:
+        told = self.manifest
+        text = None if told["text"] is None else torch.tensor(told["text"])
+        frozen = Frozen(
+            tuple(told["classes"]),
+            told["dim"],
+            told["scale"],
+            text,
+            told["identity"]["seeds"][0] if seed is None else seed,
+        )
+        method = make(**told["identity"]["method"])
+        return Personalised(method, frozen, shared, local, client, told["encoder"])

@@ -1,0 +1,266 @@
+"""One run: settings -> federation -> engine -> evaluate -> record."""
+
+import platform
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib.metadata import version
+from json import dumps
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+import fedvlm
+from fedvlm import evaluate
+from fedvlm.core import Frozen
+from fedvlm.data.federation import Division, divide
+from fedvlm.data.table import Embedded
+from fedvlm.encoders import ENCODERS
+from fedvlm.engines.rounds import Outcome, Plan, State, finish, open_engine, start, train
+from fedvlm.engines.work import World
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.load import load, thin
+from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
+from fedvlm.result import Result, slug
+from fedvlm.settings import Settings, build
+
+EVERY = 5.0  # seconds between checkpoints; a kill costs at most this much work
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+def run(
+    method: Any = "fedot",
+    *,
+    out: str | Path | None = None,
+    again: bool = False,
+    embedded: Embedded | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Result:
+    """Runs a method by name or as an object; keyword arguments are settings of the run.
+
+    `embedded` takes rows that are already in memory instead of data and encoder. A finished run
+    of the same settings is not run again unless `again`; an unfinished one goes on.
+    """
+    return execute(build({"method": method, **settings}), out, again, embedded, progress)
+
+
+def execute(
+    settings: Settings,
+    out: str | Path | None = None,
+    again: bool = False,
+    embedded: Embedded | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    told = progress or (lambda what, done, total: None)
+    folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
+    record = Record(folder)
+    identity = settings.identity()
+    with record.lock():
+        if record.result() is not None and not again:
+            record.compare({"identity": identity}, ["identity"])
+            return Result(folder)
+        rows = embedded if embedded is not None else load(settings, told)
+        if settings.smoke:
+            settings, rows = thin(settings, rows)
+        check(settings, rows)
+        divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        about = manifest(settings, rows, divisions)
+        record.begin({"identity": identity, "memory": embedded is not None, **about})
+        if again:
+            record.clear()
+        tables = [
+            _seed(settings, rows, division, seed, record, told)
+            for seed, division in divisions.items()
+        ]
+        write_json(folder / "result.json", {"tables": tables})
+    return Result(folder)
+
+
+def resume(folder: str | Path, progress: Progress | None = None) -> Result:
+    """Goes on where a run was stopped, however it was stopped; a finished run is just read."""
+    path = Path(folder)
+    told = read_json(path / "manifest.json")
+    if told["memory"] and Record(path).result() is None:
+        raise SettingsError(f"{path} took its rows from memory; call fedvlm.run again with out= it")
+    return execute(build(told["identity"]), path, progress=progress)
+
+
+def check(settings: Settings, rows: Embedded) -> None:
+    """Refuses rows no method can use, and needs the encoder does not meet, before any work."""
+    # A sum is finite only if all its numbers are, and takes no second copy of the rows.
+    bad = (~rows.x.sum(dim=1).isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise DataError(
+            f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
+            "encode them again, or leave those rows out"
+        )
+    outside = [i for i in set(rows.labels.tolist()) if not 0 <= i < len(rows.classes)]
+    if outside:
+        raise DataError(
+            f"label {outside[0]} is outside the {len(rows.classes)} classes (0 to "
+            f"{len(rows.classes) - 1}); correct the labels, or name every class"
+        )
+    offered = {"image"} | ({"text"} if rows.text is not None else set())
+    offered |= {"patches"} if rows.patches is not None else set()
+    needs = set(settings.method.needs)
+    if getattr(settings.method, "head", None) == "text":
+        needs.add("text")
+    if missing := sorted(needs - offered):
+        able = ", ".join(kind.form for kind in ENCODERS.values() if missing[0] in kind.offers)
+        remedy = " or set head = 'random'" if missing[0] == "text" else ""
+        raise SettingsError(
+            f"{settings.method.name} needs {missing[0]} of the encoder, which {rows.encoder} does "
+            f"not offer; use one of {able or 'a later release'}{remedy}"
+        )
+
+
+def _seed(
+    settings: Settings,
+    rows: Embedded,
+    division: Division,
+    seed: int,
+    record: Record,
+    told: Progress,
+) -> evaluate.Table:
+    """All trainings of one seed, and the numbers they add up to."""
+    jobs = _jobs(settings, division, seed)
+    rounds = max(1, settings.method.rounds)
+    before = settings.seeds.index(seed) * len(jobs)
+    total = len(settings.seeds) * len(jobs) * rounds
+    done = {}
+    for place, job in enumerate(jobs, start=before):
+
+        def tell(finished: int, place: int = place) -> None:
+            told(settings.method.name, place * rounds + finished, total)
+
+        done[job.name] = (job, _job(settings, rows, division, job, seed, record, tell))
+        tell(rounds)
+    # An unseen client of a method that trains but shares nothing has learnt nothing.
+    shared, _ = settings.method.init(frozen(rows, seed))
+    generalises = bool(shared) or settings.method.rounds == 0
+    return evaluate.table(settings.protocol, division.members, done, generalises)
+
+
+def _jobs(settings: Settings, division: Division, seed: int) -> list[evaluate.Job]:
+    return evaluate.jobs(
+        settings.protocol,
+        division.members,
+        counts=settings.counts,
+        unseen=settings.unseen,
+        seed=seed,
+    )
+
+
+def frozen(rows: Embedded, seed: int) -> Frozen:
+    return Frozen(rows.classes, rows.x.shape[1], rows.scale, rows.text, seed)
+
+
+def _job(
+    settings: Settings,
+    rows: Embedded,
+    division: Division,
+    job: evaluate.Job,
+    seed: int,
+    record: Record,
+    tell: Callable[[int], None],
+) -> evaluate.Results:
+    """One training, from its checkpoint if there is one, to its outcome on disk."""
+    name = f"{seed}-{slug(job.name)}"
+    final = record.folder / "jobs" / f"{name}.json"
+    if final.exists():
+        return dict(read_json(final)["scores"])
+    members = {id: division.members[id] for id in (*job.train, *job.unseen)}
+    world = World(
+        settings.method, frozen(rows, seed), rows.x, torch.from_numpy(rows.labels), members, seed
+    )
+    plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
+    state, fresh = start(world)
+    checkpoint = record.folder / "jobs" / f"{name}.checkpoint"
+    if checkpoint.exists():
+        state = unpack(*read_tensors(checkpoint))
+    record.keep_lines(name, state.round)
+    saved = monotonic()
+    tell(state.round)
+
+    def on_round(state: State, line: dict[str, Any]) -> None:
+        nonlocal saved
+        record.add_line({"job": name, **line})
+        if monotonic() - saved > EVERY:
+            write_tensors(checkpoint, *pack(state))
+            saved = monotonic()
+        tell(state.round)
+
+    engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
+    with closing(engine):
+        state = train(world, engine, plan, state, fresh, on_round)
+    outcome = finish(world, plan, state, fresh)
+    _save(record.folder / "jobs", name, job, outcome)
+    checkpoint.unlink(missing_ok=True)
+    return outcome.scores
+
+
+def _save(folder: Path, name: str, job: evaluate.Job, outcome: Outcome) -> None:
+    tensors = {f"shared/{key}": value for key, value in outcome.shared.items()}
+    for id, own in outcome.local.items():
+        tensors |= {f"local/{id}/{key}": value for key, value in own.items()}
+    about = {"round": outcome.round, "train": job.train, "unseen": job.unseen}
+    write_tensors(folder / f"{name}.safetensors", tensors, about)
+    write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})
+
+
+def default_name(settings: Settings, embedded: Embedded | None) -> str:
+    """The same settings always get the same directory, so a finished run is found again."""
+    key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
+    data = slug(Path(settings.data).name if embedded is None else embedded.name)
+    return f"{settings.method.name}-{data}-{sha256(key.encode()).hexdigest()[:8]}"
+
+
+def manifest(
+    settings: Settings, rows: Embedded, divisions: Mapping[int, Division]
+) -> dict[str, Any]:
+    """Everything a reader needs to know where the numbers come from."""
+    seed, division = next(iter(divisions.items()))
+    return {
+        "encoder": rows.encoder,
+        "rows": rows.fingerprint,
+        "data": rows.name,
+        "classes": rows.classes,
+        "dim": rows.x.shape[1],
+        "scale": rows.scale,
+        "text": None if rows.text is None else rows.text.tolist(),
+        "jobs": [job.name for job in _jobs(settings, division, seed)],
+        "clients": {
+            id: {part: len(getattr(one, part)) for part in ("train", "validation", "test")}
+            for id, one in division.members.items()
+        },
+        "duplicates_dropped": {seed: one.dropped for seed, one in divisions.items()},
+        "versions": {
+            "fedvlm": fedvlm.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "numpy", "transformers")},
+        },
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **commit(),
+    }
+
+
+def commit() -> dict[str, Any]:
+    """The commit of this code and whether it was changed since; nothing if it is not a checkout."""
+
+    def git(*words: str) -> str:
+        here = Path(fedvlm.__file__).parent
+        return subprocess.run(
+            ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=5
+        ).stdout.strip()
+
+    try:
+        if not git("ls-files", "--", "__init__.py"):
+            return {"commit": None, "dirty": None}
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}

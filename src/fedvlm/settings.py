@@ -1,0 +1,129 @@
+"""Settings of a run: from TOML, from `--set a.b=1`, from keyword arguments; checked in one place."""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedvlm.core import check_type, make
+from fedvlm.data.federation import Clients
+from fedvlm.errors import SettingsError, unknown
+
+
+@dataclass(frozen=True)
+class Settings:
+    method: Any  # a registered method with its settings
+    data: str = "demo"
+    encoder: str = "demo"
+    source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
+    clients: Clients = field(default_factory=Clients)
+    protocol: str = "leave-one-domain-out"
+    selection: Literal["last", "validation", "oracle"] = "last"
+    seeds: tuple[int, ...] = (0,)
+    fraction: float = 1.0  # of the clients that take part in a round
+    counts: tuple[int, ...] = ()  # cross-device: how many clients train
+    unseen: int = 0  # cross-device: how many clients are only tested on
+    engine: Literal["batched", "single"] = "batched"
+    workers: int = 0  # processes; 0 is as many as cores, if the run is long enough
+    smoke: bool = False  # a short run on few rows, to see that everything works
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the numbers; two runs of the same identity are the same run."""
+        whole = asdict(self)
+        del whole["workers"]
+        whole["method"] = {"name": self.method.name, **asdict(self.method)}
+        return whole
+
+
+def build(values: Mapping[str, Any]) -> Settings:
+    """Settings from nested values; every unknown name and misfit is refused."""
+    known = {one.name: one for one in fields(Settings)}
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise unknown("setting", key, known)
+        if key == "method":
+            out[key] = _method(value)
+        elif key == "clients":
+            out[key] = value if isinstance(value, Clients) else clients_of(value)
+        elif key in ("seeds", "counts"):
+            out[key] = _whole_numbers(key, value)
+        else:
+            check_type(key, value, known[key].type)
+            out[key] = value
+    if "method" not in out:
+        raise SettingsError('no method is chosen; add method = "fedot" (`fedvlm list methods`)')
+    settings = Settings(**out)
+    if not 0 < settings.fraction <= 1:
+        raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
+    if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
+        raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
+    if settings.workers < 0:
+        raise SettingsError(f"workers = {settings.workers}; it takes 0 (automatic) or more")
+    return settings
+
+
+def _method(value: Any) -> Any:
+    if isinstance(value, str):
+        return make(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return value
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return make(**value)
+    raise SettingsError(f'method = {value!r} has no name; write [method] with name = "fedot"')
+
+
+def clients_of(value: Any) -> Clients:
+    """How rows become clients, from a table of settings or just the word for `by`."""
+    if isinstance(value, str):
+        value = {"by": value}
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"clients = {value!r}; write a table, as clients = {{by = 'domain'}}")
+    names = [one.name for one in fields(Clients)]
+    for key in value:
+        if key not in names:
+            raise unknown("setting of clients", key, names)
+    return Clients(**value)
+
+
+def _whole_numbers(key: str, value: Any) -> tuple[int, ...]:
+    many = [value] if isinstance(value, int) else value
+    if not isinstance(many, list | tuple) or any(type(one) is not int for one in many):
+        raise SettingsError(f"{key} = {value!r} does not fit; it takes whole numbers, as [0, 1, 2]")
+    return tuple(many)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise SettingsError(f"there is no settings file {path}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}") from error
+
+
+def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """Values with `a.b=1` laid over them; the right side is TOML, or else a plain word."""
+    out = {
+        key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()
+    }
+    for text in assignments:
+        path, equals, raw = text.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys) or len(keys) > 2:
+            raise SettingsError(f"--set {text!r} is not of the form a.b=value")
+        try:
+            value = tomllib.loads(f"value = {raw}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = raw.strip()
+        if len(keys) == 1:
+            out[keys[0]] = value
+            continue
+        table = out.setdefault(keys[0], {})
+        if isinstance(table, str):  # method = "fedot" given as a word
+            table = out[keys[0]] = {"by" if keys[0] == "clients" else "name": table}
+        if not isinstance(table, dict):
+            raise SettingsError(f"--set {text!r}: {keys[0]} is {table!r}, which has no parts")
+        table[keys[1]] = value
+    return out

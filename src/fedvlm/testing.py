@@ -1,0 +1,194 @@
+"""The conformance suite: `check_method(MyMethod(...))` says what a method breaks, if anything."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedvlm import tensors
+from fedvlm.core import Frozen, Tensors, register
+from fedvlm.engines.batched import Batched
+from fedvlm.engines.rounds import Outcome, Plan, State, finish, start, train
+from fedvlm.engines.single import Single
+from fedvlm.engines.work import World, client
+
+CLOSE = 1e-5  # relative, between engines
+
+
+@dataclass(frozen=True)
+class Part:
+    """Row numbers of one made client."""
+
+    train: NDArray[np.int64]
+    validation: NDArray[np.int64]
+    test: NDArray[np.int64]
+
+
+def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16) -> World:
+    """A made federation: four classes, clients of unequal size, each with its own shift."""
+    draw = torch.Generator().manual_seed(7)
+    unit = torch.nn.functional.normalize
+    text = unit(torch.randn(4, dim, generator=draw), dim=1)
+    x, y, members, first = [], [], {}, 0
+    for number, size in enumerate(sizes):
+        rows = size + 20
+        labels = torch.randint(4, (rows,), generator=draw)
+        shift = 0.4 * torch.randn(dim, generator=draw)
+        noise = 0.3 * torch.randn(rows, dim, generator=draw)
+        x.append(unit(text[labels] + shift + noise, dim=1))
+        y.append(labels)
+        index = np.arange(first, first + rows)
+        members[f"client-{number}"] = Part(
+            index[:size], index[size : size + 10], index[size + 10 :]
+        )
+        first += rows
+    frozen = Frozen(("ant", "bee", "cat", "dog"), dim, 20.0, text)
+    return World(method, frozen, torch.cat(x), torch.cat(y), members, seed=3)
+
+
+def learn(world: World, engine: str = "batched", workers: int = 1, **plan: Any) -> Outcome:
+    """Trains on all clients but the last, which stays unseen."""
+    ids = sorted(world.members)
+    whole = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
+    runner = Single(world) if engine == "single" else Batched(world, workers)
+    state, fresh = start(world)
+    try:
+        state = train(world, runner, whole, state, fresh, lambda state, line: None)
+    finally:
+        runner.close()
+    return finish(world, whole, state, fresh)
+
+
+def check_method(method: Any) -> None:
+    """Raises AssertionError with what is broken and what to do. Takes a few seconds."""
+    register(type(method))
+    if "rounds" in {one.name for one in fields(method)}:
+        method = replace(method, rounds=min(method.rounds, 2))
+    world = toy_world(method)
+    check_is_pure(world)
+    reference = learn(world)
+    check_same(learn(world), reference, 0.0, "the same seed gives other tensors the second time")
+    check_same(learn(world, "single"), reference, CLOSE, "single and batched engines differ")
+    check_order(world, reference)
+    check_padding(world)
+    check_uploads(world)
+    check_roundtrip(world, reference)
+    check_unseen(world, reference)
+
+
+def check_is_pure(world: World) -> None:
+    """No verb may change an argument: the server and other clients hold the same tensors."""
+    method, frozen = world.method, world.frozen
+    shared, local = method.init(frozen)
+    sent = method.send(shared, "client-0")
+    one = client(world, "client-0", 0)
+    before = tensors.copy({**_named("shared", shared), **_named("local", local), "x": one.x})
+    upload, own = method.update(frozen, sent, local, one)
+    held = tensors.copy(_named("upload", upload))
+    weights = torch.tensor([1.0, 3.0])
+    if upload:
+        shared_after = method.aggregate(shared, [upload, upload], weights, ["client-0", "client-1"])
+    else:
+        shared_after = shared
+    method.predict(frozen, method.send(shared_after, "client-0"), own, one.x)
+    method.adapt(frozen, sent, own, one)
+    after = {**_named("shared", shared), **_named("local", local), "x": one.x}
+    changed = [key for key in before if not torch.equal(before[key], after[key])]
+    changed += [
+        key for key, old in held.items() if not torch.equal(old, _named("upload", upload)[key])
+    ]
+    assert not changed, f"a verb changed its argument {changed[0]}; return new tensors instead"
+
+
+def check_order(world: World, reference: Outcome) -> None:
+    turned = replace(world, members=dict(reversed(list(world.members.items()))))
+    check_same(learn(turned), reference, 0.0, "the order of clients changes the result")
+
+
+def check_padding(world: World) -> None:
+    """What lies in padded rows, and how many there are, is nobody's business."""
+    from fedvlm.engines.work import pad
+
+    method, frozen = world.method, world.frozen
+    shared, local = method.init(frozen)
+    one = client(world, "client-1", 0)
+    wide = pad([one, client(world, "client-2", 0)])
+    padded = type(one)(*(getattr(wide, field.name)[0] for field in fields(one)))
+    soiled = replace(
+        padded,
+        x=torch.where((padded.y < 0)[:, None], 7.0, padded.x),
+        held_x=torch.where((padded.held_y < 0)[:, None], 7.0, padded.held_x),
+    )
+    plain = method.update(frozen, method.send(shared, "client-1"), local, one)
+    for other in (padded, soiled):
+        again = method.update(frozen, method.send(shared, "client-1"), local, other)
+        for name, a, b in zip(("upload", "local"), plain, again, strict=True):
+            gap = tensors.difference(a, b)
+            assert gap <= CLOSE, (
+                f"{name} depends on padding by {gap:.1e}; use `batch.real`, and no row where y is -1"
+            )
+
+
+def check_uploads(world: World) -> None:
+    method, frozen = world.method, world.frozen
+    shared, local = method.init(frozen)
+    upload, own = method.update(
+        frozen, method.send(shared, "client-0"), local, client(world, "client-0", 0)
+    )
+    leaked = sorted(set(upload) & set(local))
+    assert not leaked, f"the local tensor {leaked[0]!r} is in the upload; it never leaves a client"
+    for key, value in own.items():
+        twins = [k for k, v in upload.items() if v.shape == value.shape and torch.equal(v, value)]
+        moved = key in local and not torch.equal(value, local[key])
+        assert not (twins and moved), f"the upload {twins[0]!r} is the local tensor {key!r} renamed"
+    assert set(own) == set(local), f"update returns local {sorted(own)}, init {sorted(local)}"
+
+
+def check_roundtrip(world: World, reference: Outcome) -> None:
+    from pathlib import Path
+
+    from fedvlm.record import pack, read_tensors, unpack, write_tensors
+
+    state = State(2, reference.shared, reference.local)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "state.safetensors"
+        write_tensors(path, *pack(state))
+        back = unpack(*read_tensors(path))
+    same = _equal(back.shared, state.shared) and all(
+        _equal(back.local[id], state.local[id]) for id in state.local
+    )
+    assert same and set(back.local) == set(state.local), "its tensors do not survive save and load"
+
+
+def check_unseen(world: World, reference: Outcome) -> None:
+    method, frozen = world.method, world.frozen
+    _, fresh = method.init(frozen)
+    x, _ = world.x[:5], None
+    logits = method.predict(frozen, method.send(reference.shared, "nobody"), fresh, x)
+    wanted = (5, len(frozen.classes))
+    assert logits.shape == wanted, (
+        f"predict gives {tuple(logits.shape)}, not (rows, classes) {wanted}"
+    )
+    assert logits.isfinite().all(), "an unseen client's logits are not finite"
+    alone = method.predict(frozen, method.send(reference.shared, "nobody"), fresh, x[:1])
+    gap = tensors.difference({"": logits[:1]}, {"": alone})
+    assert gap <= CLOSE, f"a row's logits depend on the other rows by {gap:.1e}"
+
+
+def check_same(a: Outcome, b: Outcome, close: float, what: str) -> None:
+    gap = tensors.difference(a.shared, b.shared)
+    for id in b.local:
+        gap = max(gap, tensors.difference(a.local[id], b.local[id]))
+    assert gap <= close, f"{what} (by {gap:.1e}, allowed is {close:.0e})"
+
+
+def _named(kind: str, values: Mapping[str, torch.Tensor]) -> Tensors:
+    return {f"{kind} {key}": value for key, value in values.items()}
+
+
+def _equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

@@ -1,0 +1,303 @@
+"""The laws of dealing rows to parts and to clients."""
+
+from dataclasses import replace
+from math import floor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedvlm.data import splits
+from fedvlm.data.federation import Clients, Division, Rows, digest, divide
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.seeds import numbers
+
+PACS = {"art_painting": 2048, "cartoon": 2344, "photo": 1670, "sketch": 3929}
+
+
+def make_rows(
+    rows: int,
+    classes: int = 4,
+    domains: int = 2,
+    clients: int = 0,
+    splits: str = "",
+    twins: int = 0,
+) -> Rows:
+    """Rows with all classes in all domains; the first `twins` pictures appear twice."""
+    index = np.arange(rows)
+    content = [digest(str(row).encode()) for row in range(rows - twins)]
+    content += content[:twins]
+    marks = splits.split(",") if splits else [""]
+    return Rows(
+        classes=tuple(f"class {label}" for label in range(classes)),
+        labels=(index % classes).astype(np.int64),
+        domains=np.array([f"domain{(row // classes) % domains}" for row in index]),
+        clients=np.array([f"writer{row % clients}" if clients else "" for row in index]),
+        splits=np.array([marks[(row // classes) % len(marks)] for row in index]),
+        content=content,
+    )
+
+
+def shuffled(table: Rows, order: np.ndarray) -> Rows:
+    return Rows(
+        table.classes,
+        table.labels[order],
+        table.domains[order],
+        table.clients[order],
+        table.splits[order],
+        [table.content[row] for row in order],
+    )
+
+
+def pictures(table: Rows, division: Division) -> dict[tuple[str, str], list[str]]:
+    return {
+        (member.id, part): [table.content[row] for row in getattr(member, part)]
+        for member in division.members.values()
+        for part in splits.PARTS
+    }
+
+
+ways = st.sampled_from(
+    [
+        Clients("domain"),
+        Clients("own"),
+        Clients("dirichlet", count=3, alpha=1.0, minimum=2),
+        Clients("pathological", count=2),
+        Clients("domain-dirichlet", count=2, alpha=1.0, minimum=2),
+        Clients("domain", shares=(0.8, 0.0, 0.2)),
+    ]
+)
+tables = st.builds(
+    make_rows,
+    rows=st.integers(160, 220),
+    clients=st.just(3),
+    splits=st.sampled_from(["", "train,train,test", "train,validation,train,test,train"]),
+    twins=st.integers(0, 12),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables, ways, st.integers(0, 5))
+def test_no_picture_is_in_two_parts_and_no_row_is_lost(table, clients, seed):
+    division = divide(table, clients, seed)
+    seen = {part: set() for part in splits.PARTS}
+    rows = []
+    for member in division.members.values():
+        for part in splits.PARTS:
+            seen[part] |= {table.content[row] for row in getattr(member, part)}
+            rows += getattr(member, part).tolist()
+    assert not seen["train"] & seen["validation"]
+    assert not seen["train"] & seen["test"]
+    assert not seen["validation"] & seen["test"]
+    assert len(rows) == len(set(rows))
+    assert len(rows) + division.dropped == len(table.labels)
+    assert set().union(*seen.values()) == set(table.content)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables, ways, st.integers(0, 5), st.randoms(use_true_random=False))
+def test_division_does_not_depend_on_the_order_of_rows(table, clients, seed, random):
+    order = np.array(random.sample(range(len(table.labels)), len(table.labels)))
+    mixed = shuffled(table, order)
+    assert pictures(mixed, divide(mixed, clients, seed)) == pictures(
+        table, divide(table, clients, seed)
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(ways)
+def test_division_is_the_same_for_one_seed_and_another_for_another(clients):
+    table = make_rows(200, clients=3)
+    first, again, other = (pictures(table, divide(table, clients, seed)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("rows", [*PACS.values(), 5, 100])
+def test_test_and_validation_are_the_floor_of_a_fifth_as_in_fedot(rows):
+    parts = splits.parts_of([""] * rows, (0.6, 0.2, 0.2), numbers("t"), "x")
+    assert np.bincount(parts).tolist() == [rows - 2 * floor(rows / 5), rows // 5, rows // 5]
+
+
+def test_shares_are_taken_exactly_where_binary_fractions_are_not():
+    parts = splits.parts_of([""] * 100, (0.42, 0.29, 0.29), numbers("t"), "x")
+    assert np.bincount(parts).tolist() == [42, 29, 29]
+
+
+def test_rows_marked_by_the_data_keep_their_part_and_validation_comes_from_train():
+    marks = ["train"] * 80 + ["test"] * 20
+    parts = splits.parts_of(marks, (0.6, 0.2, 0.2), numbers("t"), "x")
+    assert (parts[80:] == 2).all()
+    assert np.bincount(parts[:80]).tolist() == [60, 20]
+    full = ["train"] * 5 + ["validation"] * 3 + ["test"] * 2
+    kept = splits.parts_of(full, (0.6, 0.2, 0.2), numbers("t"), "x")
+    assert kept.tolist() == [0] * 5 + [1] * 3 + [2] * 2
+    none = splits.parts_of(marks, (0.8, 0.0, 0.2), numbers("t"), "x")
+    assert np.bincount(none).tolist() == [80, 0, 20]
+
+
+def test_a_split_is_all_or_nothing_and_of_three_names():
+    with pytest.raises(DataError, match=r"domain 'a': 1 of 2 rows have no split"):
+        splits.parts_of(["train", ""], (0.6, 0.2, 0.2), numbers("t"), "domain 'a'")
+    with pytest.raises(DataError, match=r"'val' is not a split; .* train, validation, test"):
+        splits.parts_of(["val"], (0.6, 0.2, 0.2), numbers("t"), "x")
+
+
+@pytest.mark.parametrize(
+    ("classes", "sizes"),
+    [
+        (47, [5] * 9 + [2]),
+        (37, [4] * 9 + [1]),
+        (102, [10] * 9 + [12]),
+        (101, [10] * 9 + [11]),
+        (100, [10] * 10),
+    ],
+)
+def test_pathological_classes_are_dealt_as_fedotp_deals_them(classes, sizes):
+    assert np.bincount(splits.pathological(classes, 10, numbers("t"))).tolist() == sizes
+
+
+def test_pathological_clients_share_no_class():
+    table = make_rows(120, classes=6)
+    division = divide(table, Clients("pathological", count=3), 0)
+    owned = [
+        set(table.labels[np.concatenate([m.train, m.validation, m.test])].tolist())
+        for m in division.members.values()
+    ]
+    assert sorted(label for labels in owned for label in labels) == list(range(6))
+
+
+@pytest.mark.parametrize("classes", [5, 15])
+def test_too_many_pathological_clients_are_refused(classes):
+    with pytest.raises(SettingsError, match=f"{classes} classes cannot be dealt to 10 clients"):
+        divide(make_rows(300, classes=classes), Clients("pathological"), 0)
+
+
+def test_dirichlet_proportions_are_the_same_in_train_and_test():
+    table = make_rows(12000, classes=3, splits="train,test")
+    division = divide(table, Clients("dirichlet", count=4, shares=(0.8, 0.0, 0.2)), 0)
+    for member in division.members.values():
+        train = np.bincount(table.labels[member.train], minlength=3)
+        test = np.bincount(table.labels[member.test], minlength=3)
+        assert np.abs(train - test).max() <= 1
+
+
+def test_dirichlet_clients_have_the_minimum_and_uneven_classes():
+    table = make_rows(4000, classes=10)
+    for alpha, spread in ((0.1, 1.0), (1000.0, 0.0)):
+        division = divide(table, Clients("dirichlet", count=10, alpha=alpha, minimum=30), 0)
+        counts = [
+            np.bincount(table.labels[m.train], minlength=10) for m in division.members.values()
+        ]
+        assert min(count.sum() for count in counts) >= 30
+        assert all(len(m.test) for m in division.members.values())
+        measured = np.std(counts) / np.mean(counts)
+        assert measured > spread if spread else measured < 0.25
+
+
+def test_an_impossible_dirichlet_draw_ends_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(splits, "DRAWS", 20)
+    with pytest.raises(SettingsError, match="larger alpha"):
+        divide(make_rows(200), Clients("dirichlet", count=10, alpha=0.001, minimum=5), 0)
+    with pytest.raises(SettingsError, match="too few for 10 clients with at least 10 each"):
+        divide(make_rows(40), Clients("dirichlet", count=10), 0)
+
+
+def test_clients_are_named_after_what_they_are_made_of():
+    table = make_rows(200, clients=3)
+    assert list(divide(table, Clients(), 0).members) == ["domain0", "domain1"]
+    assert list(divide(table, Clients("own"), 0).members) == ["writer0", "writer1", "writer2"]
+    mixed = divide(table, Clients("domain-dirichlet", count=2, alpha=5.0, minimum=2), 0).members
+    assert list(mixed) == ["domain0-0", "domain0-1", "domain1-0", "domain1-1"]
+    assert [member.domain for member in mixed.values()] == ["domain0"] * 2 + ["domain1"] * 2
+    dealt = divide(table, Clients("dirichlet", count=2, alpha=5.0), 0).members
+    assert [(member.id, member.domain) for member in dealt.values()] == [
+        ("client-0", ""),
+        ("client-1", ""),
+    ]
+
+
+def test_another_domain_changes_no_split_of_the_first():
+    table = make_rows(200, domains=1)
+    grown = make_rows(400, domains=1)
+    grown = replace(grown, domains=np.array(["domain0"] * 200 + ["more"] * 200))
+    before, after = divide(table, Clients(), 0), divide(grown, Clients(), 0)
+    assert pictures(table, before)["domain0", "test"] == pictures(grown, after)["domain0", "test"]
+
+
+def test_shots_are_per_class_and_client_and_leave_the_test_rows_alone():
+    table = make_rows(200)
+    few, full = divide(table, Clients(shots=3), 0), divide(table, Clients(), 0)
+    for key, member in few.members.items():
+        assert np.bincount(table.labels[member.train]).tolist() == [3] * 4
+        assert set(member.train) < set(full.members[key].train)
+        assert (member.test == full.members[key].test).all()
+    plenty = divide(table, Clients(shots=1000), 0)
+    assert pictures(table, plenty) == pictures(table, full)
+
+
+def test_a_class_without_training_rows_gives_no_shots():
+    table = make_rows(200)
+    marks = np.where(table.labels == 2, "test", "train")
+    with pytest.raises(DataError, match="'class 2' has no training rows to take shots from"):
+        divide(replace(table, splits=marks), Clients("dirichlet", count=1, shots=1), 0)
+
+
+def test_pictures_of_two_parts_are_dropped_from_the_later_and_counted():
+    table = make_rows(100, domains=1, splits="train,validation,test")
+    content = list(table.content)
+    train, validation, test = (np.flatnonzero(table.splits == part)[:2] for part in splits.PARTS)
+    content[test[0]] = content[train[0]]
+    content[test[1]] = content[validation[0]]
+    content[validation[1]] = content[train[1]]
+    division = divide(replace(table, content=content), Clients(), 0)
+    member = division.members["domain0"]
+    assert division.dropped == 3
+    assert set(train) <= set(member.train)
+    assert validation[0] in member.validation
+    assert validation[1] not in member.validation
+    assert not set(test) & set(member.test)
+
+
+def test_bad_tables_are_named():
+    table = make_rows(100)
+    cases = [
+        (replace(table, labels=table.labels + 1), "label 4 has no class"),
+        (replace(table, classes=(*table.classes, "unicorn")), "class 'unicorn' has no rows"),
+        (replace(table, domains=np.full(100, "")), "100 of 100 rows have no domain"),
+        (replace(table, content=table.content[:-1]), "must be of one length"),
+        (shuffled(table, np.array([], dtype=int)), "no rows"),
+        (replace(table, domains=np.array(["a"] * 97 + ["b"] * 3)), "client 'b' has no validation"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(DataError, match=message):
+            divide(bad, Clients(), 0)
+    with pytest.raises(DataError, match="100 of 100 rows have no client"):
+        divide(table, Clients("own"), 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"by": "domains"}, "did you mean 'domain'"),
+        ({"count": 0}, "clients.count = 0"),
+        ({"count": "10"}, "clients.count = '10'"),
+        ({"alpha": 0.0}, "clients.alpha = 0.0"),
+        ({"alpha": float("nan")}, "clients.alpha = nan"),
+        ({"shots": -1}, "clients.shots = -1"),
+        ({"minimum": 2.5}, "clients.minimum = 2.5"),
+        ({"shares": (0.5, 0.2, 0.2)}, "sum to 1, not 0.9"),
+        ({"shares": (0.0, 0.5, 0.5)}, "above 0 for train"),
+        ({"shares": (1.2, 0.0, -0.2)}, "not negative"),
+        ({"shares": [0.8, 0.2]}, "takes three numbers"),
+        ({"shares": 0.6}, "takes three numbers"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(wrong, message):
+    with pytest.raises(SettingsError, match=message):
+        Clients(**wrong)
+
+
+def test_shares_may_be_a_list_as_toml_gives_it():
+    assert Clients(shares=[0.6, 0.2, 0.2]) == Clients()

@@ -1,0 +1,22 @@
+"""Every registered method keeps the contract, on every engine."""
+
+import pytest
+
+from fedvlm.core import make, methods
+from fedvlm.testing import check_method, check_same, learn, toy_world
+
+CASES = [(name, {}) for name in methods()]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda case: str(case))
+def test_method_keeps_the_contract(name, settings):
+    check_method(make(name, **settings))
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda case: str(case))
+def test_two_processes_give_the_same_bits_as_one(name, settings):
+    method = make(name, **settings)
+    if method.rounds:
+        method = make(name, **{**settings, "rounds": 2})
+    world = toy_world(method)
+    check_same(learn(world, workers=2), learn(world, workers=1), 0.0, "workers change the result")
