@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from io import BytesIO
 from multiprocessing import get_context
@@ -40,6 +41,7 @@ class Memory:
         return self.pictures[row][1]
 
 
+@cache
 def png(number: int) -> bytes:
     """Another picture for another number; its first pixel says which."""
     picture = Image.new("RGB", (8, 8), (number % 256, number // 256, 77))

@@ -134,7 +134,7 @@ def test_flipped_byte_is_named_by_read_and_by_verify_and_can_be_dropped(tmp_path
     with cache.use(tmp_path, FINGERPRINT, "fake") as (entry, _):
         rows = entry.need("pooled.float32", "float32", (4,))
         assert np.array_equal(rows.read(digests(1, 3)), values(1, 3))
-        with pytest.raises(DataError, match="row 1 .* damaged"):
+        with pytest.raises(DataError, match=r"row 1 .* damaged"):
             rows.read(digests(1, 2, 3))
         with pytest.raises(DataError, match="in use"):
             cache.verify(tmp_path, drop=True)
@@ -176,7 +176,7 @@ def test_full_disk_is_a_data_error_and_leaves_no_trace(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
-        with pytest.raises(DataError, match="No space left on device.*FEDVLM_CACHE"):
+        with pytest.raises(DataError, match=r"No space left on device.*FEDVLM_CACHE"):
             rows.append(digests(2, 3), values(2, 3))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     rows.append(digests(3), values(3))
@@ -286,7 +286,7 @@ def test_ls_and_rm_work_by_the_beginning_of_a_fingerprint(tmp_path: Path) -> Non
         ("two", 2, 1),
     ]
     assert listed[0].bytes >= 2 * 16 + 16 + 3 * RECORD.size
-    with pytest.raises(DataError, match="2 entries .* abab.*acac"):
+    with pytest.raises(DataError, match=r"2 entries .* abab.*acac"):
         cache.rm(tmp_path, "a")
     with pytest.raises(DataError, match="0 entries"):
         cache.rm(tmp_path, "f")

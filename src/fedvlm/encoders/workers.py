@@ -31,8 +31,11 @@ class Prepared(NamedTuple):
 class Decoders:
     def __init__(self, preprocess: Preprocess | None, workers: int, ahead: int) -> None:
         self._preprocess, self._ahead = preprocess, ahead if workers else 0
+        # never "fork": a process with an encoder's threads in it cannot be copied safely
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # imports once for all workers
         self._pool = workers and ProcessPoolExecutor(
-            workers, get_context("spawn"), initializer=_start, initargs=(preprocess,)
+            workers, context, initializer=_start, initargs=(preprocess,)
         )
 
     def __enter__(self) -> "Decoders":

@@ -1,0 +1,147 @@
+"""How much of the bare model's speed is left when pictures come from JPEG and go to the cache.
+
+Run: python benchmarks/encoding.py
+The model is a CLIP ViT-B/32 vision tower with random weights, the pictures are 640 x 480 JPEG.
+Both sides run in this process, in turns, so that the ratio holds on a busy machine too.
+"""
+
+import sys
+from collections.abc import Sequence
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from fedvlm.data.table import Dataset
+from fedvlm.encoders.cache import use
+from fedvlm.encoders.embed import BATCH, embed
+from fedvlm.encoders.interface import Vectors
+
+PICTURES, TURNS = 192, 2
+WANTED_RATIO, WANTED_MS = 0.85, 100
+
+
+def preprocess(picture: Image.Image) -> NDArray[np.float32]:
+    """Short side to 224, centre, mean and deviation: what CLIP does."""
+    width, height = picture.size
+    short = min(width, height)
+    scaled = picture.resize((width * 224 // short, height * 224 // short), Image.Resampling.BICUBIC)
+    left, top = (scaled.width - 224) // 2, (scaled.height - 224) // 2
+    pixels = np.asarray(scaled.crop((left, top, left + 224, top + 224)), dtype=np.float32) / 255
+    return np.ascontiguousarray(((pixels - 0.45) / 0.27).transpose(2, 0, 1))
+
+
+class Tower:
+    name, dim, scale = "ViT-B/32 of random weights", 512, 100.0
+    offers, identity = frozenset({"image"}), dict[str, str]()
+
+    def __init__(self) -> None:
+        from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+        torch.manual_seed(0)
+        config = CLIPVisionConfig(patch_size=32, projection_dim=self.dim)
+        self.model = CLIPVisionModelWithProjection(config).eval()
+        self.preprocess, self.seconds = preprocess, 0.0
+
+    @torch.inference_mode()
+    def embed(self, batch: Sequence[Any], patches: bool) -> Vectors:
+        start = perf_counter()
+        pixels = torch.from_numpy(np.stack(list(batch)))
+        vectors = Vectors(self.model(pixel_values=pixels).image_embeds.numpy(), None)
+        self.seconds += perf_counter() - start
+        return vectors
+
+    def embed_text(self, sentences: Sequence[str]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Jpegs:
+    """Smooth shapes with some noise: about as many bytes as a photograph has."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.data = [self.make(first + number) for number in range(count)]
+
+    @staticmethod
+    def make(number: int) -> bytes:
+        rng, buffer = np.random.default_rng(number), BytesIO()
+        coarse = Image.fromarray(rng.integers(0, 256, (15, 20, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((640, 480), Image.Resampling.BICUBIC), dtype=np.float32)
+        noisy = smooth + rng.normal(0, 6, smooth.shape)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=90)
+        return buffer.getvalue()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def name(self, row: int) -> str:
+        return f"{row}.jpg"
+
+    def read(self, row: int) -> bytes:
+        return self.data[row]
+
+
+def seconds(action: Any) -> float:
+    start = perf_counter()
+    action()
+    return perf_counter() - start
+
+
+def ratio(root: Path) -> float:
+    """The bare model's time over the time from JPEG to unit vectors, start of workers included."""
+    tower, bare, whole, inside = Tower(), 0.0, 0.0, 0.0
+    tensors = [preprocess(Image.open(BytesIO(Jpegs.make(n))).convert("RGB")) for n in range(BATCH)]
+    tower.embed(tensors, False)
+    for turn in range(TURNS):
+        source = Jpegs(turn * PICTURES, PICTURES)
+        empty = np.array([""] * PICTURES)
+        labels = np.zeros(PICTURES, dtype=np.int64)
+        data = Dataset("jpegs", ("shape",), source, labels, empty, empty, empty)
+        batches = PICTURES // BATCH
+        bare += seconds(lambda n=batches: [tower.embed(tensors, False) for _ in range(n)])
+        before = tower.seconds
+        whole += seconds(
+            lambda d=data: embed(d, tower, fingerprint="e" * 64, cache=root, workers=1)
+        )
+        inside += tower.seconds - before
+    rates = [TURNS * PICTURES / one for one in (bare, whole)]
+    size = sum(map(len, source.data)) / len(source) / 1000
+    print(f"{TURNS * PICTURES} JPEGs of 640 x 480, {size:.0f} kB each, 1 worker process")
+    print(f"images per second: bare model {rates[0]:.2f}, with decoding and cache {rates[1]:.2f}")
+    print(f"of the whole time, {inside / whole:.1%} was spent in the model")
+    return bare / whole
+
+
+def loading(root: Path) -> float:
+    """Milliseconds from digests to a tensor of 10,000 x 512, opening the cache included."""
+    x = np.random.default_rng(0).normal(size=(10_000, 512)).astype(np.float32)
+    digests = [sha256(row.tobytes()).digest() for row in x]
+
+    def read() -> torch.Tensor:
+        with use(root, "d" * 64, "none") as (entry, _):
+            table = entry.need("pooled.float32", "float32", (512,))
+            if not len(table):
+                table.append(digests, x)
+            return torch.from_numpy(table.read(digests))
+
+    assert torch.equal(read(), torch.from_numpy(x))
+    return 1000 * float(np.median([seconds(read) for _ in range(9)]))
+
+
+def main() -> int:
+    with TemporaryDirectory() as root:
+        took = loading(Path(root))
+        print(f"loading 10,000 x 512: {took:.0f} ms (wanted: below {WANTED_MS})")
+        kept = ratio(Path(root))
+        print(f"throughput kept: {kept:.1%} of the bare model (wanted: {WANTED_RATIO:.0%})")
+    return int(kept < WANTED_RATIO or took > WANTED_MS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
