@@ -84,73 +84,101 @@ def walk_directly(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tupl
 def walk_low_rank(
     head: Tensor, raw: Tensor, x: Tensor, y: Tensor, order: Tensor, pace: Pace
 ) -> tuple[Tensor, Tensor]:
-    """One client: head (K, d), raw (r, m, m), x (rows, d), y (rows,), order (steps, batch).
+    """One client: head (K, d), raw (r, m, m), x (rows, d), y (rows,), order (steps, batch)."""
+    order = order[(order >= 0).any(1)]
+    head, skew = head.clone(), skew_part(raw)
+    speed = torch.zeros_like(head)
+    tail: Tail | None = None
+    for some in order.split(pace.refresh):
+        skew, tail = stride(head, speed, skew, tail, x, y, some, pace)
+    if tail is not None:  # the last push has not done all it will
+        skew = skew + pace.momentum * tail.push
+    return head, skew
 
-    R = (I + P)^-1 follows P by the Woodbury identity. With momentum μ, what a gradient will ever
-    do to P is its first push times 1 / (1 - μ); R follows that sum at once, and `left`, `right`
-    take back the μ-th part of the last push, which is yet to come. The parts before it weigh μ²
+
+@dataclass(frozen=True)
+class Tail:
+    """What momentum has still to add after a step: P is P̂ + μ push, R about R̂ + left^T right."""
+
+    push: Tensor  # (r, m, m)
+    left: Tensor  # (r, 2k, m)
+    right: Tensor  # (r, 2k, m)
+
+
+def stride(
+    head: Tensor,
+    speed: Tensor,
+    skew: Tensor,
+    tail: Tail | None,
+    x: Tensor,
+    y: Tensor,
+    order: Tensor,
+    pace: Pace,
+) -> tuple[Tensor, Tail | None]:
+    """The steps between two inverses; changes head and speed in place, returns the new skew.
+
+    R = (I + P)^-1 follows P by the Woodbury identity. With momentum μ, all that a gradient will
+    ever do to P is its first push times 1 / (1 - μ); skew and R take that at once (P̂, R̂), and the
+    tail gives back the μ-th part of the last push, which is yet to come. What is missing weighs μ²
     and less, under the rounding of float32.
     """
-    blocks, mu = raw.shape[0], pace.momentum
-    head, skew = head.clone(), skew_part(raw)
-    eye = identity_like(raw)
-    speed = torch.zeros_like(head)
+    blocks, mu = skew.shape[0], pace.momentum
     push = pace.rate * pace.tau / (1 - mu)
-    keep = 1 - pace.rate * pace.decay / (1 - mu)
-    pushed = torch.zeros_like(skew)  # the sum of V^T Y since the last refresh
-    last = left = right = None
-    back, steps = inverse(eye + skew), 0
+    back = inverse(identity_like(skew) + skew)
+    real = order >= 0
+    rows = order.clamp(min=0)
+    share = (real.to(x.dtype) / real.sum(1, keepdim=True))[..., None]  # (steps, B, 1)
+    target = share * torch.nn.functional.one_hot(y[rows].clamp(min=0), len(head))
+    narrow = len(head) <= order.shape[1]  # the smaller of K and B bears the rank
+    k = min(len(head), order.shape[1])
+    pushes = []
+    toward = split(head, blocks) @ back.mT  # M
+    left = right = None
+    if tail is not None:
+        left, right = tail.left, tail.right
+        toward = toward.baddbmm(split(head, blocks) @ right.mT, left)
 
-    def settle() -> Tensor:
-        turned = skew * keep**steps
-        return turned.sub_(pushed - pushed.mT, alpha=push * keep ** ((steps - 1) / 2))
-
-    for rows in order:
-        rows = rows[rows >= 0]
-        if not len(rows):
-            continue
-        if steps == pace.refresh:
-            skew, steps = settle(), 0
-            pushed.zero_()
-            back = inverse(eye + skew)
-        h = x[rows]
-        parts = split(head, blocks)
-        toward = parts @ back.mT
-        if left is not None and right is not None:
-            toward = torch.baddbmm(toward, parts @ right.mT, left)
-        whole = join(toward)
-        logits = pace.tau * h @ (2 * whole - head).mT
-        error = softmax_error(logits, y[rows], torch.ones_like(rows, dtype=torch.bool))
-        narrow = len(head) <= len(rows)  # the smaller of K and B bears the rank
-        thin = error.mT @ h if narrow else h
-        v = toward if narrow else error @ toward
+    for step, batch in enumerate(rows):
+        h = x[batch]
+        logits = h @ (2 * join(toward) - head).mul_(pace.tau).mT
+        error = torch.softmax(logits, 1).mul_(share[step]).sub_(target[step])
+        thin = error.mT @ h if narrow else h  # (k, d)
         parts = split(thin, blocks)
-        u = parts @ back
+        v, u = toward if narrow else error @ toward, parts @ back  # (r, k, m)
         if left is not None and right is not None:
-            u = torch.baddbmm(u, parts @ left.mT, right)
+            u = u.baddbmm_(parts @ left.mT, right)
         shift = 2 * join(u) - thin
-        pull = (shift if narrow else error.mT @ shift) * pace.tau
-        speed = speed * mu + pull + pace.decay * head
-        head -= pace.rate * speed
+        speed.mul_(mu).add_(shift if narrow else error.mT @ shift, alpha=pace.tau)
+        speed.add_(head, alpha=pace.decay)
+        head.sub_(speed, alpha=pace.rate)
 
-        pushed.baddbmm_(v.mT, u)
-        factors = torch.cat([v, u], 1)  # L, (r, 2k, m): P moves by L^T J L
-        right_of, left_of = factors @ back, factors @ back.mT
-        small, swap = bend(right_of @ factors.mT, push)
-        back.baddbmm_(left_of.mT, swap @ right_of, alpha=-1)
+        pushes.append((v, u))  # P moves by push (U^T V - V^T U) = L^T J L
+        new = split(head, blocks)
+        factors = torch.cat([v, u, new], 1)  # L and, for the next step, the head
+        right_of, left_of = factors[:, : 2 * k] @ back, factors @ back.mT
+        toward, left_of = left_of[:, 2 * k :], left_of[:, : 2 * k]
+        small, bent = bend(right_of @ factors[:, : 2 * k].mT, push)
+        back.baddbmm_(left_of.mT, bent @ right_of, alpha=-1)
         if mu:
-            last, left, right = (v, u), left_of, mu * (small @ swap) @ right_of
-        steps += 1
-    turned = settle()
-    if last is not None:
-        half = last[0].mT @ last[1]
-        turned.add_(half - half.mT, alpha=mu * push)
-    return head, turned
+            owed = mu * small @ bent
+            left, right = left_of, owed @ right_of
+            bent = bent - owed
+        toward = toward.baddbmm(new @ right_of.mT, bent.mT @ left_of, alpha=-1)
+
+    v, u = (torch.cat(side, 1) for side in zip(*pushes, strict=True))
+    half = u.mT @ v
+    keep, steps = 1 - pace.rate * pace.decay / (1 - mu), len(pushes)
+    skew = skew * keep**steps + push * keep ** ((steps - 1) / 2) * (half - half.mT)
+    if left is None or right is None:
+        return skew, None
+    half = pushes[-1][0].mT @ pushes[-1][1]
+    return skew, Tail(push * (half - half.mT), left, right)
 
 
 def bend(inner: Tensor, push: float) -> tuple[Tensor, Tensor]:
     """T = (I + J G)^-1 and T J for G = L R L^T (..., 2k, 2k) and J = push [[0, -I], [I, 0]]."""
     k = inner.shape[-1] // 2
-    moved = torch.cat([-inner[..., k:, :], inner[..., :k, :]], -2)
-    small = torch.linalg.inv(identity_like(inner) + push * moved)
-    return small, push * torch.cat([small[..., k:], -small[..., :k]], -1)
+    moved = torch.cat([inner[..., k:, :] * -push, inner[..., :k, :] * push], -2)
+    moved.diagonal(dim1=-2, dim2=-1).add_(1)
+    small = torch.linalg.inv_ex(moved).inverse
+    return small, torch.cat([small[..., k:] * push, small[..., :k] * -push], -1)
