@@ -51,7 +51,9 @@ def test_an_error_names_method_client_and_round_and_shows_the_traceback(engine, 
 
 @pytest.mark.parametrize("engine", ["single", "batched"])
 def test_an_upload_with_nan_is_refused_and_named(engine):
-    with pytest.raises(FederationError, match="client client-2, round 0: 64 of 64 numbers of 'head'"):
+    with pytest.raises(
+        FederationError, match="client client-2, round 0: 64 of 64 numbers of 'head'"
+    ):
         learn(with_bad_client("nan"), engine)
 
 

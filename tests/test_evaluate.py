@@ -53,7 +53,11 @@ def test_g_p_and_c_are_the_means_of_their_cells():
 
 
 def test_cross_device_tests_on_the_same_unseen_clients_for_every_seed_and_count():
-    found = [job for seed in (0, 1) for job in jobs("cross-device", CROWD, counts=[1, 5, 12], unseen=8, seed=seed)]
+    found = [
+        job
+        for seed in (0, 1)
+        for job in jobs("cross-device", CROWD, counts=[1, 5, 12], unseen=8, seed=seed)
+    ]
     assert len({job.unseen for job in found}) == 1
     assert all(not set(job.train) & set(job.unseen) for job in found)
     assert [len(job.train) for job in found] == [1, 5, 12] * 2

@@ -17,12 +17,16 @@ def uploads(*values):
 
 
 def test_mean_weighs_by_rows():
-    got = parts.mean(None, {"w": torch.zeros(1)}, uploads(1.0, 2.0, 5.0), torch.tensor([1.0, 2, 5]), [])
+    got = parts.mean(
+        None, {"w": torch.zeros(1)}, uploads(1.0, 2.0, 5.0), torch.tensor([1.0, 2, 5]), []
+    )
     assert got["w"].item() == pytest.approx((1 + 4 + 25) / 8, abs=1e-7)
 
 
 def test_uniform_weighs_every_client_the_same():
-    got = parts.uniform(None, {"w": torch.zeros(1)}, uploads(1.0, 2.0, 6.0), torch.tensor([1.0, 2, 5]), [])
+    got = parts.uniform(
+        None, {"w": torch.zeros(1)}, uploads(1.0, 2.0, 6.0), torch.tensor([1.0, 2, 5]), []
+    )
     assert got["w"].item() == 3.0
 
 

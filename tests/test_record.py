@@ -30,7 +30,9 @@ def test_every_flipped_byte_is_refused(tmp_path):
     picker = random.Random(0)
     for _ in range(200):
         place = picker.randrange(len(whole))
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << picker.randrange(8)]) + whole[place + 1 :])
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << picker.randrange(8)]) + whole[place + 1 :]
+        )
         try:
             back, about = read_tensors(path)
         except DataError:
@@ -79,7 +81,11 @@ def test_a_state_comes_back_whatever_the_clients_are_called(tmp_path):
     ):
         write_tensors(tmp_path / "s", *pack(state))
         back = unpack(*read_tensors(tmp_path / "s"))
-        assert (back.round, back.best, back.best_round) == (state.round, state.best, state.best_round)
+        assert (back.round, back.best, back.best_round) == (
+            state.round,
+            state.best,
+            state.best_round,
+        )
         assert (back.best_shared is None) == (state.best_shared is None)
         assert back.local.keys() == state.local.keys()
         for id, own in state.local.items():

@@ -236,7 +236,7 @@ def partition(
     if division.dropped:
         typer.echo(f"{division.dropped} duplicate pictures were dropped from the later split")
     if picture:
-        draw(division, rows, picture)
+        draw(counts, ids, rows.classes, picture)
         typer.echo(f"picture: {picture}")
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import entry_points
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
 
 from torch import Tensor
 
@@ -131,7 +132,7 @@ def make(name: str, **settings: Any) -> Any:
 
 def check_type(key: str, value: Any, wanted: Any) -> None:
     """Refuses a value that a field's annotation does not admit; a whole number passes as float."""
-    options = [wanted] if get_origin(wanted) in (None, Literal) else list(get_args(wanted))
+    options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
     said = []
     for option in options:
         if get_origin(option) is Literal:

@@ -85,23 +85,25 @@ def checksum(tensors: Tensors, about: str = "") -> str:
 def write_tensors(path: Path, tensors: Tensors, about: Mapping[str, Any]) -> None:
     whole = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
     text = json.dumps(about)
-    notes = {"about": text, "checksum": checksum(whole, text)}
-    write(path, save(whole, metadata=notes))
+    # One note, because safetensors writes several in any order: the same content, the same bytes.
+    note = json.dumps({"about": text, "checksum": checksum(whole, text)})
+    write(path, save(whole, metadata={"fedvlm": note}))
 
 
 def read_tensors(path: Path) -> tuple[Tensors, Any]:
     """The tensors and what was said about them; a single flipped bit is refused."""
     try:
         with safe_open(path, framework="pt") as file:
-            notes = file.metadata() or {}
+            note = json.loads((file.metadata() or {})["fedvlm"])
+            about, wanted = str(note["about"]), note["checksum"]
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise DataError(f"there is no {path}") from error
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is not a whole safetensors file ({error}); delete it") from error
-    if notes.get("checksum") != checksum(tensors, notes.get("about", "")):
+    if wanted != checksum(tensors, about):
         raise DataError(f"{path} is damaged: its checksum does not fit; delete it and resume")
-    return tensors, json.loads(notes["about"])
+    return tensors, json.loads(about)
 
 
 def pack(state: State) -> tuple[Tensors, dict[str, Any]]:

@@ -117,6 +117,7 @@ def check(settings: Settings, rows: Embedded) -> None:
             f"{settings.method.name} needs {missing[0]} of the encoder, which {rows.encoder} does "
             f"not offer; use one of {able or 'a later release'}{remedy}"
         )
+    settings.method.init(frozen(rows, settings.seeds[0]))  # a method may refuse the dimension
 
 
 def _seed(

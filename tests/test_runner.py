@@ -1,0 +1,276 @@
+"""A run from settings to tables: repeatable, resumable after any kill, and refusing bad input."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from time import sleep
+
+import numpy as np
+import pytest
+import torch
+
+import fedvlm
+from fedvlm import runner
+from fedvlm.core import make
+from fedvlm.encoders.store import save_store
+from fedvlm.errors import DataError, FedVLMError, SettingsError
+from fedvlm.record import read_tensors
+from fedvlm.report.tables import compare
+
+QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
+
+
+def files(folder):
+    """What a run says, without the times."""
+    lines = [json.loads(text) for text in (folder / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["seconds"]
+    jobs = {path.name: path.read_bytes() for path in sorted((folder / "jobs").iterdir())}
+    return lines, jobs, json.loads((folder / "result.json").read_text())
+
+
+def test_a_run_gives_g_p_c_and_the_same_files_every_time(rows, tmp_path):
+    first = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", seeds=[0, 1])
+    again = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "b", seeds=[0, 1], workers=2)
+    assert files(first.folder) == files(again.folder)
+    assert set(first.tables[0]) >= {"G", "P", "C", "G art", "P sketch"}
+    assert len(first.rounds) == 2 * 3 * 3
+
+
+def test_round_zero_of_fedot_is_zero_shot(rows, tmp_path):
+    fedot = fedvlm.run({**QUICK, "rounds": 0}, embedded=rows, out=tmp_path / "a")
+    zero = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b")
+    assert fedot.tables == zero.tables
+
+
+def test_training_beats_zero_shot_on_own_domains(rows, tmp_path):
+    settings = {"name": "fedot", "rounds": 20, "rate": 5e-3, "tau": 20.0}
+    fedot = fedvlm.run(settings, embedded=rows, out=tmp_path / "a")
+    zero = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b")
+    assert fedot.tables[0]["P"] > zero.tables[0]["P"] + 0.05
+
+
+def test_a_round_line_has_loss_accuracy_bytes_and_disagreement(rows, tmp_path):
+    line = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").rounds[0]
+    assert {"loss", "accuracy", "validation", "unseen", "seconds", "cosine"} <= set(line)
+    assert line["difference"] <= line["difference_bound"] == 4 * 20.0
+    trained = line["clients"]["photo"]
+    assert trained["bytes_up"] == trained["bytes_down"] == 4 * 4 * 16
+    assert line["clients"]["art"]["bytes_up"] == 0
+
+
+def test_the_outcome_has_the_papers_numbers_of_each_map(rows, tmp_path):
+    job = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").jobs()["art"]
+    numbers = job["maps"]["photo"]
+    assert numbers["condition number"] == pytest.approx(1, abs=1e-4)
+    assert numbers["orthogonality error"] < 1e-5
+    assert numbers["degrees of freedom"] == 16 * 15 / 2
+
+
+def test_the_manifest_says_where_the_numbers_come_from(rows, tmp_path):
+    told = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").manifest
+    assert told["encoder"] == "toy@0"
+    assert told["rows"] == rows.fingerprint
+    assert told["versions"]["torch"] == torch.__version__
+    assert told["identity"]["method"]["rounds"] == 3
+    assert {"commit", "dirty", "started"} <= set(told)
+    assert told["clients"]["art"] == {"train": 48, "validation": 16, "test": 16}
+
+
+def test_a_finished_run_is_not_run_again_unless_asked(rows, tmp_path, monkeypatch):
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    before = files(tmp_path / "a")
+    calls = []
+    real = runner.train
+    monkeypatch.setattr(runner, "train", lambda *all: calls.append(1) or real(*all))
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    assert calls == []
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", again=True)
+    assert len(calls) == 3
+    assert files(tmp_path / "a") == before
+
+
+def test_the_default_directory_is_made_of_the_settings(rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a = fedvlm.run(QUICK, embedded=rows)
+    b = fedvlm.run({**QUICK, "rounds": 2}, embedded=rows)
+    assert a.folder == fedvlm.run(QUICK, embedded=rows).folder != b.folder
+    assert a.folder.parent.name == "runs"
+
+
+def test_another_runs_directory_is_refused(rows, rows_like, tmp_path):
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    with pytest.raises(SettingsError, match="holds another run: its method is"):
+        fedvlm.run({**QUICK, "rounds": 2}, embedded=rows, out=tmp_path / "a")
+    (tmp_path / "a" / "result.json").unlink()
+    with pytest.raises(
+        SettingsError, match="its rows is 'toy-240-16-0', here it is 'toy-240-32-0'"
+    ):
+        fedvlm.run(QUICK, embedded=rows_like(dim=32), out=tmp_path / "a")
+
+
+SCRIPT = """
+import sys
+from fedvlm import runner
+runner.EVERY = 0.05
+folder, store = sys.argv[1:]
+settings = dict(seeds=[0, 1], encoder=f"store:{store}", selection="validation", fraction=0.7)
+runner.run(dict(name="fedot", rounds=60, rate=1e-3), out=folder, **settings)
+"""
+
+
+def test_kill_and_resume_give_the_same_bits(rows_like, tmp_path):
+    store = save_store(tmp_path / "rows.safetensors", rows_like(dim=64))
+    command = [sys.executable, "-c", SCRIPT]
+    subprocess.run([*command, tmp_path / "whole", store], check=True)
+    moments = random.Random(5)
+    killed = 0
+    for _ in range(5):
+        process = subprocess.Popen([*command, tmp_path / "torn", store])
+        manifest = tmp_path / "torn" / "manifest.json"
+        while not manifest.exists() and process.poll() is None:
+            sleep(0.01)
+        sleep(moments.uniform(0, 1.5))
+        process.kill()
+        killed += process.wait() == -9
+    assert killed >= 2, "the run was over before it could be killed"
+    result = fedvlm.resume(tmp_path / "torn")
+    assert files(result.folder) == files(tmp_path / "whole")
+    leftovers = [
+        path.name for path in (tmp_path / "torn").rglob("*") if path.suffix == ".checkpoint"
+    ]
+    assert leftovers == []
+
+
+def test_resume_of_rows_in_memory_says_what_to_do(rows, tmp_path):
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    (tmp_path / "a" / "result.json").unlink()
+    with pytest.raises(SettingsError, match="took its rows from memory; call fedvlm.run again"):
+        fedvlm.resume(tmp_path / "a")
+
+
+def test_resume_of_nothing_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is .* a run directory"):
+        fedvlm.resume(tmp_path / "nothing")
+
+
+def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "EVERY", 0.0)
+
+    def stop(*all):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    monkeypatch.undo()
+    path = next((tmp_path / "a" / "jobs").glob("*.checkpoint"))
+    body = bytearray(path.read_bytes())
+    body[-5] ^= 1
+    path.write_bytes(body)
+    with pytest.raises(DataError, match="checkpoint is damaged"):
+        fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+
+
+def test_a_personalised_classifier_survives_saving(rows, tmp_path):
+    result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", protocol="own-test")
+    mine = result.personalised("photo")
+    mine.save_pretrained(tmp_path / "mine")
+    back = fedvlm.Personalised.from_pretrained(tmp_path / "mine")
+    assert torch.equal(back.logits(rows.x), mine.logits(rows.x))
+    assert set(back.predict(rows.x)) <= set(rows.classes)
+    other = result.personalised("art")
+    assert not torch.equal(other.logits(rows.x), mine.logits(rows.x))
+    test = result.jobs()["all"]["scores"]["photo"]
+    assert 0 <= test["test_hits"] <= test["test_rows"]
+
+
+def test_a_client_that_joins_later_gets_the_shared_head_and_the_identity(rows, tmp_path):
+    result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    tensors, _ = read_tensors(tmp_path / "a" / "jobs" / "0-art.safetensors")
+    late = result.unseen("art")
+    torch.testing.assert_close(late.logits(rows.x), 20.0 * rows.x @ tensors["shared/head"].mT)
+
+
+def test_predicting_with_other_embeddings_is_refused(rows, tmp_path):
+    mine = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").personalised("photo")
+    with pytest.raises(
+        DataError, match=r"shape \(5, 8\) do not fit; this classifier takes \(rows, 16\)"
+    ):
+        mine.logits(torch.zeros(5, 8))
+    with pytest.raises(DataError, match="NaN or infinite"):
+        mine.logits(torch.full((1, 16), torch.nan))
+
+
+def test_an_unknown_client_or_seed_of_a_result_is_refused(rows, tmp_path):
+    result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    with pytest.raises(SettingsError, match="no client 'phto' trained .* art, photo, sketch"):
+        result.personalised("phto")
+    with pytest.raises(SettingsError, match="no seed 4"):
+        result.personalised("photo", seed=4)
+
+
+def spoiled(rows, place, value):
+    x = rows.x.clone()
+    x[place] = value
+    return replace(rows, x=x)
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "says"),
+    [
+        (lambda r: spoiled(r, 7, torch.nan), {}, "1 embeddings hold NaN .* the first in row 7"),
+        (lambda r: spoiled(r, (3, 2), torch.inf), {}, "the first in row 3"),
+        (
+            lambda r: replace(r, labels=np.where(r.labels == 3, 9, r.labels)),
+            {},
+            "label 9 is outside",
+        ),
+        (lambda r: replace(r, text=None), {}, "fedot needs text .* head = 'random'"),
+        (lambda r: r, {"method": {**QUICK, "blocks": 3}}, "3.*divi.*1, 2, 4, 8, 16"),
+        (lambda r: replace(r, classes=(*r.classes, "elk")), {}, "elk"),
+        (lambda r: r, {"protocol": "own"}, "did you mean 'own-test'"),
+        (lambda r: r, {"fraction": 0.0}, r"outside \(0, 1\]"),
+        (lambda r: r, {"seeds": [1, 1]}, "each once"),
+        (lambda r: r, {"seed": 1}, "did you mean 'seeds'"),
+        (lambda r: r, {"clients": {"by": "domian"}}, "did you mean 'domain'"),
+        (lambda r: r, {"clients": {"shots": -1}}, "clients.shots = -1"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(rows, tmp_path, change, settings, says):
+    with pytest.raises(FedVLMError, match=says):
+        fedvlm.run(**{"method": QUICK, "embedded": change(rows), "out": tmp_path / "a", **settings})
+    assert not (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_a_method_object_is_taken_as_it_is(rows, tmp_path):
+    method = make("fedavg", rounds=1)
+    result = fedvlm.run(method, embedded=rows, out=tmp_path / "a")
+    assert result.manifest["identity"]["method"]["name"] == "fedavg"
+
+
+def test_a_smoke_run_is_short_and_says_so(rows_like, tmp_path):
+    result = fedvlm.run(
+        {**QUICK, "rounds": 200},
+        embedded=rows_like(rows=3000),
+        out=tmp_path / "a",
+        smoke=True,
+        seeds=[0, 1],
+    )
+    assert len(result.rounds) == 3 * 3
+    assert sum(sum(one.values()) for one in result.manifest["clients"].values()) <= 600
+    assert "SMOKE" in result.table()
+
+
+def test_the_selection_is_in_the_table(rows, tmp_path):
+    results = [
+        fedvlm.run(QUICK, embedded=rows, out=tmp_path / name, selection=name)
+        for name in ("last", "validation", "oracle")
+    ]
+    text = compare(results)
+    assert "ORACLE: best test round" in text
+    assert "best validation round" in text
+    means = [result.tables[0]["C"] for result in results]
+    assert means[2] >= means[0]
