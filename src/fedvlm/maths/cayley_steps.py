@@ -15,7 +15,6 @@ from fedvlm.maths.cayley import (
     inverse,
     join,
     skew_part,
-    softmax_error,
     split,
 )
 
@@ -86,19 +85,20 @@ def walk_low_rank(
 ) -> tuple[Tensor, Tensor]:
     """One client: head (K, d), raw (r, m, m), x (rows, d), y (rows,), order (steps, batch)."""
     order = order[(order >= 0).any(1)]
-    head, skew = head.clone(), skew_part(raw)
+    head, skew = split(head, len(raw)).clone(), skew_part(raw)
+    x = split(pace.tau * x, len(raw)).contiguous()
     speed = torch.zeros_like(head)
     tail: Tail | None = None
     for some in order.split(pace.refresh):
         skew, tail = stride(head, speed, skew, tail, x, y, some, pace)
     if tail is not None:  # the last push has not done all it will
-        skew = skew + pace.momentum * tail.push
-    return head, skew
+        skew = skew - pace.momentum * tail.push
+    return join(head), skew
 
 
 @dataclass(frozen=True)
 class Tail:
-    """What momentum has still to add after a step: P is P̂ + μ push, R about R̂ + left^T right."""
+    """What momentum has yet to add after a step: P is P̂ - μ push, R about R̂ + left^T right."""
 
     push: Tensor  # (r, m, m)
     left: Tensor  # (r, 2k, m)
@@ -106,79 +106,69 @@ class Tail:
 
 
 def stride(
-    head: Tensor,
-    speed: Tensor,
+    head: Tensor,  # (r, K, m)
+    speed: Tensor,  # (r, K, m)
     skew: Tensor,
     tail: Tail | None,
-    x: Tensor,
+    x: Tensor,  # (r, rows, m), times tau
     y: Tensor,
     order: Tensor,
     pace: Pace,
 ) -> tuple[Tensor, Tail | None]:
     """The steps between two inverses; changes head and speed in place, returns the new skew.
 
-    R = (I + P)^-1 follows P by the Woodbury identity. With momentum μ, all that a gradient will
-    ever do to P is its first push times 1 / (1 - μ); skew and R take that at once (P̂, R̂), and the
-    tail gives back the μ-th part of the last push, which is yet to come. What is missing weighs μ²
-    and less, under the rounding of float32.
+    The gradient is V^T U - U^T V with V of M and U of tau N (see cayley.gradients), so that P moves
+    by L^T T with L = [V; U], T = [-U; V], V times the rate, and R = (I + P)^-1 follows by Woodbury:
+    R - (R L^T) (I + T R L^T)^-1 (T R). With momentum μ, all that a gradient will ever do to P is
+    its first push times 1 / (1 - μ); P and R take that at once (P̂, R̂), and the tail gives back the
+    μ-th part of the last push. What is missing weighs μ² and less, under float32's rounding.
     """
-    blocks, mu = skew.shape[0], pace.momentum
-    push = pace.rate * pace.tau / (1 - mu)
+    mu = pace.momentum
     back = inverse(identity_like(skew) + skew)
-    real = order >= 0
-    rows = order.clamp(min=0)
+    rows, real = order.clamp(min=0), order >= 0
     share = (real.to(x.dtype) / real.sum(1, keepdim=True))[..., None]  # (steps, B, 1)
-    target = share * torch.nn.functional.one_hot(y[rows].clamp(min=0), len(head))
-    narrow = len(head) <= order.shape[1]  # the smaller of K and B bears the rank
-    k = min(len(head), order.shape[1])
+    target = -share * torch.nn.functional.one_hot(y[rows].clamp(min=0), head.shape[1])
+    narrow = head.shape[1] <= order.shape[1]  # the smaller of K and B bears the rank
+    rank = 2 * min(head.shape[1], order.shape[1])
     pushes = []
-    toward = split(head, blocks) @ back.mT  # M
+    toward = head @ back.mT  # M
     left = right = None
     if tail is not None:
         left, right = tail.left, tail.right
-        toward = toward.baddbmm(split(head, blocks) @ right.mT, left)
+        toward = toward.baddbmm(head @ right.mT, left)
 
-    for step, batch in enumerate(rows):
-        h = x[batch]
-        logits = h @ (2 * join(toward) - head).mul_(pace.tau).mT
-        error = torch.softmax(logits, 1).mul_(share[step]).sub_(target[step])
-        thin = error.mT @ h if narrow else h  # (k, d)
-        parts = split(thin, blocks)
-        v, u = toward if narrow else error @ toward, parts @ back  # (r, k, m)
+    for batch, weight, wanted in zip(rows, share, target, strict=True):
+        h = x.index_select(1, batch)
+        logits = torch.bmm(h, torch.lerp(head, toward, 2).mT).sum(0)  # lerp: 2 M - W
+        error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
+        thin = error.mT @ h if narrow else h
+        u = torch.bmm(thin, back)
         if left is not None and right is not None:
-            u = u.baddbmm_(parts @ left.mT, right)
-        shift = 2 * join(u) - thin
-        speed.mul_(mu).add_(shift if narrow else error.mT @ shift, alpha=pace.tau)
-        speed.add_(head, alpha=pace.decay)
+            u = u.baddbmm_(torch.bmm(thin, left.mT), right)
+        shift = torch.lerp(thin, u, 2)
+        v = (toward if narrow else error @ toward) * (pace.rate / (1 - mu))
+        speed.mul_(mu).add_(shift if narrow else error.mT @ shift).add_(head, alpha=pace.decay)
         head.sub_(speed, alpha=pace.rate)
 
-        pushes.append((v, u))  # P moves by push (U^T V - V^T U) = L^T J L
-        new = split(head, blocks)
-        factors = torch.cat([v, u, new], 1)  # L and, for the next step, the head
-        right_of, left_of = factors[:, : 2 * k] @ back, factors @ back.mT
-        toward, left_of = left_of[:, 2 * k :], left_of[:, : 2 * k]
-        small, bent = bend(right_of @ factors[:, : 2 * k].mT, push)
-        back.baddbmm_(left_of.mT, bent @ right_of, alpha=-1)
-        if mu:
-            owed = mu * small @ bent
-            left, right = left_of, owed @ right_of
-            bent = bent - owed
-        toward = toward.baddbmm(new @ right_of.mT, bent.mT @ left_of, alpha=-1)
+        pushes.append((u, v))
+        both = torch.cat([v, u, head], 1)  # the next step's M comes out of the same product
+        product = torch.bmm(both, back.mT)
+        left, toward = product[:, :rank], product[:, rank:]
+        right = torch.bmm(torch.cat([-u, v], 1), back)
+        inner = torch.bmm(right, both[:, :rank].mT)
+        inner.diagonal(dim1=1, dim2=2).add_(1)
+        bent = torch.linalg.inv_ex(inner).inverse
+        right = torch.bmm(bent, right)
+        back.baddbmm_(left.mT, right, alpha=-1)
+        owed = torch.bmm(bent, right).mul_(mu)
+        toward = toward.baddbmm(torch.bmm(head, (right - owed).mT), left, alpha=-1)
+        right = owed
 
-    v, u = (torch.cat(side, 1) for side in zip(*pushes, strict=True))
+    u, v = (torch.cat(side, 1) for side in zip(*pushes, strict=True))
     half = u.mT @ v
     keep, steps = 1 - pace.rate * pace.decay / (1 - mu), len(pushes)
-    skew = skew * keep**steps + push * keep ** ((steps - 1) / 2) * (half - half.mT)
-    if left is None or right is None:
+    skew = skew * keep**steps + keep ** ((steps - 1) / 2) * (half - half.mT)
+    if not mu or left is None or right is None:
         return skew, None
     half = pushes[-1][0].mT @ pushes[-1][1]
-    return skew, Tail(push * (half - half.mT), left, right)
-
-
-def bend(inner: Tensor, push: float) -> tuple[Tensor, Tensor]:
-    """T = (I + J G)^-1 and T J for G = L R L^T (..., 2k, 2k) and J = push [[0, -I], [I, 0]]."""
-    k = inner.shape[-1] // 2
-    moved = torch.cat([inner[..., k:, :] * -push, inner[..., :k, :] * push], -2)
-    moved.diagonal(dim1=-2, dim2=-1).add_(1)
-    small = torch.linalg.inv_ex(moved).inverse
-    return small, torch.cat([small[..., k:] * push, small[..., :k] * -push], -1)
+    return skew, Tail(half - half.mT, left, right)

@@ -1,0 +1,80 @@
+"""What a step of FedOT costs beside plain autograd, and what `blocks = "auto"` costs beside r = 1.
+
+Run with `python benchmarks/fedot.py`. Both sides run in turns in one process on one thread, so
+that noise hits both; figures are medians.
+"""
+
+from collections.abc import Callable
+from statistics import median
+from time import process_time
+
+import naive_fedot
+import torch
+
+from fedvlm import tensors
+from fedvlm.core import Client, Frozen, make
+
+DIM, BATCH = 512, 32
+
+
+def world(classes: int, steps: int) -> tuple[Frozen, Client]:
+    """One client, stacked, with one epoch of `steps` full minibatches."""
+    generator = torch.Generator().manual_seed(0)
+    rows = steps * BATCH
+
+    def unit(count: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(torch.randn(count, DIM, generator=generator), dim=1)
+
+    order = torch.randperm(rows, generator=generator).reshape(1, steps, BATCH)
+    y = torch.randint(classes, (1, rows), generator=generator)
+    held = rows // 3  # 60 : 20, as the paper splits
+    client = Client(unit(rows)[None], y, order, unit(held)[None], y[:, :held])
+    return Frozen(tuple(map(str, range(classes))), DIM, 100.0, unit(classes)), client
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = process_time()
+    run()
+    return process_time() - start
+
+
+def compare(classes: int, blocks: int, repeats: int, slow_steps: int, steps: int = 40) -> None:
+    """Prints milliseconds per step of both and their ratio, from a map that has left the identity."""
+    frozen, many = world(classes, steps)
+    method = make("fedot", blocks=blocks)
+    shared, local = method.init(frozen)
+    sent = {key: value[None] for key, value in shared.items()}
+    local = {"skew": 0.01 * torch.randn(1, *local["skew"].shape)}
+    local["skew"] = local["skew"] - local["skew"].mT
+    one = Client(*(value[0] for value in vars(many).values()))
+    few = Client(one.x, one.y, one.order[:slow_steps], one.held_x, one.held_y)
+    raws = list(local["skew"][0])
+    pace = (method.rate, method.decay, method.momentum)
+
+    ours, naive = [], []
+    for _ in range(repeats):
+        ours.append(seconds(lambda: method.update_many(frozen, sent, local, many)) / steps)
+        naive.append(
+            seconds(lambda: naive_fedot.update(sent["head"][0], raws, few, *pace)) / slow_steps
+        )
+    short = Client(*(value[None] for value in vars(few).values()))
+    head, blocks_after = naive_fedot.update(sent["head"][0], raws, few, *pace)
+    found, own = method.update_many(frozen, sent, local, short)
+    gap = tensors.difference(
+        {"head": found["head"][0], "skew": own["skew"][0]},
+        {"head": head, "skew": torch.stack(blocks_after)},
+    )
+    fast, slow = median(ours) * 1e3, median(naive) * 1e3
+    print(
+        f"K={classes:<3} r={blocks:<4} naive {slow:7.2f} ms  ours {fast:6.3f} ms  "
+        f"ratio {slow / fast:5.1f}  (results differ by {gap:.0e}; "
+        f"a client's round of {steps} steps {fast * steps:.0f} ms)"
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    compare(7, 1, repeats=9, slow_steps=8)
+    compare(65, 1, repeats=9, slow_steps=8)
+    compare(7, 256, repeats=9, slow_steps=8)
+    compare(65, 256, repeats=9, slow_steps=8)
