@@ -125,15 +125,18 @@ def test_a_sentence_past_the_tower_is_refused(clip):
         clip.embed_text(["a " * 30])
 
 
-@pytest.mark.parametrize("kind", ["vit", "dinov2"])
-def test_vision_models_give_the_normed_class_token_and_patches(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "first"), [("vit", 1), ("deit", 2), ("dinov2", 1), ("dinov2_with_registers", 5)]
+)
+def test_vision_models_give_the_normed_class_token_and_patches(tmp_path, kind, first):
     encoder = HuggingFace(tiny_models.vision(tmp_path, kind))
     batch = pictures(encoder)
     hidden = encoder.model(pixel_values=torch.tensor(np.stack(batch))).last_hidden_state
     answer = encoder.embed(batch, patches=True)
     assert np.allclose(answer.pooled, hidden[:, 0].numpy(), atol=1e-6)
     assert answer.patches is not None
-    assert np.allclose(answer.patches, hidden[:, 1:].numpy(), atol=2e-3)
+    assert answer.patches.shape[1] == 16
+    assert np.allclose(answer.patches, hidden[:, first:].numpy(), atol=2e-3)
     assert encoder.offers == {"image", "patches"}
     with pytest.raises(EncoderError, match="has no text"):
         encoder.embed_text(["a cat"])

@@ -1,8 +1,14 @@
+import pickle
+import subprocess
+import sys
+
 import pytest
+import tiny_models
 
 from fedvlm.encoders import ENCODERS, open_encoder
 from fedvlm.encoders.interface import OFFERS
-from fedvlm.errors import SettingsError
+from fedvlm.encoders.preprocess import Pixels
+from fedvlm.errors import EncoderError, SettingsError
 
 
 @pytest.mark.parametrize("name", ["onx:a", "stored:a", "HF"])
@@ -27,3 +33,20 @@ def test_every_kind_says_what_it_offers():
         assert "image" in kind.offers
         assert set(kind.offers) <= set(OFFERS)
         assert kind.what
+
+
+def test_the_demo_is_the_model_that_comes_with_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedvlm.encoders.demo.files", lambda package: tmp_path)
+    with pytest.raises(EncoderError, match="reinstall fedvlm"):
+        open_encoder("demo")
+    tiny_models.clip(tmp_path / "demo_model")
+    encoder = open_encoder("demo")
+    assert encoder.name == "demo"
+    assert "text tower" in encoder.offers
+
+
+def test_preprocessing_in_another_process_does_not_load_torch(tmp_path):
+    (tmp_path / "pixels").write_bytes(pickle.dumps(Pixels(8, (8, 8))))
+    load = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
+    program = f"{load}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program, tmp_path / "pixels"], check=True)

@@ -124,6 +124,13 @@ def test_safetensors_with_strings_beside_it_are_read(tmp_path):
     assert rows.domains.tolist() == list("aabbcc")
 
 
+def test_half_precision_of_either_kind_is_read(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.tensor(X).bfloat16(), "y": torch.tensor(Y)}, tmp_path / "s.safetensors")
+    assert open_store(tmp_path).x.dtype == torch.float32
+
+
 def broken(row, value):
     x = X.copy()
     x[row] = value

@@ -88,14 +88,18 @@ def siglip(directory: Path, picture: int = 16):
 
 def vision(directory: Path, kind: str):
     torch.manual_seed(0)
-    if kind == "vit":
-        model = transformers.ViTModel(transformers.ViTConfig(**SMALL, **PICTURE))
+    if kind in ("vit", "deit"):
+        brand = {"vit": "ViT", "deit": "DeiT"}[kind]
+        config = getattr(transformers, f"{brand}Config")(**SMALL, **PICTURE)
         processor = ViTImageProcessorPil(size={"height": 16, "width": 16})
     else:
+        brand = {"dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}[kind]
         small = {key: SMALL[key] for key in SMALL if key != "intermediate_size"}
-        config = transformers.Dinov2Config(**small, **PICTURE, mlp_ratio=2)
-        model = transformers.Dinov2Model(config)
+        config = getattr(transformers, f"{brand}Config")(
+            **small, image_size=24, patch_size=4, mlp_ratio=2
+        )
         processor = None
+    model = getattr(transformers, f"{brand}Model")(config)
     model.save_pretrained(directory)
     if processor is not None:
         processor.save_pretrained(directory)

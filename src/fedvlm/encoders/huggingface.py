@@ -49,7 +49,7 @@ class HuggingFace:
         self.model.eval().requires_grad_(False)
         both = self.kind in ("clip", "siglip")
         vision = config.vision_config if both else config
-        self.patches = (vision.image_size // vision.patch_size) ** 2
+        self._patch: int = vision.patch_size
         if self.kind == "clip":
             self.dim: int = config.projection_dim
         else:
@@ -93,7 +93,9 @@ class HuggingFace:
         else:
             answer = self.model(pixel_values=pixels)
             pooled = answer.last_hidden_state[:, 0]
-        return pooled, answer.last_hidden_state[:, -self.patches :]
+        # DINOv2 takes other sizes than it was trained on, and class and register tokens come first
+        count = (pixels.shape[2] // self._patch) * (pixels.shape[3] // self._patch)
+        return pooled, answer.last_hidden_state[:, -count:]
 
     def _patches(self, tokens: Tensor) -> Tensor:
         if self.kind == "clip":

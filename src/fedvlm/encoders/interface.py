@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
-from torch import Tensor
+
+if TYPE_CHECKING:  # decoder processes import this module and have no use for torch
+    from torch import Tensor
 
 # What an encoder may offer and a method may need, from the least to the most open.
 OFFERS = ("image", "text", "patches", "text tower", "image tower")
@@ -45,6 +47,6 @@ class Encoder(Protocol):
 
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors: ...
 
-    def embed_text(self, sentences: Sequence[str]) -> Tensor:
+    def embed_text(self, sentences: Sequence[str]) -> "Tensor":
         """(sentences, dim) unit-norm float32; only if "text" is offered."""
         ...

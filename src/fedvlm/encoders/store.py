@@ -127,6 +127,8 @@ def read(file: Path) -> tuple[Columns, str]:
 
         with safe_open(file, "pt") as opened:
             columns: Columns = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        # numpy has no bfloat16
+        columns = {k: v.float() if v.dtype == torch.bfloat16 else v for k, v in columns.items()}
         beside = file.with_suffix(".json")
         if beside.is_file():
             text = beside.read_bytes()
