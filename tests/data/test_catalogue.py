@@ -181,6 +181,27 @@ def test_a_saved_copy_of_the_hub_is_read_by_the_entrys_columns(tmp_path):
     assert data.labels.tolist() == list(range(100))
 
 
+def test_digits_are_taken_out_of_the_hubs_62_characters(tmp_path):
+    names = list("0123456789ABCabc")
+    features = {
+        "image": datasets.Image(),
+        "writer_id": datasets.Value("string"),
+        "character": datasets.ClassLabel(names=names),
+    }
+    columns = {
+        "image": [{"bytes": picture(row), "path": None} for row in range(16)],
+        "writer_id": [f"f{row % 3}" for row in range(16)],
+        "character": list(range(16)),
+    }
+    part = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    part.save_to_disk(tmp_path / "femnist")
+    data = open_dataset("femnist", root=tmp_path / "femnist")
+    assert data.classes == tuple("0123456789")
+    assert data.clients.tolist() == [f"f{row % 3}" for row in range(10)]
+    assert data.source.read(9) == picture(9)
+    assert open_dataset(f"hub:{tmp_path / 'femnist'}", label="character").classes == tuple(names)
+
+
 def test_a_name_is_given_once():
     with pytest.raises(SettingsError, match="the name 'pacs' is taken"):
         add(Entry("pacs", "somewhere else"))

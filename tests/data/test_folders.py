@@ -130,6 +130,11 @@ def test_a_label_that_is_no_class_is_named(tmp_path):
         open_dataset(str(tmp_path), classes=["cat", "dog", "horse"])
 
 
+def test_a_class_listed_twice_is_refused(tmp_path):
+    with pytest.raises(DataError, match="'cat' is listed twice"):
+        open_dataset(str(plant(tmp_path, PATHS)), classes=["cat", "dog", "cat"])
+
+
 def test_a_given_order_of_classes_is_the_order_of_labels(tmp_path):
     data = open_dataset(str(plant(tmp_path, PATHS)), classes=["dog", "cat"])
     assert data.classes == ("dog", "cat")

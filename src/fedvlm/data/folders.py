@@ -1,7 +1,7 @@
 """Pictures in folders named after their class, and after a domain, a client or a split above it."""
 
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from fedvlm.data import sources
 from fedvlm.data.table import SPLITS, Dataset, Source, listing, tabulate, text
@@ -31,7 +31,7 @@ def read_folder(
             f"{root} has no pictures; they end in {', '.join(sources.SUFFIXES)}, "
             "in folders named after their class"
         )
-    depths = sorted({len(PurePosixPath(file).parts) - 1 for file in files})
+    depths = sorted({file.count("/") for file in files})
     if len(depths) > 1:
         shallow, deep = (
             next(file for file in files if file.count("/") == depth)
@@ -66,12 +66,12 @@ def read_folder(
     )
 
 
-def _folders(file: str) -> tuple[str, ...]:
-    return PurePosixPath(file).parts[:-1]
+def _folders(file: str) -> list[str]:
+    return file.split("/")[:-1]
 
 
 def _top(path: str) -> str:
-    return PurePosixPath(path).parts[0]
+    return path.partition("/")[0]
 
 
 def _parse(layout: str, depth: int) -> list[str]:
@@ -110,7 +110,7 @@ def _check_empty(root: Path, labels: Sequence[str], folders: list[str], level: i
     """A folder where a class should be, without a picture in any domain, is a class forgotten."""
     full = {text(label) for label in labels}
     for folder in folders:
-        parts = PurePosixPath(folder).parts
+        parts = folder.split("/")
         if len(parts) == level + 1 and text(parts[level]) not in full:
             raise DataError(
                 f"{root}: class {parts[level]!r} has no pictures (the folder {folder} is empty); "

@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from fedvlm.data.sources import Files
@@ -122,19 +122,23 @@ def _parquet(file: Path) -> dict[str, list[str]]:
 def _paths(file: Path, root: Path, names: Sequence[str]) -> list[str]:
     """The names, once each is known to be a file that stays below the root."""
     top = root.resolve()
+    below: dict[Path, bool] = {}  # folders already looked at
     for row, name in enumerate(names):
         said = f"{file}: row {row + 1} names {name!r}"
-        if not name or PurePosixPath(name).is_absolute() or not _below(top, name):
+        picture = top / name
+        folder = picture.parent
+        if folder not in below:
+            below[folder] = folder.resolve().is_relative_to(top)
+        inside = below[folder] and picture.name != ".."
+        if picture.is_symlink():
+            inside = picture.resolve().is_relative_to(top)
+        if not name or Path(name).is_absolute() or not inside:
             raise DataError(f"{said}, which is not below {root}; use paths relative to {root}")
-        if not (top / name).is_file():
+        if not picture.is_file():
             raise DataError(
                 f"{said}, which is not there; put the picture in {root} or drop the row"
             )
     return list(names)
-
-
-def _below(top: Path, name: str) -> bool:
-    return (top / name).resolve().is_relative_to(top)
 
 
 def _root(file: Path, images: str | Path | None, first: str) -> Path:

@@ -20,7 +20,7 @@ DOMAINNET = {
 ENTRIES = (
     Entry(
         "demo",
-        "the package itself",
+        "the package: install it again",
         place=str(Path(__file__).parent / "demo" / "emoji.zip"),
         protocol="a client per drawing style",
         note="emoji of several vendors' styles as domains",

@@ -4,6 +4,7 @@ import stat
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
+from os import scandir
 from pathlib import Path, PurePosixPath
 from typing import Any
 from zipfile import BadZipFile, ZipFile, ZipInfo
@@ -22,7 +23,7 @@ def is_picture(path: str) -> bool:
 
 def is_hidden(path: str) -> bool:
     """Files nobody sees: .DS_Store, .ipynb_checkpoints/..., __MACOSX/..."""
-    return any(part.startswith(".") or part == "__MACOSX" for part in PurePosixPath(path).parts)
+    return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
 
 
 class Files:
@@ -147,19 +148,21 @@ class Chosen:
 
 def list_folder(root: Path) -> tuple[list[str], list[str]]:
     """Pictures and folders below a folder, relative and sorted; links that lead out are refused."""
-    files, folders, waiting = [], [], [root]
+    files, folders, waiting = [], [], [""]
     while waiting:
-        for entry in sorted(waiting.pop().iterdir()):
-            path = entry.relative_to(root).as_posix()
-            if is_hidden(path):
-                continue
-            if entry.is_symlink():
-                check_link(entry, root)
-            if entry.is_dir():
-                folders.append(path)
-                waiting.append(entry)
-            elif is_picture(path):
-                files.append(path)
+        above = waiting.pop()
+        with scandir(root / above) as entries:
+            for entry in entries:
+                path = above + entry.name
+                if is_hidden(entry.name):
+                    continue
+                if entry.is_symlink():
+                    check_link(root / path, root)
+                if entry.is_dir():
+                    folders.append(path)
+                    waiting.append(f"{path}/")
+                elif is_picture(path):
+                    files.append(path)
     return sorted(files), sorted(folders)
 
 

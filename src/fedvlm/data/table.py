@@ -87,7 +87,8 @@ def tabulate(
 ) -> Dataset:
     """A data set from one class name per row; without `classes` they are sorted by name.
 
-    A class without rows, a label that is no class and names that differ only in case are refused.
+    A class without rows and a label that is no class are refused, and so are, where no list of
+    classes is given, names that differ only in case.
     """
     rows = [text(label) for label in labels]
     if not rows:
@@ -95,8 +96,12 @@ def tabulate(
     if "" in rows:
         raise DataError(f"{name}: {source.name(rows.index(''))} has no label; give it one")
     ordered = [text(one) for one in classes] if classes is not None else in_order(rows)
-    same_but_for_case(name, ordered)
+    if classes is None:  # a list may tell A from a, as FEMNIST's does; names that happen may not
+        same_but_for_case(name, ordered)
     number = {one: index for index, one in enumerate(ordered)}
+    if len(number) < len(ordered):
+        twice = next(one for one in ordered if ordered.count(one) > 1)
+        raise DataError(f"{name}: the class {twice!r} is listed twice; list every class once")
     for row, label in enumerate(rows):
         if label not in number:
             raise DataError(
