@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -461,6 +463,46 @@ def test_dead_worker_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
 
 def die(picture: Image.Image) -> Any:
     os._exit(1)
+
+
+UNGUARDED = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from counting import Counting, dataset, png, run
+run(dataset(*map(png, range(40))), Counting(), Path({cache!r}), workers=1)
+"""
+
+
+def test_script_without_a_guard_is_told_so_and_does_not_hang(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    path = [str(Path(__file__).parent), *sys.path]
+    script.write_text(UNGUARDED.format(path=path, cache=str(tmp_path / "cache")))
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 1
+    assert "DataError: a decoding process died" in done.stderr
+    assert 'put what it does under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_few_bytes_are_decoded_without_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = embed.Decoders
+
+    def decoders(preprocess: Any, workers: int, ahead: int) -> Any:
+        asked.append(workers)
+        return real(preprocess, 0, ahead)
+
+    monkeypatch.setattr(embed, "Decoders", decoders)
+    run(numbered(10), Counting(), tmp_path, workers=None)
+    monkeypatch.setattr(embed, "FEW_BYTES", 100)
+    run(numbered(10), Counting(), tmp_path, workers=None)  # all cached
+    run(numbered(20), Counting(), tmp_path, workers=None)
+    assert asked[:2] == [0, 0]
+    assert asked[2] >= 1
 
 
 def test_default_directory_is_used_without_a_cache(

@@ -19,10 +19,11 @@ from fedvlm.encoders.interface import Encoder, Vectors
 from fedvlm.encoders.locks import Claims
 from fedvlm.encoders.pictures import Pictures
 from fedvlm.encoders.text import class_embeddings
-from fedvlm.encoders.workers import Decoders, Prepared
+from fedvlm.encoders.workers import Decoders, Prepared, refuse_in_start
 from fedvlm.errors import EncoderError
 
 BATCH = 32  # pictures given to the encoder at once: also what a kill can cost
+FEW_BYTES = 16_000_000  # of pictures; they are decoded before worker processes have started
 
 Precision = Literal["float32", "float16"]
 Progress = Callable[[int, int], None]
@@ -57,12 +58,14 @@ def embed(
         raise EncoderError(
             f"{encoder.name} has no patch embeddings; it offers {', '.join(sorted(encoder.offers))}"
         )
+    refuse_in_start()
     pictures = Pictures(dataset)
     with use(cache or directory(), fingerprint, encoder.name) as (entry, claims):
         tables = _Tables(entry, encoder, precision, patches)
         todo = [digest for digest in pictures.first if not tables.have(digest)]
         if workers is None:
-            workers = 0 if len(todo) < 4 * BATCH else min(8, max(1, _cores() - 1))
+            few = pictures.size(todo) < FEW_BYTES
+            workers = 0 if few else min(8, max(1, _cores() - 1))
         run = _Run(pictures, encoder, tables, claims, progress or (lambda done, total: None))
         with Decoders(encoder.preprocess, workers, ahead=2 * BATCH) as decoders:
             run.all(todo, decoders)

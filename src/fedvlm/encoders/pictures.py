@@ -1,6 +1,7 @@
 """The pictures of a data set by content, and which of them cannot be read."""
 
 from collections import Counter
+from collections.abc import Iterable
 from hashlib import sha256
 
 import numpy as np
@@ -18,14 +19,18 @@ class Pictures:
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self.digests: list[bytes] = []
+        self._sizes: dict[bytes, int] = {}  # digest -> bytes
         self._unread: dict[int, str] = {}  # row -> reason
         self._undecoded: dict[bytes, str] = {}  # digest -> reason
         for row in range(len(dataset.source)):
             try:
-                self.digests.append(sha256(dataset.source.read(row)).digest())
+                data = dataset.source.read(row)
             except (OSError, DataError) as error:
                 self.digests.append(b"")
-                self._unread[row] = str(error)
+                self._unread[row] = str(error) or type(error).__name__
+                continue
+            self.digests.append(sha256(data).digest())
+            self._sizes[self.digests[-1]] = len(data)
         if not self.digests:
             raise DataError(f"{dataset.name} has no pictures; look at its directory and filters")
         self._times = Counter(self.digests)
@@ -35,6 +40,9 @@ class Pictures:
             if digest:
                 self.first.setdefault(digest, row)
         self._stop_if_many()
+
+    def size(self, digests: Iterable[bytes]) -> int:
+        return sum(self._sizes[digest] for digest in digests)
 
     def name(self, digest: bytes) -> str:
         return self._dataset.source.name(self.first[digest])

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from hashlib import sha256
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -102,6 +102,15 @@ def _died() -> DataError:
         "a decoding process died: too little memory, or a script without "
         '`if __name__ == "__main__":`; mend that or use workers=0'
     )
+
+
+def refuse_in_start() -> None:
+    """A new worker runs the main script once more; it must not wait there for its own parent."""
+    if getattr(current_process(), "_inheriting", False):
+        raise DataError(
+            "embedding starts processes which run this script again; "
+            'put what it does under `if __name__ == "__main__":`'
+        )
 
 
 _mine: Preprocess | None = None  # of this worker process, sent once and not with every picture
