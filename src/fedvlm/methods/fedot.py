@@ -63,6 +63,10 @@ class FedOT:
             "degrees of freedom": cayley.degrees_of_freedom(frozen.dim, len(turn)),
         }
 
+    def condition(self, local: Tensors) -> float:
+        """κ of the bound on gradient differences: 1 for every orthogonal map."""
+        return 1.0
+
     name = "fedot"
     needs, memory = frozenset({"image"}), frozenset[str]()
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
