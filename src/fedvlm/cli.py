@@ -193,10 +193,9 @@ def embed(
     patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
 ) -> None:
     """Encode every picture once and keep it in the cache."""
-    from fedvlm.data import open_dataset
-    from fedvlm.load import encode
+    from fedvlm.load import encode, opened
 
-    dataset = open_dataset(data, **options(source))
+    dataset = opened(data, options(source))
     begin = monotonic()
     with progress() as told:
         done = encode(dataset, encoder, patches, told)
