@@ -15,7 +15,10 @@ QUICK = ["--set", "method.rounds=2", "--set", "clients.by=domain"]
 
 def call(*words, **options):
     return subprocess.run(
-        [sys.executable, "-m", "fedvlm.cli", *map(str, words)], capture_output=True, text=True, **options
+        [sys.executable, "-m", "fedvlm", *map(str, words)],
+        capture_output=True,
+        text=True,
+        **options,
     )
 
 
@@ -51,7 +54,9 @@ def refused(monkeypatch, capsys):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys, fedvlm.cli; sys.exit('torch' in sys.modules or 'rich.progress' in sys.modules)"
+    code = (
+        "import sys, fedvlm.cli; sys.exit('torch' in sys.modules or 'rich.progress' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert "Adapt a frozen vision-language model" in call("--help").stdout
 
@@ -94,7 +99,16 @@ def test_lists_are_for_people_and_programs(ok, what):
 
 def test_partition_counts_rows_and_draws_them(ok, tmp_path):
     picture = tmp_path / "p.png"
-    out = ok("partition", "demo", "--set", "clients.by=dirichlet", "--set", "clients.count=5", "--picture", picture)
+    out = ok(
+        "partition",
+        "demo",
+        "--set",
+        "clients.by=dirichlet",
+        "--set",
+        "clients.count=5",
+        "--picture",
+        picture,
+    )
     assert len([line for line in out.splitlines() if line[:1].isdigit() or "client" in line]) >= 5
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
@@ -138,7 +152,9 @@ def test_bad_input_is_said_in_a_line_with_exit_code_2(refused, words, says, tmp_
     text = refused(*words)
     assert says in text
     assert "Traceback" not in text
-    assert not [path for path in tmp_path.rglob("*") if path.name in ("manifest.json", "result.json")]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.name in ("manifest.json", "result.json")
+    ]
 
 
 def test_a_toml_typo_is_said_with_its_place(refused, tmp_path):
