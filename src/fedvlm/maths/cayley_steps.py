@@ -89,7 +89,7 @@ def walk_low_rank(
     x = split(pace.tau * x, len(raw)).contiguous()
     speed = torch.zeros_like(head)
     tail: Tail | None = None
-    for some in order.split(pace.refresh) if len(order) else ():
+    for some in torch.split(order, pace.refresh) if len(order) else ():
         skew, tail = stride(head, speed, skew, tail, x, y, some, pace)
     if tail is not None:  # the last push has not done all it will
         skew = skew - pace.momentum * tail.push
