@@ -39,7 +39,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def compare(classes: int, blocks: int, repeats: int, slow_steps: int, steps: int = 40) -> None:
-    """Prints milliseconds per step of both and their ratio, from a map that has left the identity."""
+    """Prints milliseconds per step of both and their ratio, for a map far from the identity."""
     frozen, many = world(classes, steps)
     method = make("fedot", blocks=blocks)
     shared, local = method.init(frozen)
