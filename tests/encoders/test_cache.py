@@ -158,6 +158,17 @@ def test_lost_rows_are_named_and_can_be_dropped(tmp_path: Path) -> None:
         assert np.array_equal(rows.read(digests(1, 2)), values(1, 2))
 
 
+def test_lost_rows_do_not_come_back_as_other_rows(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2, 3)
+    os.truncate(tmp_path / "pooled.float32.rows", 20)
+    rows = table(tmp_path)
+    with pytest.raises(DataError, match="verify --drop"):
+        rows.read(digests(1))
+    rows.append(digests(4, 5), values(4, 5))
+    assert np.array_equal(table(tmp_path).read(digests(1, 4, 5)), values(1, 4, 5))
+    assert [bad.row for bad in table(tmp_path).verify()] == [1, 2]
+
+
 @pytest.mark.parametrize("victim", ["rows", "index"])
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
 def test_full_disk_is_a_data_error_and_leaves_no_trace(
