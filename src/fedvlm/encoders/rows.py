@@ -91,7 +91,8 @@ class Rows:
                 return
             data = [values[i].tobytes() for i in fresh.values()]
             size = self._rows.stat().st_size if self._rows.exists() else 0
-            first = -(-size // self.size)  # after the rows and pieces of rows a kill left
+            # after the rows and pieces of rows a kill left, and never a number that was given out
+            first = max(-(-size // self.size), self._end)
             records = [
                 _record(digest, row, crc32(body))
                 for row, (digest, body) in enumerate(zip(fresh, data, strict=True), first)
