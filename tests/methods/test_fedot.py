@@ -224,6 +224,7 @@ def test_arguments_are_not_mutated_and_no_rows_change_nothing() -> None:
         for new, old, kept in ((upload, sent, kept_sent), (own, local, kept_local)):
             assert all(torch.equal(new[key], kept[key]) for key in kept)
             assert all(torch.equal(old[key], kept[key]) for key in kept)
+            assert not any(value.is_inference() for value in new.values())
 
 
 def test_maps_are_described_by_the_numbers_of_the_paper() -> None:
