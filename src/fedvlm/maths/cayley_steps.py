@@ -129,6 +129,7 @@ def stride(
     target, share = lesson(y[rows].clamp(min=0), real, head.shape[1], x.dtype)
     narrow = head.shape[1] <= order.shape[1]  # the smaller of K and B bears the rank
     rank = 2 * min(head.shape[1], order.shape[1])
+    eye = torch.eye(rank, dtype=x.dtype, device=x.device)
     pushes = []
     toward = head @ back.mT  # M
     left = right = None
@@ -154,12 +155,11 @@ def stride(
         product = torch.bmm(both, back.mT)
         left, toward = product[:, :rank], product[:, rank:]
         right = torch.bmm(torch.cat([-u, v], 1), back)
-        inner = torch.bmm(right, both[:, :rank].mT)
-        inner.diagonal(dim1=1, dim2=2).add_(1)
+        inner = torch.baddbmm(eye, right, both[:, :rank].mT)
         bent = torch.linalg.inv_ex(inner).inverse
         right = torch.bmm(bent, right)
         back.baddbmm_(left.mT, right, alpha=-1)
-        owed = torch.bmm(bent, right).mul_(mu)
+        owed = torch.baddbmm(right, bent, right, beta=0, alpha=mu)
         toward = toward.baddbmm(torch.bmm(head, (right - owed).mT), left, alpha=-1)
         right = owed
 
