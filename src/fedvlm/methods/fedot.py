@@ -38,7 +38,8 @@ class FedOT:
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         every = {**sent, **local}  # the variants hold head and skew elsewhere
-        return self.tau * cayley.rotate(chosen(every), x) @ every["head"].mT
+        # W (Q h) = (W Q) h: turning the few rows of the head costs less than turning those of x.
+        return self.tau * x @ cayley.rotate(-chosen(every), every["head"]).mT
 
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
