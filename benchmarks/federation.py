@@ -1,11 +1,13 @@
 """Wall time and peak memory of whole federations, on embeddings it makes."""
 
 import argparse
-import resource
+import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from time import perf_counter
 
 import numpy as np
@@ -53,11 +55,11 @@ def made(sizes: dict[str, int], classes: int, dim: int = 512) -> Embedded:
 def pacs(rounds: int) -> None:
     """Leave-one-domain-out with FedOT on a federation of PACS's sizes."""
     rows = made(PACS, classes=7)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Memory() as memory:
         begin = perf_counter()
         fedvlm.run({"name": "fedot", "rounds": rounds}, embedded=rows, out=folder)
         seconds = perf_counter() - begin
-    print(f"PACS-sized, FedOT, 4 folds, {rounds} rounds: {seconds:.0f} s, {peak():.2f} GB")
+    print(f"PACS-sized, FedOT, 4 folds, {rounds} rounds: {seconds:.0f} s, {memory.peak:.2f} GB")
 
 
 def crowd(method: str, rounds: int) -> None:
@@ -65,7 +67,7 @@ def crowd(method: str, rounds: int) -> None:
     sizes = {f"{i:03}": 5 + (i * 331) % 496 for i in range(1000)}
     rows = made(sizes, classes=10)
     options = {"blocks": 16} if method == "fedot" else {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Memory() as memory:
         begin = perf_counter()
         fedvlm.run(
             {"name": method, "rounds": rounds, **options},
@@ -73,14 +75,43 @@ def crowd(method: str, rounds: int) -> None:
             out=folder,
             protocol="own-test",
             clients={"by": "own"},
+            workers=1,
         )
         seconds = perf_counter() - begin
-    print(f"1,000 clients, {method} {options}: {seconds / rounds:.1f} s a round, {peak():.2f} GB")
+    print(
+        f"1,000 clients of 5 to 500 rows, {method} {options}, one process: "
+        f"{seconds / rounds:.1f} s a round, {memory.peak:.2f} GB"
+    )
 
 
-def peak() -> float:
-    """Peak resident memory in GB; worker processes share the rows, so their own part is added."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+class Memory:
+    """Peak memory of this process and its workers: pages they share are counted once."""
+
+    def __enter__(self) -> "Memory":
+        self.peak, self.over = 0.0, Event()
+        self.thread = Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.over.wait(0.2):
+            family = [str(os.getpid())]
+            with suppress(OSError):
+                family += Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            total = 0
+            for process in family:
+                with suppress(OSError):
+                    total += int(
+                        Path(f"/proc/{process}/smaps_rollup")
+                        .read_text()
+                        .split("Pss:")[1]
+                        .split()[0]
+                    )
+            self.peak = max(self.peak, total / 1e6)
+
+    def __exit__(self, *error: object) -> None:
+        self.over.set()
+        self.thread.join()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def compare(classes: int, blocks: int, repeats: int, slow_steps: int, steps: int = 40) -> None:
-    """Prints milliseconds per step of both and their ratio, from a map that has left the identity."""
+    """Prints milliseconds per step of both and their ratio, for a map far from the identity."""
     frozen, many = world(classes, steps)
     method = make("fedot", blocks=blocks)
     shared, local = method.init(frozen)
@@ -72,9 +72,39 @@ def compare(classes: int, blocks: int, repeats: int, slow_steps: int, steps: int
     )
 
 
+def compare_auto(classes: int, rounds: int = 8, steps: int = 40) -> None:
+    """Prints what a whole run with `blocks = "auto"` costs beside one with r = 1, at worst."""
+    frozen, many = world(classes, steps)
+    times: dict[int | str, list[float]] = {1: [], "auto": []}
+    runs = {}
+    for blocks in (1, "auto"):
+        method = make("fedot", blocks=blocks, rounds=rounds)
+        sent, local = ({k: v[None] for k, v in part.items()} for part in method.init(frozen))
+        runs[blocks] = (method, sent, local)
+    for _ in range(rounds):
+        for blocks, (method, sent, local) in runs.items():
+            if "leader" in local:
+                local["leader"].fill_(1)  # at worst the costliest map wins the race
+            start = process_time()
+            upload, local = method.update_many(frozen, sent, local, many)
+            times[blocks].append(process_time() - start)
+            runs[blocks] = (method, upload, local)
+    race = rounds // 4
+    ratios = [
+        median(times["auto"][part]) / median(times[1]) for part in (slice(race), slice(race, None))
+    ]
+    total = (race * ratios[0] + (rounds - race) * ratios[1]) / rounds
+    print(
+        f"K={classes:<3} auto  a round costs {ratios[0]:.2f} of r=1 in the race and "
+        f"{ratios[1]:.2f} after it; a run {total:.2f}"
+    )
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     compare(7, 1, repeats=9, slow_steps=8)
     compare(65, 1, repeats=9, slow_steps=8)
     compare(7, 256, repeats=9, slow_steps=8)
     compare(65, 256, repeats=9, slow_steps=8)
+    compare_auto(7, rounds=24)
+    compare_auto(65, rounds=24)

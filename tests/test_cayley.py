@@ -71,16 +71,20 @@ def test_exact_gradient_is_that_of_autograd(blocks: int) -> None:
     logits = 7.0 * turned @ head.mT
     loss = fit(logits[0], y[0], real[0]) + fit(logits[1], y[1], real[1])
     wanted = torch.autograd.grad(loss, (head, raw))
-    found = cayley.gradients(head.detach(), raw.detach(), x, y, real, 7.0)
+    found = cayley.gradients(
+        head.detach(),
+        cayley.skew_part(raw.detach()),
+        7 * x,
+        *cayley.lesson(y, real, 3, torch.float64),
+    )
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_gradient_at_the_identity_is_skew_and_not_zero() -> None:
-    raw = torch.zeros(1, 8, 8, dtype=torch.float64)
-    _, gradient = cayley.gradients(
-        draw(3, 8), raw, unit(5, 8), torch.tensor([0, 1, 2, 1, 0]), torch.ones(5) > 0, 100.0
-    )
+    lesson = cayley.lesson(torch.tensor([0, 1, 2, 1, 0]), torch.ones(5) > 0, 3, torch.float64)
+    skew = torch.zeros(1, 8, 8, dtype=torch.float64)
+    _, gradient = cayley.gradients(draw(3, 8), skew, 100 * unit(5, 8), *lesson)
     assert gradient.abs().max() > 0.1
     torch.testing.assert_close(gradient, -gradient.mT)
 

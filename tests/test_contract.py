@@ -6,6 +6,8 @@ from fedvlm.core import make, methods
 from fedvlm.testing import check_method, check_same, learn, toy_world
 
 CASES = [(name, {}) for name in methods()]
+CASES += [("fedot", {"blocks": 4}), ("fedot", {"blocks": "auto"}), ("fedot", {"head": "random"})]
+CASES += [("fedot", {"momentum": 0.9, "rate": 1e-3})]  # the path without low-rank steps
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda case: str(case))

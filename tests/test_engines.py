@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fedvlm import tensors
 from fedvlm.core import make
 from fedvlm.engines import batched, rounds
 from fedvlm.engines.batched import Batched, chunks
@@ -140,9 +139,11 @@ def test_the_validation_round_is_kept_with_its_own_tensors():
         assert mine == scores[done.round]
 
 
-def test_a_client_without_validation_rows_is_measured_on_its_training_rows():
-    world = toy_world(make("fedavg"))
+def test_a_client_without_validation_rows_chooses_nothing_by_its_training_rows():
+    world = toy_world(make("fedot", blocks="auto", rounds=2))
     bare = replace(world.members["client-0"], validation=world.members["client-0"].train[:0])
     world = replace(world, members={**world.members, "client-0": bare})
-    assert client(world, "client-0", 0).held_x.shape[0] == 40
-    assert tensors.count_bytes(learn(world).shared) == 4 * 16 * 4
+    assert client(world, "client-0", 0).held_x.shape[0] == 0
+    done = learn(world)
+    assert done.scores["client-0"]["validation_rows"] == 40
+    assert done.maps["client-0"]["blocks"] == 1  # nothing to choose by

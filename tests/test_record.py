@@ -11,7 +11,8 @@ import torch
 from fedvlm import record
 from fedvlm.engines.rounds import State
 from fedvlm.errors import DataError
-from fedvlm.record import Record, pack, read_tensors, unpack, write, write_tensors
+from fedvlm.files import write
+from fedvlm.record import Record, pack, read_tensors, unpack, write_tensors
 
 TENSORS = {"head": torch.arange(12.0).reshape(3, 4), "count": torch.tensor(3)}
 
@@ -58,7 +59,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(tmp_path, monk
     def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(record.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match="the disk is full at .* resume"):
         write(path, b"new")
     assert path.read_bytes() == b"old"

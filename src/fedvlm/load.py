@@ -1,6 +1,6 @@
 """Settings to embedded rows: open the data, open the encoder, take what the cache has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from fedvlm.data.table import Dataset, Embedded
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.encoders.embed import Outcome, embed
 from fedvlm.encoders.store import open_store
+from fedvlm.errors import SettingsError
 from fedvlm.settings import Settings
 
 Told = Callable[[str, int, int], None]  # what is going on, done, total
@@ -23,10 +24,26 @@ def load(settings: Settings, told: Told) -> Embedded:
     """The rows of a run; a store has them already."""
     if settings.encoder.startswith("store:"):
         return open_store(settings.encoder.removeprefix("store:"), **settings.source)
-    dataset = open_dataset(settings.data, **settings.source)
+    dataset = opened(settings.data, settings.source)
     if settings.smoke:
         dataset = sample(dataset)
     return encode(dataset, settings.encoder, "patches" in settings.method.needs, told).embedded
+
+
+def opened(data: str, source: Mapping[str, Any]) -> Dataset:
+    """A data set by name; `templates` in `source` replace its own sentences around a class name."""
+    options = dict(source)
+    templates = options.pop("templates", None)
+    dataset = open_dataset(data, **options)
+    if templates is None:
+        return dataset
+    many = [templates] if isinstance(templates, str) else templates
+    if not isinstance(many, list | tuple) or not many or any("{}" not in str(one) for one in many):
+        raise SettingsError(
+            f"source.templates = {templates!r} does not fit; it takes sentences with {{}} in the "
+            "place of the class name, as ['a photo of a {}.']"
+        )
+    return replace(dataset, templates=tuple(map(str, many)))
 
 
 def encode(dataset: Dataset, encoder: str, patches: bool, told: Told) -> Outcome:

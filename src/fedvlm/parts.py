@@ -86,7 +86,7 @@ sgd.walks = "loss"  # type: ignore[attr-defined]  # tells `register` to ask for 
 def descend(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client, step: Stepper
 ) -> tuple[Tensors, Tensors]:
-    """Walks the minibatches with one optimiser step each; a step without a real row changes nothing.
+    """Walks the minibatches, one optimiser step each; a step without a real row changes nothing.
 
     `loss` returns the loss, or the loss and new values of tensors named in `memory`.
     """

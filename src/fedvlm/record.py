@@ -1,12 +1,7 @@
-"""What a run leaves on disk: a manifest, one line per round, checksummed tensors, a result.
+"""What a run leaves on disk: a manifest, one line per round, checksummed tensors, a result."""
 
-Files appear whole or not at all: each is written beside its place, synced and renamed.
-"""
-
-import errno
 import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -20,41 +15,7 @@ from safetensors.torch import save
 from fedvlm.core import Tensors
 from fedvlm.engines.rounds import State
 from fedvlm.errors import DataError, SettingsError
-
-
-@contextmanager
-def disk(path: Path) -> Iterator[None]:
-    """Turns what a disk can refuse into an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DataError(
-                f"the disk is full at {path}; free some space and resume: "
-                "what was finished is still there, and nothing is half-written"
-            ) from error
-        if isinstance(error, PermissionError | NotADirectoryError | FileExistsError):
-            raise DataError(
-                f"cannot write {path} ({error.strerror}); choose another place"
-            ) from error
-        raise
-
-
-def write(path: Path, data: bytes) -> None:
-    """Atomically: a reader finds the old file or the new one, also after a kill or a power cut."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with disk(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(part, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
+from fedvlm.files import disk, write
 
 
 def write_json(path: Path, value: Any) -> None:

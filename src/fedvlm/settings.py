@@ -1,4 +1,4 @@
-"""Settings of a run: from TOML, from `--set a.b=1`, from keyword arguments; checked in one place."""
+"""Settings of a run: from TOML, `--set a.b=1` or keyword arguments, checked in one place."""
 
 import tomllib
 from collections.abc import Iterable, Mapping

@@ -129,7 +129,7 @@ def check_padding(world: World) -> None:
         for name, a, b in zip(("upload", "local"), plain, again, strict=True):
             gap = tensors.difference(a, b)
             assert gap <= CLOSE, (
-                f"{name} depends on padding by {gap:.1e}; use `batch.real`, and no row where y is -1"
+                f"{name} depends on padding by {gap:.1e}; use `batch.real`, and no row of y = -1"
             )
 
 

@@ -4,7 +4,7 @@ import struct
 import zlib
 from contextlib import suppress
 from io import BytesIO
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -174,10 +174,10 @@ def test_text_and_unlisted_formats_are_refused(data: bytes) -> None:
 def test_bomb_is_refused_from_its_header(side: int) -> None:
     data = huge_png(side, side)
     assert len(data) < 60_000
-    start = perf_counter()
+    start = process_time()
     with pytest.raises(DataError, match="scale it down"):
         decode(data)
-    assert perf_counter() - start < 0.1  # its pixels take far longer
+    assert process_time() - start < 0.1  # its pixels take far longer
 
 
 def test_bomb_of_any_format_is_refused() -> None:

@@ -349,7 +349,7 @@ def wait_for(what: Any, seconds: float = 60) -> None:
     end = monotonic() + seconds
     while not what():
         assert monotonic() < end, "waited in vain"
-        sleep(0.002)
+        sleep(0.005)
 
 
 def kept(place: Path, count: int) -> set[int]:
@@ -361,8 +361,8 @@ def kept(place: Path, count: int) -> set[int]:
 def test_kill_at_any_moment_neither_loses_nor_repeats_a_finished_batch(tmp_path: Path) -> None:
     log, place, rng, kills, exitcode = tmp_path / "log", tmp_path / "cache", default_rng(5), 0, None
     while exitcode != 0:
-        before, asked, done = kept(place, 300), len(noted(log)), tmp_path / f"done-{kills}"
-        child = CHILDREN.Process(target=embed_in_child, args=(300, log, place, done))
+        before, asked, done = kept(place, 200), len(noted(log)), tmp_path / f"done-{kills}"
+        child = CHILDREN.Process(target=embed_in_child, args=(200, log, place, done))
         child.start()
         wait_for(lambda a=asked, c=child: len(noted(log)) > a or not c.is_alive())
         sleep(rng.uniform(0, 0.12))
@@ -371,15 +371,15 @@ def test_kill_at_any_moment_neither_loses_nor_repeats_a_finished_batch(tmp_path:
         exitcode = child.exitcode
         assert cache.verify(place) == {FINGERPRINT: []}
         assert not before & set(noted(log)[asked:])  # nothing finished is repeated
-        assert before <= kept(place, 300)
-        assert len(kept(place, 300)) >= len(before) + noted(done)[-1]  # nothing finished is lost
+        assert before <= kept(place, 200)
+        assert len(kept(place, 200)) >= len(before) + noted(done)[-1]  # nothing finished is lost
         kills += exitcode != 0
     assert kills >= 3
-    assert len(noted(log)) <= 300 + 32 * kills  # at most the batch a kill fell into
+    assert len(noted(log)) <= 200 + 32 * kills  # at most the batch a kill fell into
     again = Counting()
-    whole = run(numbered(300), again, place).embedded
+    whole = run(numbered(200), again, place).embedded
     assert again.pictures == []
-    assert torch.equal(whole.x, run(numbered(300), Counting(), tmp_path / "whole").embedded.x)
+    assert torch.equal(whole.x, run(numbered(200), Counting(), tmp_path / "whole").embedded.x)
 
 
 def test_killed_process_leaves_no_worker_behind(tmp_path: Path) -> None:

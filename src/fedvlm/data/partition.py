@@ -1,7 +1,6 @@
 """Who has how many rows of which class: a table and a picture."""
 
 from collections.abc import Sequence
-from os import fsync, getpid, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from fedvlm.data.federation import Division, Table
 from fedvlm.data.splits import PARTS, Ints
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.files import draft
 
 NAMED = 100  # more clients or classes than this are numbered on the axis, not named
 LARGEST, SMALLEST = 0.94, 0.3  # diameters of bubbles, in cells
@@ -59,7 +59,8 @@ def draw(
     axes.set_ylim(len(classes) - 0.4, -0.6)
     axes.set_title(title or f"{counts.sum():,} rows", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    _write(figure, file, kind)
+    with draft(file) as beside:
+        figure.savefig(beside, format=kind)
     return file
 
 
@@ -101,17 +102,3 @@ def _label(axis: Any, names: Sequence[str], what: str, cell: float) -> None:
     axis.set_ticks(range(len(names)), names, rotation=turn, fontsize=font)
     axis.set_tick_params(length=2)
     axis.set_label_text(what)
-
-
-def _write(figure: Any, file: Path, kind: str) -> None:
-    """A whole picture or none: written beside its place, then moved there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{getpid()}")
-    try:
-        with beside.open("wb") as stream:
-            figure.savefig(stream, format=kind)
-            stream.flush()
-            fsync(stream.fileno())
-        replace(beside, file)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedvlm import files
 from fedvlm.encoders.locks import Claims, held
-from fedvlm.encoders.rows import Bad, Rows, replace, writing
+from fedvlm.encoders.rows import Bad, Rows, writing
 from fedvlm.errors import DataError, SettingsError
 
 FORMAT = 1
@@ -93,7 +94,7 @@ class Entry:
 
     def _write(self, meta: dict[str, Any]) -> None:
         text = json.dumps({"format": FORMAT, **meta}, indent=1)
-        replace(self.folder / "meta.json", text.encode())
+        files.write(self.folder / "meta.json", text.encode())
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from fedvlm import files
 from fedvlm.encoders.locks import held
 from fedvlm.errors import DataError
 
@@ -91,7 +92,8 @@ class Rows:
                 return
             data = [values[i].tobytes() for i in fresh.values()]
             size = self._rows.stat().st_size if self._rows.exists() else 0
-            first = -(-size // self.size)  # after the rows and pieces of rows a kill left
+            # after the rows and pieces of rows a kill left, and never a number that was given out
+            first = max(-(-size // self.size), self._end)
             records = [
                 _record(digest, row, crc32(body))
                 for row, (digest, body) in enumerate(zip(fresh, data, strict=True), first)
@@ -164,7 +166,8 @@ class Rows:
             for digest, where in self._known.items()
             if digest not in digests
         ]
-        replace(self._index, b"".join(kept))
+        with writing(self._index):
+            files.write(self._index, b"".join(kept))
         self._known, self._read, self._end, self.damaged = {}, 0, 0, []
         self._take_in()
 
@@ -184,20 +187,6 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {path} ({error.strerror or error}); make room there, "
             "or point FEDVLM_CACHE to another directory"
         ) from error
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Writes a whole file so that a reader finds the old one or the new one."""
-    with writing(path):
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with draft.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
 
 
 def _write(path: Path, place: int, parts: Sequence[bytes]) -> None:

@@ -6,9 +6,8 @@ text_classes, patches, scale; or one x and y per split as train_x, train_y, val_
 """
 
 import json
-import os
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -32,6 +31,7 @@ from fedvlm.encoders.columns import (
 )
 from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import DataError, EncoderError, unknown
+from fedvlm.files import draft, write
 
 
 class Store:
@@ -185,12 +185,12 @@ def save_store(path: str | Path, embedded: Embedded) -> Path:
     from safetensors.torch import save_file
 
     file = Path(path).expanduser().with_suffix(".safetensors")
-    file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"x": embedded.x, "y": torch.from_numpy(embedded.labels)}
     tensors |= {"text": embedded.text} if embedded.text is not None else {}
     tensors |= {"patches": embedded.patches} if embedded.patches is not None else {}
     whole = {key: value.contiguous() for key, value in tensors.items()}
-    replaced(file, lambda temporary: save_file(whole, temporary))
+    with draft(file) as beside:
+        save_file(whole, beside)
     with file.open("rb") as stream:
         digest = file_digest(stream, "sha256").hexdigest()
     words = {
@@ -206,17 +206,5 @@ def save_store(path: str | Path, embedded: Embedded) -> Path:
         "sha256": digest,
     }
     text = json.dumps(words, ensure_ascii=False)
-    replaced(file.with_suffix(".json"), lambda temporary: temporary.write_text(text, "utf-8"))
+    write(file.with_suffix(".json"), text.encode())
     return file
-
-
-def replaced(file: Path, write: Callable[[Path], object]) -> None:
-    """Writes beside the file, makes it durable, then takes its place: whole or not at all."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)

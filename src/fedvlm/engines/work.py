@@ -75,10 +75,8 @@ def gather(world: World, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
 
 def client(world: World, id: str, number: int) -> Client:
     member = world.members[id]
-    held = member.validation if len(member.validation) else member.train
-    return Client(
-        *gather(world, member.train), minibatches(world, id, number), *gather(world, held)
-    )
+    order = minibatches(world, id, number)
+    return Client(*gather(world, member.train), order, *gather(world, member.validation))
 
 
 def pad(clients: Sequence[Client]) -> Client:

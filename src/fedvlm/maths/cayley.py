@@ -108,28 +108,28 @@ def inverse(a: Tensor) -> Tensor:
 
 
 def gradients(
-    head: Tensor, raw: Tensor, x: Tensor, y: Tensor, real: Tensor, tau: float
+    head: Tensor, skew: Tensor, x: Tensor, wanted: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The exact gradients in head and raw of the cross-entropy of tau * (Q x) head^T.
+    """The exact gradients, in the head W and the skew blocks P, of the cross-entropy of (Q x) W^T.
 
-    head (..., K, d), raw (..., r, m, m), x (..., B, d) unit-norm, y and real (..., B). With
-    R = (I + P)^-1, M = W R^T, the softmax error E, C = E^T X and N = C R they are
-    tau (2 N - C) and tau (M^T N - N^T M); dividing Q h by its norm changes neither.
+    head (..., K, d), skew (..., r, m, m), x (..., B, d) unit-norm times tau; wanted and weight are
+    those of `lesson`. With R = (I + P)^-1, M = W R^T, the softmax error E, C = E^T X and N = C R
+    they are 2 N - C and M^T N - N^T M (half of what a free P would have, as X of P = (X - X^T) / 2
+    has); dividing Q h by its norm would change neither.
     """
-    blocks = raw.shape[-3]
-    back = inverse(identity_like(raw) + skew_part(raw))
+    blocks = skew.shape[-3]
+    back = inverse(identity_like(skew) + skew)
     toward = split(head, blocks) @ back.mT  # M
-    logits = tau * x @ (2 * join(toward) - head).mT
-    error = softmax_error(logits, y, real)
+    logits = x @ torch.lerp(head, join(toward), 2).mT  # lerp: 2 M - W, which is W Q
+    error = torch.addcmul(wanted, torch.softmax(logits, -1), weight)
     pulled = error.mT @ x  # C
     away = split(pulled, blocks) @ back  # N
     half = toward.mT @ away
-    return tau * (2 * join(away) - pulled), tau * (half - half.mT)
+    return torch.lerp(pulled, join(away), 2), half - half.mT
 
 
-def softmax_error(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
-    """(..., B, K): the gradient of the mean cross-entropy over the real rows, in the logits."""
-    error = torch.softmax(logits, -1)
-    error.scatter_add_(-1, y[..., None], -torch.ones_like(error[..., :1]))
-    share = real.to(error.dtype) / real.sum(-1, keepdim=True).clamp(min=1)
-    return error * share[..., None]
+def lesson(y: Tensor, real: Tensor, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(..., B, K) and (..., B, 1): the softmax times weight plus wanted is the gradient in the
+    logits of the mean cross-entropy over the real rows."""
+    weight = (real.to(dtype) / real.sum(-1, keepdim=True).clamp(min=1))[..., None]
+    return -weight * torch.nn.functional.one_hot(y, classes), weight

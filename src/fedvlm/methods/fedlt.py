@@ -47,6 +47,10 @@ class FedLT:
             "degrees of freedom": frozen.dim**2,
         }
 
+    def condition(self, local: Tensors) -> float:
+        """κ of the bound on gradient differences."""
+        return cayley.condition_number(local["map"])
+
     name = "fedlt"
     needs, memory = frozenset({"image"}), frozenset[str]()
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

@@ -8,19 +8,19 @@ orthogonal transformations, 2025.
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from fedvlm import parts
+from fedvlm import parts, tensors
 from fedvlm.core import Batch, Client, Frozen, Tensors, register
 from fedvlm.maths import cayley, cayley_steps
 from fedvlm.methods.fedavg import first_head
+from fedvlm.methods.fedot_blocks import chosen, first_lanes, identity, one_by_one, race
 
 
 @register
 @dataclass(frozen=True)
 class FedOT:
-    blocks: int = 1  # r, any divisor of d
+    blocks: int | Literal["auto"] = 1  # r, any divisor of d; "auto": each client's own choice
     tau: float = 100.0  # τ; the paper does not say, CLIP's own is 100
     rate: float = 5e-5  # η of both the head and the map
     momentum: float = 5e-4  # "weight decay and momentum set to 5e-4", read literally
@@ -31,23 +31,37 @@ class FedOT:
     head: Literal["text", "random"] = "text"  # text embeddings, or RandInit
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        size = cayley.block_size(frozen.dim, self.blocks)
-        skew = torch.zeros(self.blocks, size, size)  # X = I has no skew part
-        return {"head": first_head(self.head, frozen)}, {"skew": skew}
+        shared = {"head": first_head(self.head, frozen)}
+        if self.blocks != "auto":
+            return shared, {"skew": identity(frozen.dim, self.blocks)}
+        return shared, first_lanes(frozen.dim)
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         every = {**sent, **local}  # the variants hold head and skew elsewhere
-        return self.tau * cayley.rotate(every["skew"], x) @ every["head"].mT
+        # W (Q h) = (W Q) h: turning the few rows of the head costs less than turning those of x.
+        return self.tau * x @ cayley.rotate(-chosen(every), every["head"]).mT
 
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
         return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
 
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        if self.blocks != "auto":
+            return parts.sgd(self, frozen, sent, local, client)
+        alone = Client(*(value[None] for value in vars(client).values()))
+        both = (tensors.stack([sent]), tensors.stack([local]))
+        upload, own = race(self, frozen, *both, alone, one_by_one)
+        return tensors.select(upload, 0), tensors.select(own, 0)
+
     def update_many(
         self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
     ) -> tuple[Tensors, Tensors]:
         """`update` of many clients at once, by exact gradients; equal to it but for rounding."""
+        if self.blocks == "auto":
+            return race(self, frozen, sent, local, clients, FedOT.update_many)
         pace = cayley_steps.Pace(self.rate, self.momentum, self.decay, self.tau)
         every = {**sent, **local}
         head, skew = cayley_steps.walk(every["head"], every["skew"], clients, pace)
@@ -56,13 +70,20 @@ class FedOT:
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """The numbers of the paper's tables for one client's map."""
-        turn = cayley.orthogonal({**sent, **local}["skew"])
+        every = {**sent, **local}
+        turn = cayley.orthogonal(chosen(every))
+        blocks = int(every["leader"]) if "leader" in every else len(turn)
         return {
+            "blocks": blocks,
             "condition number": cayley.condition_number(turn),
             "orthogonality error": cayley.orthogonality_error(turn),
-            "degrees of freedom": cayley.degrees_of_freedom(frozen.dim, len(turn)),
+            "degrees of freedom": cayley.degrees_of_freedom(frozen.dim, blocks),
         }
 
+    def condition(self, local: Tensors) -> float:
+        """κ of the bound on gradient differences: 1 for every orthogonal map."""
+        return 1.0
+
     name = "fedot"
-    needs, memory = frozenset({"image"}), frozenset[str]()
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    needs, memory = frozenset({"image"}), frozenset({"leader", "age"})
+    send, aggregate, adapt = parts.everything, parts.uniform, parts.nothing

@@ -80,11 +80,9 @@ def render(head: Sequence[str], body: Sequence[Sequence[str]], form: str) -> str
             return text.replace("_", r"\_").replace("%", r"\%").replace("&", r"\&")
 
         lines = [" & ".join(map(escape, row)) + r" \\" for row in (head, *body)]
-        layout = "l" + "r" * (len(head) - 1)
-        return "\n".join(
-            [rf"\begin{{tabular}}{{{layout}}}", r"\hline", lines[0], r"\hline", *lines[1:]]
-            + [r"\hline", r"\end{tabular}", ""]
-        )
+        begin = rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}"
+        rows = [begin, r"\hline", lines[0], r"\hline", *lines[1:], r"\hline", r"\end{tabular}", ""]
+        return "\n".join(rows)
     widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

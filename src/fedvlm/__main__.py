@@ -1,0 +1,5 @@
+"""`python -m fedvlm` is the command `fedvlm`."""
+
+from fedvlm.cli import main
+
+main()

@@ -1,0 +1,38 @@
+"""The command line: the only package that talks to a person."""
+
+import sys
+
+import typer
+
+from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
+from fedvlm.cli.runs import compare, demo, list_, resume, run
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Adapt a frozen vision-language model across sites whose images may not leave them.",
+)
+app.command()(demo)
+app.command()(run)
+app.command()(resume)
+app.command()(compare)
+app.command("list")(list_)
+app.command()(embed)
+app.command()(partition)
+app.command("serve-encoder")(serve_encoder)
+app.add_typer(cache_app, name="cache")
+
+
+def main() -> None:
+    """Entry point: an error a person can put right is said in a few lines, with exit code 2."""
+    from fedvlm.errors import FedVLMError
+
+    try:
+        app()
+    except FedVLMError as error:
+        typer.echo(f"fedvlm: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("fedvlm: stopped; `fedvlm resume` goes on where a run was", err=True)
+        sys.exit(130)

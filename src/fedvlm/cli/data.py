@@ -1,0 +1,144 @@
+"""Commands about pictures, encoders and the cache."""
+
+import json
+import sys
+from pathlib import Path
+from time import monotonic
+from typing import Annotated, Any
+
+import typer
+
+from fedvlm.cli.progress import progress
+
+cache_app = typer.Typer(no_args_is_help=True, help="Look after the embedding cache.")
+Source = Annotated[list[str] | None, typer.Option("--source", help="key=value: how to read DATA.")]
+
+
+def options(pairs: list[str] | None) -> dict[str, Any]:
+    from fedvlm.settings import override
+
+    return override({}, pairs or [])
+
+
+def embed(
+    data: str,
+    encoder: Annotated[str, typer.Option(help="`fedvlm list encoders`")] = "demo",
+    source: Source = None,
+    patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
+) -> None:
+    """Encode every picture once and keep it in the cache."""
+    from fedvlm.load import encode, opened
+
+    dataset = opened(data, options(source))
+    begin = monotonic()
+    with progress() as told:
+        done = encode(dataset, encoder, patches, told)
+    for name, reason in done.skipped:
+        typer.echo(f"skipped {name}: {reason}", err=True)
+    rows, seconds = done.embedded, monotonic() - begin
+    typer.echo(
+        f"{len(rows.labels)} rows of {rows.x.shape[1]} by {rows.encoder}: "
+        f"{done.encoded} encoded now, the others were cached ({seconds:.1f} s)"
+    )
+
+
+def partition(
+    data: str,
+    source: Source = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="clients.by=…")] = None,
+    seed: int = 0,
+    picture: Annotated[Path | None, typer.Option(help="PNG of rows per class and client.")] = None,
+) -> None:
+    """Rows per class and client, before anything is encoded."""
+    from fedvlm.data import open_dataset
+    from fedvlm.data.federation import divide, rows_of
+    from fedvlm.data.partition import count_table, draw
+    from fedvlm.report.tables import render
+    from fedvlm.settings import clients_of, override
+
+    rows = rows_of(open_dataset(data, **options(source)))
+    clients = clients_of(override({}, set_ or []).get("clients", {}))
+    division = divide(rows, clients, seed)
+    counts = count_table(division, rows)
+    ids = list(division.members)
+    body = [
+        [id, *map(str, row), str(sum(row))] for id, row in zip(ids, counts.tolist(), strict=True)
+    ]
+    typer.echo(render(["client", *rows.classes, "all"], body, "text"), nl=False)
+    if division.dropped:
+        typer.echo(f"{division.dropped} duplicate pictures were dropped from the later split")
+    if picture:
+        draw(counts, ids, rows.classes, picture)
+        typer.echo(f"picture: {picture}")
+
+
+def serve_encoder(
+    encoder: str,
+    port: int = 8350,
+    host: str = "127.0.0.1",
+    token_file: Annotated[Path | None, typer.Option(help="A secret the callers must send.")] = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+) -> None:
+    """Give out embeddings of an encoder, never its weights."""
+    from fedvlm.encoders import open_encoder
+    from fedvlm.encoders.serve import serve
+
+    serve(
+        open_encoder(encoder),
+        host=host,
+        port=port,
+        token_file=token_file,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
+
+
+@cache_app.command("ls")
+def cache_ls(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What is in the cache, one line per encoder."""
+    from dataclasses import asdict
+
+    from fedvlm.encoders.cache import directory, ls
+    from fedvlm.report.tables import render
+
+    found = [asdict(one) for one in ls(directory())]
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    elif found:
+        rows = [[str(value) for value in one.values()] for one in found]
+        typer.echo(render(list(found[0]), rows, "text"), nl=False)
+    else:
+        typer.echo(f"nothing is cached in {directory()}")
+
+
+@cache_app.command("rm")
+def cache_rm(fingerprint: str) -> None:
+    """Remove what one encoder has in the cache."""
+    from fedvlm.encoders.cache import directory, rm
+
+    gone = rm(directory(), fingerprint)
+    typer.echo(f"removed {gone.rows} rows of {gone.encoder} ({gone.bytes / 1e6:.1f} MB)")
+
+
+@cache_app.command("verify")
+def cache_verify(
+    fingerprint: Annotated[str, typer.Argument(help="One encoder's; all if left out.")] = "",
+    drop: Annotated[
+        bool, typer.Option(help="Let go of damaged rows; they are encoded anew.")
+    ] = False,
+) -> None:
+    """Check every cached row against its checksum."""
+    from fedvlm.encoders.cache import directory, verify
+
+    bad = [
+        (name, one) for name, rows in verify(directory(), fingerprint, drop).items() for one in rows
+    ]
+    for name, one in bad:
+        typer.echo(f"{name[:16]} {one.table} row {one.row}: {one.reason}")
+    kept = "dropped" if drop else "still there; --drop lets go of them"
+    typer.echo(f"{len(bad)} damaged rows, {kept}" if bad else "every row is sound")
+    if bad and not drop:
+        sys.exit(1)

@@ -1,0 +1,99 @@
+"""Commands that run methods and show what came out."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedvlm.cli.progress import progress
+
+if TYPE_CHECKING:
+    from fedvlm.result import Result
+
+Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo"),
+) -> None:
+    """Leave-one-domain-out on the embedded emoji: who generalises, who personalises."""
+    run("demo", out=out)
+
+
+def run(
+    file: Annotated[str | None, typer.Argument(help="A TOML file or an experiment's name.")] = None,
+    method: Annotated[str | None, typer.Option(help="`fedvlm list methods`")] = None,
+    data: Annotated[str | None, typer.Option(help="`fedvlm list datasets`, or a path.")] = None,
+    encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the record.")] = None,
+    smoke: Annotated[bool, typer.Option(help="A short run on few rows.")] = False,
+    again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
+) -> None:
+    """Run a method, or an experiment of several, and print its table."""
+    from fedvlm.errors import SettingsError
+    from fedvlm.experiments import find, runs
+    from fedvlm.report.tables import compare
+    from fedvlm.runner import execute
+    from fedvlm.settings import build, override, read_toml
+
+    if file is None and method is None:
+        raise SettingsError("nothing to run; name a TOML file, or --method (`fedvlm list methods`)")
+    values = read_toml(find(file)) if file else {}
+    given = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    if method:
+        values.pop("methods", None)
+        given["method"] = method
+    values |= {key: value for key, value in given.items() if value is not None}
+    every = runs(values)
+    settings = [build(override(one, set_ or [])) for one in every]
+    results: list[Result] = []
+    with progress() as told:
+        for number, one in enumerate(settings):
+            place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
+            results.append(execute(one, place, again, progress=told))
+    typer.echo(compare(results, paper=values.get("paper")), nl=False)
+    typer.echo("records: " + ", ".join(str(one.folder) for one in results))
+
+
+def resume(folder: Path) -> None:
+    """Go on with a run that was stopped or killed."""
+    from fedvlm.report.tables import compare
+    from fedvlm.runner import resume as go_on
+
+    with progress() as told:
+        result = go_on(folder, told)
+    typer.echo(compare([result]), nl=False)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
+    every: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
+) -> None:
+    """Runs side by side: mean ± deviation over seeds, in per cent."""
+    from fedvlm.report.tables import compare as render
+    from fedvlm.result import Result
+
+    typer.echo(render([Result(path) for path in runs], form, every), nl=False)
+
+
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, encoders, datasets, experiments")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What there is to choose from."""
+    from fedvlm.report.lists import LISTS
+    from fedvlm.report.tables import render
+
+    if what not in LISTS:
+        from fedvlm.errors import unknown
+
+        raise unknown("list", what, LISTS)
+    rows = LISTS[what]()
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    head = list(rows[0])
+    typer.echo(render(head, [[str(row[key]) for key in head] for row in rows], "text"), nl=False)

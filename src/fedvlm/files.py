@@ -1,0 +1,50 @@
+"""Files appear whole or not at all: written beside their place, synced, and renamed."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedvlm.errors import DataError
+
+
+@contextmanager
+def disk(path: Path) -> Iterator[None]:
+    """Turns what a disk can refuse into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"the disk is full at {path}; free some space and resume: "
+                "what was finished is still there, and nothing is half-written"
+            ) from error
+        if isinstance(error, PermissionError | NotADirectoryError | FileExistsError):
+            raise DataError(
+                f"cannot write {path} ({error.strerror}); choose another place"
+            ) from error
+        raise
+
+
+@contextmanager
+def draft(path: Path) -> Iterator[Path]:
+    """A place beside a file to write it to; it takes the file's place when all went well.
+
+    A reader finds the old file or the new one, also after a kill or a power cut.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield beside
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def write(path: Path, data: bytes) -> None:
+    with draft(path) as beside:
+        beside.write_bytes(data)

@@ -1,0 +1,164 @@
+"""What a person sees: tables, lists, and errors with exit code 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from fedvlm import cli
+from fedvlm.encoders.store import save_store
+
+QUICK = ["--set", "method.rounds=2", "--set", "clients.by=domain"]
+
+
+def call(*words, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "fedvlm", *map(str, words)],
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+@pytest.fixture
+def store(rows, tmp_path):
+    return f"store:{save_store(tmp_path / 'rows.safetensors', rows)}"
+
+
+@pytest.fixture
+def ok(capsys):
+    """Runs a command in this process and returns what it printed."""
+
+    def invoke(*words):
+        done = CliRunner().invoke(cli.app, [str(word) for word in words], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    return invoke
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Runs a command as `main` does and returns the error; the exit code must be 2."""
+
+    def invoke(*words):
+        monkeypatch.setattr(sys, "argv", ["fedvlm", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    return invoke
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys, fedvlm.cli; sys.exit('torch' in sys.modules or 'rich.progress' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert "Adapt a frozen vision-language model" in call("--help").stdout
+
+
+def test_run_prints_a_table_and_where_the_record_is(ok, store, tmp_path):
+    out = ok("run", "--method", "fedot", "--encoder", store, "--out", tmp_path / "r", *QUICK)
+    assert out.splitlines()[0].split() == ["method", "G", "P", "C", "seeds"]
+    assert f"records: {tmp_path / 'r'}" in out
+
+
+def test_a_toml_file_with_several_methods_is_one_table(ok, store, tmp_path):
+    path = tmp_path / "e.toml"
+    path.write_text(
+        f'encoder = "{store}"\n[[methods]]\nname = "zero-shot"\n'
+        '[[methods]]\nname = "fedavg"\nrounds = 2\n[paper.theirs]\nG = 12.5\n'
+    )
+    out = ok("run", path, "--out", tmp_path / "r")
+    assert "published: theirs  12.50      -      -" in out
+    both = [tmp_path / "r" / "0-zero-shot", tmp_path / "r" / "1-fedavg"]
+    assert ok("compare", *both, "--form", "csv").startswith("method,G,P,C,seeds\nzero-shot,")
+    assert "G art" in ok("compare", *both, "--all")
+    assert ok("compare", *both, "--form", "markdown").startswith("| method")
+    assert r"\begin{tabular}" in ok("compare", *both, "--form", "latex")
+
+
+def test_resume_of_a_finished_run_prints_its_table(ok, store, tmp_path):
+    words = ("run", "--method", "fedavg", "--encoder", store, "--out", tmp_path / "r", *QUICK)
+    table = ok(*words).split("records:")[0]
+    assert ok("resume", tmp_path / "r") == table
+
+
+@pytest.mark.parametrize("what", ["methods", "encoders", "datasets", "experiments"])
+def test_lists_are_for_people_and_programs(ok, what):
+    found = json.loads(ok("list", what, "--json"))
+    names = [next(iter(row.values())) for row in found]
+    text = ok("list", what)
+    assert names
+    assert all(name in text for name in names)
+
+
+def test_partition_counts_rows_and_draws_them(ok, tmp_path):
+    picture = tmp_path / "p.png"
+    out = ok(
+        "partition",
+        "demo",
+        "--set",
+        "clients.by=dirichlet",
+        "--set",
+        "clients.count=5",
+        "--picture",
+        picture,
+    )
+    assert len([line for line in out.splitlines() if line[:1].isdigit() or "client" in line]) >= 5
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_embed_fills_the_cache_once_and_cache_commands_see_it(ok, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVLM_CACHE", str(tmp_path / "cache"))
+    assert "nothing is cached" in ok("cache", "ls")
+    first = ok("embed", "demo")
+    assert ": 0 encoded now" not in first
+    assert ": 0 encoded now" in ok("embed", "demo")
+    [entry] = json.loads(ok("cache", "ls", "--json"))
+    assert entry["encoder"] == "demo"
+    assert "every row is sound" in ok("cache", "verify")
+    assert "removed" in ok("cache", "rm", entry["fingerprint"][:8])
+    assert "nothing is cached" in ok("cache", "ls")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["run"], "nothing to run; name a TOML file, or --method"),
+        (["run", "--method", "fedto"], "did you mean 'fedot'"),
+        (["run", "--method", "fedot", "--set", "method.bloks=2"], "did you mean 'blocks'"),
+        (["run", "--method", "fedot", "--set", "nonsense"], "is not of the form a.b=value"),
+        (["run", "--method", "fedot", "--set", "protocl=1"], "did you mean 'protocol'"),
+        (["run", "--method", "fedot", "--encoder", "clip"], "no encoder is called 'clip'"),
+        (["run", "--method", "fedot", "--encoder", "store:nowhere.npz"], "nowhere.npz"),
+        (["run", "--method", "fedot", "--encoder", "hf:no/such/folder"], "no/such/folder"),
+        (["run", "--method", "fedot", "--data", "pasc"], "did you mean 'pacs'"),
+        (["run", "nothing.toml"], "there is no settings file nothing.toml"),
+        (["run", "demmo"], "no experiment is called 'demmo'; did you mean 'demo'"),
+        (["list", "method"], "did you mean 'methods'"),
+        (["resume", "nowhere"], "is nowhere a run directory?"),
+        (["compare", "nowhere"], "is nowhere a run directory?"),
+        (["embed", "no/such/folder"], "no/such/folder"),
+        (["cache", "rm", "abc"], "abc"),
+    ],
+)
+def test_bad_input_is_said_in_a_line_with_exit_code_2(refused, words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = refused(*words)
+    assert says in text
+    assert "Traceback" not in text
+    assert not [
+        path for path in tmp_path.rglob("*") if path.name in ("manifest.json", "result.json")
+    ]
+
+
+def test_a_toml_typo_is_said_with_its_place(refused, tmp_path):
+    (tmp_path / "bad.toml").write_text('method = "fedot\n')
+    assert "is not valid TOML" in refused("run", tmp_path / "bad.toml")
+    (tmp_path / "worse.toml").write_text('metod = "fedot"\n')
+    assert "did you mean 'method'" in refused("run", tmp_path / "worse.toml")
