@@ -188,14 +188,13 @@ def test_other_clients_and_padding_change_nothing(blocks: int) -> None:
     many = clients(world)
     sent, local = (stacked(part, 3) for part in method.init(world))
     together = method.update_many(world, sent, local, many)
-    padding = torch.full_like(many.order, -1)
+    steps, batch = many.order.shape[1:]
     wider = replace(
         many,
         x=torch.cat([many.x, torch.zeros_like(many.x)], 1),
         y=torch.cat([many.y, torch.full_like(many.y, -1)], 1),
-        order=torch.cat([torch.cat([many.order, padding], 1)] * 2, 2).roll(0),
+        order=torch.nn.functional.pad(many.order, (0, batch, 0, steps), value=-1),
     )
-    wider.order[:, :, many.order.shape[2] :] = -1
     padded = method.update_many(world, sent, local, wider)
     for i in range(3):
         own = Client(*(field[None] for field in vars(pick(many, i)).values()))
@@ -205,10 +204,6 @@ def test_other_clients_and_padding_change_nothing(blocks: int) -> None:
         for a, b, c in zip(together, alone, padded, strict=True):
             assert tensors.difference(tensors.select(a, i), tensors.select(b, 0)) < 1e-5
             assert tensors.difference(tensors.select(a, i), tensors.select(c, i)) < 1e-5
-
-
-def local_of(local: Tensors, index: int) -> Tensors:
-    return {key: value[index : index + 1] for key, value in local.items()}
 
 
 def test_arguments_are_not_mutated_and_no_rows_change_nothing() -> None:

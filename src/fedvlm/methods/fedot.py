@@ -20,9 +20,7 @@ from fedvlm.methods.fedot_blocks import chosen, first_lanes, identity, one_by_on
 @register
 @dataclass(frozen=True)
 class FedOT:
-    blocks: int | Literal["auto"] = (
-        1  # r, any divisor of d; "auto": every client's own, see fedot_blocks
-    )
+    blocks: int | Literal["auto"] = 1  # r, any divisor of d; "auto": each client finds its own
     tau: float = 100.0  # τ; the paper does not say, CLIP's own is 100
     rate: float = 5e-5  # η of both the head and the map
     momentum: float = 5e-4  # "weight decay and momentum set to 5e-4", read literally
