@@ -20,6 +20,7 @@ from torch import Tensor
 from fedvlm.data.table import Dataset
 from fedvlm.encoders.embed import Outcome, embed
 from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders.rows import Rows
 
 DIM, PATCHES = 16, 3
 FINGERPRINT = "0123456789abcdef" * 4
@@ -65,6 +66,10 @@ def dataset(*pictures: bytes, labels: Sequence[int] | None = None, **more: Any) 
             **more,
         }
     )
+
+
+def numbered(count: int) -> Dataset:
+    return dataset(*(png(number) for number in range(count)))
 
 
 def first_pixel(picture: Image.Image) -> NDArray[np.float32]:
@@ -122,3 +127,21 @@ def noted(path: Path) -> list[int]:
 
 def run(data: Dataset, encoder: Any, cache: Path, **how: Any) -> Outcome:
     return embed(data, encoder, **{"fingerprint": FINGERPRINT, "cache": cache, "workers": 0, **how})
+
+
+def digests(*numbers: int) -> list[bytes]:
+    return [sha256(bytes([number % 256, number // 256])).digest() for number in numbers]
+
+
+def values(*numbers: int, dim: int = 4) -> np.ndarray:
+    return np.array([np.arange(dim) + number for number in numbers], dtype=np.float32)
+
+
+def table(folder: Path, dtype: str = "float32", dim: int = 4) -> Rows:
+    return Rows(folder / f"pooled.{dtype}", folder / "lock", dtype, (dim,))
+
+
+def filled(folder: Path, *numbers: int) -> Rows:
+    rows = table(folder)
+    rows.append(digests(*numbers), values(*numbers))
+    return rows

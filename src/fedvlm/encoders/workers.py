@@ -31,6 +31,7 @@ class Prepared(NamedTuple):
 class Decoders:
     def __init__(self, preprocess: Preprocess | None, workers: int, ahead: int) -> None:
         self._preprocess, self._ahead = preprocess, ahead if workers else 0
+        self._own = ahead // 2  # the first pictures are decoded here, while the workers start
         # never "fork": a process with an encoder's threads in it cannot be copied safely
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports once for all workers
@@ -61,11 +62,12 @@ class Decoders:
             yield _finish(*waiting.popleft())
 
     def _submit(self, digest: bytes, data: bytes) -> "Future[NDArray[Any] | str | None]":
-        if self._pool:
+        if self._pool and not self._own:
             try:
                 return self._pool.submit(_work, digest, data)
             except BrokenProcessPool as error:
                 raise _died() from error
+        self._own = max(0, self._own - 1)
         now: Future[NDArray[Any] | str | None] = Future()
         now.set_result(prepare(self._preprocess, digest, data))
         return now

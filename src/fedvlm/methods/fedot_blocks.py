@@ -44,20 +44,15 @@ def chosen(every: Tensors) -> Tensor:
     if "skew" in every:
         return every["skew"]
     leader = every["leader"][..., None, None, None]
-    lanes = {key: value for key, value in every.items() if key.startswith("skew")}
-    return sum(
-        (
-            torch.where(leader == value.shape[-3], cayley.dense(value), 0)
-            for value in lanes.values()
-        ),
-        start=torch.zeros(()),
-    )
+    lanes = [value for key, value in every.items() if key.startswith("skew")]
+    ours = [torch.where(leader == one.shape[-3], cayley.dense(one), 0) for one in lanes]
+    return torch.stack(ours).sum(0)
 
 
 def race(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client, train: Train
 ) -> tuple[Tensors, Tensors]:
-    """One round of stacked clients that each look for their own number of blocks.
+    """The update of stacked clients that each look for their own number of blocks.
 
     In the first quarter of its rounds a client trains a map of every candidate, each with its
     own copy of the head it was sent; the one with the least loss on the validation rows

@@ -1,0 +1,41 @@
+"""Class names become sentences and one text embedding per class."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from counting import (
+    Counting,
+    numbered,
+    run,
+)
+
+from fedvlm.encoders.text import clean, sentences
+from fedvlm.errors import SettingsError
+
+
+def test_class_names_are_cleaned_in_sentences() -> None:
+    assert clean("Alarm_Clock") == "alarm clock"
+    assert clean(" Air__ Plane ") == "air plane"
+    assert clean("camelCase") == "camelcase"
+    assert sentences(["TV {}", "dog"], "a {}, {}.") == ["a tv {}, tv {}.", "a dog, dog."]
+    with pytest.raises(SettingsError, match="'a dog' has no place"):
+        sentences(["dog"], "a dog")
+
+
+def test_several_templates_give_the_mean_of_their_unit_vectors(tmp_path: Path) -> None:
+    templates = ("a photo of a {}", "a sketch of a {}")
+    encoder = Counting()
+    text = run(replace(numbered(4), templates=templates), encoder, tmp_path).embedded.text
+    said = [[t.format(c) for t in templates] for c in ("alarm clock", "dog")]
+    assert sorted(encoder.sentences) == sorted(said[0] + said[1])
+    wanted = torch.stack([encoder.embed_text(group).mean(0) for group in said])
+    assert text is not None
+    assert torch.allclose(text, torch.nn.functional.normalize(wanted, dim=1), atol=1e-6)
+
+
+def test_encoder_without_text_gives_none(tmp_path: Path) -> None:
+    encoder = Counting(offers=frozenset({"image"}))
+    assert run(numbered(4), encoder, tmp_path).embedded.text is None
+    assert encoder.sentences == []
