@@ -274,3 +274,32 @@ def test_the_selection_is_in_the_table(rows, tmp_path):
     assert "best validation round" in text
     means = [result.tables[0]["C"] for result in results]
     assert means[2] >= means[0]
+
+
+def test_a_saved_classifier_holds_no_other_clients_tensors(rows, tmp_path):
+    odd = replace(rows, domains=np.where(rows.domains == "photo", "art/b", rows.domains))
+    result = fedvlm.run(QUICK, embedded=odd, out=tmp_path / "a", protocol="own-test")
+    assert set(result.personalised("art").local) == {"skew"}
+    assert set(result.personalised("art/b").local) == {"skew"}
+
+
+def test_a_finished_run_of_other_rows_is_not_passed_off(rows, rows_like, tmp_path):
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    with pytest.raises(SettingsError, match="its rows is 'toy-240-16-0'"):
+        fedvlm.run(QUICK, embedded=rows_like(seed=1), out=tmp_path / "a")
+
+
+def test_unreadable_pictures_are_in_the_record(tmp_path):
+    from PIL import Image
+
+    for number in range(60):
+        path = tmp_path / "data" / f"d{number % 2}" / f"c{number // 2 % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 255 - number, 9)).save(path)
+    path.write_bytes(b"no picture")
+    result = fedvlm.run(
+        "zero-shot", data=str(tmp_path / "data"), encoder="demo", out=tmp_path / "a"
+    )
+    [note] = result.manifest["notes"]
+    assert note.startswith("skipped ")
+    assert "59.png" in note

@@ -12,7 +12,7 @@ NOTES = ("title", "paper")  # what an experiment says besides settings
 def folders() -> list[Path]:
     """In an installed package they lie inside it, in a checkout beside `src`."""
     here = Path(__file__).resolve()
-    return [here.parent / "experiments", here.parents[2] / "experiments"]
+    return [here.parent / "experiment_files", here.parents[2] / "experiments"]
 
 
 def experiments() -> dict[str, Path]:

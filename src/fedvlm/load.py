@@ -20,14 +20,16 @@ FEW_ROWS = 600  # of a smoke run
 FEW_ROUNDS = 3
 
 
-def load(settings: Settings, told: Told) -> Embedded:
-    """The rows of a run; a store has them already."""
+def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
+    """The rows of a run, and what its owner should know of them; a store has them already."""
     if settings.encoder.startswith("store:"):
-        return open_store(settings.encoder.removeprefix("store:"), **settings.source)
+        return open_store(settings.encoder.removeprefix("store:"), **settings.source), []
     dataset = opened(settings.data, settings.source)
     if settings.smoke:
         dataset = sample(dataset)
-    return encode(dataset, settings.encoder, "patches" in settings.method.needs, told).embedded
+    patches = "patches" in settings.method.needs
+    done, notes = encode(dataset, settings.encoder, settings.access, patches, told)
+    return done.embedded, notes
 
 
 def opened(data: str, source: Mapping[str, Any]) -> Dataset:
@@ -46,15 +48,21 @@ def opened(data: str, source: Mapping[str, Any]) -> Dataset:
     return replace(dataset, templates=tuple(map(str, many)))
 
 
-def encode(dataset: Dataset, encoder: str, patches: bool, told: Told) -> Outcome:
-    opened = open_encoder(encoder)
-    return embed(
+def encode(
+    dataset: Dataset, encoder: str, access: Mapping[str, Any], patches: bool, told: Told
+) -> tuple[Outcome, list[str]]:
+    """Every picture's embedding; the notes name unreadable pictures and a box that drifts."""
+    notes: list[str] = []
+    box = {"warn": notes.append} if encoder.startswith("http") else {}
+    opened = open_encoder(encoder, **access, **box)
+    done = embed(
         dataset,
         opened,
         fingerprint=fingerprint(opened),
         patches=patches,
         progress=lambda done, total: told("embedding", done, total),
     )
+    return done, notes + [f"skipped {name}: {reason}" for name, reason in done.skipped]
 
 
 def columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -86,4 +94,4 @@ def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
     method = settings.method
     if "rounds" in {one.name for one in fields(method)}:
         method = replace(method, rounds=min(method.rounds, FEW_ROUNDS))
-    return replace(settings, method=method, seeds=settings.seeds[:1]), small
+    return replace(settings, method=method), small

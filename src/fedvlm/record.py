@@ -2,7 +2,7 @@
 
 import fcntl
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -121,15 +121,15 @@ class Record:
         """Starts the record, or goes on with one of the same identity and the same rows."""
         path = self.folder / "manifest.json"
         if path.exists():
-            self.compare(manifest, ("identity", "encoder", "rows"))
+            self.compare({key: manifest[key] for key in ("identity", "encoder", "rows")})
         else:
             write_json(path, manifest)
 
-    def compare(self, manifest: Mapping[str, Any], keys: Sequence[str]) -> None:
+    def compare(self, wanted: Mapping[str, Any]) -> None:
         """Refuses to go on with the record of another run."""
         found = read_json(self.folder / "manifest.json")
-        for key in keys:
-            there, here = found.get(key), json.loads(json.dumps(manifest[key]))
+        for key, value in wanted.items():
+            there, here = found.get(key), json.loads(json.dumps(value))
             if there == here:
                 continue
             if isinstance(there, dict) and isinstance(here, dict):
@@ -159,6 +159,8 @@ class Record:
                 raise DataError(
                     f"another process is working in {self.folder}; wait for it"
                 ) from error
+            for left in self.folder.rglob(".*.*"):  # drafts of a process that was killed
+                left.unlink()
             yield
 
     @property

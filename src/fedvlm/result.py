@@ -122,7 +122,7 @@ class Result:
         for job in self.manifest["jobs"]:
             tensors, about = read_tensors(self._path(job, seed, "safetensors"))
             if client in about["train"]:
-                local = f"local/{client}/"
+                local = f"local/{about['train'].index(client)}/"
                 return self._classifier(
                     {
                         k.removeprefix("shared/"): v

@@ -62,15 +62,19 @@ def execute(
     identity = settings.identity()
     with record.lock():
         if record.result() is not None and not again:
-            record.compare({"identity": identity}, ["identity"])
+            found: dict[str, Any] = {"identity": identity}
+            if embedded is not None:
+                found |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
+            record.compare(found)
             return Result(folder)
-        rows = embedded if embedded is not None else load(settings, told)
+        rows, notes = (embedded, []) if embedded is not None else load(settings, told)
         if settings.smoke:
             settings, rows = thin(settings, rows)
         check(settings, rows)
         divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
         about = manifest(settings, rows, divisions)
-        record.begin({"identity": identity, "memory": embedded is not None, **about})
+        memory = embedded is not None
+        record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:
             record.clear()
         tables = [
@@ -111,8 +115,12 @@ def check(settings: Settings, rows: Embedded) -> None:
     if getattr(settings.method, "head", None) == "text":
         needs.add("text")
     if missing := sorted(needs - offered):
-        able = ", ".join(kind.form for kind in ENCODERS.values() if missing[0] in kind.offers)
-        remedy = " or set head = 'random'" if missing[0] == "text" else ""
+        able = ", ".join(
+            kind.form
+            for name, kind in ENCODERS.items()
+            if missing[0] in kind.offers and not rows.encoder.startswith(name)
+        )
+        remedy = ", or set head = 'random'" if missing[0] == "text" else ""
         raise SettingsError(
             f"{settings.method.name} needs {missing[0]} of the encoder, which {rows.encoder} does "
             f"not offer; use one of {able or 'a later release'}{remedy}"
@@ -207,8 +215,8 @@ def _job(
 
 def _save(folder: Path, name: str, job: evaluate.Job, outcome: Outcome) -> None:
     tensors = {f"shared/{key}": value for key, value in outcome.shared.items()}
-    for id, own in outcome.local.items():
-        tensors |= {f"local/{id}/{key}": value for key, value in own.items()}
+    for number, id in enumerate(job.train):  # numbered, because an id may hold anything
+        tensors |= {f"local/{number}/{key}": one for key, one in outcome.local[id].items()}
     about = {"round": outcome.round, "train": job.train, "unseen": job.unseen}
     write_tensors(folder / f"{name}.safetensors", tensors, about)
     write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})

@@ -2,7 +2,7 @@
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ class Settings:
     data: str = "demo"
     encoder: str = "demo"
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
+    access: dict[str, Any] = field(default_factory=dict)  # how to reach an encoder: token_file, …
     clients: Clients = field(default_factory=Clients)
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
@@ -31,7 +32,8 @@ class Settings:
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
         whole = asdict(self)
-        del whole["workers"]
+        for key in ("workers", "access"):
+            del whole[key]
         whole["method"] = {"name": self.method.name, **asdict(self.method)}
         return whole
 
@@ -59,6 +61,8 @@ def build(values: Mapping[str, Any]) -> Settings:
         raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
+    if settings.smoke:
+        settings = replace(settings, seeds=settings.seeds[:1])
     if settings.workers < 0:
         raise SettingsError(f"workers = {settings.workers}; it takes 0 (automatic) or more")
     return settings

@@ -258,3 +258,11 @@ def test_a_folder_is_divided_the_same_from_wherever_it_is_read(tmp_path):
         assert [folder.content[row] for row in member.test] == [
             archive.content[row] for row in other.members[key].test
         ]
+
+
+def test_a_stray_json_beside_the_pictures_does_not_make_a_folder_leaf(tmp_path):
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        Image.new("RGB", (4, 4)).save(tmp_path / label / "a.png")
+    (tmp_path / "notes.json").write_text('{"made": "by hand"}')
+    assert open_dataset(str(tmp_path)).classes == ("cat", "dog")

@@ -24,6 +24,9 @@ def embed(
     data: str,
     encoder: Annotated[str, typer.Option(help="`fedvlm list encoders`")] = "demo",
     source: Source = None,
+    access: Annotated[
+        list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")
+    ] = None,
     patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
 ) -> None:
     """Encode every picture once and keep it in the cache."""
@@ -32,9 +35,9 @@ def embed(
     dataset = opened(data, options(source))
     begin = monotonic()
     with progress() as told:
-        done = encode(dataset, encoder, patches, told)
-    for name, reason in done.skipped:
-        typer.echo(f"skipped {name}: {reason}", err=True)
+        done, notes = encode(dataset, encoder, options(access), patches, told)
+    for note in notes:
+        typer.echo(note, err=True)
     rows, seconds = done.embedded, monotonic() - begin
     typer.echo(
         f"{len(rows.labels)} rows of {rows.x.shape[1]} by {rows.encoder}: "
@@ -74,7 +77,7 @@ def partition(
 
 def serve_encoder(
     encoder: str,
-    port: int = 8350,
+    port: int = 8765,
     host: str = "127.0.0.1",
     token_file: Annotated[Path | None, typer.Option(help="A secret the callers must send.")] = None,
     tls_cert: Path | None = None,
@@ -91,6 +94,7 @@ def serve_encoder(
         token_file=token_file,
         tls_cert=tls_cert,
         tls_key=tls_key,
+        ready=lambda url: typer.echo(f"serving {encoder} at {url}"),
     )
 
 

@@ -53,6 +53,9 @@ def run(
         for number, one in enumerate(settings):
             place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
             results.append(execute(one, place, again, progress=told))
+    for result in results:
+        for note in result.manifest["notes"]:
+            typer.echo(note, err=True)
     typer.echo(compare(results, paper=values.get("paper")), nl=False)
     typer.echo("records: " + ", ".join(str(one.folder) for one in results))
 
@@ -92,6 +95,9 @@ def list_(
 
         raise unknown("list", what, LISTS)
     rows = LISTS[what]()
+    if not rows and not as_json:
+        typer.echo(f"there are no {what}")
+        return
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return

@@ -28,8 +28,7 @@ def kind_of(name: str) -> tuple[str, str] | None:
     if path.is_dir():
         if hub.is_saved(path):
             return "hub", name
-        leafs = any(path.glob("*.json")) or any(path.glob("train/*.json"))
-        return ("leaf" if leafs else "folder"), name
+        return ("leaf" if leaf.is_leaf(path) else "folder"), name
     if not path.is_file():
         return None
     if path.suffix.lower() not in SUFFIXES:

@@ -14,6 +14,16 @@ CLASSES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 SIDE = 28
 
 
+def is_leaf(folder: Path) -> bool:
+    """Whether a folder holds LEAF's files; any other .json says nothing about its pictures."""
+    for file in (*folder.glob("*.json"), *folder.glob("train/*.json")):
+        with file.open("rb") as stream:
+            start = stream.read(4096)
+        if b'"users"' in start or b'"user_data"' in start:
+            return True
+    return False
+
+
 def read_leaf(path: str | Path) -> Dataset:
     """A folder of LEAF's FEMNIST; writers are clients, train/ and test/ folders are splits.
 

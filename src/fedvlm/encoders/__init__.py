@@ -32,7 +32,7 @@ ENCODERS: dict[str, Kind] = {
         "huggingface",
         "HuggingFace",
     ),
-    "http": Kind("http:URL", "a black box behind `fedvlm serve`", _CLOSED, "http", "Http"),
+    "http": Kind("http:URL", "a black box behind `fedvlm serve-encoder`", _CLOSED, "http", "Http"),
     "onnx": Kind(
         "onnx:FILE_OR_DIR", "a compiled image (and text) tower", ("image", "text"), "onnx", "Onnx"
     ),

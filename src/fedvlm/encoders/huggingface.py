@@ -70,6 +70,9 @@ class HuggingFace:
             "dtype": "float32",
             "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
         }
+        if self.tokenizer is not None:
+            words = json.dumps(sorted(self.tokenizer.get_vocab().items()))
+            self.identity["tokenizer"] = sha256(words.encode()).hexdigest()
 
     @torch.inference_mode()
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:

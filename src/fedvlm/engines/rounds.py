@@ -86,9 +86,11 @@ def train(
     for number in range(state.round, method.rounds):
         begin = perf_counter()
         ids = participants(world, plan, number)
+        # A round is chosen by what all clients make of it; else only participants are measured.
+        known = ids if plan.selection == "last" else sorted(plan.train)
         tasks = [
             Task(id, method.send(state.shared, id), state.local.get(id, fresh), id in ids)
-            for id in (*ids, *sorted(plan.unseen))
+            for id in (*known, *sorted(plan.unseen))
         ]
         done = engine.round(number, tasks)
         uploads = [done[id].upload or {} for id in ids]
