@@ -84,9 +84,12 @@ def serve_encoder(
     tls_key: Path | None = None,
 ) -> None:
     """Give out embeddings of an encoder, never its weights."""
+    import logging
+
     from fedvlm.encoders import open_encoder
     from fedvlm.encoders.serve import serve
 
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     serve(
         open_encoder(encoder),
         host=host,
