@@ -82,7 +82,7 @@ def test_clip_vectors_are_the_official_ones(clip):
     assert answer.patches is not None
     assert answer.patches.shape == (4, 16, clip.dim)
     assert answer.patches.dtype == np.float16
-    assert clip.offers == {"image", "text", "patches", "text tower"}
+    assert clip.offers == {"image", "text", "patches", "text tower", "image tower"}
     assert clip.scale == pytest.approx(np.exp(2.6592), rel=1e-4)
 
 
@@ -108,7 +108,7 @@ def test_siglip_text_is_padded_to_full_length_and_unit_norm(siglip):
     )
     official = siglip.model.get_text_features(input_ids=padded["input_ids"]).pooler_output
     assert torch.allclose(got, torch.nn.functional.normalize(official, dim=1), atol=1e-6)
-    assert siglip.offers == {"image", "text", "patches"}
+    assert siglip.offers == {"image", "text", "patches", "image tower"}
     with pytest.raises(EncoderError, match="take a CLIP model"):
         siglip.text_tower(["cat"])
 
@@ -137,7 +137,7 @@ def test_vision_models_give_the_normed_class_token_and_patches(tmp_path, kind, f
     assert answer.patches is not None
     assert answer.patches.shape[1] == 16
     assert np.allclose(answer.patches, hidden[:, first:].numpy(), atol=2e-3)
-    assert encoder.offers == {"image", "patches"}
+    assert encoder.offers == {"image", "patches", "image tower"}
     with pytest.raises(EncoderError, match="has no text"):
         encoder.embed_text(["a cat"])
 

@@ -21,7 +21,7 @@ class Kind:
     build: str
 
 
-_OPEN = ("image", "text", "patches", "text tower")
+_OPEN = ("image", "text", "patches", "text tower", "image tower")
 _CLOSED = ("image", "text", "patches")
 ENCODERS: dict[str, Kind] = {
     "demo": Kind("demo", "the small model that comes with fedvlm", _OPEN, "demo", "demo"),

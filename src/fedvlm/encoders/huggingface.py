@@ -22,6 +22,8 @@ from torch.nn.functional import linear, normalize
 
 from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.text import clean
+from fedvlm.encoders.tower import ImageTower
 from fedvlm.errors import EncoderError, SettingsError
 from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower, suffixes
 
@@ -57,7 +59,7 @@ class HuggingFace:
         self.scale = float(self.model.logit_scale.exp()) if both else SCALE
         # SigLIP adds it to every logit before its sigmoid; a softmax over classes does not see it
         self.bias = float(self.model.logit_bias) if self.kind == "siglip" else 0.0
-        offers = {"image", "patches"}
+        offers = {"image", "patches", "image tower"}
         if both and self.tokenizer is not None:
             offers.add("text")
             if self.kind == "clip" and config.text_config.hidden_act in ACTIVATIONS:
@@ -130,11 +132,15 @@ class HuggingFace:
         features = self.model.get_text_features(input_ids=ids).pooler_output
         return normalize(features, dim=-1).clone()
 
+    def image_tower(self) -> ImageTower:
+        """The differentiable way from weights and pixels to pooled embeddings."""
+        return ImageTower(self.model, lambda pixels: self._image(pixels)[0])
+
     def text_tower(self, classes: Sequence[str]) -> TextTower:
         """The differentiable way from context vectors to the features of these classes."""
         if "text tower" not in self.offers:
             raise EncoderError(f"{self.name} has no text tower for prompts; take a CLIP model")
-        names = [name.replace("_", " ") + "." for name in classes]
+        names = [clean(name) + "." for name in classes]
         tokens = self.tokenizer(names)["input_ids"]  # SOS ... EOT each
         text, config = self.model.text_model, self.model.config.text_config
         table = text.embeddings.token_embedding.weight
