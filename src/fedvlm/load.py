@@ -10,7 +10,7 @@ from fedvlm.data import open_dataset
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, Embedded
 from fedvlm.encoders import fingerprint, open_encoder
-from fedvlm.encoders.embed import Outcome, embed
+from fedvlm.encoders.embed import Outcome, Precision, embed
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import SettingsError
 from fedvlm.settings import Settings
@@ -28,7 +28,9 @@ def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
     if settings.smoke:
         dataset = sample(dataset)
     patches = "patches" in settings.method.needs
-    done, notes = encode(dataset, settings.encoder, settings.access, patches, told)
+    done, notes = encode(
+        dataset, settings.encoder, settings.access, patches, settings.precision, told
+    )
     return done.embedded, notes
 
 
@@ -49,7 +51,12 @@ def opened(data: str, source: Mapping[str, Any]) -> Dataset:
 
 
 def encode(
-    dataset: Dataset, encoder: str, access: Mapping[str, Any], patches: bool, told: Told
+    dataset: Dataset,
+    encoder: str,
+    access: Mapping[str, Any],
+    patches: bool,
+    precision: Precision,
+    told: Told,
 ) -> tuple[Outcome, list[str]]:
     """Every picture's embedding; the notes name unreadable pictures and a box that drifts."""
     notes: list[str] = []
@@ -60,6 +67,7 @@ def encode(
         opened,
         fingerprint=fingerprint(opened),
         patches=patches,
+        precision=precision,
         progress=lambda done, total: told("embedding", done, total),
     )
     return done, notes + [f"skipped {name}: {reason}" for name, reason in done.skipped]

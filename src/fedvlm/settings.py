@@ -18,6 +18,7 @@ class Settings:
     encoder: str = "demo"
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
     access: dict[str, Any] = field(default_factory=dict)  # how to reach an encoder: token_file, …
+    precision: Literal["float32", "float16"] = "float32"  # of cached pooled embeddings
     clients: Clients = field(default_factory=Clients)
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,9 @@ def embed(
         list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")
     ] = None,
     patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
+    half: Annotated[
+        bool, typer.Option(help="Keep float16, as a run's precision = 'float16'.")
+    ] = False,
 ) -> None:
     """Encode every picture once and keep it in the cache."""
     from fedvlm.load import encode, opened
@@ -35,7 +38,8 @@ def embed(
     dataset = opened(data, options(source))
     begin = monotonic()
     with progress() as told:
-        done, notes = encode(dataset, encoder, options(access), patches, told)
+        kept: Literal["float16", "float32"] = "float16" if half else "float32"
+        done, notes = encode(dataset, encoder, options(access), patches, kept, told)
     for note in notes:
         typer.echo(note, err=True)
     rows, seconds = done.embedded, monotonic() - begin
