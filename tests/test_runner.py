@@ -303,3 +303,21 @@ def test_unreadable_pictures_are_in_the_record(tmp_path):
     [note] = result.manifest["notes"]
     assert note.startswith("skipped ")
     assert "59.png" in note
+
+
+def test_cross_device_gives_a_column_for_every_count(rows, tmp_path):
+    many = replace(rows, clients=np.array([f"w{i:02}" for i in range(12)])[np.arange(240) // 20])
+    result = fedvlm.run(
+        QUICK,
+        embedded=many,
+        out=tmp_path / "a",
+        protocol="cross-device",
+        clients={"by": "own"},
+        counts=[1, 4, 8],
+        unseen=4,
+    )
+    assert list(result.tables[0]) == [
+        f"{who}, n={n}" for n in (1, 4, 8) for who in ("unseen", "own")
+    ]
+    assert [len(job["scores"]) for job in result.jobs().values()] == [5, 8, 12]
+    assert "unseen, n=8" in result.table()
