@@ -10,7 +10,7 @@ import torch
 
 from fedvlm import record
 from fedvlm.engines.rounds import State
-from fedvlm.errors import DataError
+from fedvlm.errors import DataError, SettingsError
 from fedvlm.files import write
 from fedvlm.record import Record, pack, read_tensors, unpack, write_tensors
 
@@ -119,3 +119,20 @@ def test_a_damaged_manifest_is_named(tmp_path):
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(DataError, match=r"manifest.json is damaged .* run again"):
         record.read_json(tmp_path / "manifest.json")
+
+
+def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    (tmp_path / ".notes.txt").write_text("")
+    with (
+        pytest.raises(SettingsError, match="is no run directory and holds thesis.tex"),
+        Record(tmp_path).lock(),
+    ):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [".notes.txt", "thesis.tex"]
+
+
+def test_a_refused_run_leaves_no_directory(tmp_path):
+    with pytest.raises(ValueError, match="refused"), Record(tmp_path / "run").lock():
+        raise ValueError("refused")
+    assert os.listdir(tmp_path) == []

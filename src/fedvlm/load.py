@@ -1,6 +1,6 @@
 """Settings to embedded rows: open the data, open the encoder, take what the cache has."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,8 +9,9 @@ import numpy as np
 from fedvlm.data import open_dataset
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, Embedded
-from fedvlm.encoders import fingerprint, open_encoder
+from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
 from fedvlm.encoders.embed import Outcome, Precision, embed
+from fedvlm.encoders.interface import Encoder
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import SettingsError
 from fedvlm.settings import Settings
@@ -28,10 +29,26 @@ def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
     if settings.smoke:
         dataset = sample(dataset)
     patches = "patches" in settings.method.needs
-    done, notes = encode(
-        dataset, settings.encoder, settings.access, patches, settings.precision, told
-    )
-    return done.embedded, notes
+    encoder, notes = reach(settings.encoder, settings.access)
+    meet(settings.method, encoder.name, encoder.offers)
+    done = encode(dataset, encoder, patches, settings.precision, told)
+    return done.embedded, [*notes, *skipped(done)]
+
+
+def meet(method: Any, encoder: str, offered: Collection[str]) -> None:
+    """Refuses a method that asks more of an encoder than it offers."""
+    needs = method.needs | ({"text"} if getattr(method, "head", None) == "text" else set())
+    if missing := sorted(needs - set(offered)):
+        able = ", ".join(
+            kind.form
+            for name, kind in ENCODERS.items()
+            if missing[0] in kind.offers and not encoder.startswith(name)
+        )
+        remedy = ", or set head = 'random'" if missing[0] == "text" else ""
+        raise SettingsError(
+            f"{method.name} needs {missing[0]} of the encoder, which {encoder} does not offer; "
+            f"use one of {able}{remedy}"
+        )
 
 
 def opened(data: str, source: Mapping[str, Any]) -> Dataset:
@@ -50,27 +67,28 @@ def opened(data: str, source: Mapping[str, Any]) -> Dataset:
     return replace(dataset, templates=tuple(map(str, many)))
 
 
-def encode(
-    dataset: Dataset,
-    encoder: str,
-    access: Mapping[str, Any],
-    patches: bool,
-    precision: Precision,
-    told: Told,
-) -> tuple[Outcome, list[str]]:
-    """Every picture's embedding; the notes name unreadable pictures and a box that drifts."""
+def reach(encoder: str, access: Mapping[str, Any]) -> tuple[Encoder, list[str]]:
+    """An encoder by name, and a list that it adds to when it drifts."""
     notes: list[str] = []
     box = {"warn": notes.append} if encoder.startswith("http") else {}
-    opened = open_encoder(encoder, **access, **box)
-    done = embed(
+    return open_encoder(encoder, **access, **box), notes
+
+
+def encode(
+    dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, told: Told
+) -> Outcome:
+    return embed(
         dataset,
-        opened,
-        fingerprint=fingerprint(opened),
+        encoder,
+        fingerprint=fingerprint(encoder),
         patches=patches,
         precision=precision,
         progress=lambda done, total: told("embedding", done, total),
     )
-    return done, notes + [f"skipped {name}: {reason}" for name, reason in done.skipped]
+
+
+def skipped(done: Outcome) -> list[str]:
+    return [f"skipped {name}: {reason}" for name, reason in done.skipped]
 
 
 def columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:

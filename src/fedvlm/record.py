@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -149,19 +149,35 @@ class Record:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """One process at a time works in a run directory; the lock goes with the process."""
+        manifest, lock = self.folder / "manifest.json", self.folder / ".lock"
+        new = not self.folder.exists()
         with disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = open(self.folder / ".lock", "w")  # noqa: SIM115
-        with handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise DataError(
-                    f"another process is working in {self.folder}; wait for it"
-                ) from error
-            for left in self.folder.rglob(".*.*"):  # drafts of a process that was killed
-                left.unlink()
-            yield
+            others = [path.name for path in self.folder.iterdir() if path.name[0] != "."]
+            if others and not manifest.exists():
+                raise SettingsError(
+                    f"{self.folder} is no run directory and holds {sorted(others)[0]}; "
+                    "choose a new or an empty directory"
+                )
+            handle = open(lock, "w")  # noqa: SIM115
+        try:
+            with handle:
+                self._claim(handle)
+                yield
+        finally:
+            if new and not manifest.exists():  # refused before anything was written
+                lock.unlink(missing_ok=True)
+                self.folder.rmdir()
+
+    def _claim(self, handle: IO[str]) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(f"another process is working in {self.folder}; wait for it") from error
+        for folder in (self.folder, self.folder / "jobs"):
+            for left in folder.glob(".*"):  # drafts of a process that was killed
+                if left.suffix[1:].isdigit():
+                    left.unlink()
 
     @property
     def lines_path(self) -> Path:

@@ -19,11 +19,10 @@ from fedvlm import evaluate
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
-from fedvlm.encoders import ENCODERS
 from fedvlm.engines.rounds import Outcome, Plan, State, finish, open_engine, start, train
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.load import load, thin
+from fedvlm.load import load, meet, thin
 from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
 from fedvlm.result import Result, slug
 from fedvlm.settings import Settings, build
@@ -95,7 +94,7 @@ def resume(folder: str | Path, progress: Progress | None = None) -> Result:
 
 
 def check(settings: Settings, rows: Embedded) -> None:
-    """Refuses rows no method can use, and needs the encoder does not meet, before any work."""
+    """Refuses rows no method can use, before any work."""
     # A sum is finite only if all its numbers are, and takes no second copy of the rows.
     bad = (~rows.x.sum(dim=1).isfinite()).nonzero().flatten().tolist()
     if bad:
@@ -111,20 +110,7 @@ def check(settings: Settings, rows: Embedded) -> None:
         )
     offered = {"image"} | ({"text"} if rows.text is not None else set())
     offered |= {"patches"} if rows.patches is not None else set()
-    needs = set(settings.method.needs)
-    if getattr(settings.method, "head", None) == "text":
-        needs.add("text")
-    if missing := sorted(needs - offered):
-        able = ", ".join(
-            kind.form
-            for name, kind in ENCODERS.items()
-            if missing[0] in kind.offers and not rows.encoder.startswith(name)
-        )
-        remedy = ", or set head = 'random'" if missing[0] == "text" else ""
-        raise SettingsError(
-            f"{settings.method.name} needs {missing[0]} of the encoder, which {rows.encoder} does "
-            f"not offer; use one of {able or 'a later release'}{remedy}"
-        )
+    meet(settings.method, rows.encoder, offered)
     settings.method.init(frozen(rows, settings.seeds[0]))  # a method may refuse the dimension
 
 

@@ -33,14 +33,15 @@ def embed(
     ] = False,
 ) -> None:
     """Encode every picture once and keep it in the cache."""
-    from fedvlm.load import encode, opened
+    from fedvlm.load import encode, opened, reach, skipped
 
     dataset = opened(data, options(source))
     begin = monotonic()
     with progress() as told:
         kept: Literal["float16", "float32"] = "float16" if half else "float32"
-        done, notes = encode(dataset, encoder, options(access), patches, kept, told)
-    for note in notes:
+        opened_encoder, notes = reach(encoder, options(access))
+        done = encode(dataset, opened_encoder, patches, kept, told)
+    for note in [*notes, *skipped(done)]:
         typer.echo(note, err=True)
     rows, seconds = done.embedded, monotonic() - begin
     typer.echo(
