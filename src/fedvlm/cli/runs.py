@@ -102,4 +102,6 @@ def list_(
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return
     head = list(rows[0])
-    typer.echo(render(head, [[str(row[key]) for key in head] for row in rows], "text"), nl=False)
+    typer.echo(
+        render(head, [[str(row[key]) for key in head] for row in rows], "text", True), nl=False
+    )

@@ -15,8 +15,8 @@ def list_methods() -> list[Row]:
         {
             "method": name,
             "needs": ", ".join(sorted(kind.needs)),
-            "settings": ", ".join(f"{one.name}={one.default}" for one in fields(kind)),
             "what": (getdoc(getmodule(kind)) or "").split("\n\n")[0].replace("\n", " "),
+            "settings": ", ".join(f"{one.name}={one.default}" for one in fields(kind)),
         }
         for name, kind in methods().items()
     ]

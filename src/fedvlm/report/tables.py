@@ -69,7 +69,10 @@ def compare(
     return render(head, body, form)
 
 
-def render(head: Sequence[str], body: Sequence[Sequence[str]], form: str) -> str:
+def render(
+    head: Sequence[str], body: Sequence[Sequence[str]], form: str, words: bool = False
+) -> str:
+    """A table; its columns after the first are numbers, set to the right, unless they are words."""
     if form == "csv":
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows([head, *body])
@@ -87,7 +90,8 @@ def render(head: Sequence[str], body: Sequence[Sequence[str]], form: str) -> str
 
     def line(row: Sequence[str]) -> str:
         cells = [row[0].ljust(widths[0])]
-        cells += [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        set_to = str.ljust if words else str.rjust
+        cells += [set_to(text, width) for text, width in zip(row[1:], widths[1:], strict=True)]
         return f"| {' | '.join(cells)} |" if form == "markdown" else "  ".join(cells).rstrip()
 
     rule = ["-" * width for width in widths]
