@@ -101,7 +101,7 @@ def list_(
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return
-    head = list(rows[0])
+    head = [key for key, value in rows[0].items() if not isinstance(value, list)]
     typer.echo(
         render(head, [[str(row[key]) for key in head] for row in rows], "text", True), nl=False
     )

@@ -43,6 +43,7 @@ def list_datasets() -> list[Row]:
             "hub": entry.hub,
             "template": " | ".join(entry.templates),
             "protocol": entry.protocol,
+            "names": list(entry.classes),
         }
         for name, entry in catalogue().items()
     ]
