@@ -1,6 +1,8 @@
 """A run from settings to tables: repeatable, resumable after any kill, and refusing bad input."""
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -321,3 +323,24 @@ def test_cross_device_gives_a_column_for_every_count(rows, tmp_path):
     ]
     assert [len(job["scores"]) for job in result.jobs().values()] == [5, 8, 12]
     assert "unseen, n=8" in result.table()
+
+
+def test_a_disk_that_fills_up_in_mid_run_is_said_and_the_run_goes_on_later(
+    rows, tmp_path, monkeypatch
+):
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "whole")
+    left = [3]
+
+    def filling(handle, sync=os.fsync):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", filling)
+        with pytest.raises(DataError, match="the disk is full at .* free some space and resume"):
+            fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    assert not (tmp_path / "a" / "result.json").exists()
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    assert files(tmp_path / "a") == files(tmp_path / "whole")

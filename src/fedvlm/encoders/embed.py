@@ -1,6 +1,5 @@
 """Data to embeddings through the cache: each picture is encoded once, by whoever comes first."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -21,6 +20,7 @@ from fedvlm.encoders.pictures import Pictures
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.encoders.workers import Decoders, Prepared, refuse_in_start
 from fedvlm.errors import EncoderError
+from fedvlm.machine import cores
 
 BATCH = 32  # pictures given to the encoder at once: also what a kill can cost
 FEW_BYTES = 16_000_000  # of pictures; they are decoded before worker processes have started
@@ -65,7 +65,7 @@ def embed(
         todo = [digest for digest in pictures.first if not tables.have(digest)]
         if workers is None:
             few = pictures.size(todo) < FEW_BYTES
-            workers = 0 if few else min(8, max(1, _cores() - 1))
+            workers = 0 if few else min(8, max(1, cores() - 1))
         run = _Run(pictures, encoder, tables, claims, progress or (lambda done, total: None))
         with Decoders(encoder.preprocess, workers, ahead=2 * BATCH) as decoders:
             run.all(todo, decoders)
@@ -203,12 +203,6 @@ class _Run:
             f"{self.encoder.name} answered with {what} for {self.pictures.name(digest)}; "
             "the batches before it are kept: mend the encoder, or remove the picture, and run again"
         )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what this process may use, where the system says so
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _unit(values: NDArray[Any]) -> Tensor:

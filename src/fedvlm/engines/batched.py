@@ -5,7 +5,6 @@ named, and every process computes with one thread: so the bits of a result are t
 number of workers.
 """
 
-import os
 import traceback
 from collections.abc import Sequence
 from time import perf_counter
@@ -19,6 +18,7 @@ from fedvlm.engines.pool import Pool
 from fedvlm.engines.single import failure, one
 from fedvlm.engines.work import Done, Task, World, client, measure, pad
 from fedvlm.errors import FedVLMError
+from fedvlm.machine import cores
 
 ROW_BYTES = 8 << 20  # padded rows of a chunk
 LOCAL_BYTES = 1 << 20  # local tensors of a chunk: large ones gain nothing from stacking
@@ -31,7 +31,7 @@ class Batched:
         """`workers` = 0: as many processes as cores, once the first round shows that they pay."""
         self.world = world
         self.rounds = rounds
-        self.workers = workers or os.cpu_count() or 1
+        self.workers = workers or cores()
         self.eager = workers > 1
         self.pool: Pool | None = None
 

@@ -5,6 +5,7 @@ start in milliseconds. That is safe here as in torch's own data loaders: a child
 never enters the parent's thread pools.
 """
 
+import signal
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -93,11 +94,12 @@ def serve(
 
     for other in others:  # inherited ends would keep a pipe open after the server is gone
         other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server is interrupted, and closes the pipe
     torch.set_num_threads(1)
     while True:
         try:
             number, bare = connection.recv()
-        except (EOFError, OSError, KeyboardInterrupt):
+        except (EOFError, OSError):
             return
         tasks = [replace(t, sent=_tensors(t.sent), local=_tensors(t.local)) for t in bare]
         try:
