@@ -157,6 +157,11 @@ def test_bad_input_is_said_in_a_line_with_exit_code_2(refused, words, says, tmp_
     ]
 
 
+def test_an_option_a_store_does_not_have_is_refused(refused, store):
+    text = refused("run", "--method", "fedot", "--encoder", store, "--set", "source.root=here")
+    assert "no option of store:FILE_OR_DIR is called 'root'" in text
+
+
 def test_a_toml_typo_is_said_with_its_place(refused, tmp_path):
     (tmp_path / "bad.toml").write_text('method = "fedot\n')
     assert "is not valid TOML" in refused("run", tmp_path / "bad.toml")

@@ -12,7 +12,7 @@ from fedvlm.data.table import Dataset, Embedded
 from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
 from fedvlm.encoders.embed import Outcome, Precision, embed
 from fedvlm.encoders.interface import Encoder
-from fedvlm.encoders.store import open_store
+from fedvlm.encoders.store import Store
 from fedvlm.errors import SettingsError
 from fedvlm.settings import Settings
 
@@ -24,7 +24,9 @@ FEW_ROUNDS = 3
 def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
     """The rows of a run, and what its owner should know of them; a store has them already."""
     if settings.encoder.startswith("store:"):
-        return open_store(settings.encoder.removeprefix("store:"), **settings.source), []
+        store = open_encoder(settings.encoder, **settings.source)
+        assert isinstance(store, Store)
+        return store.embedded, []
     dataset = opened(settings.data, settings.source)
     if settings.smoke:
         dataset = sample(dataset)

@@ -11,9 +11,6 @@ from PIL.Image import Image
 if TYPE_CHECKING:  # decoder processes import this module and have no use for torch
     from torch import Tensor
 
-# What an encoder may offer and a method may need, from the least to the most open.
-OFFERS = ("image", "text", "patches", "text tower", "image tower")
-
 
 class Preprocess(Protocol):
     """From a decoded RGB picture to the array the encoder takes; pickled to decoder processes."""
@@ -35,7 +32,7 @@ class Encoder(Protocol):
     """`text_tower(classes) -> maths.prompts.TextTower` is there if "text tower" is offered."""
 
     name: str  # as the user wrote it, e.g. "hf:openai/clip-vit-base-patch32"
-    offers: frozenset[str]  # a subset of OFFERS
+    offers: frozenset[str]  # a subset of core.NEEDS, as far as its owner opens it
     dim: int
     scale: float  # logit scale
     identity: dict[str, str]  # what the fingerprint covers: weights, activation, dtype, resize, ...
