@@ -1,0 +1,144 @@
+"""The files that are shipped: what the demo model and the demo pictures are, not how they look."""
+
+import io
+import socket
+from collections import Counter
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedvlm.data import open_dataset
+from fedvlm.data.federation import Clients, divide
+from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
+from fedvlm.encoders.demo import demo_directory
+from fedvlm.encoders.embed import embed
+from fedvlm.encoders.preprocess import Pixels
+
+MEGABYTE = 1_000_000
+DOMAINS = {"noto", "twemoji", "fluent-flat", "high-contrast"}
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """Every address that anybody tried to reach since the first test of this file."""
+    reached = []
+
+    def refuse(*address, **_):
+        reached.append(address)
+        raise OSError("the network is off in this test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        yield reached
+
+
+@pytest.fixture(scope="module")
+def encoder(asked):
+    return open_encoder("demo")
+
+
+@pytest.fixture(scope="module")
+def dataset(asked):
+    return open_dataset("demo")
+
+
+@pytest.fixture(scope="module")
+def embedded(dataset, encoder, tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    done = embed(dataset, encoder, fingerprint=fingerprint(encoder), cache=cache, workers=0)
+    assert not done.skipped
+    return done.embedded
+
+
+@pytest.fixture(scope="module")
+def pictures(dataset):
+    """Decoded, because two files may hold the same picture."""
+    return [
+        Image.open(io.BytesIO(dataset.source.read(row))).convert("RGB")
+        for row in range(len(dataset.source))
+    ]
+
+
+def size(folder: Path, pattern: str = "*") -> int:
+    return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
+
+
+def test_the_demo_runs_from_pictures_to_embeddings_without_network(asked, embedded):
+    assert len(embedded.x) == len(embedded.labels) > 1000
+    assert asked == []
+
+
+def test_the_demo_offers_all_that_its_kind_says(encoder):
+    assert encoder.offers == set(ENCODERS["demo"].offers)
+
+
+def test_what_the_demo_offers_is_there(encoder, dataset, pictures):
+    pixels = [encoder.preprocess(picture) for picture in pictures[:3]]
+    answer = encoder.embed(pixels, patches=True)
+    assert answer.pooled.shape == (3, encoder.dim)
+    assert answer.patches.shape == (3, 36, encoder.dim)
+    assert encoder.embed_text(["a cat", "a dog"]).shape == (2, encoder.dim)
+    assert encoder.text_tower(dataset.classes).room >= 16  # context vectors, as prompt papers use
+    tower = encoder.image_tower()
+    again = tower(tower.weights, torch.from_numpy(np.stack(pixels)))
+    assert torch.allclose(again, torch.from_numpy(answer.pooled), atol=1e-5)
+
+
+def test_pictures_reach_the_demo_model_without_resampling(encoder, pictures):
+    assert isinstance(encoder.preprocess, Pixels)
+    assert {picture.size for picture in pictures} == {(encoder.preprocess.size,) * 2}
+
+
+def test_the_prompt_path_gives_the_official_text_features(encoder, dataset):
+    words = "a picture of a"
+    ids = encoder.tokenizer(words, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    context = encoder.model.text_model.embeddings.token_embedding(ids[0])
+    features = encoder.text_tower(dataset.classes)(context)
+    sentences = [f"{words} {name}." for name in dataset.classes]
+    tokens = encoder.tokenizer(sentences, padding=True, return_tensors="pt")
+    official = encoder.model.get_text_features(**tokens).pooler_output
+    official = torch.nn.functional.normalize(official, dim=-1)
+    assert torch.allclose(features, official, atol=1e-5)
+    assert torch.allclose(encoder.embed_text(sentences), official, atol=1e-5)
+    assert (official @ official.T).fill_diagonal_(0).max() < 0.99  # it tells the classes apart
+
+
+@pytest.mark.parametrize("domain", sorted(DOMAINS))
+def test_zero_shot_is_at_least_three_times_chance(embedded, domain):
+    here = embedded.domains == domain
+    guess = (embedded.x[here] @ embedded.text.T).argmax(1).numpy()
+    assert (guess == embedded.labels[here]).mean() >= 3 / len(embedded.classes)
+
+
+def test_the_demo_has_four_domains_with_the_same_classes(dataset):
+    assert set(dataset.domains) == DOMAINS
+    assert 12 <= len(dataset.classes) <= 20
+    of_each = [Counter(dataset.labels[dataset.domains == domain]) for domain in sorted(DOMAINS)]
+    assert all(counts == of_each[0] for counts in of_each)
+    assert min(of_each[0].values()) >= 10
+    assert set(of_each[0]) == set(range(len(dataset.classes)))
+
+
+def test_no_demo_picture_is_there_twice(pictures):
+    drawn = Counter(picture.tobytes() for picture in pictures)
+    assert max(drawn.values()) == 1
+
+
+def test_every_row_of_the_demo_is_in_one_part_of_one_client(embedded):
+    division = divide(embedded, Clients(), seed=0)
+    assert division.dropped == 0
+    assert set(division.members) == DOMAINS
+    parts = [(m.train, m.validation, m.test) for m in division.members.values()]
+    dealt = np.concatenate([rows for member in parts for rows in member])
+    assert np.array_equal(np.sort(dealt), np.arange(len(embedded.labels)))
+
+
+def test_the_demo_is_small():
+    model, data = demo_directory(), Path(str(files("fedvlm.data") / "demo"))
+    assert 0 < size(model, "*.safetensors") <= 6 * MEGABYTE
+    assert size(model) + size(data) <= 8 * MEGABYTE

@@ -1,0 +1,54 @@
+"""What may be said of a drawing, and of which others it is true."""
+
+import random
+import re
+from collections import defaultdict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .concepts import Concept
+
+PROMPT = "a picture of a {}"
+TEMPLATES = (PROMPT, PROMPT, "{}", "a {}", "a {} emoji", "an icon of a {}", "a drawing of a {}")
+
+
+def phrases_of(concept: Concept) -> list[str]:
+    """What may be said of a concept; the name most often, the class word no more than another."""
+    name = re.sub(r"^(an?|the) ", "", concept.name)
+    words = [k for k in concept.keywords if len(k) > 1 and not k.isdigit()][:12]
+    extra = [w for w in (concept.label, concept.group) if w]
+    return list(dict.fromkeys([name, *extra, *words]))
+
+
+class Captions:
+    """Which drawings show which concept, what may be said of it, and what is true of others."""
+
+    def __init__(self, owners: NDArray[np.int64], concepts: list[Concept]) -> None:
+        self.concepts = concepts
+        self.drawings: dict[int, list[int]] = defaultdict(list)
+        for row, owner in enumerate(owners):
+            self.drawings[int(owner)].append(row)
+        self.drawn = sorted(self.drawings)
+        self.said = [phrases_of(concepts[owner]) for owner in self.drawn]
+        self.natural = [  # without the words for class and subgroup that are no CLDR keywords
+            [p for p in said if p in (said[0], *concepts[owner].keywords)]
+            for owner, said in zip(self.drawn, self.said, strict=True)
+        ]
+        everything = dict.fromkeys(phrase for said in self.said for phrase in said)
+        self.phrase_ids = {phrase: index for index, phrase in enumerate(everything)}
+        # A caption that is also true of another picture of the batch must not push it away.
+        self.truth = torch.zeros(len(self.drawn), len(self.phrase_ids), dtype=torch.bool)
+        for position, said in enumerate(self.said):
+            self.truth[position, [self.phrase_ids[phrase] for phrase in said]] = True
+        # Emoji concepts have several drawings and the better captions: seen more often.
+        odds = np.array([1.0 if concepts[owner].code else 0.04 for owner in self.drawn])
+        odds *= np.array([1.6 if concepts[owner].label else 1.0 for owner in self.drawn])
+        self.odds = odds / odds.sum()
+
+    def say(self, position: int) -> tuple[str, int]:
+        """A caption for a concept and the number of the phrase in it; the name most often."""
+        said = self.said[position]
+        phrase = said[0] if random.random() < 0.35 else random.choice(said)
+        return random.choice(TEMPLATES).format(phrase), self.phrase_ids[phrase]

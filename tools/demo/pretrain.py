@@ -1,0 +1,129 @@
+"""Stage 1: both towers, contrasting two drawings and one caption of each concept of a batch."""
+
+import math
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import CLIPModel, CLIPTokenizer
+
+from .augment import augment
+from .captions import Captions
+from .losses import both_ways, soft_cross_entropy
+from .model import DIM, image_features, make_model, normalized, text_features
+from .muon import Muon
+from .recipe import Recipe
+
+MUON_RATE = 0.02
+
+
+class Proxies(nn.Module):
+    """Learnt stand-ins for the concepts and for the Unicode subgroups.
+
+    Every picture is told apart from all of them at each step, not only from those in the batch.
+    They are thrown away afterwards.
+    """
+
+    def __init__(self, captions: Captions) -> None:
+        super().__init__()
+        groups = [captions.concepts[owner].group for owner in captions.drawn]
+        numbers = {g: i for i, g in enumerate(sorted({c.group for c in captions.concepts} - {""}))}
+        self.kind_of = torch.tensor([numbers.get(group, -100) for group in groups])
+        self.concepts = nn.Parameter(torch.randn(len(groups), DIM) * 0.1)
+        self.kinds = nn.Parameter(torch.randn(len(numbers), DIM) * 0.1)
+
+    def loss(self, seen: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """How badly pictures are told apart by concept and by subgroup."""
+        told = 16 * seen @ F.normalize(self.concepts, dim=-1).T
+        kind = 12 * seen @ F.normalize(self.kinds, dim=-1).T
+        return (
+            F.cross_entropy(told, index, label_smoothing=0.1),
+            F.cross_entropy(kind, self.kind_of[index], label_smoothing=0.1),
+        )
+
+
+def make_optimizers(
+    model: CLIPModel, proxies: Proxies, rate: float
+) -> tuple[Muon, torch.optim.AdamW]:
+    """Muon for the matrices of the layers, AdamW for the rest."""
+    inner = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2]
+    known = {id(p) for p in inner}
+    rest = [p for p in (*model.parameters(), *proxies.parameters()) if id(p) not in known]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": 0.05},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
+    return Muon(inner, decay=0.02), adam
+
+
+def draw(captions: Captions, batch: NDArray[np.int64]) -> tuple[list[int], list[str], list[int]]:
+    """Two drawings and one caption of each concept: rows, texts and the phrases in them."""
+    rows: list[int] = []
+    texts: list[str] = []
+    phrases: list[int] = []
+    for position in batch:
+        own = captions.drawings[captions.drawn[position]]
+        rows += random.sample(own, 2) if len(own) > 1 else [own[0], own[0]]
+        text, phrase = captions.say(position)
+        texts.append(text)
+        phrases.append(phrase)
+    return rows, texts, phrases
+
+
+def pretrain(
+    pixels: Tensor,
+    captions: Captions,
+    tokenizer: CLIPTokenizer,
+    recipe: Recipe,
+    checkpoint: Callable[[CLIPModel, CLIPTokenizer, str], None],
+) -> None:
+    """Hands `checkpoint` the averaged model, the tokenizer and a line on how far it is."""
+    random.seed(recipe.seed)
+    torch.manual_seed(recipe.seed)
+    model = make_model(tokenizer, pixels[::8])
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
+    decay = get_ema_multi_avg_fn(0.998)  # type: ignore[no-untyped-call]
+    average = AveragedModel(model, multi_avg_fn=decay)
+    proxies = Proxies(captions)
+    muon, adam = make_optimizers(model, proxies, recipe.rate)
+    chooser = np.random.default_rng(recipe.seed)
+    start, full_from = time.time(), int(0.8 * recipe.steps)
+    for step in range(1, recipe.steps + 1):
+        cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * (step / recipe.steps)))
+        pace = min(1.0, step / 200) * cosine
+        for group in adam.param_groups:
+            group["lr"] = recipe.rate * pace
+        batch = chooser.choice(len(captions.drawn), recipe.batch, replace=False, p=captions.odds)
+        rows, texts, phrases = draw(captions, batch)
+        inputs = normalized(augment(pixels[rows].float() / 255 - 1, strong=0.4) + 1)
+        seen = image_features(model, inputs, keep=20 if step < full_from else None)
+        read = text_features(model, tokenizer, texts)
+        index = torch.from_numpy(batch).repeat_interleave(2)
+        positives = captions.truth[index][:, phrases]
+        loss = both_ways(model.logit_scale.exp() * seen @ read.T, positives)
+        itself = torch.eye(len(index), dtype=torch.bool)
+        alike = (10 * seen @ seen.T).masked_fill(itself, -1e4)
+        same = (index[:, None] == index[None]) & ~itself
+        told, kind = proxies.loss(seen, index)
+        loss = loss / 2 + 0.3 * soft_cross_entropy(alike, same) + 0.3 * told + 0.4 * kind
+        muon.zero_grad()
+        adam.zero_grad()
+        torch.autograd.backward(loss)
+        muon.step(MUON_RATE * pace)
+        adam.step()
+        model.logit_scale.data.clamp_(max=math.log(100))
+        average.update_parameters(model)
+        if step % recipe.every == 0 or step in (recipe.steps, recipe.stop):
+            spent = time.time() - start
+            checkpoint(
+                average.module, tokenizer, f"step {step} {spent:.0f}s loss {loss.item():.3f}"
+            )
+        if step == recipe.stop:
+            break
