@@ -132,6 +132,7 @@ def stride(
     eye = torch.eye(rank, dtype=x.dtype, device=x.device)
     pushes = []
     toward = head @ back.mT  # M
+    sway = speed @ back.mT  # what M takes over from the last velocity
     left = right = None
     if tail is not None:
         left, right = tail.left, tail.right
@@ -149,13 +150,17 @@ def stride(
         v = (toward if narrow else error @ toward) * (pace.rate / (1 - mu))
         speed.mul_(mu).add_(shift if narrow else error.mT @ shift).add_(head, alpha=pace.decay)
         head.sub_(speed, alpha=pace.rate)
+        # (2 u - thin) R^T is u, because R R^T = (R + R^T) / 2: the head's way to M is for free
+        sway.mul_(mu).add_(u if narrow else error.mT @ u).add_(toward, alpha=pace.decay)
+        toward = toward.sub(sway, alpha=pace.rate)
+        if left is not None and right is not None:
+            toward = toward.baddbmm_(torch.bmm(head, right.mT), left, alpha=-1)
 
         pushes.append((u, v))
-        both = torch.cat([v, u, head], 1)  # the next step's M comes out of the same product
-        product = torch.bmm(both, back.mT)
-        left, toward = product[:, :rank], product[:, rank:]
+        both = torch.cat([v, u], 1)
+        left = torch.bmm(both, back.mT)
         right = torch.bmm(torch.cat([-u, v], 1), back)
-        inner = torch.baddbmm(eye, right, both[:, :rank].mT)
+        inner = torch.baddbmm(eye, right, both.mT)
         bent = torch.linalg.inv_ex(inner).inverse
         right = torch.bmm(bent, right)
         back.baddbmm_(left.mT, right, alpha=-1)
