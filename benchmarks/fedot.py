@@ -89,7 +89,7 @@ def compare_auto(classes: int, rounds: int = 12, steps: int = 40) -> None:
             upload, local = method.update_many(frozen, sent, local, many)
             times[blocks].append(process_time() - start)
             runs[blocks] = (method, upload, local)
-    race = 3 * rounds // 4
+    race = 2 * rounds // 3
     both = [times["auto"][:race], times["auto"][race:]]
     ratios = [median(some) / median(times[1]) for some in both]
     total = (race * ratios[0] + (rounds - race) * ratios[1]) / rounds

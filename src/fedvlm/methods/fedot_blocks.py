@@ -57,13 +57,13 @@ def race(
 ) -> tuple[Tensors, Tensors]:
     """The update of stacked clients that each look for their own number of blocks.
 
-    In three quarters of its rounds a client trains a map of every candidate, each with its own
+    In two thirds of its rounds a client trains a map of every candidate, each with its own
     copy of the head it was sent; the one with the least loss on the validation rows leads: its
     head is uploaded, its map is used. Thereafter only the last leader is trained. The race is
     long because many freedoms learn first and overfit last; to its end it would cost twice one
     block. A client without validation rows stays with one block.
     """
-    racing = local["age"] < max(1, 3 * self.rounds // 4)
+    racing = local["age"] < max(1, 2 * self.rounds // 3)
     new, head = {**local, "age": local["age"] + 1}, sent["head"].clone()
     leader, least = local["leader"].clone(), torch.full(racing.shape, torch.inf)
     for r in candidates(frozen.dim):
