@@ -5,8 +5,8 @@ import sys
 import pytest
 import tiny_models
 
+from fedvlm.core import NEEDS
 from fedvlm.encoders import ENCODERS, open_encoder
-from fedvlm.encoders.interface import OFFERS
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.errors import EncoderError, SettingsError
 
@@ -31,7 +31,7 @@ def test_an_unknown_option_is_refused():
 def test_every_kind_says_what_it_offers():
     for kind in ENCODERS.values():
         assert "image" in kind.offers
-        assert set(kind.offers) <= set(OFFERS)
+        assert set(kind.offers) <= set(NEEDS)
         assert kind.what
 
 
