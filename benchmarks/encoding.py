@@ -23,6 +23,7 @@ from fedvlm.data.table import Dataset
 from fedvlm.encoders.cache import use
 from fedvlm.encoders.embed import BATCH, embed
 from fedvlm.encoders.interface import Vectors
+from fedvlm.errors import EncoderError
 
 PICTURES, TURNS = 192, 2
 WANTED_RATIO, WANTED_MS = 0.85, 100
@@ -59,7 +60,7 @@ class Tower:
         return vectors
 
     def embed_text(self, sentences: Sequence[str]) -> torch.Tensor:
-        raise NotImplementedError
+        raise EncoderError("the benchmark encodes pictures only")
 
 
 class Jpegs:
