@@ -60,7 +60,7 @@ def race(
     In two thirds of its rounds a client trains a map of every candidate, each with its own
     copy of the head it was sent; the one with the least loss on the validation rows leads: its
     head is uploaded, its map is used. Thereafter only the last leader is trained. The race is
-    long because many freedoms learn first and overfit last; to its end it would cost twice one
+    long because short ones favoured one block in our trials; to its end it would cost twice one
     block. A client without validation rows stays with one block.
     """
     racing = local["age"] < max(1, 2 * self.rounds // 3)
