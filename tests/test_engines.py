@@ -134,9 +134,9 @@ def test_the_validation_round_is_kept_with_its_own_tensors():
     done = rounds.finish(world, plan, state, fresh)
     scores = [line["validation"] for line in lines]
     mine = sum(s["validation_hits"] / s["validation_rows"] for s in done.scores.values()) / 4
-    assert mine == max([*scores, mine])
+    assert mine >= max(scores) - 1e-12
     if done.round < 5:
-        assert mine == scores[done.round]
+        assert mine == pytest.approx(scores[done.round])
 
 
 def test_a_client_without_validation_rows_chooses_nothing_by_its_training_rows():

@@ -1,6 +1,6 @@
 """The protocols: who trains, who stays unseen, and what the hits on the test rows add up to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -68,10 +68,12 @@ def jobs(
     return [Job(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(away))) for count in counts]
 
 
-def accuracy(scores: Results, ids: Sequence[str]) -> float | None:
-    """Mean over clients of each one's share of hits on its own test rows."""
+def accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
+    """Mean over clients of each one's share of hits; None where no client has rows."""
     parts = [
-        scores[id]["test_hits"] / scores[id]["test_rows"] for id in ids if scores[id]["test_rows"]
+        scores[id][f"{split}_hits"] / scores[id][f"{split}_rows"]
+        for id in sorted(ids)
+        if id in scores and scores[id][f"{split}_rows"]
     ]
     return fmean(parts) if parts else None
 

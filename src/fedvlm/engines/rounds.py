@@ -1,6 +1,6 @@
 """The loop over rounds: choose participants, send, update, aggregate, and keep the chosen state."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Literal, Protocol
@@ -14,6 +14,7 @@ from fedvlm.engines.batched import Batched
 from fedvlm.engines.single import Single, where
 from fedvlm.engines.work import Done, Scores, Task, World, client, measure, minibatches
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate import accuracy
 from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
 
 Selection = Literal["last", "validation", "oracle"]
@@ -137,24 +138,14 @@ def disagreement(
     return out
 
 
-def share(scores: Mapping[str, Scores], ids: Collection[str], split: str) -> float | None:
-    """The mean over clients of the share of hits; None where no client has rows."""
-    parts = [
-        scores[id][f"{split}_hits"] / scores[id][f"{split}_rows"]
-        for id in sorted(ids)
-        if id in scores and scores[id][f"{split}_rows"]
-    ]
-    return sum(parts) / len(parts) if parts else None
-
-
 def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     """What a curve shows: the state before this round's update, averaged over clients."""
     own = [scores[id]["loss"] for id in sorted(scores) if id in plan.train]
     return {
         "loss": sum(own) / len(own),
-        "validation": share(scores, plan.train, "validation"),
-        "accuracy": share(scores, plan.train, "test"),
-        "unseen": share(scores, plan.unseen, "test"),
+        "validation": accuracy(scores, plan.train, "validation"),
+        "accuracy": accuracy(scores, plan.train, "test"),
+        "unseen": accuracy(scores, plan.unseen, "test"),
     }
 
 
@@ -163,9 +154,9 @@ def choose(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
     if plan.selection == "last":
         return state
     if plan.selection == "validation":
-        score = share(scores, plan.train, "validation") or 0.0
+        score = accuracy(scores, plan.train, "validation") or 0.0
     else:
-        score = share(scores, {*plan.train, *plan.unseen}, "test") or 0.0
+        score = accuracy(scores, {*plan.train, *plan.unseen}, "test") or 0.0
     if score <= state.best:
         return state
     return replace(
