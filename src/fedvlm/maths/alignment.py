@@ -38,18 +38,17 @@ def votes(margins: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(voting[:, None], terms, 0.0), voting
 
 
-def weights(terms: Tensor, voters: Tensor, temperature: float) -> Tensor:
-    """(classes, 1 + descriptions) r/τ_t from summed terms; `mix` makes a softmax of it.
+def weights(terms: Tensor, voters: Tensor, there: Tensor, temperature: float) -> Tensor:
+    """(classes, texts) b = softmax(r/τ_t) over the texts that are there, from summed terms.
 
-    A class nobody votes on gets the same for all its texts.
+    r is the mean over the voters, and 0 for the template; a class nobody votes on weighs all its
+    texts the same.
     """
     scores = terms / voters.clamp(min=1)[:, None] / temperature
-    return torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1)
+    scores = torch.cat([torch.zeros_like(there[:, :1], dtype=scores.dtype), scores], dim=1)
+    return torch.where(there, scores, -torch.inf).softmax(-1)
 
 
-def mix(scores: Tensor, texts: Tensor) -> Tensor:
-    """(classes, dim): Σ_m b_m Φ(t_m) with b the softmax of the scores over the texts there are."""
-    there = texts.abs().amax(-1) > 0
-    share = torch.where(there, scores, -torch.inf).softmax(-1)
-    share = torch.where(there.any(-1, keepdim=True), share, 0.0)
-    return (share[:, None, :].to(texts.dtype) @ texts)[:, 0]
+def mix(shares: Tensor, texts: Tensor) -> Tensor:
+    """(classes, dim): Σ_m b_m Φ(t_m), not made unit again."""
+    return (shares[:, None, :].to(texts.dtype) @ texts)[:, 0]

@@ -77,7 +77,7 @@ def ridge(known: Moments, shrinkage: float) -> Tensor:
     """λ tr(S)/(ν - 1), as CLIP-GDA shrinks; where S says nothing (one shot), from the means."""
     rows = known.counts.sum()
     within = known.scatter.diagonal(dim1=-2, dim2=-1).sum(-1)
-    there, offset, _ = _offsets(known)
+    _, offset, _ = _offsets(known)
     between = (known.counts * offset.square().sum(-1)).sum()
     spread = torch.where(within > TINY * rows, within, between)
     spread = torch.where(spread > 0, spread, torch.ones_like(spread))
@@ -110,10 +110,10 @@ def _offsets(known: Moments) -> tuple[Tensor, Tensor, Tensor]:
     return there, torch.where(there[:, None], known.means - centre, 0.0), centre
 
 
-def left_out(known: Moments, rule: Discriminant, x: Tensor, y: Tensor, weight: float) -> Tensor:
+def left_out(known: Moments, rule: Discriminant, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """(rows, classes) logits of each row by the discriminant of all others, the ridge kept.
 
-    `weight` is what a row counts in `known`: 1 + α if it is in the prior and among the own rows.
+    `weight` (rows,) is what each counts in `known`: 1 + α if the prior has it as well.
     Taking a row out changes the scatter by rank one and the mean of its class; the only row of a
     class leaves it without a prototype.
     """
@@ -140,7 +140,7 @@ def left_out(known: Moments, rule: Discriminant, x: Tensor, y: Tensor, weight: f
     stretch = 1 + gain * size
     own = logits.gather(1, label[:, None])[:, 0]
     own = own - pull * stretch * reach + pull * stretch * mine - pull.square() * stretch * size / 2
-    fewer = (scale - weight) / scale
+    fewer = ((scale - weight) / scale)[:, None]
     is_own = members(label, len(known.counts)) > 0
     logits = fewer * torch.where(is_own, own[:, None], logits)
     gone = (known.counts <= 0) | (is_own & alone[:, None])
@@ -162,7 +162,7 @@ def pack(square: Tensor) -> Tensor:
 
 
 def unpack(triangle: Tensor, dim: int) -> Tensor:
-    return triangle[..., _places(dim)[1]].unflatten(-1, (dim, dim))
+    return triangle[..., _places(dim)[1]].reshape(*triangle.shape[:-1], dim, dim)
 
 
 def quantum(most: int) -> float:
