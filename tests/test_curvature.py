@@ -1,5 +1,7 @@
 """Samples of the Fisher information and the two ways of joining prompts, by their laws."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.func import jacrev
@@ -104,6 +106,6 @@ def test_every_step_towards_the_mode_raises_the_density():
 
     start = means.median(dim=0).values[0]
     values = [density(mode(means, precisions, prior, start, k)) for k in range(30)]
-    assert all(b >= a - 1e-9 for a, b in zip(values, values[1:], strict=False))
+    assert all(b >= a - 1e-9 for a, b in pairwise(values))
     assert values[-1] - values[0] > 0.01
     assert values[-1] == pytest.approx(values[-2], abs=1e-6)

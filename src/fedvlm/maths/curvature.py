@@ -7,6 +7,7 @@ one backward pass for a whole minibatch, where the exact sum asks for one per ro
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ def probe(
 
     `signs` (rows, classes) are independent, of mean 0 and variance 1.
     """
-    table, pull = vjp(features, context)
+    pulled: Any = vjp(features, context)
+    table, pull = pulled
     p = (scale * x @ table.mT).softmax(dim=-1)  # (rows, classes)
     spun = torch.where(real[:, None], p.sqrt() * signs, 0.0)
     error = spun - p * spun.sum(dim=-1, keepdim=True)
@@ -82,9 +84,7 @@ def blend(
     return x
 
 
-def mode(
-    means: Tensor, precisions: Tensor, prior: float, start: Tensor, iterations: int
-) -> Tensor:
+def mode(means: Tensor, precisions: Tensor, prior: float, start: Tensor, iterations: int) -> Tensor:
     """A mode of the product of the clients' posteriors, each a mixture of Gaussians.
 
     `means` and `precisions` are (clients, parts, numbers). Every client has counted the prior

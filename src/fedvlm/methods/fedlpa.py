@@ -84,7 +84,7 @@ def samples(frozen: Frozen, prompt: Tensor, client: Client) -> list[Tensor]:
     for step in range(client.order.shape[0]):
         batch = parts.minibatch(client, step)
         signs = torch.where(client.noise[step] < 0, -1.0, 1.0)
-        signs = signs.unflatten(-1, (-1, len(frozen.classes)))
+        signs = signs.reshape(-1, len(frozen.classes))
         features = lambda one: class_features(frozen, one)  # noqa: E731
         out.append(probe(features, prompt, batch.x, batch.real, frozen.scale, signs))
     return out
