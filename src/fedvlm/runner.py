@@ -171,7 +171,13 @@ def _job(
         return dict(read_json(final)["scores"])
     members = {id: division.members[id] for id in (*job.train, *job.unseen)}
     world = World(
-        settings.method, frozen(rows, seed), rows.x, torch.from_numpy(rows.labels), members, seed
+        settings.method,
+        frozen(rows, seed),
+        rows.x,
+        torch.from_numpy(rows.labels),
+        members,
+        seed,
+        settings.channel,
     )
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
     state, fresh = start(world)

@@ -1,7 +1,7 @@
 """What one client does in a round, whichever engine asks: take its rows, measure, update."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds
+from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Tensors
 
 
@@ -34,6 +35,7 @@ class World:
     y: Tensor  # (rows,)
     members: Mapping[str, Member]
     seed: int
+    channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
 
 
 @dataclass(frozen=True)
