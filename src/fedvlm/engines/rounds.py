@@ -1,14 +1,14 @@
 """The loop over rounds: choose participants, send, update, aggregate, and keep the chosen state."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import validate
+from fedvlm.channel.passage import Arrived, Passage, spent_epsilon
 from fedvlm.core import Tensors
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.single import Single, where
@@ -59,6 +59,7 @@ class State:
     best_round: int = 0
     best_shared: Tensors | None = None  # None: the current state is the chosen one
     best_local: Mapping[str, Tensors] | None = None
+    channel: Mapping[str, Tensors] = field(default_factory=dict)  # what it keeps, by client id
 
 
 def start(world: World) -> tuple[State, Tensors]:
@@ -91,6 +92,7 @@ def train(
 ) -> State:
     """Runs the rounds that are left; `on_round` gets each new state with the line to record."""
     method = world.method
+    passage = Passage(world.channel, method, list(fresh), world.seed)
     for number in range(state.round, method.rounds):
         begin = perf_counter()
         ids = participants(world, plan, number)
@@ -101,27 +103,48 @@ def train(
             for id in (*known, *sorted(plan.unseen))
         ]
         done = engine.round(number, tasks)
-        uploads = [done[id].upload or {} for id in ids]
-        for id, upload in zip(ids, uploads, strict=True):
-            validate(upload, fresh.keys(), where(world, number, id))
+        came = carry(world, passage, state, number, {t.id: t for t in tasks if t.trains}, done)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
-        line |= disagreement(world, ids, state.shared, uploads, [done[id].local for id in ids])
-        line["clients"] = {task.id: _line(task, done[task.id]) for task in tasks}
+        if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
+            own = [done[id].local for id in ids]
+            line |= disagreement(world, ids, state.shared, came.uploads, own)
+        line["clients"] = {t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks}
         shared = state.shared
-        if uploads[0]:
-            weights = torch.tensor([float(len(world.members[id].train)) for id in ids])
-            shared = method.aggregate(shared, uploads, weights, ids)
+        if came.uploads[0]:
+            shared = method.aggregate(shared, came.uploads, came.weights, came.ids)
+        kept = {**state.channel, **came.kept}
+        if world.channel.noise:
+            line["epsilon"] = spent_epsilon(world.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
-        state = replace(state, round=number + 1, shared=shared, local=local)
+        state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
 
-def _line(task: Task, done: Done) -> dict[str, float]:
+def carry(
+    world: World,
+    passage: Passage,
+    state: State,
+    number: int,
+    tasks: Mapping[str, Task],
+    done: Mapping[str, Done],
+) -> Arrived:
+    """The participants' uploads through the channel."""
+    return passage.carry(
+        number,
+        {id: done[id].upload or {} for id in tasks},
+        {id: task.sent for id, task in tasks.items()},
+        {id: len(world.members[id].train) for id in tasks},
+        state.channel,
+        lambda id: where(world, number, id),
+    )
+
+
+def _line(task: Task, done: Done, size: int) -> dict[str, float]:
     sent = tensors.count_bytes(task.sent) if task.trains else 0
-    return {**done.scores, "bytes_down": sent, "bytes_up": tensors.count_bytes(done.upload or {})}
+    return {**done.scores, "bytes_down": sent, "bytes_up": size}
 
 
 def disagreement(
