@@ -119,6 +119,7 @@ def train(
             line["epsilon"] = spent_epsilon(world.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
+        del done, tasks, came, shared, local  # a tower of every client is large, a state is not
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
@@ -157,10 +158,12 @@ def disagreement(
     """How far the clients pull what is shared apart; nothing where uploads are no new values."""
     if len(ids) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
         return {}
-    start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-    out = {"cosine": mean_cosine(start, ends)}
+    keys = sorted(key for key in shared if shared[key].is_floating_point())
+    each = [[one[key] for key in keys] for one in (shared, *uploads)]
+    out = {"cosine": mean_cosine(each[0], each[1:])}
     condition = getattr(world.method, "condition", None)
     if condition is not None:
+        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         steps = [len(minibatches(world, id, 0)) for id in ids]
         out["difference"] = largest_difference(start, ends, steps, world.method.rate)
         conditions = [condition(one) for one in local]
