@@ -13,6 +13,7 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, make
+from fedvlm.engines.work import bare
 
 DIM, BATCH = 512, 32
 
@@ -28,7 +29,7 @@ def world(classes: int, steps: int) -> tuple[Frozen, Client]:
     order = torch.randperm(rows, generator=generator).reshape(1, steps, BATCH)
     y = torch.randint(classes, (1, rows), generator=generator)
     held = rows // 3  # 60 : 20, as the paper splits
-    client = Client(unit(rows)[None], y, order, unit(held)[None], y[:, :held])
+    client = bare(unit(rows)[None], y, order, unit(held)[None], y[:, :held])
     return Frozen(tuple(map(str, range(classes))), DIM, 100.0, unit(classes)), client
 
 
@@ -47,7 +48,7 @@ def compare(classes: int, blocks: int, repeats: int, slow_steps: int, steps: int
     local = {"skew": 0.01 * torch.randn(1, *local["skew"].shape)}
     local["skew"] = local["skew"] - local["skew"].mT
     one = Client(*(value[0] for value in vars(many).values()))
-    few = Client(one.x, one.y, one.order[:slow_steps], one.held_x, one.held_y)
+    few = bare(one.x, one.y, one.order[:slow_steps], one.held_x, one.held_y)
     raws = list(local["skew"][0])
     pace = (method.rate, method.decay, method.momentum)
 

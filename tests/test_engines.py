@@ -131,7 +131,7 @@ def test_the_validation_round_is_kept_with_its_own_tensors():
     state, fresh = start(world)
     lines = []
     state = train(world, Batched(world, 1), plan, state, fresh, lambda s, line: lines.append(line))
-    done = rounds.finish(world, plan, state, fresh)
+    done = rounds.finish(world, Batched(world, 1), plan, state, fresh)
     scores = [line["validation"] for line in lines]
     mine = sum(s["validation_hits"] / s["validation_rows"] for s in done.scores.values()) / 4
     assert mine >= max(scores) - 1e-12

@@ -7,7 +7,7 @@ import torch
 
 from fedvlm import parts, tensors
 from fedvlm.core import make
-from fedvlm.engines.work import client
+from fedvlm.engines.work import bare, client
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.testing import learn, toy_world
 
@@ -66,12 +66,37 @@ def test_the_pull_of_fedprox_has_a_gradient_towards_what_was_sent():
     torch.testing.assert_close(pull, 2.0 * at, atol=1e-5, rtol=1e-5)
 
 
-def test_steps_without_a_row_change_nothing():
+@dataclass(frozen=True)
+class Adam(FedAvg):
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    update = parts.adam
+
+
+def test_adam_is_torch_s():
+    method = Adam(rate=1e-2, decay=0.1, epochs=3)
+    world = toy_world(method)
+    one = client(world, "client-0", 0)
+    sent, _ = method.init(world.frozen)
+    head = sent["head"].clone().requires_grad_()
+    optimiser = torch.optim.Adam([head], lr=1e-2, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.1)
+    for step in range(len(one.order)):
+        optimiser.zero_grad()
+        method.loss(world.frozen, {"head": head}, {}, parts.minibatch(one, step), sent).backward()
+        optimiser.step()
+    upload, _ = method.update(world.frozen, sent, {}, one)
+    torch.testing.assert_close(upload["head"], head.detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("update", [parts.sgd, parts.adam])
+def test_steps_without_a_row_change_nothing(update, monkeypatch):
+    monkeypatch.setattr(FedAvg, "update", update)
     world = toy_world(make("fedavg", momentum=0.9, decay=0.1))
     one = client(world, "client-0", 0)
     sent, _ = world.method.init(world.frozen)
-    idle = replace(one, order=torch.full((3, 32), -1))
-    padded = replace(one, order=torch.cat([one.order, idle.order]))
+    idle = bare(one.x, one.y, torch.full((3, 32), -1), one.held_x, one.held_y)
+    both = torch.cat([idle.order, one.order, idle.order])
+    padded = bare(one.x, one.y, both, one.held_x, one.held_y)
     upload, _ = world.method.update(world.frozen, sent, {}, idle)
     assert torch.equal(upload["head"], sent["head"])
     a, _ = world.method.update(world.frozen, sent, {}, one)

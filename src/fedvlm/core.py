@@ -4,11 +4,25 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from importlib.metadata import entry_points
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from torch import Tensor
 
 from fedvlm.errors import FedVLMError, SettingsError, unknown
+
+if TYPE_CHECKING:
+    from fedvlm.encoders.tower import ImageTower
+    from fedvlm.maths.prompts import TextTower
 
 Tensors = dict[str, Tensor]
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
@@ -24,23 +38,45 @@ class Frozen:
     scale: float  # the encoder's logit scale
     text: Tensor | None  # (classes, dim) unit-norm text embeddings of the class names
     seed: int = 0  # for initial values drawn in `init`
+    text_tower: "TextTower | None" = None  # context vectors -> class embeddings
+    image_tower: "ImageTower | None" = None  # weights and pixels -> image embeddings
+    descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
+
+
+class Rows(Protocol):
+    """Rows that are read when they are asked for, as a tensor's are by its first axis."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, index: Tensor) -> Tensor: ...
+    def take(self, index: Tensor) -> "Rows": ...
 
 
 @dataclass(frozen=True)
 class Client:
-    """One client's rows and this round's minibatches; engines may add a leading client axis."""
+    """One client's rows and this round's minibatches; engines may add a leading client axis.
 
-    x: Tensor  # (rows, dim) unit-norm image embeddings
+    What a row is follows from the method's needs: with "image tower" the pixels (3, height, width),
+    with "patches" the patch embeddings (patches, dim) as the encoder gave them, and otherwise the
+    unit-norm image embedding (dim,).
+    """
+
+    x: Any  # (rows, ...) Tensor, or Rows where pictures are decoded on demand
     y: Tensor  # (rows,) labels, -1 where there is no row
     order: Tensor  # (steps, batch) rows of each minibatch, -1 where there is no row
-    held_x: Tensor  # (held, dim) validation rows, for choices a client makes for itself
+    held_x: Any  # (held, ...) validation rows, for choices a client makes for itself
     held_y: Tensor  # (held,)
+    reference: Any  # (references, ...) unlabelled rows for methods with a `reference`
+    reference_order: Tensor  # (steps, batch) rows of the reference, -1 where there is no row
+    texts: Tensor  # (classes, texts, dim) descriptions of its own, zeros where there are fewer
+    noise: Tensor  # (steps, numbers) standard normal, as many as the method's `noise` asks for
 
 
 class Batch(NamedTuple):
-    x: Tensor  # (batch, dim)
+    x: Tensor  # (batch, ...)
     y: Tensor  # (batch,) valid labels also where real is False
     real: Tensor  # (batch,) False where the row is padding
+    reference: Tensor  # (batch, ...) unlabelled rows, none if the method has no `reference`
 
 
 class Method(Protocol):

@@ -3,6 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedvlm import seeds
 from fedvlm.data.federation import Member
@@ -66,6 +70,22 @@ def jobs(
     away, rest = order[:unseen], sorted(order[unseen:])
     drawn = [rest[i] for i in seeds.numbers("training clients", seed).permutation(len(rest))]
     return [Job(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(away))) for count in counts]
+
+
+def reference(method: Any, members: Mapping[str, Member], job: Job) -> NDArray[np.int64]:
+    """The unlabelled rows a method with a `reference` adapts to; none for other methods.
+
+    "public": the unseen clients' rows that nobody is tested on; "target": test rows, which makes
+    the method transductive.
+    """
+    kind = getattr(method, "reference", None)
+    if kind is None:
+        return np.zeros(0, np.int64)
+    if kind == "target":
+        rows = [members[id].test for id in job.unseen or job.train]
+    else:
+        rows = [part for id in job.unseen for part in (members[id].train, members[id].validation)]
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *rows]))
 
 
 def accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:

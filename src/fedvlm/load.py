@@ -1,10 +1,11 @@
 """Settings to embedded rows: open the data, open the encoder, take what the cache has."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fedvlm.data import open_dataset
 from fedvlm.data.sources import Chosen
@@ -15,6 +16,10 @@ from fedvlm.encoders.interface import Encoder
 from fedvlm.encoders.store import Store
 from fedvlm.errors import SettingsError
 from fedvlm.settings import Settings
+
+if TYPE_CHECKING:
+    from fedvlm.encoders.tower import ImageTower
+    from fedvlm.maths.prompts import TextTower
 
 Told = Callable[[str, int, int], None]  # what is going on, done, total
 FEW_ROWS = 600  # of a smoke run
@@ -34,7 +39,20 @@ def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
     encoder, notes = reach(settings.encoder, settings.access)
     meet(settings.method, encoder.name, encoder.offers)
     done = encode(dataset, encoder, patches, settings.precision, told)
-    return done.embedded, [*notes, *skipped(done)]
+    text, image = towers(encoder, dataset.classes, settings.method.needs)
+    rows = replace(done.embedded, text_tower=text, image_tower=image)
+    return rows, [*notes, *skipped(done)]
+
+
+def towers(
+    encoder: Encoder, classes: Sequence[str], needs: Collection[str]
+) -> "tuple[TextTower | None, ImageTower | None]":
+    """What a method needs of an open encoder beyond embeddings."""
+    box: Any = encoder  # has them if it offers them, which `meet` has seen to
+    return (
+        box.text_tower(classes) if "text tower" in needs else None,
+        box.image_tower() if "image tower" in needs else None,
+    )
 
 
 def meet(method: Any, encoder: str, offered: Collection[str]) -> None:
@@ -117,6 +135,7 @@ def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
         x=rows.x[keep],
         content=[rows.content[i] for i in keep],
         patches=None if rows.patches is None else rows.patches[keep],
+        pictures=None if rows.pictures is None else rows.pictures.take(torch.from_numpy(keep)),
         **columns(rows, keep),
     )
     method = settings.method

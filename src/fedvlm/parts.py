@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from fedvlm.core import Batch, Client, Frozen, Tensors
+from fedvlm.tensors import full
 
 Stepper = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 
@@ -22,7 +23,10 @@ def minibatch(client: Client, step: int) -> Batch:
     rows = client.order[step]
     real = rows >= 0
     rows = rows.clamp(min=0)
-    return Batch(client.x[rows], client.y[rows].clamp(min=0), real)
+    others = client.reference_order[step].clamp(min=0)
+    return Batch(
+        full(client.x[rows]), client.y[rows].clamp(min=0), real, full(client.reference[others])
+    )
 
 
 def everything(self: Any, shared: Tensors, id: str) -> Tensors:
@@ -73,14 +77,39 @@ def sgd(
         moved, speed = {}, {}
         for key, value in trained.items():
             pull = gradient[key] + decay * value
-            speed[key] = momentum * velocity[key] + pull
+            speed[key] = momentum * velocity[key] + pull if velocity else pull
             moved[key] = value - self.rate * speed[key]
         return moved, speed
 
     return descend(self, frozen, sent, local, client, step)
 
 
-sgd.walks = "loss"  # type: ignore[attr-defined]  # tells `register` to ask for a loss
+def adam(
+    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+) -> tuple[Tensors, Tensors]:
+    """update: Adam on `self.loss` with rate, betas, eps and decay; moments start anew."""
+    first, second = getattr(self, "betas", (0.9, 0.999))
+    eps, decay = getattr(self, "eps", 1e-8), getattr(self, "decay", 0.0)
+
+    def step(trained: Tensors, gradient: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        count = state["count"] + 1 if state else torch.ones(())
+        moved, after = {}, {"count": count}
+        for key, value in trained.items():
+            pull = gradient[key] + decay * value
+            mean, square = (1 - first) * pull, (1 - second) * pull.square()
+            if state:
+                mean = mean + first * state[f"mean {key}"]
+                square = square + second * state[f"square {key}"]
+            after |= {f"mean {key}": mean, f"square {key}": square}
+            spread = (square / (1 - second**count)).sqrt() + eps
+            moved[key] = value - self.rate * mean / (1 - first**count) / spread
+        return moved, after
+
+    return descend(self, frozen, sent, local, client, step)
+
+
+for _part in (sgd, adam):
+    _part.walks = "loss"  # type: ignore[attr-defined]  # tells `register` to ask for a loss
 
 
 def descend(
@@ -88,12 +117,13 @@ def descend(
 ) -> tuple[Tensors, Tensors]:
     """Walks the minibatches, one optimiser step each; a step without a real row changes nothing.
 
-    `loss` returns the loss, or the loss and new values of tensors named in `memory`.
+    `loss` returns the loss, or the loss and new values of tensors named in `memory`. `step` gets
+    what it returned last time as its state, and nothing the first time.
     """
     everything = {**sent, **local}
     trained = {key: value for key, value in everything.items() if key not in self.memory}
     kept = {key: value for key, value in everything.items() if key in self.memory}
-    state = {key: torch.zeros_like(value) for key, value in trained.items()}
+    state: Tensors = {}
 
     def objective(trained: Tensors, kept: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
         now = {**trained, **kept}
@@ -109,7 +139,10 @@ def descend(
         gradient, (_, remembered) = gradient_of(trained, kept, batch)
         moved, speed = step(trained, gradient, state)
         trained = {key: torch.where(active, moved[key], trained[key]) for key in trained}
-        state = {key: torch.where(active, speed[key], state[key]) for key in state}
+        state = {
+            key: torch.where(active, value, state.get(key, torch.zeros(())))
+            for key, value in speed.items()
+        }
         kept = {
             key: torch.where(active, remembered.get(key, value), value)
             for key, value in kept.items()

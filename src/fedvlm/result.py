@@ -1,7 +1,7 @@
 """A finished run as its directory tells it, and the classifiers it has made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -34,17 +34,30 @@ class Personalised:
     encoder: str  # name and fingerprint
 
     def logits(self, x: Tensor) -> Tensor:
-        """(rows, classes) for embeddings of the encoder this was trained on."""
-        if x.ndim != 2 or x.shape[1] != self.frozen.dim:
+        """(rows, classes) for what the encoder this was trained on makes of pictures.
+
+        Rows are pooled embeddings, or what the method needs instead: patches or pixels.
+        """
+        wanted: tuple[int | str, ...] = ("rows", self.frozen.dim)
+        if "image tower" in self.method.needs:
+            wanted = ("rows", 3, "height", "width")
+        elif "patches" in self.method.needs:
+            wanted = ("rows", "patches", self.frozen.dim)
+        fits = x.ndim == len(wanted) and all(
+            size == want
+            for size, want in zip(x.shape, wanted, strict=True)
+            if isinstance(want, int)
+        )
+        if not fits:
             raise DataError(
-                f"embeddings of shape {tuple(x.shape)} do not fit; this classifier takes "
-                f"(rows, {self.frozen.dim}) from {self.encoder}"
+                f"rows of shape {tuple(x.shape)} do not fit; this classifier takes "
+                f"({', '.join(map(str, wanted))}) from {self.encoder}"
             )
         if not x.isfinite().all():
-            raise DataError("the embeddings hold NaN or infinite numbers; look at their source")
-        unit = torch.nn.functional.normalize(x.float(), dim=1)
+            raise DataError("the rows hold NaN or infinite numbers; look at their source")
+        x = torch.nn.functional.normalize(x.float(), dim=1) if len(wanted) == 2 else x.float()
         sent = self.method.send(self.shared, self.client)
-        out: Tensor = self.method.predict(self.frozen, sent, self.local, unit)
+        out: Tensor = self.method.predict(self.frozen, sent, self.local, x)
         return out
 
     def predict(self, x: Tensor) -> list[str]:
@@ -83,8 +96,31 @@ class Personalised:
         )
         method = make(**about["method"])
         return cls(
-            method, frozen, group("shared"), group("local"), about["client"], about["encoder"]
+            method,
+            equip(frozen, method, about["encoder"]),
+            group("shared"),
+            group("local"),
+            about["client"],
+            about["encoder"],
         )
+
+
+def equip(frozen: Frozen, method: Any, encoder: str) -> Frozen:
+    """The towers a method needs, from the very encoder it was trained on."""
+    if not method.needs & {"text tower", "image tower"}:
+        return frozen
+    from fedvlm.encoders import fingerprint, open_encoder
+    from fedvlm.load import towers
+
+    name, _, wanted = encoder.rpartition("@")
+    box = open_encoder(name)
+    if not fingerprint(box).startswith(wanted):
+        raise SettingsError(
+            f"{name} is not the encoder this was trained on: its fingerprint is "
+            f"{fingerprint(box)[:16]}, not {wanted}; bring the old weights back, or train again"
+        )
+    text, image = towers(box, frozen.classes, method.needs)
+    return replace(frozen, text_tower=text, image_tower=image)
 
 
 @dataclass(frozen=True)
@@ -166,4 +202,5 @@ class Result:
             told["identity"]["seeds"][0] if seed is None else seed,
         )
         method = make(**told["identity"]["method"])
+        frozen = equip(frozen, method, told["encoder"])
         return Personalised(method, frozen, shared, local, client, told["encoder"])

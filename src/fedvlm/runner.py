@@ -108,9 +108,7 @@ def check(settings: Settings, rows: Embedded) -> None:
             f"label {outside[0]} is outside the {len(rows.classes)} classes (0 to "
             f"{len(rows.classes) - 1}); correct the labels, or name every class"
         )
-    offered = {"image"} | ({"text"} if rows.text is not None else set())
-    offered |= {"patches"} if rows.patches is not None else set()
-    meet(settings.method, rows.encoder, offered)
+    meet(settings.method, rows.encoder, rows.offers())
     settings.method.init(frozen(rows, settings.seeds[0]))  # a method may refuse the dimension
 
 
@@ -152,7 +150,16 @@ def _jobs(settings: Settings, division: Division, seed: int) -> list[evaluate.Jo
 
 
 def frozen(rows: Embedded, seed: int) -> Frozen:
-    return Frozen(rows.classes, rows.x.shape[1], rows.scale, rows.text, seed)
+    return Frozen(
+        rows.classes,
+        rows.x.shape[1],
+        rows.scale,
+        rows.text,
+        seed,
+        rows.text_tower,
+        rows.image_tower,
+        rows.descriptions,
+    )
 
 
 def _job(
@@ -171,7 +178,14 @@ def _job(
         return dict(read_json(final)["scores"])
     members = {id: division.members[id] for id in (*job.train, *job.unseen)}
     world = World(
-        settings.method, frozen(rows, seed), rows.x, torch.from_numpy(rows.labels), members, seed
+        settings.method,
+        frozen(rows, seed),
+        rows.view(settings.method.needs),
+        torch.from_numpy(rows.labels),
+        members,
+        seed,
+        evaluate.reference(settings.method, members, job),
+        rows.texts,
     )
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
     state, fresh = start(world)
@@ -193,7 +207,7 @@ def _job(
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
     with closing(engine):
         state = train(world, engine, plan, state, fresh, on_round)
-    outcome = finish(world, plan, state, fresh)
+        outcome = finish(world, engine, plan, state, fresh)
     _save(record.folder / "jobs", name, job, outcome)
     checkpoint.unlink(missing_ok=True)
     return outcome.scores

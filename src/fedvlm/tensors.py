@@ -22,6 +22,11 @@ def copy(tensors: Tensors) -> Tensors:
     return {key: value.detach().clone() for key, value in tensors.items()}
 
 
+def full(x: Tensor) -> Tensor:
+    """Rows as methods compute with them: half precision is for storing only."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
 def count_bytes(tensors: Tensors) -> int:
     return sum(value.numel() * value.element_size() for value in tensors.values())
 
@@ -35,10 +40,18 @@ def flat(tensors: Tensors) -> Tensor:
 
 
 def difference(a: Tensors, b: Tensors) -> float:
-    """The largest difference of two dicts relative to the largest value of either (0 if empty)."""
-    worst = 0.0
-    for key in a:
-        gap = (a[key].double() - b[key].double()).abs()
-        size = max(a[key].double().abs().max().item(), b[key].double().abs().max().item(), 1e-30)
-        worst = max(worst, gap.max().item() / size) if gap.numel() else worst
-    return worst
+    """The largest difference of two dicts, each key relative to its largest value (0 if empty).
+
+    A key counts as no smaller than a hundredth of the largest: a bias whose true gradient is zero
+    (of attention's keys, or before BatchNorm) holds nothing but rounding.
+    """
+
+    def largest(value: Tensor) -> float:
+        return value.double().abs().max().item() if value.numel() else 0.0
+
+    sizes = {key: max(largest(a[key]), largest(b[key])) for key in a}
+    least = max(1e-2 * max(sizes.values(), default=0.0), 1e-30)
+    gaps = (
+        largest(a[key].double() - b[key].double()) / max(size, least) for key, size in sizes.items()
+    )
+    return max(gaps, default=0.0)

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, Tensors, register
+from fedvlm.encoders.tower import ImageTower
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.rounds import Outcome, Plan, State, finish, start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.work import World, client
+from fedvlm.maths.prompts import Affine, Layer, TextTower
 
 CLOSE = 1e-5  # relative, between engines
 
@@ -46,8 +48,81 @@ def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16
             index[:size], index[size : size + 10], index[size + 10 :]
         )
         first += rows
-    frozen = Frozen(("ant", "bee", "cat", "dog"), dim, 20.0, text)
-    return World(method, frozen, torch.cat(x), torch.cat(y), members, seed=3)
+    classes = ("ant", "bee", "cat", "dog")
+    needs = method.needs
+    frozen = Frozen(
+        classes,
+        dim,
+        20.0,
+        text,
+        text_tower=toy_text_tower(len(classes), dim) if "text tower" in needs else None,
+        image_tower=toy_image_tower(dim) if "image tower" in needs else None,
+        descriptions=unit(text[:, None] + 0.2 * torch.randn(4, 3, dim, generator=draw), dim=2),
+    )
+    seen = torch.cat(x)
+    if "image tower" in needs:
+        seen = (seen @ torch.randn(dim, 3 * 64, generator=draw)).reshape(-1, 3, 8, 8)
+    elif "patches" in needs:
+        patches = seen[:, None] + 0.3 * torch.randn(len(seen), 6, dim, generator=draw)
+        seen = (3.0 * patches).half()
+    last = members[f"client-{len(sizes) - 1}"]
+    reference = last.train if hasattr(method, "reference") else last.train[:0]
+    return World(method, frozen, seen, torch.cat(y), members, seed=3, reference=reference)
+
+
+def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
+    """A causal transformer of one layer and random weights; class names have one or two tokens."""
+    draw = torch.Generator().manual_seed(11)
+
+    def affine(out: int, into: int) -> Affine:
+        return Affine(
+            torch.randn(out, into, generator=draw) / into**0.5, torch.randn(out, generator=draw) / 9
+        )
+
+    norm = Affine(torch.ones(width), torch.zeros(width))
+    return TextTower(
+        start=torch.randn(width, generator=draw),
+        suffixes=torch.randn(classes, 3, width, generator=draw),
+        ends=torch.arange(classes) % 2 + 1,
+        positions=0.1 * torch.randn(24, width, generator=draw),
+        layers=(
+            Layer(
+                norm,
+                affine(3 * width, width),
+                affine(width, width),
+                norm,
+                affine(2 * width, width),
+                affine(width, 2 * width),
+            ),
+        ),
+        final=norm,
+        projection=torch.randn(dim, width, generator=draw),
+        heads=2,
+        eps=1e-5,
+        activation="quick_gelu",
+    )
+
+
+def toy_image_tower(dim: int) -> ImageTower:
+    """CLIP's image tower with two layers of width 8, random weights, for pictures of 8 x 8."""
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = CLIPVisionModelWithProjection(
+            CLIPVisionConfig(
+                hidden_size=8,
+                intermediate_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=8,
+                patch_size=4,
+                projection_dim=dim,
+                attn_implementation="eager",
+            )
+        )
+    model.eval().requires_grad_(False)
+    return ImageTower(model, lambda pixels: model(pixel_values=pixels).image_embeds)
 
 
 def learn(world: World, engine: str = "batched", workers: int = 1, **plan: Any) -> Outcome:
@@ -58,9 +133,9 @@ def learn(world: World, engine: str = "batched", workers: int = 1, **plan: Any) 
     state, fresh = start(world)
     try:
         state = train(world, runner, whole, state, fresh, lambda state, line: None)
+        return finish(world, runner, whole, state, fresh)
     finally:
         runner.close()
-    return finish(world, whole, state, fresh)
 
 
 def check_method(method: Any) -> None:
@@ -94,7 +169,8 @@ def check_is_pure(world: World) -> None:
         shared_after = method.aggregate(shared, [upload, upload], weights, ["client-0", "client-1"])
     else:
         shared_after = shared
-    method.predict(frozen, method.send(shared_after, "client-0"), own, one.x)
+    x = tensors.full(one.x)
+    method.predict(frozen, method.send(shared_after, "client-0"), own, x)
     method.adapt(frozen, sent, own, one)
     after = {**_named("shared", shared), **_named("local", local), "x": one.x}
     changed = [key for key in before if not torch.equal(before[key], after[key])]
@@ -120,8 +196,8 @@ def check_padding(world: World) -> None:
     padded = type(one)(*(getattr(wide, field.name)[0] for field in fields(one)))
     soiled = replace(
         padded,
-        x=torch.where((padded.y < 0)[:, None], 7.0, padded.x),
-        held_x=torch.where((padded.held_y < 0)[:, None], 7.0, padded.held_x),
+        x=soil(padded.x, padded.y < 0),
+        held_x=soil(padded.held_x, padded.held_y < 0),
     )
     plain = method.update(frozen, method.send(shared, "client-1"), local, one)
     for other in (padded, soiled):
@@ -131,6 +207,10 @@ def check_padding(world: World) -> None:
             assert gap <= CLOSE, (
                 f"{name} depends on padding by {gap:.1e}; use `batch.real`, and no row of y = -1"
             )
+
+
+def soil(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    return torch.where(where.reshape(-1, *[1] * (x.ndim - 1)), 7.0, x)
 
 
 def check_uploads(world: World) -> None:
@@ -167,7 +247,7 @@ def check_roundtrip(world: World, reference: Outcome) -> None:
 def check_unseen(world: World, reference: Outcome) -> None:
     method, frozen = world.method, world.frozen
     _, fresh = method.init(frozen)
-    x, _ = world.x[:5], None
+    x = tensors.full(world.x[:5])
     logits = method.predict(frozen, method.send(reference.shared, "nobody"), fresh, x)
     wanted = (5, len(frozen.classes))
     assert logits.shape == wanted, (

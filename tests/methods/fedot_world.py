@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Tensors
+from fedvlm.engines.work import bare
 
 torch.set_num_threads(1)
 DIM, CLASSES = 64, 3
@@ -34,12 +35,11 @@ def clients(
     order[:, 1, 2:] = -1  # a short minibatch, with K > B and K < B
     y = torch.randint(len(world.classes), (count, rows), generator=generator)
     x = unit(count, rows, world.dim, seed=2)
-    return Client(x, y, order, x[:, :9], y[:, :9])
+    return bare(x, y, order, x[:, :9], y[:, :9])
 
 
 def pick(many: Client, index: int) -> Client:
-    fields = (many.x, many.y, many.order, many.held_x, many.held_y)
-    return Client(*(field[index] for field in fields))
+    return Client(*(field[index] for field in vars(many).values()))
 
 
 def double(many: Client) -> Client:

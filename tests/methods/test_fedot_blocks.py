@@ -6,6 +6,7 @@ from fedot_world import frozen, one_by_one, pick, stacked, unit
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, make
+from fedvlm.engines.work import bare, pad
 from fedvlm.maths import cayley
 
 
@@ -22,17 +23,7 @@ def searching(seed: int, truth: int, rows: int, wrong: float) -> Client:
     guesses = torch.randint(4, (rows,), generator=generator)
     labels = torch.where(torch.rand(rows, generator=generator) < wrong, guesses, y[:rows])
     order = torch.randint(rows, (2, 8), generator=generator)
-    return Client(x[:rows], labels, order, x[rows:], y[rows:])
-
-
-def stack_clients(several: list[Client]) -> Client:
-    """Clients of unequal length, padded as an engine pads them."""
-    padded = []
-    for name in ("x", "y", "order", "held_x", "held_y"):
-        values = [getattr(client, name) for client in several]
-        fill = 0.0 if name in ("x", "held_x") else -1
-        padded.append(torch.nn.utils.rnn.pad_sequence(values, True, fill))
-    return Client(*padded)
+    return bare(x[:rows], labels, order, x[rows:], y[rows:])
 
 
 def after_rounds(method: Any, many: Client, rounds: int) -> tuple[Tensors, Tensors]:
@@ -47,7 +38,7 @@ def test_clients_choose_few_freedoms_for_few_doubtful_rows_and_many_for_plenty()
     doubtful = [searching(seed, truth=16, rows=16, wrong=0.5) for seed in range(3)]
     plenty = [searching(seed, truth=1, rows=200, wrong=0.0) for seed in range(3)]
     method = make("fedot", blocks="auto", rate=5e-3, tau=20.0, rounds=80)
-    _, local = after_rounds(method, stack_clients(doubtful + plenty), 40)
+    _, local = after_rounds(method, pad(doubtful + plenty), 40)
     assert local["leader"].tolist() == [8, 8, 8, 1, 1, 1]
     world = frozen(dim=32, classes=4)
     found = method.describe(world, *method.init(world)[:1], tensors.select(local, 0))
@@ -59,14 +50,14 @@ def test_the_choice_is_of_the_validation_rows() -> None:
     method = make("fedot", blocks="auto", rate=5e-3, tau=20.0, rounds=80)
     fooled = replace(plenty, held_y=(plenty.held_y + 1) % 4)  # only validation rows differ
     unheld = replace(few, held_x=few.held_x[:0], held_y=few.held_y[:0])
-    _, local = after_rounds(method, stack_clients([plenty, fooled, few, unheld]), 20)
+    _, local = after_rounds(method, pad([plenty, fooled, few, unheld]), 20)
     assert local["leader"].tolist() == [1, 8, 8, 1]
     trained = [key for key in local if key.startswith("skew")]
     assert all(torch.equal(local[key][0], local[key][1]) for key in trained)
 
 
 def test_after_the_race_only_the_leader_is_trained() -> None:
-    many = stack_clients([searching(0, 16, 16, 0.5), searching(0, 1, 200, 0.0)])
+    many = pad([searching(0, 16, 16, 0.5), searching(0, 1, 200, 0.0)])
     method = make("fedot", blocks="auto", rate=5e-3, tau=20.0, rounds=3)
     world = frozen(dim=32, classes=4)
     upload, local = after_rounds(method, many, 2)
@@ -80,7 +71,7 @@ def test_after_the_race_only_the_leader_is_trained() -> None:
             assert moved == (r == leader)
         lone = make("fedot", blocks=leader, rate=5e-3, tau=20.0)
         own = {"skew": local[f"skew{leader}"][i : i + 1]}
-        alone = stack_clients([pick(many, i)])
+        alone = pad([pick(many, i)])
         wanted, _ = lone.update_many(world, stacked(method.init(world)[0], 1), own, alone)
         torch.testing.assert_close(upload["head"][i], wanted["head"][0])
         x = many.held_x[i]
@@ -95,7 +86,7 @@ def test_after_the_race_only_the_leader_is_trained() -> None:
 
 
 def test_race_is_the_same_one_by_one_and_together() -> None:
-    many = stack_clients([searching(0, 16, 16, 0.5), searching(0, 1, 200, 0.0)])
+    many = pad([searching(0, 16, 16, 0.5), searching(0, 1, 200, 0.0)])
     method, world = make("fedot", blocks="auto", rate=1e-3, rounds=8), frozen(dim=32, classes=4)
     sent, local = (stacked(part, 2) for part in method.init(world))
     plain, fast = (sent, local), (sent, local)

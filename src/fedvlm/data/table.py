@@ -1,8 +1,8 @@
 """What a data set is: before the encoder a table of pictures, after it a table of embeddings."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 from unicodedata import normalize
 
 import numpy as np
@@ -10,6 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.errors import DataError
+
+if TYPE_CHECKING:
+    from fedvlm.core import Rows
+    from fedvlm.encoders.tower import ImageTower
+    from fedvlm.maths.prompts import TextTower
 
 Strings = NDArray[np.str_]
 SPLITS = {  # the words people use for the three parts
@@ -69,6 +74,32 @@ class Embedded:
     patches: Tensor | None  # (rows, patches, dim) float16, memory-mapped, if asked for
     encoder: str  # the encoder's name and fingerprint
     fingerprint: str  # of the rows: pictures, labels, classes, templates
+    text_tower: "TextTower | None" = None
+    image_tower: "ImageTower | None" = None
+    pictures: "Rows | None" = None  # (rows, 3, height, width) as the image tower takes them
+    descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
+    texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same, by client that brings it
+
+    def offers(self) -> set[str]:
+        """What these rows can give a method."""
+        there = {
+            "image": self.x,
+            "text": self.text,
+            "patches": self.patches,
+            "text tower": self.text_tower,
+            "image tower": None if self.pictures is None else self.image_tower,
+        }
+        return {need for need, value in there.items() if value is not None}
+
+    def view(self, needs: Collection[str]) -> "Tensor | Rows":
+        """The rows as a method of these needs sees them."""
+        if "image tower" in needs:
+            assert self.pictures is not None
+            return self.pictures
+        if "patches" in needs:
+            assert self.patches is not None
+            return self.patches
+        return self.x
 
 
 def text(name: str) -> str:

@@ -7,15 +7,17 @@ number of workers.
 
 import traceback
 from collections.abc import Sequence
+from math import prod
 from time import perf_counter
 
 import torch
+from torch import Tensor
 from torch.func import vmap
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors
 from fedvlm.engines.pool import Pool
-from fedvlm.engines.single import failure, one
+from fedvlm.engines.single import Single, failure, one
 from fedvlm.engines.work import Done, Task, World, client, measure, pad
 from fedvlm.errors import FedVLMError
 from fedvlm.machine import cores
@@ -54,6 +56,11 @@ class Batched:
         self.eager = self.workers > 1 and (perf_counter() - start) * self.rounds > WORTH
         return done
 
+    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        if self.pool is not None:
+            return self.pool.round(number, [[task] for task in tasks], last=True)
+        return Single(self.world).adapt(number, tasks)
+
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
@@ -62,7 +69,7 @@ class Batched:
 
 def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks grouped by size, largest first, so that little is padded and processes end together."""
-    width = world.x.shape[1] * 4
+    width = 4 * prod(world.x.shape[1:])
     out: list[list[Task]] = []
     longest = taken = 0
     for task in sorted(tasks, key=lambda t: (not t.trains, -len(world.members[t.id].train), t.id)):
@@ -86,7 +93,7 @@ def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
 
 def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
     """One chunk; if it fails, its clients go one by one, so that the error can name the client."""
-    if not tasks[0].trains:
+    if not tasks[0].trains or not isinstance(world.x, Tensor):
         return {task.id: one(world, number, task) for task in tasks}
     try:
         return together(world, number, tasks)
@@ -114,13 +121,11 @@ def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done
         uploads, locals_ = method.update_many(frozen, sent, local, batch)
     else:
 
-        def update(sent: Tensors, local: Tensors, *rows: torch.Tensor) -> tuple[Tensors, Tensors]:
+        def update(sent: Tensors, local: Tensors, *rows: Tensor) -> tuple[Tensors, Tensors]:
             upload, own = method.update(frozen, sent, local, Client(*rows))
             return upload, own
 
-        uploads, locals_ = vmap(update)(
-            sent, local, batch.x, batch.y, batch.order, batch.held_x, batch.held_y
-        )
+        uploads, locals_ = vmap(update)(sent, local, *vars(batch).values())
     return {
         task.id: Done(tensors.select(uploads, i), tensors.select(locals_, i), scores[i])
         for i, task in enumerate(tasks)

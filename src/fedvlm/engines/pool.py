@@ -38,13 +38,16 @@ class Pool:
             theirs.close()
             self.processes.append(process)
 
-    def round(self, number: int, chunks: Sequence[Sequence[Task]]) -> dict[str, Done]:
+    def round(
+        self, number: int, chunks: Sequence[Sequence[Task]], last: bool = False
+    ) -> dict[str, Done]:
+        """Every chunk's update, or with `last` its adaptation after the rounds."""
         todo = list(reversed(chunks))
         busy: list[Connection[Any, Any]] = []
         done: dict[str, Done] = {}
         for connection in self.connections:
             if todo:
-                busy.append(self._give(connection, number, todo.pop()))
+                busy.append(self._give(connection, number, todo.pop(), last))
         while busy:
             ready = wait(busy)
             for connection in [one for one in busy if one in ready]:
@@ -57,15 +60,15 @@ class Pool:
                 done.update({id: _from_arrays(one) for id, one in answer.items()})
                 busy.remove(connection)
                 if todo:
-                    busy.append(self._give(connection, number, todo.pop()))
+                    busy.append(self._give(connection, number, todo.pop(), last))
         return done
 
     def _give(
-        self, connection: "Connection[Any, Any]", number: int, tasks: Sequence[Task]
+        self, connection: "Connection[Any, Any]", number: int, tasks: Sequence[Task], last: bool
     ) -> "Connection[Any, Any]":
         bare = [replace(t, sent=_arrays(t.sent), local=_arrays(t.local)) for t in tasks]
         try:
-            connection.send((number, bare))
+            connection.send((number, bare, last))
         except OSError as error:
             raise lost(number) from error
         return connection
@@ -91,6 +94,7 @@ def serve(
 ) -> None:
     """A worker's life: take a chunk, answer, until the pipe closes."""
     from fedvlm.engines.batched import run_chunk
+    from fedvlm.engines.single import last as adapted
 
     for other in others:  # inherited ends would keep a pipe open after the server is gone
         other.close()
@@ -98,12 +102,15 @@ def serve(
     torch.set_num_threads(1)
     while True:
         try:
-            number, bare = connection.recv()
+            number, bare, last = connection.recv()
         except (EOFError, OSError):
             return
         tasks = [replace(t, sent=_tensors(t.sent), local=_tensors(t.local)) for t in bare]
         try:
-            done = run_chunk(world, number, tasks)
+            if last:
+                done = {task.id: adapted(world, number, task) for task in tasks}
+            else:
+                done = run_chunk(world, number, tasks)
             connection.send(("done", {id: _to_arrays(one) for id, one in done.items()}))
         except FedVLMError as error:
             connection.send(("error", error))

@@ -12,7 +12,7 @@ from fedvlm.channel import validate
 from fedvlm.core import Tensors
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.single import Single, where
-from fedvlm.engines.work import Done, Scores, Task, World, client, measure, minibatches
+from fedvlm.engines.work import Done, Scores, Task, World, minibatches
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import accuracy
 from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
@@ -21,7 +21,14 @@ Selection = Literal["last", "validation", "oracle"]
 
 
 class Engine(Protocol):
-    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]: ...
+    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        """Everyone is measured with what it was sent; those that train then do."""
+        ...
+
+    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        """The adaptation after the rounds; everyone is measured with what came of it."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -179,27 +186,27 @@ class Outcome:
     maps: Mapping[str, Mapping[str, float]]  # what the method says of each client's local tensors
 
 
-def finish(world: World, plan: Plan, state: State, fresh: Tensors) -> Outcome:
+def finish(world: World, engine: Engine, plan: Plan, state: State, fresh: Tensors) -> Outcome:
     method, frozen = world.method, world.frozen
-    everyone = sorted({*plan.train, *plan.unseen})
 
-    def fare(shared: Tensors, local: Mapping[str, Tensors]) -> dict[str, Scores]:
-        return {
-            id: measure(world, method.send(shared, id), local.get(id, fresh), id) for id in everyone
-        }
+    def tasks(state: State, train: Sequence[str]) -> list[Task]:
+        return [
+            Task(id, method.send(state.shared, id), state.local.get(id, fresh), id in train)
+            for id in sorted({*plan.train, *plan.unseen})
+        ]
 
     if plan.selection != "last":
-        state = choose(plan, state, fare(state.shared, state.local))
+        done = engine.round(method.rounds, tasks(state, ()))
+        state = choose(plan, state, {id: one.scores for id, one in done.items()})
         assert state.best_shared is not None and state.best_local is not None
         state = replace(
             state, round=state.best_round, shared=state.best_shared, local=state.best_local
         )
-    local = {}
-    for id in sorted(plan.train):
-        sent, own = method.send(state.shared, id), state.local.get(id, fresh)
-        local[id] = method.adapt(frozen, sent, own, client(world, id, method.rounds))
+    done = engine.adapt(method.rounds, tasks(state, plan.train))
+    local = {id: done[id].local for id in sorted(plan.train)}
     describe = getattr(method, "describe", None)
     maps = {
         id: describe(frozen, state.shared, own) if describe else {} for id, own in local.items()
     }
-    return Outcome(state.round, state.shared, local, fare(state.shared, local), maps)
+    scores = {id: done[id].scores for id in sorted(done)}
+    return Outcome(state.round, state.shared, local, scores, maps)

@@ -1,7 +1,8 @@
 """One client after the other in this process: slow, plain, and breakpoints work."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -23,12 +24,21 @@ class Single:
         finally:
             torch.set_num_threads(threads)
 
+    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return {task.id: last(self.world, number, task) for task in tasks}
+        finally:
+            torch.set_num_threads(threads)
+
     def close(self) -> None:
         pass
 
 
 def one(world: World, number: int, task: Task) -> Done:
-    try:
+    """Measures what a client was sent, then trains if it takes part in this round."""
+    with naming(world, number, task.id):
         scores = measure(world, task.sent, task.local, task.id)
         if not task.trains:
             return Done(None, task.local, scores)
@@ -36,10 +46,27 @@ def one(world: World, number: int, task: Task) -> Done:
             world.frozen, task.sent, task.local, client(world, task.id, number)
         )
         return Done(upload, local, scores)
+
+
+def last(world: World, number: int, task: Task) -> Done:
+    """A client's adaptation after the rounds, and how it fares then; an unseen one has none."""
+    with naming(world, number, task.id):
+        local = task.local
+        if task.trains:
+            own = client(world, task.id, number)
+            local = world.method.adapt(world.frozen, task.sent, task.local, own)
+        return Done(None, local, measure(world, task.sent, local, task.id))
+
+
+@contextmanager
+def naming(world: World, number: int, id: str) -> Iterator[None]:
+    """Errors say which method, client and round they come from."""
+    try:
+        yield
     except FedVLMError as error:
-        raise type(error)(f"{where(world, number, task.id)}: {error}") from error
+        raise type(error)(f"{where(world, number, id)}: {error}") from error
     except Exception as error:
-        raise failure(world, number, [task.id], traceback.format_exc()) from error
+        raise failure(world, number, [id], traceback.format_exc()) from error
 
 
 def where(world: World, number: int, id: str) -> str:

@@ -1,7 +1,8 @@
 """What one client does in a round, whichever engine asks: take its rows, measure, update."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from fedvlm import seeds
 from fedvlm.core import Client, Frozen, Tensors
+from fedvlm.tensors import full
+
+SLICE = 64 << 20  # bytes of rows that are predicted at once
 
 
 class Member(Protocol):
@@ -30,10 +34,17 @@ class World:
 
     method: Any
     frozen: Frozen
-    x: Tensor  # (rows, dim)
+    x: Any  # (rows, ...) in the view the method's needs ask for: a Tensor, or Rows
     y: Tensor  # (rows,)
     members: Mapping[str, Member]
     seed: int
+    reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
+
+    @cached_property
+    def reference_x(self) -> Any:
+        """(references, ...) gathered once, because every client has the same."""
+        return gather(self, self.reference)[0]
 
 
 @dataclass(frozen=True)
@@ -68,15 +79,46 @@ def minibatches(world: World, id: str, number: int) -> Tensor:
     return order.reshape(epochs * steps, size)
 
 
-def gather(world: World, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+def gather(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
     index = torch.from_numpy(rows)
-    return world.x[index].float(), world.y[index]
+    x = world.x[index] if isinstance(world.x, Tensor) else world.x.take(index)
+    return x, world.y[index]
 
 
 def client(world: World, id: str, number: int) -> Client:
     member = world.members[id]
     order = minibatches(world, id, number)
-    return Client(*gather(world, member.train), order, *gather(world, member.validation))
+    asks = getattr(world.method, "noise", None)
+    count = asks(world.frozen) if callable(asks) else 0
+    return Client(
+        *gather(world, member.train),
+        order,
+        *gather(world, member.validation),
+        world.reference_x,
+        _reference_order(world, id, number, order),
+        world.texts.get(id, torch.zeros(len(world.frozen.classes), 0, world.frozen.dim)),
+        torch.randn(len(order), count, generator=seeds.generator("noise", world.seed, id, number)),
+    )
+
+
+def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tensor:
+    """Rows of the reference beside each minibatch: shuffled, and from the start when used up."""
+    rows = len(world.reference)
+    if not rows:
+        return order[:, :0]
+    generator = seeds.generator("reference", world.seed, id, number)
+    rounds = -(-order.numel() // rows)
+    drawn = [torch.randperm(rows, generator=generator) for _ in range(rounds)]
+    return torch.cat(drawn)[: order.numel()].reshape(order.shape)
+
+
+def bare(x: Tensor, y: Tensor, order: Tensor, held_x: Tensor, held_y: Tensor) -> Client:
+    """A client, or several with a leading axis, of rows alone."""
+    lead = y.shape[:-1]
+    none = x.new_zeros(*lead, 0, *x.shape[len(lead) + 1 :])
+    no_noise = x.new_zeros(*order.shape[:-1], 0)
+    texts = x.new_zeros(*lead, 0, 0, x.shape[-1])
+    return Client(x, y, order, held_x, held_y, none, order[..., :0], texts, no_noise)
 
 
 def pad(clients: Sequence[Client]) -> Client:
@@ -84,18 +126,33 @@ def pad(clients: Sequence[Client]) -> Client:
 
     def stack(parts: Iterable[Tensor], empty: int) -> Tensor:
         parts = list(parts)
-        longest = max(part.shape[0] for part in parts)
-        out = parts[0].new_full((len(parts), longest, *parts[0].shape[1:]), empty)
+        first = parts[0]
+        if all(part.data_ptr() == first.data_ptr() for part in parts) and first.numel():
+            return first.expand(len(parts), *first.shape)
+        sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
+        out = first.new_full((len(parts), *sizes), empty)
         for row, part in zip(out, parts, strict=True):
-            row[: part.shape[0]] = part
+            row[tuple(slice(size) for size in part.shape)] = part
         return out
 
+    absent = {"y": -1, "order": -1, "held_y": -1, "reference_order": -1}
     return Client(
-        x=stack((one.x for one in clients), 0),
-        y=stack((one.y for one in clients), -1),
-        order=stack((one.order for one in clients), -1),
-        held_x=stack((one.held_x for one in clients), 0),
-        held_y=stack((one.held_y for one in clients), -1),
+        *(
+            stack((getattr(one, part.name) for one in clients), absent.get(part.name, 0))
+            for part in fields(Client)
+        )
+    )
+
+
+def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]) -> Tensor:
+    """(rows, classes) logits, computed in slices where rows are large."""
+    width = int(np.prod(world.x.shape[1:]))
+    size = max(1, SLICE // (4 * width))
+    return torch.cat(
+        [
+            world.method.predict(world.frozen, sent, local, full(world.x[torch.from_numpy(part)]))
+            for part in np.split(rows, range(size, len(rows), size))
+        ]
     )
 
 
@@ -103,8 +160,9 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str) -> Scores:
     """Loss on the validation rows (training rows if there are none), hits there and on the test."""
     member = world.members[id]
     held = member.validation if len(member.validation) else member.train
-    x, y = gather(world, np.concatenate([held, member.test]))
-    logits = world.method.predict(world.frozen, sent, local, x)
+    rows = np.concatenate([held, member.test])
+    y = world.y[torch.from_numpy(rows)]
+    logits = predict(world, sent, local, rows)
     hits = logits.argmax(dim=1) == y
     loss = torch.nn.functional.cross_entropy(logits[: len(held)], y[: len(held)])
     return {
