@@ -96,8 +96,7 @@ def from_records(records: Any, where: str) -> Parcel:
             raise TypeError("its words are no table")
     except Exception as error:  # whatever the bytes of a stranger make numpy or JSON raise
         raise FederationError(
-            f"{where}: the message cannot be read ({type(error).__name__}: {error}); "
-            "it is left out"
+            f"{where}: the message cannot be read ({type(error).__name__}: {error}); it is left out"
         ) from error
     return Parcel(about, arrays)
 
