@@ -78,6 +78,7 @@ def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
         fits = (
             bool(out)
             and out[-1][0].trains == task.trains
+            and alike(out[-1][0], task)
             and len(out[-1]) < MOST
             and (len(out[-1]) + 1) * longest * width <= ROW_BYTES
             and taken + local <= LOCAL_BYTES
@@ -89,6 +90,15 @@ def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
             out.append([task])
             longest, taken = rows, local
     return out
+
+
+def alike(a: Task, b: Task) -> bool:
+    """Whether two clients were sent and hold tensors of the same names and shapes."""
+    pairs = ((a.sent, b.sent), (a.local, b.local))
+    return all(
+        one.keys() == other.keys() and all(one[key].shape == other[key].shape for key in one)
+        for one, other in pairs
+    )
 
 
 def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
