@@ -93,7 +93,7 @@ class Passage:
 
     def __init__(self, channel: Channel, method: object, local: Sequence[str], seed: int) -> None:
         self.channel, self.kind, self.seed = channel, sums(method), seed
-        self.inbox = Inbox(channel, local)
+        self.inbox = Inbox(channel, local, averages=self.kind in ("rows", "clients"))
 
     def carry(
         self,
