@@ -27,7 +27,7 @@ class Settings:
     fraction: float = 1.0  # of the clients that take part in a round
     counts: tuple[int, ...] = ()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
-    engine: Literal["batched", "single"] = "batched"
+    engine: Literal["batched", "single", "flower"] = "batched"
     workers: int = 0  # processes; 0 is as many as cores, if the run is long enough
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through

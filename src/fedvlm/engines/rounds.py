@@ -1,6 +1,6 @@
 """The loop over rounds: choose participants, send, update, aggregate, and keep the chosen state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal, Protocol
@@ -21,6 +21,8 @@ Selection = Literal["last", "validation", "oracle"]
 
 
 class Engine(Protocol):
+    """An engine may leave out clients that do not answer, as long as enough of them do."""
+
     def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
         """Everyone is measured with what it was sent; those that train then do."""
         ...
@@ -35,6 +37,10 @@ class Engine(Protocol):
 def open_engine(name: str, world: World, workers: int, rounds: int) -> Engine:
     if name == "single":
         return Single(world)
+    if name == "flower":
+        from fedvlm.engines.flower_local import InProcess  # takes a second to import
+
+        return InProcess(world)
     return Batched(world, workers, rounds)
 
 
@@ -98,21 +104,23 @@ def train(
         ids = participants(world, plan, number)
         # A round is chosen by what all clients make of it; else only participants are measured.
         known = ids if plan.selection == "last" else sorted(plan.train)
-        tasks = [
-            Task(id, method.send(state.shared, id), state.local.get(id, fresh), id in ids)
-            for id in (*known, *sorted(plan.unseen))
-        ]
+        tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
-        came = carry(world, passage, state, number, {t.id: t for t in tasks if t.trains}, done)
+        ids = [id for id in ids if id in done]
+        came = _carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            own = [done[id].local for id in ids]
-            line |= disagreement(world, ids, state.shared, came.uploads, own)
-        line["clients"] = {t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks}
+            own = {id: done[id] for id in ids}
+            line |= disagreement(world, state.shared, came.uploads, own)
+        line["clients"] = {
+            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
+        }
+        if len(done) < len(tasks):
+            line["missing"] = dict(getattr(engine, "missing", {}))
         shared = state.shared
-        if came.uploads[0]:
+        if any(came.uploads):
             shared = method.aggregate(shared, came.uploads, came.weights, came.ids)
         kept = {**state.channel, **came.kept}
         if world.channel.noise:
@@ -123,21 +131,38 @@ def train(
     return state
 
 
-def carry(
+def _tasks(
+    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
+) -> list[Task]:
+    best = state.best_local or {}
+    return [
+        Task(
+            id,
+            method.send(state.shared, id),
+            state.local.get(id, fresh),
+            id in train,
+            best.get(id),
+        )
+        for id in ids
+    ]
+
+
+def _carry(
     world: World,
     passage: Passage,
     state: State,
     number: int,
-    tasks: Mapping[str, Task],
+    tasks: Sequence[Task],
     done: Mapping[str, Done],
 ) -> Arrived:
-    """The participants' uploads through the channel."""
+    """The uploads through the channel, or its second half where a client did the first."""
     return passage.carry(
         number,
-        {id: done[id].upload or {} for id in tasks},
-        {id: task.sent for id, task in tasks.items()},
-        {id: len(world.members[id].train) for id in tasks},
+        {task.id: done[task.id].upload or {} for task in tasks},
+        {task.id: task.sent for task in tasks},
+        {task.id: len(world.members[task.id].train) for task in tasks},
         state.channel,
+        {id for id, one in done.items() if one.passed},
         lambda id: where(world, number, id),
     )
 
@@ -148,22 +173,21 @@ def _line(task: Task, done: Done, size: int) -> dict[str, float]:
 
 
 def disagreement(
-    world: World,
-    ids: Sequence[str],
-    shared: Tensors,
-    uploads: Sequence[Tensors],
-    local: Sequence[Tensors],
+    world: World, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
 ) -> dict[str, float]:
     """How far the clients pull what is shared apart; nothing where uploads are no new values."""
-    if len(ids) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
+    if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
         return {}
     start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
     out = {"cosine": mean_cosine(start, ends)}
     condition = getattr(world.method, "condition", None)
     if condition is not None:
-        steps = [len(minibatches(world, id, 0)) for id in ids]
+        steps = [len(minibatches(world, id, 0)) for id in done]
         out["difference"] = largest_difference(start, ends, steps, world.method.rate)
-        conditions = [condition(one) for one in local]
+        conditions = [
+            condition(one.local) if one.told is None else one.told["condition"]
+            for one in done.values()
+        ]
         out["difference_bound"] = difference_bound(world.method.tau, conditions)
     return out
 
@@ -172,7 +196,7 @@ def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     """What a curve shows: the state before this round's update, averaged over clients."""
     own = [scores[id]["loss"] for id in sorted(scores) if id in plan.train]
     return {
-        "loss": sum(own) / len(own),
+        "loss": sum(own) / len(own) if own else None,
         "validation": accuracy(scores, plan.train, "validation"),
         "accuracy": accuracy(scores, plan.train, "test"),
         "unseen": accuracy(scores, plan.unseen, "test"),
@@ -210,26 +234,29 @@ class Outcome:
 
 
 def finish(world: World, engine: Engine, plan: Plan, state: State, fresh: Tensors) -> Outcome:
-    method, frozen = world.method, world.frozen
-
-    def tasks(state: State, train: Sequence[str]) -> list[Task]:
-        return [
-            Task(id, method.send(state.shared, id), state.local.get(id, fresh), id in train)
-            for id in sorted({*plan.train, *plan.unseen})
-        ]
-
+    method = world.method
+    everyone = sorted({*plan.train, *plan.unseen})
     if plan.selection != "last":
-        done = engine.round(method.rounds, tasks(state, ()))
+        done = engine.round(method.rounds, _tasks(method, state, fresh, everyone, ()))
         state = choose(plan, state, {id: one.scores for id, one in done.items()})
         assert state.best_shared is not None and state.best_local is not None
         state = replace(
             state, round=state.best_round, shared=state.best_shared, local=state.best_local
         )
-    done = engine.adapt(method.rounds, tasks(state, plan.train))
-    local = {id: done[id].local for id in sorted(plan.train)}
-    describe = getattr(method, "describe", None)
-    maps = {
-        id: describe(frozen, state.shared, own) if describe else {} for id, own in local.items()
-    }
-    scores = {id: done[id].scores for id in sorted(done)}
-    return Outcome(state.round, state.shared, local, scores, maps)
+    done = engine.adapt(method.rounds, _tasks(method, state, fresh, everyone, plan.train))
+    own = {id: done[id] for id in sorted(plan.train) if id in done}
+    return Outcome(
+        state.round,
+        state.shared,
+        {id: one.local for id, one in own.items()},
+        {id: done[id].scores for id in sorted(done)},
+        {id: _describe(world, state.shared, one) for id, one in own.items()},
+    )
+
+
+def _describe(world: World, shared: Tensors, done: Done) -> Mapping[str, float]:
+    describe = getattr(world.method, "describe", None)
+    if done.told is not None or describe is None:
+        return done.told or {}
+    out: Mapping[str, float] = describe(world.frozen, shared, done.local)
+    return out
