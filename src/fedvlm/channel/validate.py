@@ -49,6 +49,16 @@ def longest(channel: Channel, numbers: int) -> float:
     return min(most * (1 + 1e-5), channel.bound or float("inf"))
 
 
+def plausible(rows: Any, channel: Channel, where: str) -> int:
+    """A row count that a client said, unless nobody has as many: it would own the mean."""
+    if type(rows) is not int or not 0 <= rows <= channel.rows:
+        raise FederationError(
+            f"{where}: it says it has {rows!r} training rows; between 0 and {channel.rows} "
+            "(channel.rows) are believed"
+        )
+    return rows
+
+
 @dataclass
 class Inbox:
     """The server's view of one training: what was expected, what has come, and from whom."""
@@ -120,11 +130,7 @@ class Inbox:
                 )
 
     def _rows(self, rows: Any, client: str, where: str) -> None:
-        if type(rows) is not int or not 0 <= rows <= self.channel.rows:
-            raise FederationError(
-                f"{where}: it says it has {rows!r} training rows; between 0 and "
-                f"{self.channel.rows} (channel.rows) are believed"
-            )
+        plausible(rows, self.channel, where)
         if self.rows.setdefault(client, rows) != rows:
             raise FederationError(
                 f"{where}: it says it has {rows} training rows, but said {self.rows[client]} before"
