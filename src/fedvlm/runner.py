@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fedvlm
-from fedvlm import evaluate
+from fedvlm import evaluate, room
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
@@ -71,6 +71,11 @@ def execute(
             settings, rows = thin(settings, rows)
         check(settings, rows)
         divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        if rows.pictures is not None and settings.method.rounds:
+            jobs = (job for seed in divisions for job in _jobs(settings, divisions[seed], seed))
+            most = max(len(job.train) for job in jobs)
+            first = frozen(rows, settings.seeds[0])
+            room.check(settings, first, rows.pictures.shape[1:], most)
         about = manifest(settings, rows, divisions)
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
