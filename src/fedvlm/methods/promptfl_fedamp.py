@@ -61,9 +61,9 @@ class PromptFLFedAMP:
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
-        fit = parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+        logits = PromptFLFT.predict(PromptFLFT(), frozen, shared, local, batch.x)
         away = (shared["prompt"] - start["prompt"]).square().sum()
-        return fit + self.pull / (2 * self.alpha) * away
+        return parts.fit(logits, batch.y, batch.real) + self.pull / (2 * self.alpha) * away
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]

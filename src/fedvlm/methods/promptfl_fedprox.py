@@ -28,7 +28,7 @@ class PromptFLFedProx:
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
-        fit = parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+        fit = PromptFL.loss(PromptFL(), frozen, shared, local, batch, start)
         return fit + self.mu / 2 * (shared["prompt"] - start["prompt"]).square().sum()
 
     name = "promptfl-fedprox"
