@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
+SMALLEST = 16  # rows of a class below which its statistics stay at the client
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ def minibatch(client: Client, step: int) -> Batch:
     return Batch(
         full(client.x[rows]), client.y[rows].clamp(min=0), real, full(client.reference[others])
     )
+
+
+def withhold(client: Client, classes: int, smallest: int) -> Client:
+    """The client without the rows of classes of which it has fewer than `smallest`.
+
+    What is summed over the rows that are left says nothing of the others, and sums over clients
+    are those over all rows that were left.
+    """
+    counts = (client.y[:, None] == torch.arange(classes, device=client.y.device)).sum(dim=0)
+    stays = counts[client.y.clamp(min=0)] < smallest
+    return replace(client, y=torch.where(stays, -1, client.y))
 
 
 def everything(self: Any, shared: Tensors, id: str) -> Tensors:

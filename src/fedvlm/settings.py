@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fedvlm.core import check_type, make
+from fedvlm.core import SMALLEST, check_type, make
 from fedvlm.data.federation import Clients
 from fedvlm.errors import SettingsError, unknown
 
@@ -28,6 +28,7 @@ class Settings:
     unseen: int = 0  # cross-device: how many clients are only tested on
     engine: Literal["batched", "single"] = "batched"
     workers: int = 0  # processes; 0 is as many as cores, if the run is long enough
+    allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
 
     def identity(self) -> dict[str, Any]:
@@ -35,6 +36,8 @@ class Settings:
         whole = asdict(self)
         for key in ("workers", "access"):
             del whole[key]
+        if not (self.allow_small and hasattr(self.method, "smallest")):
+            del whole["allow_small"]
         whole["method"] = {"name": self.method.name, **asdict(self.method)}
         return whole
 
@@ -62,6 +65,7 @@ def build(values: Mapping[str, Any]) -> Settings:
         raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
+    settings = replace(settings, method=_guarded(settings.method, settings.allow_small))
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
     if settings.workers < 0:
@@ -77,6 +81,21 @@ def _method(value: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         return make(**value)
     raise SettingsError(f'method = {value!r} has no name; write [method] with name = "fedot"')
+
+
+def _guarded(method: Any, allow_small: bool) -> Any:
+    """A method that uploads class statistics keeps those of few rows back, unless allowed."""
+    if not hasattr(method, "smallest"):
+        return method
+    if allow_small:
+        return replace(method, smallest=1)
+    if method.smallest < SMALLEST:
+        raise SettingsError(
+            f"{method.name}.smallest = {method.smallest}: the statistics of a class of fewer than "
+            f"{SMALLEST} rows give its rows away; set allow_small = true (--allow-small) if they "
+            "may be uploaded all the same"
+        )
+    return method
 
 
 def clients_of(value: Any) -> Clients:

@@ -19,12 +19,16 @@ def label(result: Result) -> str:
     told = dict(result.manifest["identity"]["method"])
     name = told.pop("name")
     usual = make(name)
+    if small := result.manifest["identity"].get("allow_small", False):
+        del told["smallest"]
     odd = [f"{key}={value}" for key, value in told.items() if getattr(usual, key) != value]
     chosen = result.manifest["identity"]["selection"]
     if chosen == "oracle":
         odd.append("ORACLE: best test round")
     elif chosen == "validation":
         odd.append("best validation round")
+    if small:
+        odd.append("ALLOW-SMALL")
     if result.manifest["identity"]["smoke"]:
         odd.append("SMOKE")
     return f"{name} ({', '.join(odd)})" if odd else str(name)
