@@ -30,14 +30,13 @@ def minibatch(client: Client, step: int) -> Batch:
     )
 
 
-def withhold(client: Client, classes: int, smallest: int) -> Client:
-    """The client without the rows of classes of which it has fewer than `smallest`.
+def withhold(client: Client, counts: Tensor, smallest: int) -> Client:
+    """The client without the rows of classes whose `counts` are below `smallest`.
 
-    What is summed over the rows that are left says nothing of the others, and sums over clients
-    are those over all rows that were left.
+    Sums over the rows that are left say nothing of the others, and clients' sums add up to those
+    over all rows that were left.
     """
-    counts = (client.y[:, None] == torch.arange(classes, device=client.y.device)).sum(dim=0)
-    stays = counts[client.y.clamp(min=0)] < smallest
+    stays = (counts < smallest)[client.y.clamp(min=0)]
     return replace(client, y=torch.where(stays, -1, client.y))
 
 

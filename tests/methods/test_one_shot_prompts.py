@@ -12,6 +12,7 @@ from fedvlm.engines.rounds import Plan, start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.work import client
 from fedvlm.errors import SettingsError
+from fedvlm.maths.gaussian import pack
 from fedvlm.methods.fens import HOLDS, NETWORK
 from fedvlm.methods.promptfl import class_features
 from fedvlm.testing import check_same, learn, toy_world
@@ -57,10 +58,7 @@ def test_fedlpa_follows_the_client_whose_rows_say_more():
     world = world_of("fedlpa", damping=1e-6)
     shared, upload = sent_up(world)
     eye = {"tall": VECTORS, "wide": WIDTH}
-    flat = {
-        key: tensors.full(torch.eye(size))[tuple(torch.tril_indices(size, size))]
-        for key, size in eye.items()
-    }
+    flat = {key: pack(torch.eye(size)) for key, size in eye.items()}
     vague = {**upload, **{key: 0.1 * value for key, value in flat.items()}}
     sharp = {**upload, **flat, "prompt": upload["prompt"] + 1}
     joined = world.method.aggregate(shared, [vague, sharp], torch.ones(2), ["a", "b"])
