@@ -114,7 +114,9 @@ class TOFA:
         if self.text and self.exchanges == 2 and "texts" not in sent:
             upload["texts"] = client.texts
         elif self.text:
-            every = torch.cat([texts(frozen), sent.get("texts", client.texts)], dim=1)
+            every = texts(frozen)
+            if "texts" in sent:
+                every = torch.cat([every, sent["texts"]], dim=1)
             present = counts > 0
             means = sums / counts.clamp(min=1)[:, None]
             terms, voting = alignment.votes(
@@ -217,27 +219,23 @@ class TOFA:
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:
             return local
-        prior = gaussian.Moments(
-            sent["counts"].double(),
-            sent["means"].double(),
-            gaussian.unpack(sent["scatter"].double(), frozen.dim),
-        )
+        scatter = gaussian.unpack(sent["scatter"], frozen.dim)
+        prior = gaussian.Moments(sent["counts"], sent["means"], scatter)
         known = gaussian.posterior(prior, client.x, client.y, self.alpha)
         rule = gaussian.discriminant(known, gaussian.ridge(known, self.shrinkage))
         out = {
-            "weight change": (rule.weight - sent["weight"]).float(),
-            "bias change": (rule.bias - sent["bias"]).float(),
+            "weight change": rule.weight - sent["weight"],
+            "bias change": rule.bias - sent["bias"],
         }
         if self.text and self.fusion:
             x, y = client.x, client.y
-            weight = local["row weight"][y.clamp(min=0)].double()
-            logits = gaussian.left_out(known, rule, x, y, weight)
+            logits = gaussian.left_out(known, rule, x, y, local["row weight"][y.clamp(min=0)])
             if self.calibration == "held-out" and client.held_x.shape[0]:
                 x, y = client.held_x, client.held_y
-                logits = rule.logits(x.double())
+                logits = rule.logits(x)
             words = frozen.scale * x @ prompts(frozen, sent).mT
-            heats = [calibration.heat(logits, y), calibration.heat(words.double(), y)]
-            out["heat"] = torch.stack(heats).float()
+            heats = [calibration.heat(logits, y), calibration.heat(words, y)]
+            out["heat"] = torch.stack(heats)
         return {**local, **out}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -276,5 +274,8 @@ def texts(frozen: Frozen) -> Tensor:
 
 def prompts(frozen: Frozen, sent: Tensors) -> Tensor:
     """(classes, dim): every class's texts, mixed by their weights."""
-    mixed = alignment.mix(sent["weights"], texts(frozen))
+    assert frozen.text is not None  # `init` has seen to it
+    mixed = sent["weights"][:, :1] * frozen.text
+    if frozen.descriptions is not None:  # not `texts`, which would copy them for every prediction
+        mixed = mixed + alignment.mix(sent["weights"][:, 1:], frozen.descriptions)
     return mixed + sent["own"] if "own" in sent else mixed
