@@ -1,13 +1,12 @@
 """The conformance suite: `check_method(MyMethod(...))` says what a method breaks, if anything."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, Tensors, register
@@ -15,19 +14,10 @@ from fedvlm.encoders.tower import ImageTower
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.rounds import Outcome, Plan, State, finish, start, train
 from fedvlm.engines.single import Single
-from fedvlm.engines.work import World, client
+from fedvlm.engines.work import Part, World, client
 from fedvlm.maths.prompts import Affine, Layer, TextTower
 
 CLOSE = 1e-5  # relative, between engines
-
-
-@dataclass(frozen=True)
-class Part:
-    """Row numbers of one made client."""
-
-    train: NDArray[np.int64]
-    validation: NDArray[np.int64]
-    test: NDArray[np.int64]
 
 
 def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16) -> World:
