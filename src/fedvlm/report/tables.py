@@ -20,6 +20,8 @@ def label(result: Result) -> str:
 
     told = dict(result.manifest["identity"]["method"])
     name = told.pop("name")
+    if small := result.manifest["identity"].get("allow_small", False):
+        del told["smallest"]
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
     odd = [f"{key}={value}" for key, value in told.items() if usual[key] != value]
     chosen = result.manifest["identity"]["selection"]
@@ -27,6 +29,8 @@ def label(result: Result) -> str:
         odd.append("ORACLE: best test round")
     elif chosen == "validation":
         odd.append("best validation round")
+    if small:
+        odd.append("ALLOW-SMALL")
     if result.manifest["identity"]["smoke"]:
         odd.append("SMOKE")
     return f"{name} ({', '.join(odd)})" if odd else str(name)
