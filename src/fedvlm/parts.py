@@ -16,9 +16,13 @@ Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
 
 
 def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
-    """Cross-entropy over the real rows; nothing at all where there are none."""
-    losses = torch.nn.functional.cross_entropy(logits, y, reduction="none")
-    return torch.where(real, losses, 0.0).sum() / real.sum().clamp(min=1)
+    """Cross-entropy over the real rows; nothing at all where there are none.
+
+    With a leading axis of clients it is the sum of theirs, so that each has its own gradient.
+    """
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
+    kept = torch.where(real, losses.reshape(y.shape), 0.0).sum(dim=-1)
+    return (kept / real.sum(dim=-1).clamp(min=1)).sum()
 
 
 def minibatch(client: Client, step: int) -> Batch:
@@ -89,6 +93,10 @@ def sgd(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
     """update: minibatch SGD on `self.loss` with rate, momentum and decay; velocity starts anew."""
+    return descend(self, frozen, sent, local, client, sgd_step(self))
+
+
+def sgd_step(self: Any) -> Stepper:
     momentum, decay = getattr(self, "momentum", 0.0), getattr(self, "decay", 0.0)
 
     def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
@@ -97,7 +105,7 @@ def sgd(
             speed = momentum * kept["speed"] + speed
         return value - self.rate * speed, {"speed": speed}
 
-    return descend(self, frozen, sent, local, client, step)
+    return step
 
 
 def adam(
