@@ -47,7 +47,8 @@ def plan(
     problems = similarity.reshape(-1, prompts, patches)
     size = max(1, AT_ONCE // (prompts * patches))
     found = [
-        _solve(some, 1 if exact else gamma, strength, exact, steps) for some in problems.split(size)
+        _solve(some, 1 if exact else gamma, strength, exact, steps)
+        for some in torch.split(problems, size)
     ]
     return torch.cat(found).reshape(*many, prompts, patches)
 

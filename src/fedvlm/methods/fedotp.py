@@ -13,14 +13,14 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
-from fedvlm.maths import transport
+from fedvlm.maths.transport import Kind, check, plan
 from fedvlm.methods.promptfl import class_features, first_prompt
 
 
 @register
 @dataclass(frozen=True)
 class FedOTP:
-    transport: transport.Kind = "unbalanced"  # of patches to prompts
+    transport: Kind = "unbalanced"  # of patches to prompts
     gamma: float = 0.8  # γ: the share of an image's patches that prompts take, if unbalanced
     strength: float = 0.1  # λ of the entropy
     vectors: int = 16  # s, of each prompt
@@ -32,7 +32,7 @@ class FedOTP:
     rounds: int = 10  # T; 150 for CIFAR
 
     def __post_init__(self) -> None:
-        transport.check(self.gamma, self.strength)
+        check(self.gamma, self.strength)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {"prompt": first_prompt(frozen, self.vectors)}
@@ -43,16 +43,16 @@ class FedOTP:
         both = [class_features(frozen, one) for one in (sent["prompt"], local["own"])]
         text = torch.stack(both, dim=-2)  # (classes, 2, dim)
         patches = normalize(x, dim=-1)  # (rows, patches, dim)
-        return (text.flatten(-3, -2) @ patches.mT).unflatten(-2, text.shape[-3:-1])
+        return torch.unflatten(text.flatten(-3, -2) @ patches.mT, -2, (-1, 2))
 
-    def plan(self, similarity: Tensor) -> Tensor:
+    def match(self, similarity: Tensor) -> Tensor:
         """T of the same shape; it stays fixed while the prompts move."""
         with torch.no_grad():
-            return transport.plan(similarity.detach(), self.transport, self.gamma, self.strength)
+            return plan(similarity.detach(), self.transport, self.gamma, self.strength)
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         similarity = self.similarity(frozen, sent, local, x)
-        return frozen.scale * (self.plan(similarity) * similarity).sum(dim=(-2, -1))
+        return frozen.scale * (self.match(similarity) * similarity).sum(dim=(-2, -1))
 
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
