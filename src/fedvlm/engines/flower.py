@@ -83,7 +83,7 @@ class Flower:
             about = reply.about
             upload = unpack(reply.arrays) if about["uploads"] else None
             local = self.local(id, about["version"])
-            done[id] = Done(upload, local, about["scores"], about["told"])
+            done[id] = Done(upload, local, about["scores"], about["told"], passed=True)
         return done
 
     def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:

@@ -8,11 +8,14 @@ answer was lost, or a server that was resumed, is answered as if nothing had hap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import randbits
 from typing import Any, Protocol
 
 import torch
 
-from fedvlm import tensors
+from fedvlm import seeds, tensors
+from fedvlm.channel import validate
+from fedvlm.channel.passage import join, leave, split
 from fedvlm.core import Tensors
 from fedvlm.engines.flower_wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
@@ -109,16 +112,23 @@ class Desk:
         sent = unpack(parcel.arrays)
         if self.guard is not None:
             self.guard.admit(training, about, sent)
-        task = Task(id, sent, held[version] if version else fresh, about["trains"])
+        local, kept = split(held[version] if version else fresh)
+        task = Task(id, sent, local, about["trains"])
         engine = Single(world)
         adapts = about["kind"] == "adapt"
         done = (engine.adapt if adapts else engine.round)(number, [task])[id]
-        after = version
+        after, upload = version, done.upload or {}
+        if done.upload is not None:
+            validate(upload, fresh, where(world, number, id))
+            draw = seeds.generator("channel noise", world.seed, id, number)
+            if world.entropy:
+                draw.manual_seed(randbits(63))
+            upload, kept = leave(world.channel, upload, sent, kept, draw)
         if task.trains:
             after = number + 1
             keep = {version, *about["held"]}
             held = {one: value for one, value in held.items() if one in keep}
-            state = training.write({**held, after: done.local})
+            state = training.write({**held, after: join(done.local, {} if adapts else kept)})
         if adapts and self.guard is not None:
             self.guard.adapted(training, sent, done.local)
         reply = {
@@ -129,7 +139,7 @@ class Desk:
             "scores": done.scores,
             "told": told(world, sent, done, adapts) if task.trains else {},
         }
-        return Parcel(reply, arrays(done.upload or {})), state
+        return Parcel(reply, arrays(upload)), state
 
 
 def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:

@@ -80,6 +80,7 @@ class Done:
     local: Tensors
     scores: Scores  # of what the client was sent, before its update
     told: Mapping[str, float] | None = None  # by a client that keeps its local tensors to itself
+    passed: bool = False  # the client has put its upload through the channel: it is as it travelled
 
 
 def minibatches(world: World, id: str, number: int) -> Tensor:
