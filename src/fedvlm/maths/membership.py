@@ -19,7 +19,7 @@ def area_by_class(
     Within a class, because else a score that only knows which classes are common would pass.
     """
     total = pairs = 0.0
-    for label in member_labels.unique():
+    for label in sorted(set(member_labels.tolist())):
         mine, theirs = members[member_labels == label], others[other_labels == label]
         if weight := len(mine) * len(theirs):
             total += weight * area(mine, theirs)
