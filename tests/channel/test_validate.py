@@ -92,8 +92,8 @@ def test_a_client_may_not_grow_between_rounds():
         ({"head": torch.zeros(4, 6).double()}, r"is float64 \(4, 6\), but float32"),
         ({**UPLOAD, "skew": torch.zeros(2)}, "holds 'skew', which is local"),
         ({"head": torch.full((4, 6), torch.nan)}, "24 of 24 numbers of 'head' are not finite"),
-        ({**UPLOAD, "more": torch.zeros(2)}, "'more' .* is float32 .*, but missing in client a's"),
-        ({}, r"'head' of its upload is missing, but float32 \(4, 6\) in client a's"),
+        ({**UPLOAD, "more": torch.zeros(2)}, "'more' .* is float32 .*, but missing in what was sent"),
+        ({}, r"'head' of its upload is missing, but float32 \(4, 6\) in what"),
     ],
 )
 def test_an_upload_unlike_the_method_is_refused(upload, says):
@@ -123,3 +123,13 @@ def test_odd_scales_of_an_8_bit_upload_are_refused():
     wrong = {**travels, "head/scale": torch.tensor([torch.inf])}
     with pytest.raises(FederationError, match="not finite"):
         inbox().check(arrive(Channel(quantise=True), wrong, SENT), SENT, 40, "b", 3, WHERE)
+
+
+def test_uploads_that_are_no_new_values_are_compared_with_each_other():
+    box = inbox()
+    box.averages = False
+    sums = {"sums": torch.zeros(4, 6)}
+    box.check(sums, SENT, 40, "a", 3, "client a, round 3")
+    box.check({"held": torch.tensor(1)}, SENT, 40, "c", 3, "client c, round 3")
+    with pytest.raises(FederationError, match=r"'sums' .* \(4, 7\), but .* in client a's"):
+        box.check({"sums": torch.zeros(4, 7)}, SENT, 40, "b", 3, WHERE)

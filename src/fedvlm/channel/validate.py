@@ -121,7 +121,7 @@ class Inbox:
         if not self.averages:
             other, wanted = self.first.setdefault(tuple(found), (client, found))
             name = f"client {other}'s"
-        for key in sorted({**wanted, **found}) if upload else ():
+        for key in sorted({**wanted, **found}):
             if found.get(key) != wanted.get(key):
                 raise FederationError(
                     f"{where}: {key!r} of its upload is {found.get(key, 'missing')}, but "
