@@ -15,6 +15,8 @@ from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate import Table
 from fedvlm.record import Record, read_json, read_tensors, write_tensors
 
+DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
+
 
 def slug(name: str) -> str:
     """A file name for a job: readable, and different for different names."""
@@ -69,6 +71,8 @@ class Personalised:
         tensors |= {f"local/{key}": value for key, value in self.local.items()}
         if self.frozen.text is not None:
             tensors["frozen/text"] = self.frozen.text
+        if self.frozen.descriptions is not None:
+            tensors["frozen/descriptions"] = self.frozen.descriptions
         about = {
             "method": {"name": self.method.name, **asdict(self.method)},
             "classes": self.frozen.classes,
@@ -93,6 +97,7 @@ class Personalised:
             about["scale"],
             group("frozen").get("text"),
             about["seed"],
+            descriptions=group("frozen").get("descriptions"),
         )
         method = make(**about["method"])
         return cls(
@@ -136,6 +141,12 @@ class Result:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         return dict(read_json(self.folder / "manifest.json"))
+
+    @cached_property
+    def descriptions(self) -> Tensor | None:
+        """(classes, texts, dim) of the sentences that all clients had, if there were any."""
+        path = self.folder / DESCRIPTIONS
+        return read_tensors(path)[0]["common"] if path.exists() else None
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -218,6 +229,7 @@ class Result:
             told["scale"],
             text,
             told["identity"]["seeds"][0] if seed is None else seed,
+            descriptions=self.descriptions,
         )
         method = make(**told["identity"]["method"])
         frozen = equip(frozen, method, told["encoder"])

@@ -19,13 +19,14 @@ from fedvlm import evaluate, room
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
+from fedvlm.descriptions import dealt
 from fedvlm.engines.rounds import Outcome, Plan, State, finish, open_engine, start, train
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.load import load, meet, thin
 from fedvlm.privacy import withheld
 from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
-from fedvlm.result import Result, slug
+from fedvlm.result import DESCRIPTIONS, Result, slug
 from fedvlm.settings import Settings, build
 
 EVERY = 5.0  # seconds between checkpoints; a kill costs at most this much work
@@ -57,6 +58,8 @@ def execute(
     progress: Progress | None = None,
 ) -> Result:
     told = progress or (lambda what, done, total: None)
+    if embedded is not None and (settings.descriptions or settings.texts):
+        raise SettingsError("rows in memory have their own descriptions and texts; set them there")
     folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
     record = Record(folder)
     identity = settings.identity()
@@ -84,6 +87,8 @@ def execute(
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:
             record.clear()
+        if rows.descriptions is not None:
+            write_tensors(record.folder / DESCRIPTIONS, {"common": rows.descriptions}, {})
         tables = [
             _seed(settings, rows, division, seed, record, told)
             for seed, division in divisions.items()
@@ -183,7 +188,7 @@ def world_of(
         members,
         seed,
         evaluate.reference(settings.method, members, job),
-        rows.texts,
+        dealt(rows.texts, division.members),
         channel=settings.channel,
     )
 

@@ -20,6 +20,8 @@ class Settings:
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
     access: dict[str, Any] = field(default_factory=dict)  # how to reach an encoder: token_file, …
     precision: Literal["float32", "float16"] = "float32"  # of cached pooled embeddings
+    descriptions: str = ""  # JSON of sentences by class, the server's; or "keywords" for the demo
+    texts: str = ""  # JSON of sentences by client and class, which only those clients have
     clients: Clients = field(default_factory=Clients)
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
@@ -40,8 +42,10 @@ class Settings:
             del whole[key]
         if not (self.allow_small and hasattr(self.method, "smallest")):
             del whole["allow_small"]
-        if self.channel == Channel():  # as it was before there was a choice
-            del whole["channel"]
+        usual = {"channel": Channel(), "descriptions": "", "texts": ""}
+        for key in usual:  # left out as it was before there was a choice
+            if getattr(self, key) == usual[key]:
+                del whole[key]
         whole["method"] = {"name": self.method.name, **asdict(self.method)}
         return whole
 
