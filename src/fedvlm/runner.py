@@ -76,13 +76,13 @@ def execute(
         check(settings, rows)
         divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
         if rows.pictures is not None and settings.method.rounds:
-            jobs = (job for seed in divisions for job in _jobs(settings, divisions[seed], seed))
+            jobs = (job for seed in divisions for job in jobs_of(settings, divisions[seed], seed))
             most = max(len(job.train) for job in jobs)
             ready = frozen(rows, settings.seeds[0])
             room.check(settings, ready, rows.pictures.shape[1:], most)
         about = manifest(settings, rows, divisions)
-        first = divisions[settings.seeds[0]].members
-        notes = [*notes, *withheld(settings.method, first, rows.labels, len(rows.classes))]
+        members = divisions[settings.seeds[0]].members
+        notes = [*notes, *withheld(settings.method, members, rows.labels, len(rows.classes))]
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:
@@ -134,7 +134,7 @@ def _seed(
     told: Progress,
 ) -> evaluate.Table:
     """All trainings of one seed, and the numbers they add up to."""
-    jobs = _jobs(settings, division, seed)
+    jobs = jobs_of(settings, division, seed)
     rounds = max(1, settings.method.rounds)
     before = settings.seeds.index(seed) * len(jobs)
     total = len(settings.seeds) * len(jobs) * rounds
@@ -152,7 +152,7 @@ def _seed(
     return evaluate.table(settings.protocol, division.members, done, generalises)
 
 
-def _jobs(settings: Settings, division: Division, seed: int) -> list[evaluate.Job]:
+def jobs_of(settings: Settings, division: Division, seed: int) -> list[evaluate.Job]:
     return evaluate.jobs(
         settings.protocol,
         division.members,
@@ -175,6 +175,24 @@ def frozen(rows: Embedded, seed: int) -> Frozen:
     )
 
 
+def world_of(
+    settings: Settings, rows: Embedded, division: Division, job: evaluate.Job, seed: int
+) -> World:
+    """All that one training works on."""
+    members = {id: division.members[id] for id in (*job.train, *job.unseen)}
+    return World(
+        settings.method,
+        frozen(rows, seed),
+        rows.view(settings.method.needs),
+        torch.from_numpy(rows.labels),
+        members,
+        seed,
+        evaluate.reference(settings.method, members, job),
+        dealt(rows.texts, division.members),
+        channel=settings.channel,
+    )
+
+
 def _job(
     settings: Settings,
     rows: Embedded,
@@ -189,18 +207,7 @@ def _job(
     final = record.folder / "jobs" / f"{name}.json"
     if final.exists():
         return dict(read_json(final)["scores"])
-    members = {id: division.members[id] for id in (*job.train, *job.unseen)}
-    world = World(
-        settings.method,
-        frozen(rows, seed),
-        rows.view(settings.method.needs),
-        torch.from_numpy(rows.labels),
-        members,
-        seed,
-        evaluate.reference(settings.method, members, job),
-        dealt(rows.texts, division.members),
-        channel=settings.channel,
-    )
+    world = world_of(settings, rows, division, job, seed)
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
     state, fresh = start(world)
     checkpoint = record.folder / "jobs" / f"{name}.checkpoint"
@@ -256,7 +263,7 @@ def manifest(
         "dim": rows.x.shape[1],
         "scale": rows.scale,
         "text": None if rows.text is None else rows.text.tolist(),
-        "jobs": [job.name for job in _jobs(settings, division, seed)],
+        "jobs": [job.name for job in jobs_of(settings, division, seed)],
         "clients": {
             id: {part: len(getattr(one, part)) for part in ("train", "validation", "test")}
             for id, one in division.members.items()

@@ -14,7 +14,7 @@ from torch.func import grad
 from torch.nn.functional import one_hot
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import SMALLEST, Batch, Client, Frozen, Tensors, register
 from fedvlm.methods.fedavg import first_head
 
 
@@ -30,6 +30,7 @@ class FedGH:
     epochs: int = 1
     rounds: int = 50
     head: Literal["text", "random"] = "text"
+    smallest: int = SMALLEST  # rows a class must have at a client to be uploaded
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         head = first_head(self.head, frozen)
@@ -46,10 +47,18 @@ class FedGH:
     ) -> tuple[Tensors, Tensors]:
         """The encoder is frozen, so a round's training would change no prototype: there is none."""
         kind = one_hot(client.y.clamp(min=0), len(frozen.classes)) * (client.y >= 0)[:, None]
-        kind = kind.to(client.x.dtype)
-        # Zero where the client has no row of a class.
-        means = kind.mT @ client.x / kind.sum(0).clamp(min=1)[:, None]
-        return {"prototypes": means}, local
+        counts = kind.sum(0)
+        # Zero where the client has no row of a class, or too few to tell of.
+        means = kind.to(client.x.dtype).mT @ client.x / counts.clamp(min=1)[:, None]
+        return {"prototypes": torch.where((counts >= self.smallest)[:, None], means, 0.0)}, local
+
+    def means(self, upload: Tensors) -> Tensor:
+        """(classes, dim) what the upload says of the class means, for an audit."""
+        return upload["prototypes"]
+
+    def covers(self, upload: Tensors) -> Tensor:
+        """(classes,) True where the upload tells of rows of the class."""
+        return (upload["prototypes"] != 0).any(dim=1)
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
