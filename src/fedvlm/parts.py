@@ -13,6 +13,8 @@ from fedvlm.tensors import full
 
 # a tensor, its gradient and what was kept from its last step -> the tensor, and what to keep
 Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
+# what is trained, what is kept and a minibatch -> the loss, and new values of what is kept
+Objective = Callable[[Tensors, Tensors, Batch], tuple[Tensor, Tensors]]
 
 
 def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
@@ -154,7 +156,9 @@ def descend(
         result = self.loss(frozen, shared, own, batch, sent)
         return result if isinstance(result, tuple) else (result, {})
 
-    gradient_of = grad_and_value(objective, has_aux=True)
+    # Engines take clients that train a tower one by one.
+    plain = "image tower" in self.needs
+    gradient_of = slopes_of(objective) if plain else grad_and_value(objective, has_aux=True)
     for index in range(client.order.shape[0]):
         batch = minibatch(client, index)
         active = batch.real.any()
@@ -164,9 +168,26 @@ def descend(
             trained[key] = torch.where(active, moved, value)
             for name, new in after.items():
                 states[key][name] = torch.where(active, new, states[key].get(name, none))
-        kept = {
-            key: torch.where(active, remembered.get(key, value), value)
-            for key, value in kept.items()
+        kept |= {
+            key: torch.where(active, remembered[key], kept[key])
+            for key in kept.keys() & remembered.keys()
         }
     now = {**trained, **kept}
     return {key: now[key] for key in sent}, {key: now[key] for key in local}
+
+
+def slopes_of(objective: Objective) -> Callable[[Tensors, Tensors, Batch], Any]:
+    """`grad_and_value` for one client alone: under vmap it would not do.
+
+    torch.func keeps what a second derivative would need, which for a tower is gigabytes.
+    """
+
+    def of(trained: Tensors, kept: Tensors, batch: Batch) -> Any:
+        with torch.enable_grad():
+            leaves = {key: value.detach().requires_grad_() for key, value in trained.items()}
+            loss, remembered = objective(leaves, kept, batch)
+            slopes = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        after = {key: value.detach() for key, value in remembered.items()}
+        return dict(zip(leaves, slopes, strict=True)), (loss.detach(), after)
+
+    return of
