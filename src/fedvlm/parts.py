@@ -11,6 +11,7 @@ from fedvlm.core import Batch, Client, Frozen, Tensors
 from fedvlm.tensors import full
 
 Stepper = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
+STATE = "state "  # starts the names of local tensors that hold an optimiser's state over the rounds
 
 
 def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
@@ -87,7 +88,10 @@ def sgd(
 def adam(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
-    """update: Adam on `self.loss` with rate, betas, eps and decay; moments start anew."""
+    """update: Adam on `self.loss` with rate, betas, eps and decay.
+
+    Moments start anew in every round, unless `init` puts `moments` among the local tensors.
+    """
     first, second = getattr(self, "betas", (0.9, 0.999))
     eps, decay = getattr(self, "eps", 1e-8), getattr(self, "decay", 0.0)
 
@@ -108,6 +112,21 @@ def adam(
     return descend(self, frozen, sent, local, client, step)
 
 
+def moments(trained: Tensors) -> Tensors:
+    """Local tensors in which `adam` keeps its moments from round to round, for `init`."""
+    kinds = ("mean", "square")
+    zeros = {
+        f"{kind} {key}": torch.zeros_like(one) for kind in kinds for key, one in trained.items()
+    }
+    return {f"{STATE}{key}": value for key, value in {"count": torch.zeros(()), **zeros}.items()}
+
+
+def split_state(local: Tensors) -> tuple[Tensors, Tensors]:
+    """Local tensors of the method, and those of its optimiser by their own names."""
+    state = {key.removeprefix(STATE): one for key, one in local.items() if key.startswith(STATE)}
+    return {key: one for key, one in local.items() if not key.startswith(STATE)}, state
+
+
 for _part in (sgd, adam):
     _part.walks = "loss"  # type: ignore[attr-defined]  # tells `register` to ask for a loss
 
@@ -120,10 +139,11 @@ def descend(
     `loss` returns the loss, or the loss and new values of tensors named in `memory`. `step` gets
     what it returned last time as its state, and nothing the first time.
     """
+    local, state = split_state(local)
+    keeps = bool(state)
     everything = {**sent, **local}
     trained = {key: value for key, value in everything.items() if key not in self.memory}
     kept = {key: value for key, value in everything.items() if key in self.memory}
-    state: Tensors = {}
 
     def objective(trained: Tensors, kept: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
         now = {**trained, **kept}
@@ -148,4 +168,7 @@ def descend(
             for key, value in kept.items()
         }
     now = {**trained, **kept}
-    return {key: now[key] for key in sent}, {key: now[key] for key in local}
+    own = {key: now[key] for key in local}
+    if keeps:
+        own |= {f"{STATE}{key}": value for key, value in state.items()}
+    return {key: now[key] for key in sent}, own

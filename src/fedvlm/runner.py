@@ -70,7 +70,12 @@ def execute(
         if settings.smoke:
             settings, rows = thin(settings, rows)
         check(settings, rows)
-        divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        divisions = {
+            seed: divide(rows, settings.clients, seed, settings.target) for seed in settings.seeds
+        }
+        for seed, division in divisions.items():
+            for job in _jobs(settings, division, seed):
+                evaluate.check(settings.method, rows, division, job)
         about = manifest(settings, rows, divisions)
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
@@ -145,6 +150,7 @@ def _jobs(settings: Settings, division: Division, seed: int) -> list[evaluate.Jo
         division.members,
         counts=settings.counts,
         unseen=settings.unseen,
+        target=settings.target,
         seed=seed,
     )
 
@@ -184,8 +190,9 @@ def _job(
         torch.from_numpy(rows.labels),
         members,
         seed,
-        evaluate.reference(settings.method, members, job),
+        evaluate.reference(settings.method, division, job),
         rows.texts,
+        settings.protocol == "source-target",
     )
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
     state, fresh = start(world)

@@ -4,12 +4,14 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 
+from fedvlm import evaluate
 from fedvlm.errors import SettingsError, unknown
-from fedvlm.evaluate import spread
+from fedvlm.metrics import METRICS
 from fedvlm.result import Result
 
 FORMS = ("text", "markdown", "latex", "csv")
-MAIN = ("G", "P", "C", "own")  # what a table shows first; the rest is per domain or client
+MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
+MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 
 def label(result: Result) -> str:
@@ -18,8 +20,11 @@ def label(result: Result) -> str:
 
     told = dict(result.manifest["identity"]["method"])
     name = told.pop("name")
-    usual = make(name)
-    odd = [f"{key}={value}" for key, value in told.items() if getattr(usual, key) != value]
+    usual, method = make(name), make(name, **told)
+    odd = [f"{key}={told[key]}" for key in told if getattr(usual, key) != getattr(method, key)]
+    if evaluate.wants_reference(method) and method.reference == "target":
+        odd.remove("reference=target")
+        odd.append("TRANSDUCTIVE: adapts to the test rows")
     chosen = result.manifest["identity"]["selection"]
     if chosen == "oracle":
         odd.append("ORACLE: best test round")
@@ -53,7 +58,7 @@ def compare(
         raise unknown("table form", form, FORMS)
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
-    found = [spread(result.tables) for result in results]
+    found = [evaluate.spread(result.tables) for result in results]
     columns = list(dict.fromkeys(key for one in found for key in one))
     if not every and (main := [key for key in columns if key in MAIN]):
         columns = main
