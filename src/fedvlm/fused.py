@@ -12,7 +12,7 @@ from torch.optim.adam import adam as fused_step
 
 from fedvlm import parts, tensors
 from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.parts import STATE, minibatch, split_state
+from fedvlm.parts import join_state, minibatch, split_state
 
 
 def adam(
@@ -33,14 +33,15 @@ def _one(
 ) -> tuple[Tensors, Tensors]:
     """One client's steps; `sent` and `local` are copies, and are worked on in place."""
     first, second = self.betas
-    local, state = split_state(local)
+    local, states = split_state(local)
     now = {**sent, **local}
     start = {key: value.clone() for key, value in sent.items()}
     names = [key for key in now if key not in self.memory]
     trained = [now[key].requires_grad_() for key in names]
-    moments = state or split_state(parts.moments({key: now[key].detach() for key in names}))[1]
-    means, squares = ([moments[f"{kind} {key}"] for key in names] for kind in ("mean", "square"))
-    counts = [moments["count"].clone() for _ in names]
+    moments = states or split_state(parts.moments({key: now[key].detach() for key in names}))[1]
+    means, squares, counts = (
+        [moments[key][name] for key in names] for name in ("mean", "square", "count")
+    )
     none: list[Tensor] = []
     for index in range(len(client.order)):
         batch = minibatch(client, index)
@@ -71,6 +72,6 @@ def _one(
         now |= remembered
     now = {key: value.detach() for key, value in now.items()}
     own = {key: now[key] for key in local}
-    if state:
-        own |= {f"{STATE}{key}": value for key, value in {**moments, "count": counts[0]}.items()}
+    if states:
+        own |= join_state(moments)
     return {key: now[key] for key in sent}, own

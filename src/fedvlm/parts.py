@@ -1,6 +1,7 @@
 """Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.func import grad_and_value
 from fedvlm.core import Batch, Client, Frozen, Tensors
 from fedvlm.tensors import full
 
-Stepper = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
+# a tensor, its gradient and what was kept from its last step -> the tensor, and what to keep
+Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
 STATE = "state "  # starts the names of local tensors that hold an optimiser's state over the rounds
 
 
@@ -28,6 +30,16 @@ def minibatch(client: Client, step: int) -> Batch:
     return Batch(
         full(client.x[rows]), client.y[rows].clamp(min=0), real, full(client.reference[others])
     )
+
+
+def withhold(client: Client, counts: Tensor, smallest: int) -> Client:
+    """The client without the rows of classes whose `counts` are below `smallest`.
+
+    Sums over the rows that are left say nothing of the others, and clients' sums add up to those
+    over all rows that were left.
+    """
+    stays = (counts < smallest)[client.y.clamp(min=0)]
+    return replace(client, y=torch.where(stays, -1, client.y))
 
 
 def everything(self: Any, shared: Tensors, id: str) -> Tensors:
@@ -54,11 +66,17 @@ def mean(
     }
 
 
+mean.sums = "rows"  # type: ignore[attr-defined]  # a secure sum of rows · upload is all it needs
+
+
 def uniform(
     self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
 ) -> Tensors:
     """aggregate: the mean of the uploads, every client weighing the same."""
     return mean(self, shared, uploads, torch.ones_like(weights), ids)
+
+
+uniform.sums = "clients"  # type: ignore[attr-defined]
 
 
 def idle(
@@ -74,13 +92,11 @@ def sgd(
     """update: minibatch SGD on `self.loss` with rate, momentum and decay; velocity starts anew."""
     momentum, decay = getattr(self, "momentum", 0.0), getattr(self, "decay", 0.0)
 
-    def step(trained: Tensors, gradient: Tensors, velocity: Tensors) -> tuple[Tensors, Tensors]:
-        moved, speed = {}, {}
-        for key, value in trained.items():
-            pull = gradient[key] + decay * value
-            speed[key] = momentum * velocity[key] + pull if velocity else pull
-            moved[key] = value - self.rate * speed[key]
-        return moved, speed
+    def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
+        speed = gradient + decay * value
+        if kept:
+            speed = momentum * kept["speed"] + speed
+        return value - self.rate * speed, {"speed": speed}
 
     return descend(self, frozen, sent, local, client, step)
 
@@ -95,36 +111,41 @@ def adam(
     first, second = getattr(self, "betas", (0.9, 0.999))
     eps, decay = getattr(self, "eps", 1e-8), getattr(self, "decay", 0.0)
 
-    def step(trained: Tensors, gradient: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        count = state["count"] + 1 if state else torch.ones(())
-        moved, after = {}, {"count": count}
-        for key, value in trained.items():
-            pull = gradient[key] + decay * value
-            mean, square = (1 - first) * pull, (1 - second) * pull.square()
-            if state:
-                mean = mean + first * state[f"mean {key}"]
-                square = square + second * state[f"square {key}"]
-            after |= {f"mean {key}": mean, f"square {key}": square}
-            spread = (square / (1 - second**count)).sqrt() + eps
-            moved[key] = value - self.rate * mean / (1 - first**count) / spread
-        return moved, after
+    def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
+        pull = gradient + decay * value
+        mean, square, count = (1 - first) * pull, (1 - second) * pull.square(), torch.ones(())
+        if kept:
+            mean = mean + first * kept["mean"]
+            square = square + second * kept["square"]
+            count = count + kept["count"]
+        spread = (square / (1 - second**count)).sqrt() + eps
+        moved = value - self.rate * mean / (1 - first**count) / spread
+        return moved, {"mean": mean, "square": square, "count": count}
 
     return descend(self, frozen, sent, local, client, step)
 
 
 def moments(trained: Tensors) -> Tensors:
     """Local tensors in which `adam` keeps its moments from round to round, for `init`."""
-    kinds = ("mean", "square")
-    zeros = {
-        f"{kind} {key}": torch.zeros_like(one) for kind in kinds for key, one in trained.items()
+    return {
+        f"{STATE}{name} {key}": torch.zeros_like(value)
+        for key, one in trained.items()
+        for name, value in (("mean", one), ("square", one), ("count", torch.zeros(())))
     }
-    return {f"{STATE}{key}": value for key, value in {"count": torch.zeros(()), **zeros}.items()}
 
 
-def split_state(local: Tensors) -> tuple[Tensors, Tensors]:
-    """Local tensors of the method, and those of its optimiser by their own names."""
-    state = {key.removeprefix(STATE): one for key, one in local.items() if key.startswith(STATE)}
-    return {key: one for key, one in local.items() if not key.startswith(STATE)}, state
+def split_state(local: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
+    """Local tensors of the method, and what its optimiser kept of each trained one."""
+    states: dict[str, Tensors] = {}
+    for key, value in local.items():
+        if key.startswith(STATE):
+            name, of = key.removeprefix(STATE).split(" ", 1)
+            states.setdefault(of, {})[name] = value
+    return {key: one for key, one in local.items() if not key.startswith(STATE)}, states
+
+
+def join_state(states: dict[str, Tensors]) -> Tensors:
+    return {f"{STATE}{name} {key}": v for key, one in states.items() for name, v in one.items()}
 
 
 for _part in (sgd, adam):
@@ -137,13 +158,15 @@ def descend(
     """Walks the minibatches, one optimiser step each; a step without a real row changes nothing.
 
     `loss` returns the loss, or the loss and new values of tensors named in `memory`. `step` gets
-    what it returned last time as its state, and nothing the first time.
+    what it asked to keep the last time, and nothing the first time.
     """
-    local, state = split_state(local)
-    keeps = bool(state)
+    local, states = split_state(local)
+    keeps = bool(states)
     everything = {**sent, **local}
     trained = {key: value for key, value in everything.items() if key not in self.memory}
     kept = {key: value for key, value in everything.items() if key in self.memory}
+    states = {key: dict(states.get(key, {})) for key in trained}
+    none = torch.zeros(())
 
     def objective(trained: Tensors, kept: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
         now = {**trained, **kept}
@@ -157,12 +180,11 @@ def descend(
         batch = minibatch(client, index)
         active = batch.real.any()
         gradient, (_, remembered) = gradient_of(trained, kept, batch)
-        moved, speed = step(trained, gradient, state)
-        trained = {key: torch.where(active, moved[key], trained[key]) for key in trained}
-        state = {
-            key: torch.where(active, value, state.get(key, torch.zeros(())))
-            for key, value in speed.items()
-        }
+        for key, value in trained.items():  # one by one: a whole tower is large to hold twice
+            moved, after = step(value, gradient.pop(key), states[key])
+            trained[key] = torch.where(active, moved, value)
+            for name, new in after.items():
+                states[key][name] = torch.where(active, new, states[key].get(name, none))
         kept = {
             key: torch.where(active, remembered.get(key, value), value)
             for key, value in kept.items()
@@ -170,5 +192,5 @@ def descend(
     now = {**trained, **kept}
     own = {key: now[key] for key in local}
     if keeps:
-        own |= {f"{STATE}{key}": value for key, value in state.items()}
+        own |= join_state(states)
     return {key: now[key] for key in sent}, own

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fedvlm
-from fedvlm import evaluate
+from fedvlm import evaluate, room
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
@@ -23,6 +23,7 @@ from fedvlm.engines.rounds import Outcome, Plan, State, finish, open_engine, sta
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.load import load, meet, thin
+from fedvlm.privacy import withheld
 from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
 from fedvlm.result import Result, slug
 from fedvlm.settings import Settings, build
@@ -76,7 +77,14 @@ def execute(
         for seed, division in divisions.items():
             for job in _jobs(settings, division, seed):
                 evaluate.check(settings.method, rows, division, job)
+        if rows.pictures is not None and settings.method.rounds:
+            jobs = (job for seed in divisions for job in _jobs(settings, divisions[seed], seed))
+            most = max(len(job.train) for job in jobs)
+            first = frozen(rows, settings.seeds[0])
+            room.check(settings, first, rows.pictures.shape[1:], most)
         about = manifest(settings, rows, divisions)
+        first = divisions[settings.seeds[0]].members
+        notes = [*notes, *withheld(settings.method, first, rows.labels, len(rows.classes))]
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:
@@ -192,7 +200,8 @@ def _job(
         seed,
         evaluate.reference(settings.method, division, job),
         rows.texts,
-        settings.protocol == "source-target",
+        channel=settings.channel,
+        metrics=settings.protocol == "source-target",
     )
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
     state, fresh = start(world)

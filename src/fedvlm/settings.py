@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fedvlm.core import check_type, make
+from fedvlm.channel.settings import Channel, fits
+from fedvlm.core import FEWEST, SMALLEST, check_type, make
 from fedvlm.data.federation import Clients, words
 from fedvlm.errors import SettingsError, unknown
 
@@ -27,15 +28,21 @@ class Settings:
     counts: tuple[int, ...] = ()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
     target: tuple[str, ...] = ()  # source-target: the domains that are only tested on
-    engine: Literal["batched", "single"] = "batched"
+    engine: Literal["batched", "single", "flower"] = "batched"
     workers: int = 0  # processes; 0 is as many as cores, if the run is long enough
+    allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
+    channel: Channel = field(default_factory=Channel)  # what an upload goes through
 
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
         whole = asdict(self)
         for key in ("workers", "access"):
             del whole[key]
+        if not (self.allow_small and hasattr(self.method, "smallest")):
+            del whole["allow_small"]
+        if self.channel == Channel():  # as it was before there was a choice
+            del whole["channel"]
         whole["method"] = {"name": self.method.name, **asdict(self.method)}
         return whole
 
@@ -51,6 +58,8 @@ def build(values: Mapping[str, Any]) -> Settings:
             out[key] = _method(value)
         elif key == "clients":
             out[key] = value if isinstance(value, Clients) else clients_of(value)
+        elif key == "channel":
+            out[key] = value if isinstance(value, Channel) else channel_of(value)
         elif key in ("seeds", "counts"):
             out[key] = _whole_numbers(key, value)
         elif key == "target":
@@ -70,6 +79,11 @@ def build(values: Mapping[str, Any]) -> Settings:
         )
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
+    fits(settings.channel, settings.method)
+    if not settings.allow_small:
+        settings = replace(settings, method=_guarded(settings.method, settings.channel.secure))
+    elif hasattr(settings.method, "smallest"):
+        settings = replace(settings, method=replace(settings.method, smallest=1))
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
     if settings.workers < 0:
@@ -87,17 +101,40 @@ def _method(value: Any) -> Any:
     raise SettingsError(f'method = {value!r} has no name; write [method] with name = "fedot"')
 
 
+def _guarded(method: Any, secure: bool) -> Any:
+    """A method that uploads class statistics, held to those of enough rows and enough clients."""
+    if (smallest := getattr(method, "smallest", SMALLEST)) < SMALLEST:
+        raise SettingsError(
+            f"{method.name}.smallest = {smallest}: the statistics of a class of fewer than "
+            f"{SMALLEST} rows give its rows away; set allow_small = true (--allow-small) if they "
+            "may be uploaded all the same"
+        )
+    if not secure or getattr(method, "contributors", FEWEST) >= FEWEST:
+        return method
+    return replace(method, contributors=FEWEST, rounds=method.rounds + (method.contributors == 1))
+
+
 def clients_of(value: Any) -> Clients:
     """How rows become clients, from a table of settings or just the word for `by`."""
     if isinstance(value, str):
         value = {"by": value}
     if not isinstance(value, Mapping):
         raise SettingsError(f"clients = {value!r}; write a table, as clients = {{by = 'domain'}}")
-    names = [one.name for one in fields(Clients)]
+    return Clients(**_known("clients", value, Clients))
+
+
+def channel_of(value: Any) -> Channel:
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"channel = {value!r}; write a table, as channel = {{clip = 1.0}}")
+    return Channel(**_known("channel", value, Channel))
+
+
+def _known(table: str, value: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    names = [one.name for one in fields(kind)]
     for key in value:
         if key not in names:
-            raise unknown("setting of clients", key, names)
-    return Clients(**value)
+            raise unknown(f"setting of {table}", key, names)
+    return dict(value)
 
 
 def _whole_numbers(key: str, value: Any) -> tuple[int, ...]:

@@ -1,14 +1,14 @@
 """The loop over rounds: choose participants, send, update, aggregate, and keep the chosen state."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import validate
+from fedvlm.channel.passage import Arrived, Passage, spent_epsilon
 from fedvlm.core import Tensors
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.single import Single, where
@@ -22,6 +22,8 @@ Selection = Literal["last", "validation", "oracle"]
 
 
 class Engine(Protocol):
+    """An engine may leave out clients that do not answer, as long as enough of them do."""
+
     def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
         """Everyone is measured with what it was sent; those that train then do."""
         ...
@@ -36,6 +38,10 @@ class Engine(Protocol):
 def open_engine(name: str, world: World, workers: int, rounds: int) -> Engine:
     if name == "single":
         return Single(world)
+    if name == "flower":
+        from fedvlm.engines.flower_local import InProcess  # takes a second to import
+
+        return InProcess(world)
     return Batched(world, workers, rounds)
 
 
@@ -60,6 +66,7 @@ class State:
     best_round: int = 0
     best_shared: Tensors | None = None  # None: the current state is the chosen one
     best_local: Mapping[str, Tensors] | None = None
+    channel: Mapping[str, Tensors] = field(default_factory=dict)  # what it keeps, by client id
 
 
 def start(world: World) -> tuple[State, Tensors]:
@@ -92,56 +99,99 @@ def train(
 ) -> State:
     """Runs the rounds that are left; `on_round` gets each new state with the line to record."""
     method = world.method
+    passage = Passage(world.channel, method, list(fresh), world.seed)
     for number in range(state.round, method.rounds):
         begin = perf_counter()
         ids = participants(world, plan, number)
         # A round is chosen by what all clients make of it; else only participants are measured.
         known = ids if plan.selection == "last" else sorted(plan.train)
-        tasks = [
-            Task(id, method.send(state.shared, id), state.local.get(id, fresh), id in ids)
-            for id in (*known, *sorted(plan.unseen))
-        ]
+        tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
-        uploads = [done[id].upload or {} for id in ids]
-        for id, upload in zip(ids, uploads, strict=True):
-            validate(upload, fresh.keys(), where(world, number, id))
+        ids = [id for id in ids if id in done]
+        came = _carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
-        line |= disagreement(world, ids, state.shared, uploads, [done[id].local for id in ids])
-        line["clients"] = {task.id: _line(task, done[task.id]) for task in tasks}
+        if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
+            own = {id: done[id] for id in ids}
+            line |= disagreement(world, state.shared, came.uploads, own)
+        line["clients"] = {
+            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
+        }
+        if len(done) < len(tasks):
+            line["missing"] = dict(getattr(engine, "missing", {}))
         shared = state.shared
-        if uploads[0]:
-            weights = torch.tensor([float(len(world.members[id].train)) for id in ids])
-            shared = method.aggregate(shared, uploads, weights, ids)
+        if any(came.uploads):
+            shared = method.aggregate(shared, came.uploads, came.weights, came.ids)
+        kept = {**state.channel, **came.kept}
+        if world.channel.noise:
+            line["epsilon"] = spent_epsilon(world.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
-        state = replace(state, round=number + 1, shared=shared, local=local)
+        state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
+        del done, tasks, came, shared, local  # a tower of every client is large, a state is not
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
 
-def _line(task: Task, done: Done) -> dict[str, float]:
+def _tasks(
+    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
+) -> list[Task]:
+    best = state.best_local or {}
+    return [
+        Task(
+            id,
+            method.send(state.shared, id),
+            state.local.get(id, fresh),
+            id in train,
+            best.get(id),
+        )
+        for id in ids
+    ]
+
+
+def _carry(
+    world: World,
+    passage: Passage,
+    state: State,
+    number: int,
+    tasks: Sequence[Task],
+    done: Mapping[str, Done],
+) -> Arrived:
+    """The uploads through the channel, or its second half where a client did the first."""
+    return passage.carry(
+        number,
+        {task.id: done[task.id].upload or {} for task in tasks},
+        {task.id: task.sent for task in tasks},
+        {task.id: len(world.members[task.id].train) for task in tasks},
+        state.channel,
+        {id for id, one in done.items() if one.passed},
+        lambda id: where(world, number, id),
+    )
+
+
+def _line(task: Task, done: Done, size: int) -> dict[str, float]:
     sent = tensors.count_bytes(task.sent) if task.trains else 0
-    return {**done.scores, "bytes_down": sent, "bytes_up": tensors.count_bytes(done.upload or {})}
+    return {**done.scores, "bytes_down": sent, "bytes_up": size}
 
 
 def disagreement(
-    world: World,
-    ids: Sequence[str],
-    shared: Tensors,
-    uploads: Sequence[Tensors],
-    local: Sequence[Tensors],
+    world: World, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
 ) -> dict[str, float]:
     """How far the clients pull what is shared apart; nothing where uploads are no new values."""
-    if len(ids) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
+    if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
         return {}
-    start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-    out = {"cosine": mean_cosine(start, ends)}
+    keys = sorted(key for key in shared if shared[key].is_floating_point())
+    each = [[one[key] for key in keys] for one in (shared, *uploads)]
+    out = {"cosine": mean_cosine(each[0], each[1:])}
     condition = getattr(world.method, "condition", None)
     if condition is not None:
-        steps = [len(minibatches(world, id, 0)) for id in ids]
+        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
+        steps = [len(minibatches(world, id, 0)) for id in done]
         out["difference"] = largest_difference(start, ends, steps, world.method.rate)
-        conditions = [condition(one) for one in local]
+        conditions = [
+            condition(one.local) if one.told is None else one.told["condition"]
+            for one in done.values()
+        ]
         out["difference_bound"] = difference_bound(world.method.tau, conditions)
     return out
 
@@ -156,7 +206,7 @@ def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
         more |= {f"{who} {name}": one for who, one in both.items() if one is not None}
     return {
         **more,
-        "loss": sum(own) / len(own),
+        "loss": sum(own) / len(own) if own else None,
         "validation": accuracy(scores, plan.train, "validation"),
         "accuracy": accuracy(scores, plan.train, "test"),
         "unseen": accuracy(scores, plan.unseen, "test"),
@@ -194,26 +244,29 @@ class Outcome:
 
 
 def finish(world: World, engine: Engine, plan: Plan, state: State, fresh: Tensors) -> Outcome:
-    method, frozen = world.method, world.frozen
-
-    def tasks(state: State, train: Sequence[str]) -> list[Task]:
-        return [
-            Task(id, method.send(state.shared, id), state.local.get(id, fresh), id in train)
-            for id in sorted({*plan.train, *plan.unseen})
-        ]
-
+    method = world.method
+    everyone = sorted({*plan.train, *plan.unseen})
     if plan.selection != "last":
-        done = engine.round(method.rounds, tasks(state, ()))
+        done = engine.round(method.rounds, _tasks(method, state, fresh, everyone, ()))
         state = choose(plan, state, {id: one.scores for id, one in done.items()})
         assert state.best_shared is not None and state.best_local is not None
         state = replace(
             state, round=state.best_round, shared=state.best_shared, local=state.best_local
         )
-    done = engine.adapt(method.rounds, tasks(state, plan.train))
-    local = {id: done[id].local for id in sorted(plan.train)}
-    describe = getattr(method, "describe", None)
-    maps = {
-        id: describe(frozen, state.shared, own) if describe else {} for id, own in local.items()
-    }
-    scores = {id: done[id].scores for id in sorted(done)}
-    return Outcome(state.round, state.shared, local, scores, maps)
+    done = engine.adapt(method.rounds, _tasks(method, state, fresh, everyone, plan.train))
+    own = {id: done[id] for id in sorted(plan.train) if id in done}
+    return Outcome(
+        state.round,
+        state.shared,
+        {id: one.local for id, one in own.items()},
+        {id: done[id].scores for id in sorted(done)},
+        {id: _describe(world, state.shared, one) for id, one in own.items()},
+    )
+
+
+def _describe(world: World, shared: Tensors, done: Done) -> Mapping[str, float]:
+    describe = getattr(world.method, "describe", None)
+    if done.told is not None or describe is None:
+        return done.told or {}
+    out: Mapping[str, float] = describe(world.frozen, shared, done.local)
+    return out

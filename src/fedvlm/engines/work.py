@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from secrets import randbits
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds
+from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.metrics import diagrams, every_metric
 from fedvlm.tensors import full
@@ -30,6 +32,15 @@ class Member(Protocol):
 
 
 @dataclass(frozen=True)
+class Part:
+    """Row numbers of one client, and nothing else about it."""
+
+    train: NDArray[np.int64]
+    validation: NDArray[np.int64]
+    test: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class World:
     """What stays the same over the rounds of one training."""
 
@@ -41,6 +52,8 @@ class World:
     seed: int
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
+    channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
+    entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
     metrics: bool = False  # measure every metric in every round, not only at the end
 
     @cached_property
@@ -57,6 +70,7 @@ class Task:
     sent: Tensors
     local: Tensors
     trains: bool
+    held: Tensors | None = None  # local tensors of the best round so far, if one is chosen
 
 
 Scores = dict[str, Any]  # loss, rows and hits of validation and test, and metrics of the test
@@ -67,6 +81,8 @@ class Done:
     upload: Tensors | None  # None if the client was only measured
     local: Tensors
     scores: Scores  # of what the client was sent, before its update
+    told: Mapping[str, float] | None = None  # by a client that keeps its local tensors to itself
+    passed: bool = False  # the client has put its upload through the channel: it is as it travelled
 
 
 def minibatches(world: World, id: str, number: int) -> Tensor:
@@ -99,8 +115,15 @@ def client(world: World, id: str, number: int) -> Client:
         world.reference_x,
         _reference_order(world, id, number, order),
         world.texts.get(id, torch.zeros(len(world.frozen.classes), 0, world.frozen.dim)),
-        torch.randn(len(order), count, generator=seeds.generator("noise", world.seed, id, number)),
+        _noise(world, id, number, len(order), count),
     )
+
+
+def _noise(world: World, id: str, number: int, steps: int, count: int) -> Tensor:
+    generator = seeds.generator("noise", world.seed, id, number)
+    if world.entropy:
+        generator.manual_seed(randbits(63))
+    return torch.randn(steps, count, generator=generator)
 
 
 def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from json import dumps, loads
 
 from fedvlm import evaluate
 from fedvlm.errors import SettingsError, unknown
@@ -20,8 +22,11 @@ def label(result: Result) -> str:
 
     told = dict(result.manifest["identity"]["method"])
     name = told.pop("name")
-    usual, method = make(name), make(name, **told)
-    odd = [f"{key}={told[key]}" for key in told if getattr(usual, key) != getattr(method, key)]
+    method = make(name, **told)
+    if small := result.manifest["identity"].get("allow_small", False):
+        del told["smallest"]
+    usual = loads(dumps(asdict(make(name))))  # as a manifest has it
+    odd = [f"{key}={value}" for key, value in told.items() if usual[key] != value]
     if evaluate.wants_reference(method) and method.reference == "target":
         odd.remove("reference=target")
         odd.append("TRANSDUCTIVE: adapts to the test rows")
@@ -30,6 +35,8 @@ def label(result: Result) -> str:
         odd.append("ORACLE: best test round")
     elif chosen == "validation":
         odd.append("best validation round")
+    if small:
+        odd.append("ALLOW-SMALL")
     if result.manifest["identity"]["smoke"]:
         odd.append("SMOKE")
     return f"{name} ({', '.join(odd)})" if odd else str(name)

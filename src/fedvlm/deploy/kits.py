@@ -1,0 +1,152 @@
+"""The folders of a federation: one for the server and one kit per site."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fedvlm.core import check_type
+from fedvlm.deploy.keys import certificates, key_pair
+from fedvlm.errors import SettingsError, unknown
+from fedvlm.files import write
+from fedvlm.settings import read_toml
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+@dataclass(frozen=True)
+class ServerKit:
+    """server.toml in the server's folder."""
+
+    folder: Path
+    address: str  # host:port, as the sites reach it
+    sites: tuple[str, ...]
+    quorum: float = 0.5  # share of the sites asked that must answer
+    deadline: float = 600.0  # seconds a site has for one round
+    wait: float = 120.0  # seconds to wait for sites before the first round
+    rehearsal: bool = False  # sites play clients of the experiment's own data
+
+
+@dataclass(frozen=True)
+class SiteKit:
+    """site.toml in a site's kit."""
+
+    folder: Path
+    name: str
+    address: str  # of the server, host:port
+    data: str = ""  # a path or name, as `fedvlm run --data`
+    encoder: str = ""
+    source: dict[str, Any] = field(default_factory=dict)  # how to read the data
+    access: dict[str, Any] = field(default_factory=dict)  # how to reach the encoder
+    plays: str = ""  # in a rehearsal: the client of the whole data that this site is
+
+
+def read_server(folder: Path) -> ServerKit:
+    values = read_toml(folder / "server.toml")
+    values["sites"] = tuple(values.get("sites", ()))
+    kit: ServerKit = _read(ServerKit, folder, "server.toml", values)
+    if not 0 < kit.quorum <= 1:
+        raise SettingsError(
+            f"{folder / 'server.toml'}: quorum = {kit.quorum} is outside (0, 1]; 1 is every site"
+        )
+    return kit
+
+
+def read_site(folder: Path) -> SiteKit:
+    kit: SiteKit = _read(SiteKit, folder, "site.toml", read_toml(folder / "site.toml"))
+    return kit
+
+
+def _read(kind: Any, folder: Path, file: str, values: Mapping[str, Any]) -> Any:
+    known = {one.name: one for one in fields(kind) if one.name != "folder"}
+    for key, value in values.items():
+        if key not in known:
+            raise unknown(f"setting of {folder / file}", key, known)
+        check_type(f"{folder / file}: {key}", value, known[key].type)
+    try:
+        return kind(folder, **values)
+    except TypeError as error:
+        raise SettingsError(f"{folder / file} is not complete: {error}") from error
+
+
+def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
+    """Writes the server's folder and a kit per site; no secret is in two of them."""
+    _check(folder, sites)
+    address = f"{host}:{port}"
+    signing, server_pub = key_pair()
+    papers = certificates(host)
+    central = folder / "server"
+    public: dict[str, bytes] = {}
+    for name in sites:
+        private, public[name] = key_pair()
+        kit = folder / f"site-{name}"
+        secret(kit / "key", private)
+        for file, data in (
+            ("key.pub", public[name]),
+            ("server.pub", server_pub),
+            ("ca.crt", papers["ca.crt"]),
+            ("site.toml", toml({"name": name, "address": address}).encode()),
+            ("README.txt", site_readme(kit.name).encode()),
+        ):
+            write(kit / file, data)
+    secret(central / "signing.key", signing)
+    secret(central / "server.key", papers["server.key"])
+    settings = {"address": address, "sites": list(sites), **server}
+    for file, data in (
+        ("ca.crt", papers["ca.crt"]),
+        ("server.pem", papers["server.pem"]),
+        ("server.toml", toml(settings).encode()),
+        ("README.txt", server_readme().encode()),
+        *((f"sites/{name}.pub", data) for name, data in public.items()),
+    ):
+        write(central / file, data)
+    return [central, *(folder / f"site-{name}" for name in sites)]
+
+
+def _check(folder: Path, sites: Sequence[str]) -> None:
+    if not sites:
+        raise SettingsError("no sites; name them, as --sites a,b,c")
+    for name in sites:
+        if not NAME.fullmatch(name):
+            raise SettingsError(
+                f"the site name {name!r} does not fit; use letters, digits, dots, - and _ (63 most)"
+            )
+    if len({name.casefold() for name in sites}) < len(sites):
+        raise SettingsError(f"the sites {', '.join(sites)} are not all different; name each once")
+    if folder.exists() and any(folder.iterdir()):
+        raise SettingsError(
+            f"{folder} is not empty; kits hold keys and are never overwritten: choose a new folder"
+        )
+
+
+def secret(path: Path, data: bytes) -> None:
+    """A file only its owner can read, from its first byte on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+def toml(values: Mapping[str, Any]) -> str:
+    """A flat table; strings are quoted as JSON, which TOML reads alike."""
+    from json import dumps
+
+    return "".join(f"{key} = {dumps(value)}\n" for key, value in values.items())
+
+
+def site_readme(name: str) -> str:
+    return (
+        f"Carry this folder to the site, and to nobody else: `key` is the site's secret.\n"
+        f"Read policy.toml: it says what this site answers, whatever the server asks.\n"
+        f"Start the site: fedvlm deploy site {name} --data IMAGES --encoder ENCODER\n"
+    )
+
+
+def server_readme() -> str:
+    return (
+        "Keep this folder on the server: signing.key and server.key are its secrets.\n"
+        "Start the server: fedvlm deploy server server\n"
+        "Run an experiment over the sites: fedvlm deploy run server experiment.toml\n"
+    )

@@ -1,0 +1,152 @@
+"""The same verbs through Flower's messages: the server's side.
+
+A client answers with what it uploads, its scores, and a number for the version of its `local`
+tensors; these stay with it, in its Context.state.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from secrets import token_hex
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+
+from fedvlm.core import Tensors
+from fedvlm.engines.flower_client import arrays, unpack
+from fedvlm.engines.flower_wire import Parcel, from_records, seal, to_records, unseal
+from fedvlm.engines.work import Done, Task
+from fedvlm.errors import FederationError
+
+VERSION = "version of the local tensors, which are at their client"
+POLL = 0.1  # seconds between looks for replies
+KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
+
+
+class Flower:
+    """Sends tasks through a grid; who does not answer in time is left out above the quorum."""
+
+    def __init__(
+        self,
+        grid: Any,
+        nodes: Mapping[str, int],
+        training: str,
+        quorum: float = 1.0,  # share of the clients asked that must answer
+        deadline: float | None = None,  # seconds; None waits for ever
+    ) -> None:
+        self.grid = grid
+        self.nodes = dict(nodes)  # by client id
+        self.training = training
+        self.quorum = quorum
+        self.deadline = deadline
+        self.missing: dict[str, str] = {}  # who did not answer the last time, and why
+
+    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        return self._ask("round", number, tasks)
+
+    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        return self._ask("adapt", number, tasks)
+
+    def close(self) -> None:
+        pass
+
+    def version(self, id: str, local: Tensors) -> int:
+        return int(local[VERSION]) if VERSION in local else 0
+
+    def local(self, id: str, version: int) -> Tensors:
+        """What stands for a client's local tensors at the server."""
+        return {VERSION: torch.tensor(version)}
+
+    def seal(self, parcel: Parcel) -> Parcel:
+        return seal(parcel)
+
+    def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
+        return unseal(parcel, where)
+
+    def _ask(self, kind: str, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        parcels = {
+            task.id: Parcel(
+                {
+                    "kind": kind,
+                    "training": self.training,
+                    "round": number,
+                    "client": task.id,
+                    "trains": task.trains,
+                    "version": self.version(task.id, task.local),
+                    "held": [] if task.held is None else [self.version(task.id, task.held)],
+                },
+                arrays(task.sent),
+            )
+            for task in tasks
+        }
+        done = {}
+        for id, reply in self.exchange(parcels, number).items():
+            about = reply.about
+            upload = unpack(reply.arrays) if about["uploads"] else None
+            local = self.local(id, about["version"])
+            done[id] = Done(upload, local, about["scores"], about["told"], passed=True)
+        return done
+
+    def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:
+        """Sends each client its parcel and returns the replies that fit; too few are an error."""
+        self.missing = {id: "it is not connected" for id in parcels if id not in self.nodes}
+        asked: dict[str, tuple[str, Parcel]] = {}
+        there = [id for id in parcels if id in self.nodes]
+        sealed = {
+            id: self.seal(Parcel({**parcels[id].about, "nonce": token_hex(16)}, parcels[id].arrays))
+            for id in there
+        }
+        messages = [self._message(sealed[id], self.nodes[id], number) for id in there]
+        for id, sent in zip(there, self.grid.push_messages(messages), strict=True):
+            if sent is None:
+                self.missing[id] = "the server's SuperLink did not take the message"
+            else:
+                asked[sent] = (id, sealed[id])
+        replies: dict[str, Parcel] = {}
+        end = None if self.deadline is None else monotonic() + self.deadline
+        while asked:
+            for message in self.grid.pull_messages(list(asked)):
+                id, request = asked.pop(message.metadata.reply_to_message_id)
+                try:
+                    replies[id] = self._accept(message, id, request)
+                except FederationError as error:
+                    self.missing[id] = str(error)
+            if not asked or (end is not None and monotonic() > end):
+                break
+            sleep(POLL)
+        for id, _ in asked.values():
+            self.missing[id] = f"it did not answer within {self.deadline:g} s"
+        self._count(parcels, replies, number)
+        return {id: replies[id] for id in parcels if id in replies}
+
+    def _message(self, parcel: Parcel, node: int, number: int) -> Any:
+        return self.grid.create_message(
+            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), self.deadline
+        )
+
+    def _accept(self, message: Any, id: str, request: Parcel) -> Parcel:
+        """The reply as a parcel, if it is whole, from this client, and to this very request."""
+        where = f"client {id}, round {request.about['round']}"
+        if message.has_error():
+            raise FederationError(f"{where}: {message.error.reason}")
+        parcel = self.unseal(from_records(message.content, where), id, where)
+        if "error" in parcel.about:
+            raise FederationError(f"{where}: {parcel.about['error']}")
+        for key in ("kind", "training", "round", "nonce"):
+            if parcel.about.get(key) != request.about[key]:
+                raise FederationError(
+                    f"{where}: the reply is to another request (its {key} is "
+                    f"{parcel.about.get(key)!r}, not {request.about[key]!r}); it is left out"
+                )
+        if parcel.about.get("client") != id:
+            raise FederationError(f"{where}: the reply is from {parcel.about.get('client')!r}")
+        return parcel
+
+    def _count(self, parcels: Iterable[str], replies: Mapping[str, Any], number: int) -> None:
+        asked = len(list(parcels))
+        least = max(1, -int(-(self.quorum * asked) // 1))
+        if len(replies) < least:
+            why = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
+            raise FederationError(
+                f"round {number}: {len(replies)} of {asked} clients answered, and {least} must "
+                f"(quorum {self.quorum:g}); the run can be resumed once they are back\n{why}"
+            )

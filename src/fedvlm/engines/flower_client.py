@@ -1,0 +1,151 @@
+"""The client's side of Flower: answers a parcel with the method's verbs, and keeps `local`.
+
+`local` tensors are kept by version: the number of the round that made them plus one, and 0 for
+those nobody has trained. The server names the version it goes on from, so that a round whose
+answer was lost, or a server that was resumed, is answered as if nothing had happened.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import randbits
+from typing import Any, Protocol
+
+import torch
+
+from fedvlm import seeds, tensors
+from fedvlm.channel import validate
+from fedvlm.channel.passage import join, leave, split
+from fedvlm.core import Tensors
+from fedvlm.engines.flower_wire import Arrays, Parcel
+from fedvlm.engines.single import Single, where
+from fedvlm.engines.work import Done, Task, World
+from fedvlm.errors import FederationError
+from fedvlm.record import read_tensors, write_tensors
+
+Versions = dict[int, Tensors]
+
+
+def arrays(values: Tensors) -> Arrays:
+    return {key: value.detach().contiguous().numpy() for key, value in values.items()}
+
+
+def unpack(values: Arrays) -> Tensors:
+    return {key: torch.tensor(value) for key, value in values.items()}
+
+
+def pack_versions(key: str, versions: Versions) -> tuple[Tensors, dict[str, Any]]:
+    names = [(version, name) for version, one in versions.items() for name in one]
+    flat = {str(place): versions[v][name] for place, (v, name) in enumerate(names)}
+    return flat, {"training": key, "versions": list(versions), "names": names}
+
+
+def unpack_versions(flat: Tensors, about: Mapping[str, Any], key: str) -> Versions:
+    """The versions of one training; none if these are another's."""
+    if about.get("training") != key:
+        return {}
+    out: Versions = {version: {} for version in about["versions"]}
+    for place, (version, name) in enumerate(about["names"]):
+        out[version][name] = flat[str(place)]
+    return out
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training as one client knows it: a world of its own rows, and where it keeps `local`."""
+
+    key: str
+    id: str
+    world: World
+    folder: Path | None = None  # None: only in the state that is handed in and out
+
+    def read(self, state: Parcel, version: int) -> Versions:
+        """Within a run from its state; from the file after a restart, or in a second run."""
+        held = unpack_versions(unpack(state.arrays), state.about, self.key)
+        if version in held or self.folder is None or not self.path.exists():
+            return held
+        return unpack_versions(*read_tensors(self.path), self.key)
+
+    def write(self, versions: Versions) -> Parcel:
+        flat, about = pack_versions(self.key, versions)
+        if self.folder is not None:
+            write_tensors(self.path, flat, about)
+        return Parcel(about, arrays(flat))
+
+    @property
+    def path(self) -> Path:
+        assert self.folder is not None
+        return self.folder / "local.safetensors"
+
+
+class Guard(Protocol):
+    """What a site does about each request and each answer; in one process nothing."""
+
+    def admit(self, training: Training, about: Mapping[str, Any], sent: Tensors) -> None: ...
+    def adapted(self, training: Training, sent: Tensors, local: Tensors) -> None: ...
+
+
+@dataclass
+class Desk:
+    """Answers rounds and adaptations of the trainings it knows."""
+
+    trainings: dict[str, Training] = field(default_factory=dict)
+    guard: Guard | None = None
+
+    def answer(self, parcel: Parcel, state: Parcel) -> tuple[Parcel, Parcel]:
+        """The reply and the new state; `local` is in the state and never in the reply."""
+        about = parcel.about
+        training = self.trainings.get(about["training"])
+        if training is None:
+            raise FederationError(
+                f"the training {about['training']} is not open here; the server opens it first"
+            )
+        world, id, number, version = training.world, training.id, about["round"], about["version"]
+        held = training.read(state, version)
+        fresh = tensors.copy(world.method.init(world.frozen)[1])
+        if version and version not in held:
+            raise FederationError(
+                f"{where(world, number, id)}: the server goes on from local tensors of version "
+                f"{version}, but this client has {sorted(held) or 'none'}; bring its folder of "
+                "personal state back, or run the experiment again from the start"
+            )
+        sent = unpack(parcel.arrays)
+        if self.guard is not None:
+            self.guard.admit(training, about, sent)
+        local, kept = split(held[version] if version else fresh)
+        task = Task(id, sent, local, about["trains"])
+        engine = Single(world)
+        adapts = about["kind"] == "adapt"
+        done = (engine.adapt if adapts else engine.round)(number, [task])[id]
+        after, upload = version, done.upload or {}
+        if done.upload is not None:
+            validate(upload, fresh, where(world, number, id))
+            draw = seeds.generator("channel noise", world.seed, id, number)
+            if world.entropy:
+                draw.manual_seed(randbits(63))
+            upload, kept = leave(world.channel, upload, sent, kept, draw)
+        if task.trains:
+            after = number + 1
+            keep = {version, *about["held"]}
+            held = {one: value for one, value in held.items() if one in keep}
+            state = training.write({**held, after: join(done.local, {} if adapts else kept)})
+        if adapts and self.guard is not None:
+            self.guard.adapted(training, sent, done.local)
+        reply = {
+            **{key: about[key] for key in ("kind", "training", "round", "nonce")},
+            "client": id,
+            "version": after,
+            "uploads": done.upload is not None,
+            "scores": done.scores,
+            "told": told(world, sent, done, adapts) if task.trains else {},
+        }
+        return Parcel(reply, arrays(upload)), state
+
+
+def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:
+    """The few numbers that a method says of local tensors, which stay here."""
+    if adapts:
+        describe = getattr(world.method, "describe", None)
+        return dict(describe(world.frozen, sent, done.local)) if describe else {}
+    condition = getattr(world.method, "condition", None)
+    return {"condition": float(condition(done.local))} if condition else {}

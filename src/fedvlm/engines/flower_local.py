@@ -1,0 +1,157 @@
+"""Flower's grid and ClientApp in one process: a message is a call, a Context is a client's own."""
+
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedvlm.core import Tensors
+from fedvlm.engines.flower import Flower
+from fedvlm.engines.flower_client import (
+    Desk,
+    Training,
+    Versions,
+    arrays,
+    pack_versions,
+    unpack,
+    unpack_versions,
+)
+from fedvlm.engines.flower_wire import Parcel, flower, from_records, seal, to_records, unseal
+from fedvlm.engines.work import Part, World
+from fedvlm.errors import FedVLMError
+
+
+class InProcess(Flower):
+    """Every client in this process, each with its own rows and its own Context."""
+
+    def __init__(self, world: World) -> None:
+        ids = sorted(world.members)
+        grid = local_grid({id: Desk({"": own_training(world, id)}) for id in ids})
+        super().__init__(grid, grid.nodes, "")
+        self.known: dict[str, Versions] = {id: {} for id in ids}
+        self.planted = 0
+
+    def version(self, id: str, local: Tensors) -> int:
+        """Local tensors the client does not have (the first ones, a checkpoint's) are planted."""
+        for version, known in self.known[id].items():
+            if known is local:
+                return version
+        self.planted -= 1
+        held = {**self.known[id], self.planted: local}
+        self.known[id] = held
+        flat, about = pack_versions("", held)
+        self.grid.keep(id, Parcel(about, arrays(flat)))
+        return self.planted
+
+    def local(self, id: str, version: int) -> Tensors:
+        state = self.grid.state(id)
+        there = unpack_versions(unpack(state.arrays), state.about, "")
+        known = self.known[id]
+        self.known[id] = {one: known.get(one, there[one]) for one in there}
+        return self.known[id][version]
+
+
+def own_training(world: World, id: str) -> Training:
+    """The world as one client has it: no row of another, but for the public reference."""
+    member = world.members[id]
+    parts = (member.train, member.validation, member.test, world.reference)
+    rows = np.concatenate(parts)
+    ends = np.cumsum([len(part) for part in parts])
+    index = torch.from_numpy(rows)
+    places = np.split(np.arange(len(rows)), ends[:-1])
+    own = replace(
+        world,
+        x=world.x[index] if isinstance(world.x, torch.Tensor) else world.x.take(index),
+        y=world.y[index],
+        members={id: Part(*places[:3])},
+        reference=places[3],
+        texts={id: world.texts[id]} if id in world.texts else {},
+    )
+    return Training("", id, own)
+
+
+def local_grid(desks: Mapping[str, Desk]) -> Any:
+    """Flower's grid and ClientApp without processes: a message is a call."""
+    app = flower()
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    client = ClientApp()
+    by_node = dict(enumerate(desks.values(), start=1000))
+
+    @client.train()
+    def train(message: Any, context: Any) -> Any:
+        parcel = unseal(from_records(message.content, "a client"), "a client")
+        try:
+            reply, after = by_node[context.node_id].answer(parcel, read_state(context))
+        except Exception as error:
+            return app.Message(app.Error(2, explain(error)), reply_to=message)
+        write_state(context, after)
+        return app.Message(to_records(seal(reply)), reply_to=message)
+
+    class LocalGrid(Grid):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            self.nodes = dict(zip(desks, by_node, strict=True))
+            self.messages: list[Any] = []  # every message of the last exchange, both ways
+            self.contexts = {
+                node: app.Context(1, node, {}, app.RecordDict(), {}) for node in by_node
+            }
+
+        def keep(self, id: str, state: Parcel) -> None:
+            write_state(self.contexts[self.nodes[id]], state)
+
+        def state(self, id: str) -> Parcel:
+            return read_state(self.contexts[self.nodes[id]])
+
+        def set_run(self, run: Any) -> None: ...
+
+        @property
+        def run(self) -> Any:
+            return None
+
+        def create_message(
+            self, content: Any, message_type: str, dst_node_id: int, group_id: str, ttl: Any = None
+        ) -> Any:
+            return app.Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+        def get_node_ids(self) -> Iterable[int]:
+            return list(self.contexts)
+
+        def push_messages(self, messages: Iterable[Any]) -> Iterable[str]:
+            self.messages = list(messages)
+            for number, message in enumerate(self.messages):
+                message.metadata.__dict__["_message_id"] = f"{number}"
+            return [message.metadata.message_id for message in self.messages]
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]:
+            asked = [one for one in self.messages if one.metadata.message_id in message_ids]
+            replies = [client(one, self.contexts[one.metadata.dst_node_id]) for one in asked]
+            self.messages = [*self.messages, *replies]
+            return replies
+
+        def send_and_receive(self, messages: Iterable[Any], *, timeout: Any = None) -> Any:
+            return self.pull_messages(self.push_messages(messages))
+
+    return LocalGrid()
+
+
+def read_state(context: Any) -> Parcel:
+    if "about" not in context.state:
+        return Parcel({})
+    return from_records(context.state, "the state of this client")
+
+
+def write_state(context: Any, state: Parcel) -> None:
+    context.state = to_records(state)
+
+
+def explain(error: Exception) -> str:
+    """An error as the server should read it: one that a person can put right needs no trace."""
+    if isinstance(error, FedVLMError):
+        return str(error)
+    return traceback.format_exc()

@@ -1,0 +1,116 @@
+"""Parcels: what crosses between server and client, as Flower messages and as bytes.
+
+Torch is not imported here, so that a process that only hands parcels on starts fast.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.errors import FederationError, SettingsError
+
+Arrays = dict[str, NDArray[Any]]
+# Flower reports its use and looks for updates unless told not to, before it is first imported.
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+
+
+def flower() -> Any:
+    """Flower's message types, imported late and without telemetry."""
+    os.environ.update(QUIET)
+    try:
+        import flwr.app
+    except ImportError as error:
+        raise SettingsError(
+            f"Flower cannot be imported ({error}); pip install 'fedvlm[flower]'"
+        ) from error
+    from flwr.supercore import telemetry
+
+    if telemetry.FLWR_TELEMETRY_ENABLED != "0":
+        raise SettingsError(
+            "Flower was imported with telemetry on, before fedvlm could turn it off; "
+            "set FLWR_TELEMETRY_ENABLED=0 before importing flwr"
+        )
+    return flwr.app
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A few words in JSON and named arrays; nothing else ever crosses."""
+
+    about: Mapping[str, Any]
+    arrays: Arrays = field(default_factory=dict)
+
+
+def checksum(parcel: Parcel) -> str:
+    """Of the words and of names, types, shapes and bytes of the arrays, whatever their order."""
+    words = {key: value for key, value in parcel.about.items() if key not in SEALS}
+    total = sha256(json.dumps(words, sort_keys=True).encode())
+    for name in sorted(parcel.arrays):
+        array = np.asarray(parcel.arrays[name], order="C")
+        total.update(f"\n{name} {array.dtype} {array.shape}\n".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()
+
+
+SEALS = ("checksum", "signature")  # what is said about a parcel, and is not part of it
+
+
+def seal(parcel: Parcel) -> Parcel:
+    """The parcel as the other side will check it."""
+    plain = json.loads(json.dumps(parcel.about))
+    return Parcel({**plain, "checksum": checksum(Parcel(plain, parcel.arrays))}, parcel.arrays)
+
+
+def unseal(parcel: Parcel, where: str) -> Parcel:
+    """Refuses a parcel that is not, to the bit, the one that was sealed."""
+    if parcel.about.get("checksum") != checksum(parcel):
+        raise FederationError(
+            f"{where}: the message is damaged, its checksum does not fit; it is left out"
+        )
+    return parcel
+
+
+def to_records(parcel: Parcel) -> Any:
+    app = flower()
+    arrays = app.ArrayRecord({key: app.Array(np.asarray(v)) for key, v in parcel.arrays.items()})
+    return app.RecordDict(
+        {"about": app.ConfigRecord({"json": json.dumps(parcel.about)}), "arrays": arrays}
+    )
+
+
+def from_records(records: Any, where: str) -> Parcel:
+    try:
+        about = json.loads(records["about"]["json"])
+        arrays = {key: value.numpy() for key, value in records["arrays"].items()}
+        if not isinstance(about, dict):
+            raise TypeError("its words are no table")
+    except Exception as error:  # whatever the bytes of a stranger make numpy or JSON raise
+        raise FederationError(
+            f"{where}: the message cannot be read ({type(error).__name__}: {error}); it is left out"
+        ) from error
+    return Parcel(about, arrays)
+
+
+def to_bytes(parcel: Parcel) -> bytes:
+    from safetensors.numpy import save
+
+    whole = {key: np.asarray(value, order="C") for key, value in parcel.arrays.items()}
+    return save(whole, metadata={"about": json.dumps(parcel.about)})
+
+
+def from_bytes(data: bytes) -> Parcel:
+    from safetensors.numpy import load
+
+    size = int.from_bytes(data[:8], "little")
+    about = json.loads(data[8 : 8 + size])["__metadata__"]["about"]
+    return Parcel(json.loads(about), load(data))

@@ -1,0 +1,240 @@
+"""Flower's messages carry every method, and nothing that is local."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedvlm import tensors
+from fedvlm.core import make, methods
+from fedvlm.engines.flower_client import unpack
+from fedvlm.engines.flower_local import InProcess, own_training
+from fedvlm.engines.flower_wire import Parcel, from_records, seal, to_records, unseal
+from fedvlm.engines.rounds import Plan, finish, start, train
+from fedvlm.engines.single import Single
+from fedvlm.errors import FederationError
+from fedvlm.runner import execute
+from fedvlm.settings import build
+from fedvlm.testing import check_same, toy_world
+
+CLOSE = 1e-6
+
+
+def short(name, **settings):
+    method = make(name, **settings)
+    return make(name, **{**settings, "rounds": 2}) if method.rounds > 1 else method
+
+
+def learn(world, engine, lines=None, **plan):
+    ids = sorted(world.members)
+    whole = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
+    state, fresh = start(world)
+    keep = (lambda state, line: None) if lines is None else lambda state, line: lines.append(line)
+    state = train(world, engine, whole, state, fresh, keep)
+    return finish(world, engine, whole, state, fresh)
+
+
+@pytest.mark.parametrize("name", list(methods()))
+def test_a_method_gives_the_same_numbers_through_messages(name):
+    world = toy_world(short(name))
+    plain, sent = [], []
+    alone = learn(world, Single(world), plain)
+    through = learn(world, InProcess(world), sent)
+    check_same(through, alone, CLOSE, "flower and single engines differ")
+    assert through.scores == alone.scores and through.maps == alone.maps
+    for a, b in zip(plain, sent, strict=True):
+        assert {**a, "seconds": 0} == {**b, "seconds": 0}  # bytes, too
+
+
+@pytest.mark.parametrize("selection", ["validation", "oracle"])
+def test_the_chosen_round_is_the_same_through_messages(selection):
+    world = toy_world(make("fedot", rounds=4, rate=0.05))
+    alone = learn(world, Single(world), selection=selection, fraction=0.7)
+    through = learn(world, InProcess(world), selection=selection, fraction=0.7)
+    assert through.round == alone.round
+    check_same(through, alone, CLOSE, "flower and single engines differ")
+
+
+@pytest.mark.parametrize("name", list(methods()))
+def test_no_message_holds_a_local_tensor(name):
+    """Neither its name nor its values, in any message of a training, either way."""
+    world = toy_world(short(name))
+    engine = InProcess(world)
+    seen = []
+    pull = engine.grid.pull_messages
+    engine.grid.pull_messages = lambda ids: (pull(ids), seen.extend(engine.grid.messages))[0]
+    outcome = learn(world, engine)
+    local = {**world.method.init(world.frozen)[1]}
+    values = [value for one in outcome.local.values() for value in one.values()]
+    moved = [one for one in values if one.numel() > 1 and one.unique().numel() > 1]
+    assert len(seen) >= 2 * len(world.members)
+    for message in seen:
+        parcel = from_records(message.content, "")
+        assert not set(parcel.arrays) & set(local)
+        for array in parcel.arrays.values():
+            sent = torch.tensor(array)
+            twins = [one for one in moved if one.shape == sent.shape and torch.equal(one, sent)]
+            assert not twins or tensors.difference({"": sent}, {"": sent * 0}) == 0
+
+
+def test_a_client_has_its_own_rows_and_no_others():
+    world = toy_world(make("fedavg"))
+    for id, member in world.members.items():
+        own = own_training(world, id).world
+        rows = np.concatenate([member.train, member.validation, member.test])
+        assert torch.equal(own.x, world.x[torch.from_numpy(rows)]) and list(own.members) == [id]
+
+
+def test_a_stopped_run_goes_on_to_the_same_tensors(rows, tmp_path, monkeypatch):
+    """The server's checkpoint plants local tensors where the clients have lost theirs."""
+    monkeypatch.setattr("fedvlm.runner.EVERY", 0.0)
+    told = {"method": {"name": "fedot", "rounds": 4}, "protocol": "own-test", "engine": "flower"}
+    whole = execute(build(told), tmp_path / "whole", embedded=rows)
+    ask, calls = InProcess.round, []
+
+    def stop(self, number, tasks):
+        calls.append(number)
+        if calls == [0, 1, 2]:
+            raise KeyboardInterrupt
+        return ask(self, number, tasks)
+
+    monkeypatch.setattr(InProcess, "round", stop)
+    with pytest.raises(KeyboardInterrupt):
+        execute(build(told), tmp_path / "stopped", embedded=rows)
+    execute(build(told), tmp_path / "stopped", embedded=rows)
+    assert calls == [0, 1, 2, 2, 3]
+    name = "jobs/0-all.safetensors"
+    assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert whole.personalised("photo").local["skew"].abs().sum() > 0
+
+
+class Faulty(InProcess):
+    """A grid that loses or damages replies on their way."""
+
+    def __init__(self, world, spoil, **rules):
+        super().__init__(world)
+        self.__dict__.update(rules)
+        pull = self.grid.pull_messages
+        self.grid.pull_messages = lambda ids: [
+            one for one in map(spoil, pull(ids)) if one is not None
+        ]
+
+
+def lose(node):
+    def spoil(message):
+        return None if message.metadata.src_node_id == node else message
+
+    return spoil
+
+
+def test_who_does_not_answer_in_time_is_left_out_and_named():
+    world = toy_world(make("fedot", rounds=2))
+    lines = []
+    engine = Faulty(world, lose(1001), quorum=0.5, deadline=0.0)
+    learn(world, engine, lines)
+    for line in lines:
+        assert list(line["missing"]) == ["client-1"] and "within 0 s" in line["missing"]["client-1"]
+        assert sorted(line["clients"]) == ["client-0", "client-2", "client-3"]
+
+
+def test_below_the_quorum_the_run_stops_and_says_who_is_missing():
+    world = toy_world(make("fedot", rounds=2))
+    with pytest.raises(FederationError, match="round 0: 3 of 4 clients answered, and 4 must") as e:
+        learn(world, Faulty(world, lose(1002), quorum=0.8, deadline=0.0))
+    assert "client-2: it did not answer" in str(e.value)
+
+
+def test_a_client_that_was_left_out_goes_on_from_its_own_local_tensors():
+    """Its lost round leaves no trace: the next starts from the version the server names."""
+    world = toy_world(make("fedot", rounds=1, rate=0.05))
+    engine = InProcess(world)
+    state, fresh = start(world)
+    plan = Plan(("client-0",), ())
+    first = train(world, engine, plan, state, fresh, lambda state, line: None)
+    again = train(world, engine, plan, state, fresh, lambda state, line: None)
+    assert tensors.difference(first.local["client-0"], again.local["client-0"]) == 0
+
+
+@pytest.mark.parametrize("place", ["body", "end", "words"])
+def test_a_damaged_upload_is_rejected_naming_client_and_round(place):
+    world = toy_world(make("fedavg", rounds=1))
+
+    def spoil(message):
+        if message.metadata.src_node_id != 1001 or not message.content["arrays"]:
+            return message
+        array = message.content["arrays"]["head"]
+        if place == "body":
+            data = bytearray(array.data)
+            data[-9] ^= 4
+            array.data = bytes(data)
+        elif place == "end":
+            array.data = array.data[:-3]
+        else:
+            about = message.content["about"]["json"]
+            message.content["about"]["json"] = about.replace('"loss": ', '"loss": 1')
+        return message
+
+    engine = Faulty(world, spoil, quorum=0.5, deadline=5.0)
+    learn(world, engine)
+    with pytest.raises(FederationError, match="client client-1, round 0: the message"):
+        learn(world, Faulty(world, spoil, deadline=5.0))
+
+
+def test_a_reply_to_another_round_is_not_taken():
+    world = toy_world(make("fedavg", rounds=2))
+    old = []
+
+    def replay(message):
+        if message.metadata.src_node_id != 1000:
+            return message
+        old.append(message)
+        message.content = old[0].content
+        return message
+
+    with pytest.raises(FederationError, match="client-0, round 1: the reply is to another"):
+        learn(world, Faulty(world, replay, deadline=5.0))
+
+
+def test_an_error_at_a_client_reaches_the_server_with_its_trace():
+    world = toy_world(make("fedavg", rounds=1))
+    engine = InProcess(replace(world, y=world.y.float()))  # a client whose labels are no labels
+    state, fresh = start(world)
+    with pytest.raises(FederationError, match="client client-0, round 0 failed:\\nTraceback") as e:
+        train(world, engine, Plan(("client-0",), ()), state, fresh, lambda state, line: None)
+    assert "cross_entropy" in str(e.value)
+
+
+def test_parcels_keep_types_shapes_and_every_bit():
+    arrays = {
+        "scalar": np.array(3.5, np.float32),
+        "none": np.zeros((0, 3), np.float16),
+        "turned": np.arange(6).reshape(2, 3).T,
+        "bits": np.array([True, False]),
+    }
+    parcel = seal(Parcel({"round": 3, "names": ("a", "ö")}, arrays))
+    back = unseal(from_records(to_records(parcel), "here"), "here")
+    assert back.about == parcel.about
+    for name, array in arrays.items():
+        assert back.arrays[name].dtype == array.dtype
+        assert torch.equal(unpack(back.arrays)[name], torch.tensor(array))
+
+
+def test_flower_is_imported_late_and_without_telemetry():
+    code = (
+        "import os, sys, fedvlm.runner, fedvlm.engines.flower\n"
+        "assert 'flwr' not in sys.modules\n"
+        "from fedvlm.engines.flower_wire import flower\n"
+        "flower()\n"
+        "from flwr.supercore import telemetry\n"
+        "print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ['FLWR_DISABLE_UPDATE_CHECK'])\n"
+    )
+    env = {key: value for key, value in os.environ.items() if not key.startswith("FLWR")}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert out.stdout == "0 1\n", out.stderr
+    late = "import flwr.app\nfrom fedvlm.engines.flower_wire import flower\nflower()\n"
+    out = subprocess.run([sys.executable, "-c", late], env=env, capture_output=True, text=True)
+    assert "set FLWR_TELEMETRY_ENABLED=0 before importing flwr" in out.stderr
