@@ -74,7 +74,12 @@ def execute(
         if settings.smoke:
             settings, rows = thin(settings, rows)
         check(settings, rows)
-        divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        divisions = {
+            seed: divide(rows, settings.clients, seed, settings.target) for seed in settings.seeds
+        }
+        for seed, division in divisions.items():
+            for job in jobs_of(settings, division, seed):
+                evaluate.check(settings.method, rows, division, job)
         if rows.pictures is not None and settings.method.rounds:
             jobs = (job for seed in divisions for job in jobs_of(settings, divisions[seed], seed))
             most = max(len(job.train) for job in jobs)
@@ -158,6 +163,7 @@ def jobs_of(settings: Settings, division: Division, seed: int) -> list[evaluate.
         division.members,
         counts=settings.counts,
         unseen=settings.unseen,
+        target=settings.target,
         seed=seed,
     )
 
@@ -187,9 +193,10 @@ def world_of(
         torch.from_numpy(rows.labels),
         members,
         seed,
-        evaluate.reference(settings.method, members, job),
+        evaluate.reference(settings.method, division, job),
         dealt(rows.texts, division.members),
         channel=settings.channel,
+        metrics=settings.protocol == "source-target",
     )
 
 
