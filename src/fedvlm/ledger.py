@@ -17,7 +17,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from fedvlm.core import Tensors
 from fedvlm.errors import DataError
 from fedvlm.files import disk
 
@@ -48,7 +47,7 @@ class Ledger:
         self,
         direction: Direction,
         round: int,
-        tensors: Tensors | None = None,
+        tensors: Mapping[str, Any] | None = None,
         data: bytes = b"",
         **about: str | int | float | None,
     ) -> str:

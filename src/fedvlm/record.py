@@ -4,14 +4,12 @@ import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
+from fedvlm.channel.wire import Damaged, opened, seal
 from fedvlm.core import Tensors
 from fedvlm.engines.rounds import State
 from fedvlm.errors import DataError, SettingsError
@@ -33,38 +31,24 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
-def checksum(tensors: Tensors, about: str = "") -> str:
-    """Of names, types, shapes, every byte, and what is said about them, whatever the order."""
-    total = sha256(about.encode())
-    for key in sorted(tensors):
-        value = tensors[key].detach().contiguous()
-        total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
-        total.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
-
-
 def write_tensors(path: Path, tensors: Tensors, about: Mapping[str, Any]) -> None:
-    whole = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
-    text = json.dumps(about)
-    # One note, because safetensors writes several in any order: the same content, the same bytes.
-    note = json.dumps({"about": text, "checksum": checksum(whole, text)})
-    write(path, save(whole, metadata={"fedvlm": note}))
+    write(path, seal(tensors, about))
 
 
 def read_tensors(path: Path) -> tuple[Tensors, Any]:
     """The tensors and what was said about them; a single flipped bit is refused."""
     try:
         with safe_open(path, framework="pt") as file:
-            note = json.loads((file.metadata() or {})["fedvlm"])
-            about, wanted = str(note["about"]), note["checksum"]
+            note = (file.metadata() or {})["fedvlm"]
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
         raise DataError(f"there is no {path}") from error
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is not a whole safetensors file ({error}); delete it") from error
-    if wanted != checksum(tensors, about):
-        raise DataError(f"{path} is damaged: its checksum does not fit; delete it and resume")
-    return tensors, json.loads(about)
+    try:
+        return tensors, opened(note, tensors)
+    except Damaged as error:
+        raise DataError(f"{path} is damaged: {error}; delete it and resume") from error
 
 
 def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
@@ -74,6 +58,7 @@ def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
         "local": state.local,
         "best_shared": {"": state.best_shared or {}},
         "best_local": state.best_local or {},
+        "channel": state.channel,
     }
     flat: Tensors = {}
     index: dict[str, list[tuple[str, str]]] = {}
@@ -86,7 +71,7 @@ def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
         "best": state.best,
         "best_round": state.best_round,
         "chosen": state.best_shared is not None,
-        "ids": {"local": list(state.local), "best_local": list(state.best_local or {})},
+        "ids": {key: list(groups[key]) for key in ("local", "best_local", "channel")},
         "index": index,
     }
     return flat, about
@@ -108,6 +93,7 @@ def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
         about["best_round"],
         group("best_shared")[""] if chosen else None,
         group("best_local") if chosen else None,
+        group("channel"),
     )
 
 

@@ -186,6 +186,7 @@ def _job(
         seed,
         evaluate.reference(settings.method, members, job),
         rows.texts,
+        channel=settings.channel,
     )
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
     state, fresh = start(world)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedvlm.channel.settings import Channel, fits
 from fedvlm.core import check_type, make
 from fedvlm.data.federation import Clients
 from fedvlm.errors import SettingsError, unknown
@@ -29,12 +30,15 @@ class Settings:
     engine: Literal["batched", "single", "flower"] = "batched"
     workers: int = 0  # processes; 0 is as many as cores, if the run is long enough
     smoke: bool = False  # a short run on few rows, to see that everything works
+    channel: Channel = field(default_factory=Channel)  # what an upload goes through
 
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
         whole = asdict(self)
         for key in ("workers", "access"):
             del whole[key]
+        if self.channel == Channel():  # as it was before there was a choice
+            del whole["channel"]
         whole["method"] = {"name": self.method.name, **asdict(self.method)}
         return whole
 
@@ -50,6 +54,8 @@ def build(values: Mapping[str, Any]) -> Settings:
             out[key] = _method(value)
         elif key == "clients":
             out[key] = value if isinstance(value, Clients) else clients_of(value)
+        elif key == "channel":
+            out[key] = value if isinstance(value, Channel) else channel_of(value)
         elif key in ("seeds", "counts"):
             out[key] = _whole_numbers(key, value)
         else:
@@ -62,6 +68,7 @@ def build(values: Mapping[str, Any]) -> Settings:
         raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
+    fits(settings.channel, settings.method)
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
     if settings.workers < 0:
@@ -85,11 +92,21 @@ def clients_of(value: Any) -> Clients:
         value = {"by": value}
     if not isinstance(value, Mapping):
         raise SettingsError(f"clients = {value!r}; write a table, as clients = {{by = 'domain'}}")
-    names = [one.name for one in fields(Clients)]
+    return Clients(**_known("clients", value, Clients))
+
+
+def channel_of(value: Any) -> Channel:
+    if not isinstance(value, Mapping):
+        raise SettingsError(f"channel = {value!r}; write a table, as channel = {{clip = 1.0}}")
+    return Channel(**_known("channel", value, Channel))
+
+
+def _known(table: str, value: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    names = [one.name for one in fields(kind)]
     for key in value:
         if key not in names:
-            raise unknown("setting of clients", key, names)
-    return Clients(**value)
+            raise unknown(f"setting of {table}", key, names)
+    return dict(value)
 
 
 def _whole_numbers(key: str, value: Any) -> tuple[int, ...]:

@@ -1,9 +1,19 @@
 """Refuses an upload that is not what the method sends, before it reaches the aggregate."""
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from fedvlm.channel.clip import change, norm
+from fedvlm.channel.quantise import LOSS
+from fedvlm.channel.settings import Channel
+from fedvlm.channel.wire import Damaged, seal, unseal
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
+from fedvlm.tensors import flat
+
+Schema = Mapping[str, str]
 
 
 def validate(upload: Tensors, local: Collection[str], where: str) -> None:
@@ -16,3 +26,110 @@ def validate(upload: Tensors, local: Collection[str], where: str) -> None:
                 f"{where}: {int((~value.isfinite()).sum())} of {value.numel()} numbers of {key!r} "
                 "are not finite; lower the rate, or look at this client's rows"
             )
+
+
+def schema(tensors: Tensors) -> Schema:
+    return {
+        key: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        for key, value in sorted(tensors.items())
+    }
+
+
+def longest(channel: Channel, numbers: int) -> float:
+    """The largest norm that an honest change of this many numbers can have; infinite if any.
+
+    The norm of noise passes its mean by six deviations once in a billion uploads. Rounding to 8
+    bits, with what earlier rounds left over, adds an eighth at most.
+    """
+    if not channel.clip:
+        return channel.bound or float("inf")
+    most = channel.clip * (1 + channel.noise * (math.sqrt(numbers) + 6))
+    if channel.quantise:
+        most *= (1 + LOSS) / (1 - LOSS)
+    return min(most * (1 + 1e-5), channel.bound or float("inf"))
+
+
+@dataclass
+class Inbox:
+    """The server's view of one training: what was expected, what has come, and from whom."""
+
+    channel: Channel
+    local: Collection[str]  # names that may never arrive
+    run: str = ""  # a message of another run is refused
+    rows: dict[str, int] = field(default_factory=dict)  # as each client said the first time
+    taken: set[str] = field(default_factory=set)  # clients whose upload of this round has come
+    round: int = -1
+    first: tuple[str, Schema] | None = None  # the round's first upload; all are alike
+
+    def take(self, data: bytes, client: str, number: int, where: str) -> tuple[Tensors, int]:
+        """The tensors and the row count of a message, which is this client's and this round's."""
+        try:
+            tensors, about = unseal(data)
+        except Damaged as error:
+            raise FederationError(
+                f"{where}: its message was damaged on the way ({error}) and is not used; "
+                "it must be sent again"
+            ) from error
+        wanted: dict[str, Any] = {"run": self.run, "client": client, "round": number}
+        for key, value in wanted.items():
+            if not isinstance(about, dict) or about.get(key) != value:
+                said = about.get(key) if isinstance(about, dict) else about
+                raise FederationError(
+                    f"{where}: its message says {key} {said!r}, but {value!r} is expected; "
+                    "it is old, or not from this client, and is not used"
+                )
+        return tensors, about.get("rows")
+
+    def check(
+        self, upload: Tensors, sent: Tensors, rows: Any, client: str, number: int, where: str
+    ) -> None:
+        """Refuses what no sound client uploads, and a second upload in the same round."""
+        if number != self.round:
+            self.round, self.first = number, None
+            self.taken.clear()
+        if client in self.taken:
+            raise FederationError(
+                f"{where}: an upload of this round has come already; it counts once"
+            )
+        validate(upload, self.local, where)
+        self._like(upload, sent, client, where)
+        self._rows(rows, client, where)
+        most = longest(self.channel, flat(upload).numel())
+        if most < float("inf") and (length := norm(change(upload, sent))) > most:
+            raise FederationError(
+                f"{where}: its change has the norm {length:.4g}, more than {most:.4g}, the largest "
+                "that the channel allows; it is not used"
+            )
+        self.taken.add(client)
+
+    def _like(self, upload: Tensors, sent: Tensors, client: str, where: str) -> None:
+        found = schema(upload)
+        self.first = self.first or (client, found)
+        given = {key: value for key, value in schema(sent).items() if key in found}
+        for other, wanted in (
+            ("what was sent", given),
+            (f"client {self.first[0]}'s", self.first[1]),
+        ):
+            for key in sorted(wanted.keys() | (found.keys() if wanted is not given else set())):
+                if found.get(key) != wanted.get(key):
+                    raise FederationError(
+                        f"{where}: {key!r} of its upload is {found.get(key, 'missing')}, but "
+                        f"{wanted.get(key, 'missing')} in {other}; it runs another version or "
+                        "other settings"
+                    )
+
+    def _rows(self, rows: Any, client: str, where: str) -> None:
+        if type(rows) is not int or not 0 <= rows <= self.channel.rows:
+            raise FederationError(
+                f"{where}: it says it has {rows!r} training rows; between 0 and "
+                f"{self.channel.rows} (channel.rows) are believed"
+            )
+        if self.rows.setdefault(client, rows) != rows:
+            raise FederationError(
+                f"{where}: it says it has {rows} training rows, but said {self.rows[client]} before"
+            )
+
+
+def message(tensors: Tensors, run: str, client: str, number: int, rows: int) -> bytes:
+    """An upload as it travels between machines; `Inbox.take` opens it."""
+    return seal(tensors, {"run": run, "client": client, "round": number, "rows": rows})

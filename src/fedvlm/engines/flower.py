@@ -25,6 +25,8 @@ KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words 
 class Flower:
     """Sends tasks through a grid; who does not answer in time is left out above the quorum."""
 
+    apart = True  # clients do their part of the channel themselves
+
     def __init__(
         self,
         grid: Any,

@@ -8,11 +8,14 @@ answer was lost, or a server that was resumed, is answered as if nothing had hap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import randbits
 from typing import Any, Protocol
 
 import torch
 
 from fedvlm import tensors
+from fedvlm.channel import validate
+from fedvlm.channel.passage import drawn, leave
 from fedvlm.core import Tensors
 from fedvlm.engines.flower_wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
@@ -21,6 +24,7 @@ from fedvlm.errors import FederationError
 from fedvlm.record import read_tensors, write_tensors
 
 Versions = dict[int, Tensors]
+CHANNEL = "channel: "  # before the names of what the channel keeps for the next round
 
 
 def arrays(values: Tensors) -> Arrays:
@@ -109,27 +113,42 @@ class Desk:
         sent = unpack(parcel.arrays)
         if self.guard is not None:
             self.guard.admit(training, about, sent)
-        task = Task(id, sent, held[version] if version else fresh, about["trains"])
+        local, kept = apart(held[version] if version else fresh)
+        task = Task(id, sent, local, about["trains"])
         engine = Single(world)
         adapts = about["kind"] == "adapt"
         done = (engine.adapt if adapts else engine.round)(number, [task])[id]
-        after = version
+        after, upload = version, done.upload
+        if upload is not None:
+            validate(upload, fresh, where(world, number, id))
+            draw = drawn(world.seed, id, number)
+            if world.entropy:
+                draw.manual_seed(randbits(63))
+            upload, kept = leave(world.channel, upload, sent, kept, draw)
         if task.trains:
             after = number + 1
             keep = {version, *about["held"]}
             held = {one: value for one, value in held.items() if one in keep}
-            state = training.write({**held, after: done.local})
+            own = {**done.local, **{CHANNEL + key: value for key, value in kept.items()}}
+            state = training.write({**held, after: own})
         if adapts and self.guard is not None:
             self.guard.adapted(training, sent, done.local)
         reply = {
             **{key: about[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,
             "version": after,
-            "uploads": done.upload is not None,
+            "uploads": upload is not None,
             "scores": done.scores,
             "told": told(world, sent, done, adapts) if task.trains else {},
         }
-        return Parcel(reply, arrays(done.upload or {})), state
+        return Parcel(reply, arrays(upload or {})), state
+
+
+def apart(kept: Tensors) -> tuple[Tensors, Tensors]:
+    """A method's local tensors, and what the channel keeps beside them."""
+    channel = {key: value for key, value in kept.items() if key.startswith(CHANNEL)}
+    local = {key: value for key, value in kept.items() if key not in channel}
+    return local, {key.removeprefix(CHANNEL): value for key, value in channel.items()}
 
 
 def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:

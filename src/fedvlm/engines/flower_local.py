@@ -14,6 +14,7 @@ from fedvlm.engines.flower_client import (
     Desk,
     Training,
     Versions,
+    apart,
     arrays,
     pack_versions,
     unpack,
@@ -40,18 +41,19 @@ class InProcess(Flower):
             if known is local:
                 return version
         self.planted -= 1
-        held = {**self.known[id], self.planted: local}
-        self.known[id] = held
-        flat, about = pack_versions("", held)
+        self.known[id][self.planted] = local
+        flat, about = pack_versions("", {**self._there(id), self.planted: local})
         self.grid.keep(id, Parcel(about, arrays(flat)))
         return self.planted
 
     def local(self, id: str, version: int) -> Tensors:
-        state = self.grid.state(id)
-        there = unpack_versions(unpack(state.arrays), state.about, "")
-        known = self.known[id]
-        self.known[id] = {one: known.get(one, there[one]) for one in there}
+        there, known = self._there(id), self.known[id]
+        self.known[id] = {one: known.get(one, apart(there[one])[0]) for one in there}
         return self.known[id][version]
+
+    def _there(self, id: str) -> Versions:
+        state = self.grid.state(id)
+        return unpack_versions(unpack(state.arrays), state.about, "")
 
 
 def own_training(world: World, id: str) -> Training:

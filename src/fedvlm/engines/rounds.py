@@ -1,14 +1,14 @@
 """The loop over rounds: choose participants, send, update, aggregate, and keep the chosen state."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import validate
+from fedvlm.channel.passage import Arrived, Passage, spent_epsilon
 from fedvlm.core import Tensors
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.single import Single, where
@@ -65,6 +65,7 @@ class State:
     best_round: int = 0
     best_shared: Tensors | None = None  # None: the current state is the chosen one
     best_local: Mapping[str, Tensors] | None = None
+    channel: Mapping[str, Tensors] = field(default_factory=dict)  # what it keeps, by client id
 
 
 def start(world: World) -> tuple[State, Tensors]:
@@ -97,6 +98,8 @@ def train(
 ) -> State:
     """Runs the rounds that are left; `on_round` gets each new state with the line to record."""
     method = world.method
+    apart = getattr(engine, "apart", False)  # clients have done their part of the channel
+    passage = Passage(world.channel, method, list(fresh), world.seed, apart)
     for number in range(state.round, method.rounds):
         begin = perf_counter()
         ids = participants(world, plan, number)
@@ -105,22 +108,25 @@ def train(
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
         ids = [id for id in ids if id in done]
-        uploads = [done[id].upload or {} for id in ids]
-        for id, upload in zip(ids, uploads, strict=True):
-            validate(upload, fresh.keys(), where(world, number, id))
+        came = carry(world, passage, state, number, {t.id: t for t in tasks if t.id in ids}, done)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
-        line |= disagreement(world, state.shared, uploads, {id: done[id] for id in ids})
-        line["clients"] = {task.id: _line(task, done[task.id]) for task in tasks if task.id in done}
+        if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
+            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
+        line["clients"] = {
+            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
+        }
         if len(done) < len(tasks):
             line["missing"] = dict(getattr(engine, "missing", {}))
         shared = state.shared
-        if any(uploads):
-            weights = torch.tensor([float(len(world.members[id].train)) for id in ids])
-            shared = method.aggregate(shared, uploads, weights, ids)
+        if any(came.uploads):
+            shared = method.aggregate(shared, came.uploads, came.weights, came.ids)
+        kept = {**state.channel, **came.kept}
+        if world.channel.noise:
+            line["epsilon"] = spent_epsilon(world.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
-        state = replace(state, round=number + 1, shared=shared, local=local)
+        state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
@@ -141,9 +147,28 @@ def _tasks(
     ]
 
 
-def _line(task: Task, done: Done) -> dict[str, float]:
+def carry(
+    world: World,
+    passage: Passage,
+    state: State,
+    number: int,
+    tasks: Mapping[str, Task],
+    done: Mapping[str, Done],
+) -> Arrived:
+    """The participants' uploads through the channel."""
+    return passage.carry(
+        number,
+        {id: done[id].upload or {} for id in tasks},
+        {id: task.sent for id, task in tasks.items()},
+        {id: len(world.members[id].train) for id in tasks},
+        state.channel,
+        lambda id: where(world, number, id),
+    )
+
+
+def _line(task: Task, done: Done, size: int) -> dict[str, float]:
     sent = tensors.count_bytes(task.sent) if task.trains else 0
-    return {**done.scores, "bytes_down": sent, "bytes_up": tensors.count_bytes(done.upload or {})}
+    return {**done.scores, "bytes_down": sent, "bytes_up": size}
 
 
 def disagreement(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds
+from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.tensors import full
 
@@ -51,6 +52,7 @@ class World:
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
     entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
+    channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
 
     @cached_property
     def reference_x(self) -> Any:

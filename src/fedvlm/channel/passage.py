@@ -1,0 +1,152 @@
+"""The whole way of an upload: what the client does to it, and what the server makes of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fedvlm import seeds, tensors
+from fedvlm.channel import secure
+from fedvlm.channel.clip import add_noise, apply, change, clip
+from fedvlm.channel.quantise import SCALE, dequantise, quantise
+from fedvlm.channel.settings import Channel, sums
+from fedvlm.channel.validate import Inbox, validate
+from fedvlm.core import Tensors
+from fedvlm.errors import FederationError
+
+SPENT = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
+LEFT = "left/"  # what rounding has left over
+
+
+def leave(
+    channel: Channel, upload: Tensors, sent: Tensors, kept: Tensors, draw: torch.Generator
+) -> tuple[Tensors, Tensors]:
+    """At the client: the tensors that travel, and what its channel keeps for the next round.
+
+    `draw` is the noise's: by seed in a simulation, from the system's entropy at a site.
+    """
+    if channel.noise and (whole := [k for k, v in upload.items() if not v.is_floating_point()]):
+        raise FederationError(
+            f"the upload holds whole numbers in {whole[0]!r}, which noise does not cover; "
+            "set channel.noise = 0, or choose another method"
+        )
+    if not (channel.clip or channel.quantise):
+        return upload, kept
+    moved = change(upload, sent)
+    if channel.clip:
+        moved = clip(moved, channel.clip)
+    if channel.noise:
+        moved = add_noise(moved, channel.noise * channel.clip, draw)
+    if not channel.quantise:
+        return apply(upload, sent, moved), kept
+    left = {key.removeprefix(LEFT): value for key, value in kept.items() if key.startswith(LEFT)}
+    small, left = quantise(moved, left)
+    return {**upload, **small}, {**kept, **{LEFT + key: value for key, value in left.items()}}
+
+
+def drawn(seed: int, id: str, number: int) -> torch.Generator:
+    """Where a simulation's noise comes from."""
+    return seeds.generator("channel noise", seed, id, number)
+
+
+def arrive(channel: Channel, travels: Tensors, sent: Tensors) -> Tensors:
+    """At the server: the upload, from the tensors that travelled."""
+    if not channel.quantise:
+        return travels
+    keys = [key for key in travels if key + SCALE in travels]
+    scales = {key + SCALE for key in keys}
+    moved = dequantise(travels, keys)
+    whole = {key: moved.get(key, value) for key, value in travels.items() if key not in scales}
+    return apply(whole, sent, moved)
+
+
+def spend(channel: Channel, weights: Mapping[str, float]) -> dict[str, float]:
+    """What one round costs each client, as 1/z² of the Gaussian mechanism that the server sees.
+
+    It sees every upload, or in a secure sum only all of them with all their noise.
+    """
+    if not channel.noise:
+        return {}
+    square = sum(weight**2 for weight in weights.values())
+    return {
+        id: (weight**2 / square if channel.secure else 1.0) / channel.noise**2
+        for id, weight in weights.items()
+    }
+
+
+def spent_epsilon(channel: Channel, kept: Mapping[str, Tensors]) -> float:
+    """ε at δ of the client that has spent most: its changes against none at all."""
+    from fedvlm.privacy import epsilon
+
+    spent = max((float(one[SPENT]) for one in kept.values() if SPENT in one), default=0.0)
+    return epsilon(spent**-0.5, 1, delta=channel.delta) if spent else 0.0
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """One round's uploads as the aggregate gets them."""
+
+    ids: Sequence[str]
+    uploads: Sequence[Tensors]
+    weights: torch.Tensor
+    sizes: Mapping[str, int]  # bytes that travelled, by client
+    kept: Mapping[str, Tensors]  # what the channel keeps, by client
+
+
+class Passage:
+    """Carries the uploads of one training; from clients `apart`, they have left already."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        method: object,
+        local: Sequence[str],
+        seed: int,
+        apart: bool = False,
+    ) -> None:
+        self.channel, self.kind, self.seed, self.apart = channel, sums(method), seed, apart
+        self.inbox = Inbox(channel, local)
+
+    def carry(
+        self,
+        number: int,
+        uploads: Mapping[str, Tensors],
+        sent: Mapping[str, Tensors],
+        rows: Mapping[str, int],
+        kept: Mapping[str, Tensors],
+        where: Callable[[str], str],
+    ) -> Arrived:
+        channel, ids = self.channel, list(uploads)
+        after, sizes, whole = {}, {}, {}
+        for id, upload in uploads.items():
+            validate(upload, self.inbox.local, where(id))
+            travels, after[id] = upload, kept.get(id, {})
+            try:
+                if not self.apart:
+                    draw = drawn(self.seed, id, number)
+                    travels, after[id] = leave(channel, upload, sent[id], after[id], draw)
+                whole[id] = arrive(channel, travels, sent[id])
+            except FederationError as error:
+                raise FederationError(f"{where(id)}: {error}") from error
+            sizes[id] = tensors.count_bytes(travels)
+            self.inbox.check(whole[id], sent[id], rows[id], id, number, where(id))
+        weights = torch.tensor([float(rows[id]) for id in ids])
+        costs = spend(channel, self._weights(rows, [id for id in ids if uploads[id]]))
+        for id, cost in costs.items():
+            before = after[id].get(SPENT, torch.zeros((), dtype=torch.float64))
+            after[id] = {**after[id], SPENT: before + cost}
+        left = {id: one for id, one in after.items() if one}
+        if not channel.secure or not any(uploads.values()):
+            return Arrived(ids, list(whole.values()), weights, sizes, left)
+        masked = {}
+        for id, upload in whole.items():
+            mine = secure.weighted(upload, self._weights(rows, ids)[id], where(id))
+            secure.guarded(mine, secure.ROOM / len(ids), where(id))
+            masked[id] = secure.mask(mine, ids, id, (self.seed, number))
+        sizes = {id: tensors.count_bytes(one) for id, one in masked.items()}
+        one = secure.combined(secure.total(masked.values()), str(self.kind), whole[ids[0]])
+        return Arrived(["everyone"], [one], weights.sum(0, keepdim=True), sizes, left)
+
+    def _weights(self, rows: Mapping[str, int], ids: Sequence[str]) -> dict[str, float]:
+        """How much of the sum a client's upload is."""
+        return {id: float(rows[id]) if self.kind == "rows" else 1.0 for id in ids}

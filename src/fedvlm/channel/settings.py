@@ -1,0 +1,76 @@
+"""What happens to an upload between a client and the aggregate; all of it is off by default."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fedvlm.core import check_type
+from fedvlm.errors import SettingsError
+
+SUMS = {  # what a method's aggregate needs to know of the uploads, if it is only a sum
+    "rows": "the mean over rows",
+    "clients": "the mean over clients",
+    "total": "the plain sum",
+}
+
+
+@dataclass(frozen=True)
+class Channel:
+    clip: float = 0.0  # largest norm of a client's change; 0: any
+    noise: float = 0.0  # deviation of the noise each client adds, as a multiple of clip
+    delta: float = 1e-5  # δ at which ε is counted
+    quantise: bool = False  # 8 bits for each number; what rounding leaves over goes up next time
+    secure: bool = False  # the server sees the sum of the uploads and no upload
+    bound: float = 0.0  # the server refuses a change of a larger norm; 0: any that clip allows
+    rows: int = 10_000_000  # the server refuses a client that says it has more training rows
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            check_type(f"channel.{one.name}", getattr(self, one.name), one.type)
+        for name in ("clip", "noise", "bound"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise SettingsError(f"channel.{name} = {value}; it takes 0 (off) or more")
+        if self.noise and not self.clip:
+            raise SettingsError(
+                f"channel.noise = {self.noise} is a multiple of the clip, which is off; "
+                "set channel.clip too"
+            )
+        if not 0 < self.delta < 1:
+            raise SettingsError(f"channel.delta = {self.delta} is outside (0, 1); 1e-5 is usual")
+        if self.rows < 1:
+            raise SettingsError(f"channel.rows = {self.rows}; a client has at least one row")
+        if self.quantise and self.secure:
+            raise SettingsError(
+                "channel.quantise and channel.secure do not go together: a masked number takes 8 "
+                "bytes whatever it was before; choose one"
+            )
+
+    @property
+    def off(self) -> bool:
+        """Whether uploads travel as they are; they are checked all the same."""
+        return not (self.clip or self.quantise or self.secure)
+
+
+def sums(method: Any) -> str | None:
+    """What sum of the uploads a method's aggregate is a function of (a key of SUMS), if any is.
+
+    A method says so with an attribute `sums`; the standard parts say so themselves.
+    """
+    kind = getattr(method, "sums", None)
+    if kind is None:
+        kind = getattr(type(method).aggregate, "sums", None)
+    if kind is not None and kind not in SUMS:
+        raise SettingsError(
+            f"method {method.name}: sums = {kind!r}; it is one of {', '.join(SUMS)}"
+        )
+    return kind
+
+
+def fits(channel: Channel, method: Any) -> None:
+    """Refuses, before any work, a channel that a method cannot use."""
+    if channel.secure and sums(method) is None:
+        raise SettingsError(
+            f"channel.secure shows the server a sum, but {method.name} aggregates single uploads "
+            "(or does not say that a sum will do); set channel.secure = false, or add `sums = "
+            f"...` to the method: {', '.join(f'{key!r} ({what})' for key, what in SUMS.items())}"
+        )

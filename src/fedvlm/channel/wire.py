@@ -1,0 +1,60 @@
+"""Tensors as bytes that show damage: safetensors, with a checksum over all that is said."""
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from fedvlm.core import Tensors
+
+
+class Damaged(Exception):
+    """Bytes that are not, or no longer, what was sealed."""
+
+
+def checksum(tensors: Tensors, about: str = "") -> str:
+    """Of names, types, shapes, every byte, and what is said about them, whatever the order."""
+    total = sha256(about.encode())
+    for key in sorted(tensors):
+        value = tensors[key].detach().contiguous()
+        total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def seal(tensors: Tensors, about: Mapping[str, Any]) -> bytes:
+    whole = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+    text = json.dumps(about)
+    # One note, because safetensors writes several in any order: the same content, the same bytes.
+    note = json.dumps({"about": text, "checksum": checksum(whole, text)})
+    return save(whole, metadata={"fedvlm": note})
+
+
+def unseal(data: bytes) -> tuple[Tensors, Any]:
+    """The tensors and what was said about them; a flipped bit or a missing end is `Damaged`.
+
+    A checksum finds accidents, not forgers: who may send at all is the transport's to say.
+    """
+    try:
+        length = int.from_bytes(data[:8], "little")
+        note = json.loads(data[8 : 8 + length])["__metadata__"]["fedvlm"]
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"no whole safetensors message: {error}") from error
+    return tensors, opened(note, tensors)
+
+
+def opened(note: str, tensors: Tensors) -> Any:
+    """What the note says, once it and the tensors have passed its checksum."""
+    try:
+        told = json.loads(note)
+        about, wanted = str(told["about"]), told["checksum"]
+        if wanted != checksum(tensors, about):
+            raise Damaged("its checksum does not fit")
+        return json.loads(about)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"no readable note: {error}") from error

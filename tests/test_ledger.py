@@ -1,0 +1,111 @@
+"""The ledger: whatever a hand or a crash does to it shows."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fedvlm.errors import DataError
+from fedvlm.ledger import Ledger
+
+TENSORS = {"head": torch.zeros(4, 6), "n": torch.zeros(4, dtype=torch.int64)}
+
+
+def filled(folder, count=5):
+    ledger = Ledger(folder)
+    for number in range(count):
+        ledger.add("out", number, TENSORS, b"message %d" % number, run="r1")
+    return ledger
+
+
+def test_a_line_says_what_travelled_and_never_a_value(tmp_path):
+    head = filled(tmp_path, 1).add("refused", 1, reason="the method x is not allowed here")
+    told = Ledger(tmp_path).read()
+    first, second = told.lines
+    assert first["fields"] == {"head": "float32 [4, 6]", "n": "int64 [4]"}
+    assert (first["bytes"], first["round"], first["direction"]) == (9, 0, "out")
+    assert {"time", "content", "run"} <= set(first)
+    assert second["reason"] == "the method x is not allowed here"
+    assert (told.head, told.torn, told.broken) == (head, (), ())
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (
+            lambda t: [*t[:2], t[2].replace('"round": 2', '"round": 7'), *t[3:]],
+            "line 3 was changed",
+        ),
+        (lambda t: [*t[:2], *t[3:]], "line 3 does not follow"),
+        (lambda t: [t[1], t[0], *t[2:]], "line 1 does not follow"),
+        (lambda t: [*t[:3], t[1], *t[3:]], "line 4 does not follow"),
+        (lambda t: [*t[:2], "x", *t[3:]], "line 4 does not follow"),
+    ],
+)
+def test_a_line_changed_or_moved_or_taken_out_is_found(tmp_path, harm, says):
+    ledger = filled(tmp_path)
+    lines = ledger.path.read_text().splitlines()
+    ledger.path.write_text("\n".join(harm(lines)) + "\n")
+    assert any(says in one for one in ledger.read().broken)
+
+
+def test_a_line_rewritten_with_a_new_hash_is_found_by_the_next(tmp_path):
+    from fedvlm.ledger import _hash
+
+    ledger = filled(tmp_path)
+    lines = [json.loads(text) for text in ledger.path.read_text().splitlines()]
+    lines[1]["bytes"] = 0
+    lines[1]["hash"] = _hash({key: value for key, value in lines[1].items() if key != "hash"})
+    ledger.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ledger.read().broken == ("line 3 does not follow the line before it",)
+
+
+def test_an_end_cut_off_is_found_by_a_head_kept_elsewhere(tmp_path):
+    ledger = filled(tmp_path)
+    head = ledger.read().head
+    lines = ledger.path.read_text().splitlines()
+    ledger.path.write_text("\n".join(lines[:3]) + "\n")
+    told = ledger.read()
+    assert told.broken == ()
+    assert not told.knows(head)
+    assert told.knows(told.head[:12])
+
+
+def test_a_line_torn_by_a_crash_is_said_and_the_ledger_goes_on(tmp_path):
+    ledger = filled(tmp_path)
+    whole = ledger.path.read_bytes()
+    for cut in (1, 2, 40, 150):
+        ledger.path.write_bytes(whole[:-cut])
+        told = ledger.read()
+        assert told.torn == (() if cut == 1 else (5,))
+        ledger.add("in", 5)
+        told = ledger.read()
+        assert told.broken == ()
+        assert told.torn == (() if cut == 1 else (5,))
+        assert told.lines[-1]["round"] == 5
+
+
+def test_long_lines_are_followed_too(tmp_path):
+    ledger = filled(tmp_path, 2)
+    many = {f"tensor-{number}": torch.zeros(1) for number in range(4000)}
+    ledger.add("out", 2, many)
+    ledger.add("out", 3)
+    assert ledger.read().broken == ()
+
+
+def test_several_processes_write_one_chain(tmp_path):
+    code = (
+        "import sys\nfrom fedvlm.ledger import Ledger\n"
+        "for n in range(30): Ledger(sys.argv[1]).add('out', n, who=sys.argv[2])"
+    )
+    many = [subprocess.Popen([sys.executable, "-c", code, tmp_path, str(i)]) for i in range(3)]
+    assert [process.wait() for process in many] == [0, 0, 0]
+    told = Ledger(tmp_path).read()
+    assert (len(told.lines), told.broken, told.torn) == (90, (), ())
+
+
+def test_a_folder_without_a_ledger_is_said(tmp_path):
+    with pytest.raises(DataError, match="there is no .*ledger.jsonl"):
+        Ledger(tmp_path).read()
