@@ -5,6 +5,7 @@ import sys
 import typer
 
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
+from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.runs import compare, demo, list_, resume, run
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app.command()(embed)
 app.command()(partition)
 app.command("serve-encoder")(serve_encoder)
 app.add_typer(cache_app, name="cache")
+app.add_typer(deploy_app, name="deploy")
 
 
 def main() -> None:

@@ -73,8 +73,11 @@ class Process:
     def tail(self, lines: int = 12) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self) -> None:
+    def ask_to_stop(self) -> None:
         self._signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        self.ask_to_stop()
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(8)
         self._signal(signal.SIGKILL)  # also what the child left behind in its group

@@ -2,26 +2,22 @@
 
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
-import torch
 
 from fedvlm.core import Tensors
 from fedvlm.engines.flower import Flower
 from fedvlm.engines.flower_client import (
     Desk,
-    Training,
     Versions,
     apart,
     arrays,
+    own_training,
     pack_versions,
     unpack,
     unpack_versions,
 )
 from fedvlm.engines.flower_wire import Parcel, flower, from_records, seal, to_records, unseal
-from fedvlm.engines.work import Part, World
+from fedvlm.engines.work import World
 from fedvlm.errors import FedVLMError
 
 
@@ -54,25 +50,6 @@ class InProcess(Flower):
     def _there(self, id: str) -> Versions:
         state = self.grid.state(id)
         return unpack_versions(unpack(state.arrays), state.about, "")
-
-
-def own_training(world: World, id: str) -> Training:
-    """The world as one client has it: no row of another, but for the public reference."""
-    member = world.members[id]
-    parts = (member.train, member.validation, member.test, world.reference)
-    rows = np.concatenate(parts)
-    ends = np.cumsum([len(part) for part in parts])
-    index = torch.from_numpy(rows)
-    places = np.split(np.arange(len(rows)), ends[:-1])
-    own = replace(
-        world,
-        x=world.x[index] if isinstance(world.x, torch.Tensor) else world.x.take(index),
-        y=world.y[index],
-        members={id: Part(*places[:3])},
-        reference=places[3],
-        texts={id: world.texts[id]} if id in world.texts else {},
-    )
-    return Training("", id, own)
 
 
 def local_grid(desks: Mapping[str, Desk]) -> Any:
