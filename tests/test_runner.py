@@ -85,8 +85,8 @@ def test_a_finished_run_is_not_run_again_unless_asked(rows, tmp_path, monkeypatc
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     before = files(tmp_path / "a")
     calls = []
-    real = runner.train
-    monkeypatch.setattr(runner, "train", lambda *all: calls.append(1) or real(*all))
+    real = jobs.train
+    monkeypatch.setattr(jobs, "train", lambda *all: calls.append(1) or real(*all))
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     assert calls == []
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", again=True)
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
     def stop(*all):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "finish", stop)
+    monkeypatch.setattr(jobs, "finish", stop)
     with pytest.raises(KeyboardInterrupt):
         fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     monkeypatch.undo()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
+SMALLEST = 16  # rows of a class below which its statistics stay at the client
+FEWEST = 3  # clients that have to share in the secure sum of a class's statistics
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,11 @@ def make(name: str, **settings: Any) -> Any:
     if name not in known:
         raise unknown("method", name, known)
     allowed = {field.name: field for field in fields(known[name])}
-    for key, value in settings.items():
+    for key, value in list(settings.items()):
         if key not in allowed:
             raise unknown(f"setting of {name}", key, allowed)
+        if isinstance(value, list) and get_origin(allowed[key].type) is tuple:
+            settings[key] = value = tuple(value)  # TOML and JSON have lists only
         check_type(f"{name}.{key}", value, allowed[key].type)
     return known[name](**settings)
 

@@ -105,12 +105,9 @@ class Personalised:
         )
 
 
-def equip(frozen: Frozen, method: Any, encoder: str) -> Frozen:
-    """The towers a method needs, from the very encoder it was trained on."""
-    if not method.needs & {"text tower", "image tower"}:
-        return frozen
+def reopen(encoder: str) -> Any:
+    """The very encoder something was trained on, by its name and fingerprint."""
     from fedvlm.encoders import fingerprint, open_encoder
-    from fedvlm.load import towers
 
     name, _, wanted = encoder.rpartition("@")
     box = open_encoder(name)
@@ -119,7 +116,16 @@ def equip(frozen: Frozen, method: Any, encoder: str) -> Frozen:
             f"{name} is not the encoder this was trained on: its fingerprint is "
             f"{fingerprint(box)[:16]}, not {wanted}; bring the old weights back, or train again"
         )
-    text, image = towers(box, frozen.classes, method.needs)
+    return box
+
+
+def equip(frozen: Frozen, method: Any, encoder: str) -> Frozen:
+    """The towers a method needs, from the very encoder it was trained on."""
+    if not method.needs & {"text tower", "image tower"}:
+        return frozen
+    from fedvlm.load import towers
+
+    text, image = towers(reopen(encoder), frozen.classes, method.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
 
@@ -173,6 +179,19 @@ class Result:
             f"no client {client!r} trained in {self.folder}; "
             f"its clients are {', '.join(self.manifest['clients'])}"
         )
+
+    def local(self, job: str | None = None, seed: int | None = None) -> dict[str, Tensors]:
+        """What each client that trained in a job (the first one if none) keeps at home."""
+        tensors, about = read_tensors(
+            self._path(job or self.manifest["jobs"][0], seed, "safetensors")
+        )
+        out: dict[str, Tensors] = {id: {} for id in about["train"]}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "local":
+                number, _, key = rest.partition("/")
+                out[about["train"][int(number)]][key] = value
+        return out
 
     def unseen(self, job: str | None = None, seed: int | None = None) -> Personalised:
         """The classifier of a client that joins later: what is shared, and the first local."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fedvlm
-from fedvlm import evaluate
+from fedvlm import evaluate, room
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
@@ -22,6 +22,7 @@ from fedvlm.engines.work import World
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.jobs import carry_out, finished, job_name
 from fedvlm.load import load, meet, thin
+from fedvlm.privacy import withheld
 from fedvlm.record import Record, read_json, write_json
 from fedvlm.result import Result, slug
 from fedvlm.settings import Settings, build
@@ -69,7 +70,14 @@ def execute(
             settings, rows = thin(settings, rows)
         check(settings, rows)
         divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        if rows.pictures is not None and settings.method.rounds:
+            jobs = (job for seed in divisions for job in _jobs(settings, divisions[seed], seed))
+            most = max(len(job.train) for job in jobs)
+            first = frozen(rows, settings.seeds[0])
+            room.check(settings, first, rows.pictures.shape[1:], most)
         about = manifest(settings, rows, divisions)
+        first = divisions[settings.seeds[0]].members
+        notes = [*notes, *withheld(settings.method, first, rows.labels, len(rows.classes))]
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:

@@ -49,6 +49,16 @@ def longest(channel: Channel, numbers: int) -> float:
     return min(most * (1 + 1e-5), channel.bound or float("inf"))
 
 
+def plausible(rows: Any, channel: Channel, where: str) -> int:
+    """A row count that a client said, unless nobody has as many: it would own the mean."""
+    if type(rows) is not int or not 0 <= rows <= channel.rows:
+        raise FederationError(
+            f"{where}: it says it has {rows!r} training rows; between 0 and {channel.rows} "
+            "(channel.rows) are believed"
+        )
+    return rows
+
+
 @dataclass
 class Inbox:
     """The server's view of one training: what was expected, what has come, and from whom."""
@@ -59,7 +69,8 @@ class Inbox:
     rows: dict[str, int] = field(default_factory=dict)  # as each client said the first time
     taken: set[str] = field(default_factory=set)  # clients whose upload of this round has come
     round: int = -1
-    first: tuple[str, Schema] | None = None  # the round's first upload; all are alike
+    averages: bool = True  # uploads are new values of what was sent, so they look like it
+    first: dict[tuple[str, ...], tuple[str, Schema]] = field(default_factory=dict)
 
     def take(self, data: bytes, client: str, number: int, where: str) -> tuple[Tensors, int]:
         """The tensors and the row count of a message, which is this client's and this round's."""
@@ -85,8 +96,9 @@ class Inbox:
     ) -> None:
         """Refuses what no sound client uploads, and a second upload in the same round."""
         if number != self.round:
-            self.round, self.first = number, None
+            self.round = number
             self.taken.clear()
+            self.first.clear()
         if client in self.taken:
             raise FederationError(
                 f"{where}: an upload of this round has come already; it counts once"
@@ -103,27 +115,22 @@ class Inbox:
         self.taken.add(client)
 
     def _like(self, upload: Tensors, sent: Tensors, client: str, where: str) -> None:
+        """Compares it with what was sent, or with the round's first upload of the same names."""
         found = schema(upload)
-        self.first = self.first or (client, found)
-        given = {key: value for key, value in schema(sent).items() if key in found}
-        for other, wanted in (
-            ("what was sent", given),
-            (f"client {self.first[0]}'s", self.first[1]),
-        ):
-            for key in sorted(wanted.keys() | (found.keys() if wanted is not given else set())):
-                if found.get(key) != wanted.get(key):
-                    raise FederationError(
-                        f"{where}: {key!r} of its upload is {found.get(key, 'missing')}, but "
-                        f"{wanted.get(key, 'missing')} in {other}; it runs another version or "
-                        "other settings"
-                    )
+        name, wanted = "what was sent", schema(sent)
+        if not self.averages:
+            other, wanted = self.first.setdefault(tuple(found), (client, found))
+            name = f"client {other}'s"
+        for key in sorted({**wanted, **found}) if upload else ():
+            if found.get(key) != wanted.get(key):
+                raise FederationError(
+                    f"{where}: {key!r} of its upload is {found.get(key, 'missing')}, but "
+                    f"{wanted.get(key, 'missing')} in {name}; it runs another version or "
+                    "other settings"
+                )
 
     def _rows(self, rows: Any, client: str, where: str) -> None:
-        if type(rows) is not int or not 0 <= rows <= self.channel.rows:
-            raise FederationError(
-                f"{where}: it says it has {rows!r} training rows; between 0 and "
-                f"{self.channel.rows} (channel.rows) are believed"
-            )
+        plausible(rows, self.channel, where)
         if self.rows.setdefault(client, rows) != rows:
             raise FederationError(
                 f"{where}: it says it has {rows} training rows, but said {self.rows[client]} before"

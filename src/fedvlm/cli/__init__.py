@@ -6,6 +6,7 @@ import typer
 
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
+from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, resume, run
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app.command()(demo)
 app.command()(run)
 app.command()(resume)
 app.command()(compare)
+app.command()(explain)
 app.command("list")(list_)
 app.command()(embed)
 app.command()(partition)

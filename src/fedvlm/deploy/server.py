@@ -192,10 +192,9 @@ def server_app() -> Any:
     flower()
     from flwr.serverapp import ServerApp
 
-    app = ServerApp()
-
-    @app.main()
     def main(grid: Any, context: Any) -> None:
         conduct(grid, Path(str(context.run_config["request"])))
 
+    app = ServerApp()
+    app.main()(main)
     return app

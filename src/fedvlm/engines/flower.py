@@ -26,8 +26,6 @@ KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words 
 class Flower:
     """Sends tasks through a grid; who does not answer in time is left out above the quorum."""
 
-    apart = True  # clients do their part of the channel themselves
-
     def __init__(
         self,
         grid: Any,
@@ -86,7 +84,7 @@ class Flower:
             about = reply.about
             upload = unpack(reply.arrays) if about["uploads"] else None
             local = self.local(id, about["version"])
-            done[id] = Done(upload, local, about["scores"], about["told"])
+            done[id] = Done(upload, local, about["scores"], about["told"], passed=True)
         return done
 
     def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fedvlm import tensors
+from fedvlm import seeds, tensors
 from fedvlm.channel import validate
-from fedvlm.channel.passage import drawn, leave
+from fedvlm.channel.passage import join, leave, split
 from fedvlm.core import Tensors
 from fedvlm.engines.flower_wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
@@ -25,7 +25,6 @@ from fedvlm.errors import FederationError
 from fedvlm.record import read_tensors, write_tensors
 
 Versions = dict[int, Tensors]
-CHANNEL = "channel: "  # before the names of what the channel keeps for the next round
 
 
 def arrays(values: Tensors) -> Arrays:
@@ -133,15 +132,15 @@ class Desk:
         sent = unpack(parcel.arrays)
         if self.guard is not None:
             self.guard.admit(training, about, sent)
-        local, kept = apart(held[version] if version else fresh)
+        local, kept = split(held[version] if version else fresh)
         task = Task(id, sent, local, about["trains"])
         engine = Single(world)
         adapts = about["kind"] == "adapt"
         done = (engine.adapt if adapts else engine.round)(number, [task])[id]
-        after, upload = version, done.upload
-        if upload is not None:
+        after, upload = version, done.upload or {}
+        if done.upload is not None:
             validate(upload, fresh, where(world, number, id))
-            draw = drawn(world.seed, id, number)
+            draw = seeds.generator("channel noise", world.seed, id, number)
             if world.entropy:
                 draw.manual_seed(randbits(63))
             upload, kept = leave(world.channel, upload, sent, kept, draw)
@@ -149,8 +148,7 @@ class Desk:
             after = number + 1
             keep = {version, *about["held"]}
             held = {one: value for one, value in held.items() if one in keep}
-            own = {**done.local, **{CHANNEL + key: value for key, value in kept.items()}}
-            state = training.write({**held, after: own})
+            state = training.write({**held, after: join(done.local, {} if adapts else kept)})
         if adapts and self.guard is not None:
             self.guard.adapted(training, sent, done.local)
         reply = {
@@ -161,14 +159,7 @@ class Desk:
             "scores": done.scores,
             "told": told(world, sent, done, adapts) if task.trains else {},
         }
-        return Parcel(reply, arrays(upload or {})), state
-
-
-def apart(kept: Tensors) -> tuple[Tensors, Tensors]:
-    """A method's local tensors, and what the channel keeps beside them."""
-    channel = {key: value for key, value in kept.items() if key.startswith(CHANNEL)}
-    local = {key: value for key, value in kept.items() if key not in channel}
-    return local, {key.removeprefix(CHANNEL): value for key, value in channel.items()}
+        return Parcel(reply, arrays(upload)), state
 
 
 def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:

@@ -4,12 +4,12 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fedvlm.channel.passage import split
 from fedvlm.core import Tensors
 from fedvlm.engines.flower import Flower
 from fedvlm.engines.flower_client import (
     Desk,
     Versions,
-    apart,
     arrays,
     own_training,
     pack_versions,
@@ -44,7 +44,7 @@ class InProcess(Flower):
 
     def local(self, id: str, version: int) -> Tensors:
         there, known = self._there(id), self.known[id]
-        self.known[id] = {one: known.get(one, apart(there[one])[0]) for one in there}
+        self.known[id] = {one: known.get(one, split(there[one])[0]) for one in there}
         return self.known[id][version]
 
     def _there(self, id: str) -> Versions:
@@ -63,7 +63,6 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
     client = ClientApp()
     by_node = dict(enumerate(desks.values(), start=1000))
 
-    @client.train()
     def train(message: Any, context: Any) -> Any:
         parcel = unseal(from_records(message.content, "a client"), "a client")
         try:
@@ -72,6 +71,8 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
             return app.Message(app.Error(2, explain(error)), reply_to=message)
         write_state(context, after)
         return app.Message(to_records(seal(reply)), reply_to=message)
+
+    client.train()(train)
 
     class LocalGrid(Grid):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:

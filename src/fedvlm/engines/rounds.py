@@ -98,8 +98,7 @@ def train(
 ) -> State:
     """Runs the rounds that are left; `on_round` gets each new state with the line to record."""
     method = world.method
-    apart = getattr(engine, "apart", False)  # clients have done their part of the channel
-    passage = Passage(world.channel, method, list(fresh), world.seed, apart)
+    passage = Passage(world.channel, method, list(fresh), world.seed)
     for number in range(state.round, method.rounds):
         begin = perf_counter()
         ids = participants(world, plan, number)
@@ -108,12 +107,13 @@ def train(
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
         ids = [id for id in ids if id in done]
-        came = carry(world, passage, state, number, {t.id: t for t in tasks if t.id in ids}, done)
+        came = _carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
+            own = {id: done[id] for id in ids}
+            line |= disagreement(world, state.shared, came.uploads, own)
         line["clients"] = {
             t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
         }
@@ -127,6 +127,7 @@ def train(
             line["epsilon"] = spent_epsilon(world.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
+        del done, tasks, came, shared, local  # a tower of every client is large, a state is not
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
@@ -147,21 +148,22 @@ def _tasks(
     ]
 
 
-def carry(
+def _carry(
     world: World,
     passage: Passage,
     state: State,
     number: int,
-    tasks: Mapping[str, Task],
+    tasks: Sequence[Task],
     done: Mapping[str, Done],
 ) -> Arrived:
-    """The participants' uploads through the channel."""
+    """The uploads through the channel, or its second half where a client did the first."""
     return passage.carry(
         number,
-        {id: done[id].upload or {} for id in tasks},
-        {id: task.sent for id, task in tasks.items()},
-        {id: len(world.members[id].train) for id in tasks},
+        {task.id: done[task.id].upload or {} for task in tasks},
+        {task.id: task.sent for task in tasks},
+        {task.id: len(world.members[task.id].train) for task in tasks},
         state.channel,
+        {id for id, one in done.items() if one.passed},
         lambda id: where(world, number, id),
     )
 
@@ -177,10 +179,12 @@ def disagreement(
     """How far the clients pull what is shared apart; nothing where uploads are no new values."""
     if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
         return {}
-    start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-    out = {"cosine": mean_cosine(start, ends)}
+    keys = sorted(key for key in shared if shared[key].is_floating_point())
+    each = [[one[key] for key in keys] for one in (shared, *uploads)]
+    out = {"cosine": mean_cosine(each[0], each[1:])}
     condition = getattr(world.method, "condition", None)
     if condition is not None:
+        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         steps = [len(minibatches(world, id, 0)) for id in done]
         out["difference"] = largest_difference(start, ends, steps, world.method.rate)
         conditions = [

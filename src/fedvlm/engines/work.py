@@ -51,8 +51,8 @@ class World:
     seed: int
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
-    entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
     channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
+    entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
 
     @cached_property
     def reference_x(self) -> Any:
@@ -80,6 +80,7 @@ class Done:
     local: Tensors
     scores: Scores  # of what the client was sent, before its update
     told: Mapping[str, float] | None = None  # by a client that keeps its local tensors to itself
+    passed: bool = False  # the client has put its upload through the channel: it is as it travelled
 
 
 def minibatches(world: World, id: str, number: int) -> Tensor:
