@@ -6,6 +6,7 @@ import typer
 
 from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
+from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, resume, run
 
@@ -26,6 +27,7 @@ app.command()(embed)
 app.command()(partition)
 app.command("serve-encoder")(serve_encoder)
 app.add_typer(cache_app, name="cache")
+app.add_typer(deploy_app, name="deploy")
 
 
 def main() -> None:
