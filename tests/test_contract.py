@@ -3,7 +3,7 @@
 import pytest
 
 from fedvlm.core import make, methods
-from fedvlm.testing import check_method, check_same, learn, toy_world
+from fedvlm.testing import check_method, check_same, learn, short, toy_world
 
 CASES = [(name, {}) for name in methods()]
 CASES += [("fedot", {"blocks": 4}), ("fedot", {"blocks": "auto"}), ("fedot", {"head": "random"})]
@@ -17,8 +17,5 @@ def test_method_keeps_the_contract(name, settings):
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda case: str(case))
 def test_two_processes_give_the_same_bits_as_one(name, settings):
-    method = make(name, **settings)
-    if method.rounds:
-        method = make(name, **{**settings, "rounds": 2})
-    world = toy_world(method)
+    world = toy_world(short(make(name, **settings)))
     check_same(learn(world, workers=2), learn(world, workers=1), 0.0, "workers change the result")

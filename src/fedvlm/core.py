@@ -159,9 +159,11 @@ def make(name: str, **settings: Any) -> Any:
     if name not in known:
         raise unknown("method", name, known)
     allowed = {field.name: field for field in fields(known[name])}
-    for key, value in settings.items():
+    for key, value in list(settings.items()):
         if key not in allowed:
             raise unknown(f"setting of {name}", key, allowed)
+        if isinstance(value, list) and get_origin(allowed[key].type) is tuple:
+            settings[key] = value = tuple(value)  # TOML and JSON have lists only
         check_type(f"{name}.{key}", value, allowed[key].type)
     return known[name](**settings)
 

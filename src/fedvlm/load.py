@@ -14,6 +14,7 @@ from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
 from fedvlm.encoders.embed import Outcome, Precision, embed
 from fedvlm.encoders.interface import Encoder
 from fedvlm.encoders.store import Store
+from fedvlm.encoders.stream import stream
 from fedvlm.errors import SettingsError
 from fedvlm.settings import Settings
 
@@ -40,7 +41,11 @@ def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
     meet(settings.method, encoder.name, encoder.offers)
     done = encode(dataset, encoder, patches, settings.precision, told)
     text, image = towers(encoder, dataset.classes, settings.method.needs)
-    rows = replace(done.embedded, text_tower=text, image_tower=image)
+    pictures = None
+    if image is not None:
+        content = done.embedded.content
+        pictures = stream(dataset.source, done.rows, content, encoder.preprocess)
+    rows = replace(done.embedded, text_tower=text, image_tower=image, pictures=pictures)
     return rows, [*notes, *skipped(done)]
 
 

@@ -10,7 +10,8 @@ from torch.func import grad_and_value
 from fedvlm.core import Batch, Client, Frozen, Tensors
 from fedvlm.tensors import full
 
-Stepper = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
+# a tensor, its gradient and what was kept from its last step -> the tensor, and what to keep
+Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
 
 
 def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
@@ -79,13 +80,11 @@ def sgd(
     """update: minibatch SGD on `self.loss` with rate, momentum and decay; velocity starts anew."""
     momentum, decay = getattr(self, "momentum", 0.0), getattr(self, "decay", 0.0)
 
-    def step(trained: Tensors, gradient: Tensors, velocity: Tensors) -> tuple[Tensors, Tensors]:
-        moved, speed = {}, {}
-        for key, value in trained.items():
-            pull = gradient[key] + decay * value
-            speed[key] = momentum * velocity[key] + pull if velocity else pull
-            moved[key] = value - self.rate * speed[key]
-        return moved, speed
+    def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
+        speed = gradient + decay * value
+        if kept:
+            speed = momentum * kept["speed"] + speed
+        return value - self.rate * speed, {"speed": speed}
 
     return descend(self, frozen, sent, local, client, step)
 
@@ -97,19 +96,16 @@ def adam(
     first, second = getattr(self, "betas", (0.9, 0.999))
     eps, decay = getattr(self, "eps", 1e-8), getattr(self, "decay", 0.0)
 
-    def step(trained: Tensors, gradient: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        count = state["count"] + 1 if state else torch.ones(())
-        moved, after = {}, {"count": count}
-        for key, value in trained.items():
-            pull = gradient[key] + decay * value
-            mean, square = (1 - first) * pull, (1 - second) * pull.square()
-            if state:
-                mean = mean + first * state[f"mean {key}"]
-                square = square + second * state[f"square {key}"]
-            after |= {f"mean {key}": mean, f"square {key}": square}
-            spread = (square / (1 - second**count)).sqrt() + eps
-            moved[key] = value - self.rate * mean / (1 - first**count) / spread
-        return moved, after
+    def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
+        pull = gradient + decay * value
+        mean, square, count = (1 - first) * pull, (1 - second) * pull.square(), torch.ones(())
+        if kept:
+            mean = mean + first * kept["mean"]
+            square = square + second * kept["square"]
+            count = count + kept["count"]
+        spread = (square / (1 - second**count)).sqrt() + eps
+        moved = value - self.rate * mean / (1 - first**count) / spread
+        return moved, {"mean": mean, "square": square, "count": count}
 
     return descend(self, frozen, sent, local, client, step)
 
@@ -124,12 +120,13 @@ def descend(
     """Walks the minibatches, one optimiser step each; a step without a real row changes nothing.
 
     `loss` returns the loss, or the loss and new values of tensors named in `memory`. `step` gets
-    what it returned last time as its state, and nothing the first time.
+    what it asked to keep the last time, and nothing the first time.
     """
     everything = {**sent, **local}
     trained = {key: value for key, value in everything.items() if key not in self.memory}
     kept = {key: value for key, value in everything.items() if key in self.memory}
-    state: Tensors = {}
+    states: dict[str, Tensors] = {key: {} for key in trained}
+    none = torch.zeros(())
 
     def objective(trained: Tensors, kept: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
         now = {**trained, **kept}
@@ -143,12 +140,11 @@ def descend(
         batch = minibatch(client, index)
         active = batch.real.any()
         gradient, (_, remembered) = gradient_of(trained, kept, batch)
-        moved, speed = step(trained, gradient, state)
-        trained = {key: torch.where(active, moved[key], trained[key]) for key in trained}
-        state = {
-            key: torch.where(active, value, state.get(key, torch.zeros(())))
-            for key, value in speed.items()
-        }
+        for key, value in trained.items():  # one by one: a whole tower is large to hold twice
+            moved, after = step(value, gradient.pop(key), states[key])
+            trained[key] = torch.where(active, moved, value)
+            for name, new in after.items():
+                states[key][name] = torch.where(active, new, states[key].get(name, none))
         kept = {
             key: torch.where(active, remembered.get(key, value), value)
             for key, value in kept.items()

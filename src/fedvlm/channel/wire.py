@@ -22,12 +22,20 @@ def checksum(tensors: Tensors, about: str = "") -> str:
     for key in sorted(tensors):
         value = tensors[key].detach().contiguous()
         total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
-        total.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 def seal(tensors: Tensors, about: Mapping[str, Any]) -> bytes:
-    whole = {key: value.detach().contiguous().clone() for key, value in tensors.items()}
+    whole: Tensors = {}
+    seen: set[int] = set()
+    for key, value in tensors.items():
+        one = value.detach().contiguous()
+        place = one.untyped_storage().data_ptr()
+        # safetensors refuses two tensors in one place, and a part would bring all of its place
+        alone = place not in seen and one.untyped_storage().nbytes() == one.nbytes
+        whole[key] = one if alone else one.clone()
+        seen.add(place)
     text = json.dumps(about)
     # One note, because safetensors writes several in any order: the same content, the same bytes.
     note = json.dumps({"about": text, "checksum": checksum(whole, text)})

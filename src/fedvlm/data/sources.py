@@ -4,7 +4,7 @@ import stat
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
-from os import scandir
+from os import getpid, scandir
 from pathlib import Path, PurePosixPath
 from typing import Any
 from zipfile import BadZipFile, ZipFile, ZipInfo
@@ -54,6 +54,7 @@ class Archive:
     def __init__(self, path: Path, members: Sequence[str]) -> None:
         self.path, self.members = path, list(members)
         self._open: ZipFile | None = None
+        self._owner = 0  # the process that opened it: a forked one must not share its place
 
     def __len__(self) -> int:
         return len(self.members)
@@ -66,8 +67,8 @@ class Archive:
 
     def read(self, row: int) -> bytes:
         try:
-            if self._open is None:
-                self._open = ZipFile(self.path)
+            if self._open is None or self._owner != getpid():
+                self._open, self._owner = ZipFile(self.path), getpid()
             return self._open.read(self.members[row])
         except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
             raise DataError(

@@ -36,6 +36,7 @@ class Outcome:
     embedded: Embedded
     encoded: int  # pictures this run encoded; the others were in the cache
     skipped: list[tuple[str, str]]  # pictures that cannot be read: name and reason
+    rows: NDArray[np.int64]  # those of the data set that were not skipped
 
 
 def embed(
@@ -91,7 +92,7 @@ def embed(
             fingerprint="",
         )
     embedded = replace(embedded, fingerprint=_fingerprint(embedded, dataset.templates))
-    return Outcome(embedded, run.encoded, skipped)
+    return Outcome(embedded, run.encoded, skipped, rows)
 
 
 class _Tables:

@@ -25,19 +25,25 @@ class Pixels:
 
     def __call__(self, picture: Image.Image) -> NDArray[np.float32]:
         """(3, height, width) float32 of an RGB picture."""
+        return np.ascontiguousarray(self.scaled(self.cut(picture)).transpose(2, 0, 1))
+
+    def cut(self, picture: Image.Image) -> NDArray[np.uint8]:
+        """(height, width, 3) of the size the encoder takes, in the colours of the picture."""
         if self.size is not None:
             height, width = self._resized(picture.height, picture.width)
             picture = picture.resize((width, height), resample=Image.Resampling(self.resample))
         pixels = np.asarray(picture)
-        if self.crop is not None:
-            pixels = centre(pixels, *self.crop)
+        return pixels if self.crop is None else centre(pixels, *self.crop)
+
+    def scaled(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """(..., 3) colours as the encoder's numbers, each colour by itself."""
         values = pixels.astype(np.float32)
         if self.rescale is not None:
             values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
         if self.mean is not None and self.std is not None:
             mean, std = (np.array(one, np.float32) for one in (self.mean, self.std))
             values = (values - mean) / std
-        return np.ascontiguousarray(values.transpose(2, 0, 1))
+        return values
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if isinstance(self.size, tuple):

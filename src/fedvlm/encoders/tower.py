@@ -1,36 +1,122 @@
 """The image tower of an open encoder as a function of its weights, for methods that train it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
 from fedvlm.core import Tensors
+from fedvlm.errors import EncoderError, SettingsError, unknown
+
+SKIPPED = ("model.text_", "model.logit_", "model.embeddings.mask_token")  # not on a picture's way
+# The matrices of a block by what they do, and how the models call them.
+TARGETS = {
+    "q": ("q_proj",),
+    "k": ("k_proj",),
+    "v": ("v_proj",),
+    "out": ("out_proj", "o_proj"),
+    "up": ("fc1", "weights_in"),
+    "down": ("fc2", "weights_out"),
+}
 
 
 class ImageTower:
-    """`tower(weights, pixels)` gives (pictures, dim); `tower.weights` are those it came with."""
+    """`tower(weights, pixels)` gives (pictures, dim); `tower.weights` are those it came with.
+
+    Weights that are left out are the encoder's own, so a method carries only what it trains.
+    """
 
     def __init__(self, model: torch.nn.Module, pool: Callable[[Tensor], Tensor]) -> None:
-        self._call = _Call(model, pool)
-        named = self._call.named_parameters()
-        skipped = ("model.text_", "model.logit_")  # of CLIP and SigLIP: not on an image's way
+        name, layers = _layers(model)
+        self._call = _Call(model, pool, layers)
+        self._inside = f"model.{name}."  # of keys of the transformer blocks
+        self.blocks = len(layers)
         self.weights: Tensors = {
-            key: value.detach() for key, value in named if not key.startswith(skipped)
+            key: value.detach()
+            for key, value in self._call.named_parameters()
+            if not key.startswith(SKIPPED)
         }
+        self.width: int = self.weights[self.matrices(["q"])[0]].shape[1]  # of a token
 
-    def __call__(self, weights: Tensors, pixels: Tensor) -> Tensor:
-        pooled: Tensor = functional_call(self._call, weights, (pixels,))
+    def __call__(self, weights: Tensors, pixels: Tensor, prompts: Tensor | None = None) -> Tensor:
+        """`prompts` (depth, count, width) are tokens more: fresh ones in each of the first blocks.
+
+        They are gone before pooling, so that a class token or a pooling head sees what it knows.
+        """
+        pooled: Tensor = functional_call(self._call, weights, (pixels, prompts))
         return pooled
+
+    def last(self, blocks: int) -> list[str]:
+        """Weights from the last blocks on to the embedding; 0 blocks stand for the whole tower."""
+        if not 0 <= blocks <= self.blocks:
+            raise SettingsError(
+                f"blocks = {blocks}; the image tower has {self.blocks} (0 stands for all of it)"
+            )
+        keys = list(self.weights)
+        if blocks == 0:
+            return keys
+        first = f"{self._inside}{self.blocks - blocks}."
+        return keys[next(i for i, key in enumerate(keys) if key.startswith(first)) :]
+
+    def matrices(self, targets: Sequence[str]) -> list[str]:
+        """Keys of the named weight matrices of all blocks, in the order of the tower."""
+        for target in targets:
+            if target not in TARGETS:
+                raise unknown("target", target, TARGETS)
+        ends = tuple(f".{name}.weight" for target in targets for name in TARGETS[target])
+        inside = [key for key in self.weights if key.startswith(self._inside)]
+        return [key for key in inside if key.endswith(ends)]
+
+
+def _layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
+    """The list of transformer blocks a picture goes through, and its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and not f"model.{name}".startswith(SKIPPED):
+            return name, module
+    raise EncoderError(f"{type(model).__name__} has no list of transformer blocks to train")
 
 
 class _Call(torch.nn.Module):
     """Makes pooling the forward pass, because functional_call swaps the weights of a forward."""
 
-    def __init__(self, model: torch.nn.Module, pool: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, pool: Callable[[Tensor], Tensor], layers: torch.nn.ModuleList
+    ) -> None:
         super().__init__()
         self.model, self.pool = model, pool
+        self.layers = list(layers)  # a plain list, so that weights do not go by two names
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.pool(pixels)
+    def forward(self, pixels: Tensor, prompts: Tensor | None) -> Tensor:
+        if prompts is None or prompts.shape[1] == 0:
+            return self.pool(pixels)
+        with prompted(self.layers, prompts):
+            return self.pool(pixels)
+
+
+@contextmanager
+def prompted(layers: Sequence[torch.nn.Module], prompts: Tensor) -> Iterator[None]:
+    """Prompts behind the other tokens: attention knows no order but that of positions."""
+    depth, count, _ = prompts.shape
+    if depth > len(layers):
+        raise SettingsError(f"depth = {depth}; the image tower has {len(layers)} blocks")
+
+    def enter(index: int) -> Callable[[Any, Any], Any]:
+        def hook(layer: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            tokens = given[0][:, :-count] if index else given[0]
+            mine = prompts[index].expand(len(tokens), -1, -1)
+            return (torch.cat([tokens, mine], dim=1), *given[1:])
+
+        return hook
+
+    def leave(layer: torch.nn.Module, given: Any, tokens: Tensor) -> Tensor:
+        return tokens[:, :-count]
+
+    with ExitStack() as hooks:
+        for index in range(depth):
+            hook = layers[index].register_forward_pre_hook(enter(index))
+            hooks.callback(hook.remove)
+        hooks.callback(layers[-1].register_forward_hook(leave).remove)
+        yield

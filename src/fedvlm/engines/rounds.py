@@ -106,16 +106,17 @@ def train(
         known = ids if plan.selection == "last" else sorted(plan.train)
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
-        ids = [id for id in ids if id in done]
-        came = _carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
+        ids = [id for id in ids if id in done]  # the others are missing
+        came = carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            own = {id: done[id] for id in ids}
-            line |= disagreement(world, state.shared, came.uploads, own)
+            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
-            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
+            task.id: _line(task, done[task.id], came.sizes.get(task.id, 0))
+            for task in tasks
+            if task.id in done
         }
         if len(done) < len(tasks):
             line["missing"] = dict(getattr(engine, "missing", {}))
@@ -127,27 +128,12 @@ def train(
             line["epsilon"] = spent_epsilon(world.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
+        del done, tasks, came, shared, local  # a tower of every client is large, a state is not
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
 
-def _tasks(
-    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
-) -> list[Task]:
-    best = state.best_local or {}
-    return [
-        Task(
-            id,
-            method.send(state.shared, id),
-            state.local.get(id, fresh),
-            id in train,
-            best.get(id),
-        )
-        for id in ids
-    ]
-
-
-def _carry(
+def carry(
     world: World,
     passage: Passage,
     state: State,
@@ -167,6 +153,22 @@ def _carry(
     )
 
 
+def _tasks(
+    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
+) -> list[Task]:
+    best = state.best_local or {}
+    return [
+        Task(
+            id,
+            method.send(state.shared, id),
+            state.local.get(id, fresh),
+            id in train,
+            best.get(id),
+        )
+        for id in ids
+    ]
+
+
 def _line(task: Task, done: Done, size: int) -> dict[str, float]:
     sent = tensors.count_bytes(task.sent) if task.trains else 0
     return {**done.scores, "bytes_down": sent, "bytes_up": size}
@@ -178,10 +180,12 @@ def disagreement(
     """How far the clients pull what is shared apart; nothing where uploads are no new values."""
     if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
         return {}
-    start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-    out = {"cosine": mean_cosine(start, ends)}
+    keys = sorted(key for key in shared if shared[key].is_floating_point())
+    each = [[one[key] for key in keys] for one in (shared, *uploads)]
+    out = {"cosine": mean_cosine(each[0], each[1:])}
     condition = getattr(world.method, "condition", None)
     if condition is not None:
+        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         steps = [len(minibatches(world, id, 0)) for id in done]
         out["difference"] = largest_difference(start, ends, steps, world.method.rate)
         conditions = [

@@ -6,22 +6,33 @@ import torch
 from torch import Tensor
 
 
-def mean_cosine(start: Tensor, ends: Sequence[Tensor]) -> float:
+def mean_cosine(start: Sequence[Tensor], ends: Sequence[Sequence[Tensor]]) -> float:
     """The mean cosine over pairs of clients of the pseudo-gradients ΔW_i = W_i - W.
 
-    W is the head all clients were sent, W_i what client i sends back. A client that did not move
-    has no direction and agrees with none (0); fewer than two clients have no pairs (nan).
+    W is what all clients were sent, W_i what client i sends back, in as many tensors as it has.
+    A client that did not move has no direction and agrees with none (0); fewer than two clients
+    have no pairs (nan).
     """
+    lengths = [
+        sum(_move(one, first).square().sum().item() for one, first in zip(end, start, strict=True))
+        ** 0.5
+        for end in ends
+    ]
     # The sum of unit vectors has every pair in its square: no copy of all clients at once.
-    total = torch.zeros(start.numel(), dtype=torch.float64)
-    moved = 0
-    for end in ends:
-        move = (end - start).double().flatten()
-        if (length := move.norm()) > 0:
-            total += move / length
-            moved += 1
+    square = 0.0
+    for number, first in enumerate(start):
+        total = torch.zeros(first.shape, dtype=torch.float64)
+        for end, length in zip(ends, lengths, strict=True):
+            if length > 0:
+                total += _move(end[number], first) / length
+        square += total.square().sum().item()
+    moved = sum(length > 0 for length in lengths)
     pairs = len(ends) * (len(ends) - 1)
-    return ((total.square().sum() - moved) / pairs).item() if pairs else float("nan")
+    return (square - moved) / pairs if pairs else float("nan")
+
+
+def _move(end: Tensor, start: Tensor) -> Tensor:
+    return (end - start).double()
 
 
 def largest_difference(

@@ -8,15 +8,18 @@ attention backend does, and has to pass through torch.func.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.functional import gelu, layer_norm, linear, normalize
 
 from fedvlm.errors import SettingsError
 
+REMEMBERED = 32  # prompts whose features a tower keeps: the clients of a round, and little memory
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": gelu,
@@ -54,6 +57,7 @@ class TextTower:
     heads: int
     eps: float
     activation: str  # a key of ACTIVATIONS
+    known: dict[bytes, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def width(self) -> int:
@@ -65,7 +69,24 @@ class TextTower:
         return self.positions.shape[0] - 1 - self.suffixes.shape[1]
 
     def __call__(self, context: Tensor) -> Tensor:
-        """(..., vectors, width) -> (..., classes, dim) unit-norm; leading axes are more prompts."""
+        """(..., vectors, width) -> (..., classes, dim) unit-norm; leading axes are more prompts.
+
+        A prompt that is not being trained is encoded once, however many clients and minibatches
+        are measured with it.
+        """
+        if context.requires_grad or is_functorch_wrapped_tensor(context):
+            return self.encode(context)
+        exact = f"{context.dtype} {tuple(context.shape)}".encode()
+        key = sha256(exact + context.contiguous().view(torch.uint8).numpy().tobytes()).digest()
+        if key not in self.known:
+            found = self.encode(context)
+            while len(self.known) >= REMEMBERED:
+                del self.known[next(iter(self.known))]
+            self.known[key] = found
+        return self.known[key]
+
+    def encode(self, context: Tensor) -> Tensor:
+        """The features of a prompt, computed."""
         *many, vectors, width = context.shape
         if width != self.width:
             raise SettingsError(

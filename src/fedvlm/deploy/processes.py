@@ -1,0 +1,200 @@
+"""Flower's processes: found beside this Python, started quietly, and always stopped again."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from fedvlm.deploy.kits import ServerKit, SiteKit
+from fedvlm.engines.flower_wire import QUIET
+from fedvlm.errors import FederationError, SettingsError
+from fedvlm.files import write
+
+LINK = "fedvlm"  # the name of our connection in Flower's own settings
+POLL = "0.1"  # seconds between looks of a SuperExec for work
+START = 60.0  # seconds a SuperLink has to come up
+
+
+def tool(name: str) -> str:
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise SettingsError(
+            f"{name} is not beside {sys.executable}; pip install 'fedvlm[flower]' into it"
+        )
+    return str(path)
+
+
+def environment(home: Path, first: Path | None = None) -> dict[str, str]:
+    """Flower's own folder, its telemetry off, and its tools found before any others."""
+    places = [str(one) for one in (first, Path(sys.executable).parent) if one is not None]
+    path = os.pathsep.join([*places, os.environ.get("PATH", "")])
+    own = {
+        "FLWR_HOME": str(home.resolve()),
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL,
+        "PATH": path,
+    }
+    return {**os.environ, **QUIET, **own}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Process:
+    """A child with a log file, in a group of its own that ends with it."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]):
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as file:
+            self.child = subprocess.Popen(
+                list(command),
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                env=dict(env),
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self.child.poll() is None
+
+    def tail(self, lines: int = 12) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self) -> None:
+        self._signal(signal.SIGTERM)
+        try:
+            self.child.wait(8)
+        except subprocess.TimeoutExpired:
+            pass
+        self._signal(signal.SIGKILL)  # also what the child left behind in its group
+        self.child.wait()
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self.child.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def _end_with_parent() -> None:
+    """A child does not outlive a parent that was killed."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def superlink(kit: ServerKit) -> Process:
+    """Starts the server's SuperLink and waits until it answers; sites may connect from then on."""
+    host, _, port = kit.address.rpartition(":")
+    local = host in ("127.0.0.1", "localhost")
+    env = environment(home(kit))
+    command = [
+        tool("flower-superlink"),
+        *("--ssl-ca-certfile", str(kit.folder / "ca.crt")),
+        *("--ssl-certfile", str(kit.folder / "server.pem")),
+        *("--ssl-keyfile", str(kit.folder / "server.key")),
+        "--enable-supernode-auth",
+        *("--host", "127.0.0.1" if local else "0.0.0.0"),
+        *("--port", port),
+        *("--database", str(kit.folder / "superlink.db")),
+    ]
+    connect(kit)
+    link = Process("superlink", command, kit.folder / "superlink.log", env)
+    try:
+        _wait(kit, link)
+        for name in kit.sites:
+            register(kit, name)
+    except BaseException:
+        link.stop()
+        raise
+    return link
+
+
+def home(kit: ServerKit) -> Path:
+    return kit.folder / "flwr"
+
+
+def connect(kit: ServerKit) -> None:
+    """How Flower's command line finds this server."""
+    _, _, port = kit.address.rpartition(":")
+    text = (
+        f'[superlink]\ndefault = "{LINK}"\n[superlink.{LINK}]\n'
+        f'address = "localhost:{port}"\nroot-certificates = "{kit.folder.resolve()}/ca.crt"\n'
+    )
+    write(home(kit) / "config.toml", text.encode())
+
+
+def _wait(kit: ServerKit, link: Process) -> None:
+    import ssl
+
+    _, _, port = kit.address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(kit.folder / "ca.crt"))
+    end = monotonic() + START
+    why = ""
+    while monotonic() < end:
+        if not link.alive:
+            raise FederationError(f"the SuperLink ended:\n{link.tail()}")
+        try:
+            with socket.create_connection(("127.0.0.1", int(port)), 1) as plain:
+                with context.wrap_socket(plain, server_hostname="localhost"):
+                    return
+        except ssl.SSLCertVerificationError as error:
+            raise FederationError(
+                f"the server's certificate is not valid ({error.verify_message}); "
+                "make new kits with `fedvlm deploy init`"
+            ) from error
+        except OSError as error:
+            why = str(error)
+        sleep(0.1)
+    raise FederationError(f"the SuperLink did not come up in {START:g} s ({why}):\n{link.tail()}")
+
+
+def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
+    """Flower's command line, answering in JSON."""
+    done = subprocess.run(
+        [tool("flwr"), *words, "--format", "json"],
+        env=environment(home(kit)),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    said = done.stdout + done.stderr
+    try:
+        answer = json.loads(done.stdout[done.stdout.index("{") :])
+    except ValueError:
+        answer = {"success": False, "error-message": said}
+    return dict(answer)
+
+
+def register(kit: ServerKit, name: str) -> None:
+    key = kit.folder / "sites" / f"{name}.pub"
+    answer = flwr(kit, "supernode", "register", str(key), LINK)
+    said = str(answer.get("error-message", ""))
+    if not answer.get("success") and "already" not in said.lower():
+        raise FederationError(f"the key of site {name} cannot be registered: {said.strip()}")
+
+
+def supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
+    """Starts a site's SuperNode; ClientApps are `flwr-clientapp` of `bin`, and no other code."""
+    command = [
+        tool("flower-supernode"),
+        *("--root-certificates", str(kit.folder / "ca.crt")),
+        *("--auth-supernode-private-key", str(kit.folder / "key")),
+        *("--superlink", kit.address),
+        *("--host", "127.0.0.1"),
+        *("--port", str(free_port())),
+    ]
+    whole = {**environment(kit.folder / "flwr", bin), **env}
+    return Process("supernode", command, kit.folder / "supernode.log", whole)

@@ -1,0 +1,28 @@
+"""CLIP's loss over a minibatch: every picture is to find its own text, and every text its picture."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+AWAY = -1e9  # a logit that no softmax sees, yet finite, so that no gradient is NaN
+
+
+def contrastive(
+    x: Tensor, text: Tensor, y: Tensor, real: Tensor, scale: float, mask_duplicates: bool = False
+) -> Tensor:
+    """The mean over real rows of both directions' cross-entropies.
+
+    x (rows, dim) unit-norm features, text (classes, dim). Row j is paired with the text of its own
+    class. Two rows of one class are each other's false opposites, so that the loss has a floor;
+    `mask_duplicates` takes them out of the comparison.
+    """
+    logits = scale * x @ text[y].mT
+    out = ~real[None, :]
+    if mask_duplicates:
+        own = torch.eye(len(y), dtype=torch.bool)
+        out = out | ((y[:, None] == y[None, :]) & ~own)
+    target = torch.arange(len(y))
+    there = cross_entropy(logits.masked_fill(out, AWAY), target, reduction="none")
+    back = cross_entropy(logits.mT.masked_fill(out, AWAY), target, reduction="none")
+    both = torch.where(real, there + back, 0.0)
+    return both.sum() / (2 * real.sum().clamp(min=1))

@@ -1,0 +1,101 @@
+"""How sharply rows determine a prompt: samples of the Fisher information, and what to do with it.
+
+The Fisher information of a softmax classifier is J' (diag(p) - pp') J summed over rows, with J the
+derivative of the logits. Its factor (diag(√p) - p√p') times random signs, pulled back through the
+text tower, is one vector whose outer product is the Fisher information on average over the signs:
+one backward pass for a whole minibatch, where the exact sum asks for one per row and class.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+
+def probe(
+    features: Callable[[Tensor], Tensor],
+    context: Tensor,
+    x: Tensor,
+    real: Tensor,
+    scale: float,
+    signs: Tensor,
+) -> Tensor:
+    """One sample, shaped like `context`, for logits scale * x @ features(context).mT.
+
+    `signs` (rows, classes) are independent, of mean 0 and variance 1.
+    """
+    pulled: Any = vjp(features, context)
+    table, pull = pulled
+    p = (scale * x @ table.mT).softmax(dim=-1)  # (rows, classes)
+    spun = torch.where(real[:, None], p.sqrt() * signs, 0.0)
+    error = spun - p * spun.sum(dim=-1, keepdim=True)
+    sample: Tensor = pull(scale * error.mT @ torch.where(real[:, None], x, 0.0))[0]
+    return sample
+
+
+def pack(square: Tensor) -> Tensor:
+    """The lower triangle of a symmetric (n, n) matrix as one vector."""
+    rows, columns = torch.tril_indices(*square.shape[-2:])
+    return square[..., rows, columns]
+
+
+def unpack(triangle: Tensor) -> Tensor:
+    """(n, n) from its packed triangle."""
+    size = int(((8 * triangle.shape[-1] + 1) ** 0.5 - 1) / 2 + 0.5)
+    rows, columns = torch.tril_indices(size, size)
+    square = triangle.new_zeros(size, size)
+    square[rows, columns] = triangle
+    square[columns, rows] = triangle
+    return square
+
+
+def blend(
+    means: Sequence[Tensor],
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    weights: Tensor,
+    start: Tensor,
+    iterations: int,
+) -> Tensor:
+    """The X with Σ w L X R = Σ w L M R, by that many steps of conjugate gradients from `start`.
+
+    It is the minimum of the clients' quadratic losses around their means M, whose curvatures are
+    Kronecker products of the symmetric, non-negative L and R.
+    """
+
+    def apply(many: Sequence[Tensor]) -> Tensor:
+        parts = zip(weights, left, many, right, strict=True)
+        return torch.stack([w * a @ m @ b for w, a, m, b in parts]).sum(dim=0)
+
+    x = start
+    residual = apply([mean - x for mean in means])
+    direction, size = residual, (residual**2).sum()
+    floor = size * 1e-30
+    for _ in range(iterations):
+        image = apply([direction] * len(means))
+        live = size > floor
+        step = torch.where(live, size / (direction * image).sum(), 0.0)
+        x = x + torch.where(live, step * direction, 0.0)
+        residual = residual - torch.where(live, step * image, 0.0)
+        before, size = size, (residual**2).sum()
+        direction = residual + torch.where(live, size / before, 0.0) * direction
+    return x
+
+
+def mode(means: Tensor, precisions: Tensor, prior: float, start: Tensor, iterations: int) -> Tensor:
+    """A mode of the product of the clients' posteriors, each a mixture of Gaussians.
+
+    `means` and `precisions` are (clients, parts, numbers). Every client has counted the prior
+    N(0, 1/prior), so all but one are divided out. Each step solves exactly for the mode with the
+    parts' shares held fixed, which never lowers the density.
+    """
+    clients = means.shape[0]
+    constant = 0.5 * precisions.log().sum(dim=-1)
+    theta = start  # (numbers,)
+    for _ in range(iterations):
+        density = constant - 0.5 * (precisions * (theta - means) ** 2).sum(dim=-1)
+        pull = density.softmax(dim=1)[..., None] * precisions
+        theta = (pull * means).sum(dim=(0, 1)) / (pull.sum(dim=(0, 1)) - (clients - 1) * prior)
+    return theta

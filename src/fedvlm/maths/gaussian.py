@@ -1,0 +1,179 @@
+"""Gaussian classes of one common covariance: statistics that add up, posterior, discriminant.
+
+Everything is computed in float64 and without branches on values, so that engines may vmap it.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NEVER = -1e4  # the logit of a class without a prototype: finite, and beaten by every other
+TINY = 1e-4  # scatter per row below which rows of a class count as one and the same
+
+
+class Moments(NamedTuple):
+    """What is known of the classes; `scatter` is summed over rows around their class mean."""
+
+    counts: Tensor  # (classes,) rows, or the weight of rows
+    means: Tensor  # (classes, dim), zero for a class without rows
+    scatter: Tensor  # (dim, dim), positive semidefinite
+
+
+def members(y: Tensor, classes: int) -> Tensor:
+    """(rows, classes) 1 where a row is of a class; nothing in a row that is padding (-1)."""
+    return (y[:, None] == torch.arange(classes, device=y.device)).double()
+
+
+def raw(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts, class sums and Σ x xᵀ: sums over rows, so clients' add up to those of all rows."""
+    one_hot = members(y, classes)
+    rows = x.double() * (y >= 0)[:, None]
+    return one_hot.sum(0), one_hot.mT @ rows, rows.mT @ rows
+
+
+def centred(counts: Tensor, sums: Tensor, second: Tensor) -> Moments:
+    """Moments from sums over all clients; rounding or noise cannot make the scatter indefinite."""
+    means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
+    scatter = second - (means * counts[:, None]).mT @ means
+    values, vectors = torch.linalg.eigh((scatter + scatter.mT) / 2)
+    return Moments(counts, means, (vectors * values.clamp(min=0)) @ vectors.mT)
+
+
+def posterior(prior: Moments, x: Tensor, y: Tensor, alpha: float) -> Moments:
+    """The moments of own rows, with the prior's rows weighing α each: a sum of squares.
+
+    κ_c = αN_c + n_c, m_c = (αN_c z̄_c + n_c z̄ᵏ_c)/κ_c, and
+    S = αS_g + Σ (z - z̄ᵏ_c)(z - z̄ᵏ_c)ᵀ + Σ_c (αN_c n_c/κ_c)(z̄ᵏ_c - z̄_c)(z̄ᵏ_c - z̄_c)ᵀ.
+    """
+    one_hot = members(y, len(prior.counts))
+    counts = one_hot.sum(0)
+    own = (one_hot.mT @ x.double()) / counts.clamp(min=1)[:, None]
+    before = alpha * prior.counts
+    total = before + counts
+    safe = torch.where(total > 0, total, 1.0)
+    means = (before[:, None] * prior.means + counts[:, None] * own) / safe[:, None]
+    apart = (before * counts / safe).sqrt()[:, None] * (own - prior.means)
+    around = (x.double() - one_hot @ own) * (y >= 0)[:, None]
+    parts = torch.cat([around, apart])
+    return Moments(total, means, alpha * prior.scatter + parts.mT @ parts)
+
+
+class Discriminant(NamedTuple):
+    """One linear function of a row per class, and the metric it comes from."""
+
+    weight: Tensor  # (classes, dim)
+    bias: Tensor  # (classes,)
+    centre: Tensor  # (dim,) mean of the class means
+    root: Tensor  # (dim, dim) lower triangle: root rootᵀ is the scatter with its ridge
+    white: Tensor  # (classes, dim) class means in coordinates of unit covariance
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x @ self.weight.mT + self.bias
+
+
+def ridge(known: Moments, shrinkage: float) -> Tensor:
+    """λ tr(S)/(ν - 1), as CLIP-GDA shrinks; where S says nothing (one shot), from the means."""
+    rows = known.counts.sum()
+    within = known.scatter.diagonal(dim1=-2, dim2=-1).sum(-1)
+    _, offset, _ = _offsets(known)
+    between = (known.counts * offset.square().sum(-1)).sum()
+    spread = torch.where(within > TINY * rows, within, between)
+    spread = torch.where(spread > 0, spread, torch.ones_like(spread))
+    return shrinkage * spread / (rows - 1).clamp(min=1)
+
+
+def discriminant(known: Moments, ridge: Tensor) -> Discriminant:
+    """g_c(z) = m_cᵀGz - ½m_cᵀGm_c, G = (ν + d + 2)(S + ridge I)⁻¹, up to what all classes share.
+
+    The uniform prior is left out. A class without rows has weight 0 and the bias NEVER.
+    """
+    dim = known.means.shape[-1]
+    rows = known.counts.sum()
+    there, offset, centre = _offsets(known)
+    within = known.scatter.diagonal(dim1=-2, dim2=-1).sum(-1)
+    scatter = torch.where(within > TINY * rows, known.scatter, 0.0)
+    eye = torch.eye(dim, dtype=scatter.dtype, device=scatter.device)
+    root = torch.linalg.cholesky_ex(scatter + ridge * eye)[0]
+    scale = (rows + dim + 2).sqrt()
+    white = scale * torch.linalg.solve_triangular(root, offset.mT, upper=False)
+    weight = scale * torch.linalg.solve_triangular(root.mT, white, upper=True)
+    bias = -(weight.mT @ centre) - white.square().sum(0) / 2
+    return Discriminant(weight.mT, torch.where(there, bias, NEVER), centre, root, white.mT)
+
+
+def _offsets(known: Moments) -> tuple[Tensor, Tensor, Tensor]:
+    """Which classes have rows, their means around the mean of means, and that one."""
+    there = known.counts > 0
+    centre = known.means.sum(0) / there.sum().clamp(min=1)
+    return there, torch.where(there[:, None], known.means - centre, 0.0), centre
+
+
+def left_out(known: Moments, rule: Discriminant, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """(rows, classes) logits of each row by the discriminant of all others, the ridge kept.
+
+    `weight` (rows,) is what each counts in `known`: 1 + α if the prior has it as well.
+    Taking a row out changes the scatter by rank one and the mean of its class; the only row of a
+    class leaves it without a prototype.
+    """
+    total, dim = known.counts.sum(), x.shape[1]
+    scale = total + dim + 2
+    label = y.clamp(min=0)
+    rows = scale.sqrt() * torch.linalg.solve_triangular(
+        rule.root, (x.double() - rule.centre).mT, upper=False
+    )
+    rows = rows.mT
+    offset = rows - rule.white[label]  # row minus its class mean, in unit covariance
+    left = known.counts[label] - weight
+    alone = left < weight * 1e-6
+    left = torch.where(alone, 1.0, left)
+    pull = torch.where(alone, 0.0, weight / left)  # how far the class mean moves away
+    size = offset.square().sum(1)
+    drop = torch.where(alone, 0.0, weight * known.counts[label] / left) / scale
+    gain = drop / (1 - drop * size).clamp(min=1e-9)  # Sherman-Morrison
+    dots, norms = rows @ rule.white.mT, rule.white.square().sum(1)
+    cross = offset @ rule.white.mT
+    reach = (offset * rows).sum(1)
+    logits = dots + (gain * reach)[:, None] * cross - (norms + gain[:, None] * cross.square()) / 2
+    mine = cross.gather(1, label[:, None])[:, 0]
+    stretch = 1 + gain * size
+    own = logits.gather(1, label[:, None])[:, 0]
+    own = own - pull * stretch * reach + pull * stretch * mine - pull.square() * stretch * size / 2
+    fewer = ((scale - weight) / scale)[:, None]
+    is_own = members(label, len(known.counts)) > 0
+    logits = fewer * torch.where(is_own, own[:, None], logits)
+    gone = (known.counts <= 0) | (is_own & alone[:, None])
+    return torch.where(gone, NEVER, logits)
+
+
+@lru_cache(maxsize=8)
+def _places(dim: int) -> tuple[Tensor, Tensor]:
+    """Where the upper triangle lies in a square, and where a square finds itself in a triangle."""
+    row, column = torch.triu_indices(dim, dim)
+    where = torch.zeros(dim, dim, dtype=torch.long)
+    where[row, column] = where[column, row] = torch.arange(len(row))
+    return row * dim + column, where.reshape(-1)
+
+
+def pack(square: Tensor) -> Tensor:
+    """One triangle of a symmetric (..., dim, dim), row by row: (..., dim (dim + 1) / 2)."""
+    return square.flatten(-2)[..., _places(square.shape[-1])[0]]
+
+
+def unpack(triangle: Tensor, dim: int) -> Tensor:
+    return triangle[..., _places(dim)[1]].reshape(*triangle.shape[:-1], dim, dim)
+
+
+def quantum(most: int) -> float:
+    """The step of a 32-bit fixed point that holds sums over `most` rows of unit norm."""
+    return most / 2.0**31
+
+
+def to_fixed(value: Tensor, most: int) -> Tensor:
+    """int32 multiples of the quantum: they add up exactly, in any order and under a secure sum."""
+    return (value.double() / quantum(most)).round().clamp(-(2**31), 2**31 - 1).to(torch.int32)
+
+
+def from_fixed(value: Tensor, most: int) -> Tensor:
+    return value.double() * quantum(most)

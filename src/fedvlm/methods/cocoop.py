@@ -1,0 +1,86 @@
+"""A prompt that every picture bends a little, by a small network from its embedding to the prompt.
+
+The network stays at the client and is silent at first, so that newcomers use the bare prompt
+("server-coop"); or it starts at random and newcomers use that ("random-meta"); or it is averaged
+like the prompt ("all-global"). Zhou et al., Conditional prompt learning for vision-language models,
+CVPR 2022; the three federated forms are FedOT's (see fedot).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fedvlm import parts, seeds
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.methods.fedot_blocks import one_by_one
+from fedvlm.methods.promptfl import class_features, first_prompt, tower_of
+
+NARROW = 16  # the network's hidden layer is this many times narrower than an embedding
+TOKENS = 1 << 15  # token vectors in the text tower at once: every picture has prompts of its own
+
+
+@register
+@dataclass(frozen=True)
+class CoCoOp:
+    form: Literal["server-coop", "random-meta", "all-global"] = "server-coop"
+    vectors: int = 4  # M
+    rate: float = 2e-3  # η
+    momentum: float = 0.9
+    decay: float = 5e-4  # weight decay
+    batch: int = 8  # B; the paper's 1 takes as many steps as there are pictures
+    epochs: int = 1  # E
+    rounds: int = 10  # T
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        prompt = {"prompt": first_prompt(frozen, self.vectors)}
+        network = first_network(frozen, silent=self.form == "server-coop")
+        if self.form == "all-global":
+            return {**prompt, **network}, {}
+        return prompt, network
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        every = {**sent, **local}
+        hidden = linear(x, every["down"], every["down bias"]).relu()
+        bend = linear(hidden, every["up"], every["up bias"])  # (rows, width)
+        tower = tower_of(frozen)
+        tokens = 1 + len(every["prompt"]) + tower.suffixes.shape[:2].numel()
+        size = max(1, TOKENS // tokens)
+        logits = []
+        for some, by in zip(torch.split(x, size), torch.split(bend, size), strict=True):
+            text = class_features(frozen, every["prompt"] + by[:, None])  # (rows, classes, dim)
+            logits.append(frozen.scale * (text @ some[:, :, None]).squeeze(-1))
+        return torch.cat(logits)
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+    name = "cocoop"
+    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    # Stacked clients would hold all their prompts in memory at once and gain nothing.
+    update_many = one_by_one
+
+
+def first_network(frozen: Frozen, silent: bool) -> Tensors:
+    """dim -> dim / 16 -> ReLU -> width, drawn as torch draws linear layers; silent: answers 0."""
+    draw = seeds.generator("meta-net", frozen.seed)
+    hidden, width = max(1, frozen.dim // NARROW), tower_of(frozen).width
+
+    def uniform(fan: int, *shape: int) -> Tensor:
+        out: Tensor = (2 * torch.rand(*shape, generator=draw) - 1) / fan**0.5
+        return out
+
+    network = {
+        "down": uniform(frozen.dim, hidden, frozen.dim),
+        "down bias": uniform(frozen.dim, hidden),
+        "up": uniform(hidden, width, hidden),
+        "up bias": uniform(hidden, width),
+    }
+    if silent:
+        network |= {key: torch.zeros_like(network[key]) for key in ("up", "up bias")}
+    return network

@@ -1,0 +1,31 @@
+"""One prompt per client, trained on its own rows alone: what federation has to beat.
+
+Zhou et al., Learning to prompt for vision-language models, IJCV 2022. An unseen client has the
+first prompt, so only personalisation is defined.
+"""
+
+from dataclasses import dataclass
+
+from fedvlm import parts
+from fedvlm.core import Frozen, Tensors, register
+from fedvlm.methods.promptfl import PromptFL, first_prompt
+
+
+@register
+@dataclass(frozen=True)
+class CoOp:
+    vectors: int = 16  # M
+    rate: float = 1e-3  # η; FedOTP's tables, the CoOp paper has 2e-3
+    momentum: float = 0.9
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 5  # E, per round, so that its budget is that of the federated methods
+    rounds: int = 10  # T
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        return {}, {"prompt": first_prompt(frozen, self.vectors)}
+
+    name = "coop"
+    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    predict, loss = PromptFL.predict, PromptFL.loss
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

@@ -1,0 +1,115 @@
+"""A shared plus a local prompt, trained by clipped and noisy gradients whose ε is counted.
+
+Both prompts see noise: gradients of the shared prompt are taken at their sum, so a local prompt
+that knows a picture exactly would tell of it through every upload. The local prompt's gradient
+travels on low-rank factors, which need less noise. Tran et al., Privacy-preserving personalized
+federated prompt learning for multimodal large language models (DP-FPL), ICLR 2025.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from fedvlm import parts, seeds
+from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.maths.private import blurred, carried, clipped_sum, factors
+from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt, tower_of
+from fedvlm.privacy import epsilon
+
+
+@register
+@dataclass(frozen=True)
+class DPFPL:
+    noise_multiplier: float = 8.0  # σ: the noise in a sum of gradients, as a multiple of clip
+    clip: float = 10.0  # C: the most that one row adds to a sum, over all that is trained
+    delta: float = 1e-5  # δ at which ε is told
+    rank: int = 8  # of the local prompt's factors; at most as many as its vectors
+    vectors: int = 16  # M
+    rate: float = 1e-3  # η
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 100  # T
+
+    def __post_init__(self) -> None:
+        if not self.noise_multiplier >= 0 or not self.clip > 0 or self.rank < 1:
+            raise SettingsError(
+                f"noise_multiplier = {self.noise_multiplier} is at least 0, clip = {self.clip} is "
+                f"above 0, rank = {self.rank} at least 1; correct what is not"
+            )
+        epsilon(self.noise_multiplier, 0, 1.0, self.delta)  # refuses a delta without meaning
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        epsilon(self.noise_multiplier, 1, 1.0, self.delta)  # a missing library is found now
+        own = {"own": first_prompt(frozen, self.vectors, "local prompt")}
+        counts = {"noisy steps": torch.tensor(0), "passes": torch.tensor(0)}
+        return {"prompt": first_prompt(frozen, self.vectors)}, {**own, **counts}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        whole = {"prompt": sent["prompt"] + local["own"]}
+        return PromptFL.predict(PromptFL(), frozen, whole, {}, x)
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        prompt, own, steps = sent["prompt"], local["own"], local["noisy steps"]
+        rank = min(self.rank, *own.shape)
+        draw = seeds.numbers("factors", frozen.seed).standard_normal((own.shape[1], rank))
+        first = torch.from_numpy(draw).to(own.dtype)
+        for step in range(client.order.shape[0]):
+            batch = parts.minibatch(client, step)
+            left, right = factors(own, first)
+            rest = own - left @ right  # a constant: the factors only carry the gradient
+            moves = {"prompt": prompt, "left": left, "right": right}
+            each = row_gradients(frozen, moves, rest, batch)
+            total = clipped_sum(each, self.clip, batch.real)
+            total = blurred(total, self.noise_multiplier * self.clip, client.noise[step])
+            # divided by B and not by the rows that are there, whose number would tell of a row
+            pace = torch.where(batch.real.any(), self.rate / self.batch, 0.0)
+            prompt = prompt - pace * total["prompt"]
+            own = own - pace * carried(left, right, total["left"], total["right"])
+            steps = steps + batch.real.any()
+        passes = local["passes"] + self.epochs * (client.order >= 0).any()
+        return {"prompt": prompt}, {"own": own, "noisy steps": steps, "passes": passes}
+
+    def noise(self, frozen: Frozen) -> int:
+        """How many numbers of noise a step takes: for the shared prompt and the two factors."""
+        width = tower_of(frozen).width
+        rank = min(self.rank, self.vectors, width)
+        return self.vectors * width + rank * (self.vectors + width)
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        """What a client's pictures have paid; a row is in one noisy step of each pass."""
+        steps, passes = int(local["noisy steps"]), int(local["passes"])
+        out: dict[str, float] = {"noisy steps": steps, "passes": passes, "delta": self.delta}
+        counts = {"epsilon": steps, "epsilon by passes": passes}
+        spent = {
+            key: epsilon(self.noise_multiplier, count, 1.0, self.delta)
+            for key, count in counts.items()
+        }
+        return out | {key: value for key, value in spent.items() if math.isfinite(value)}
+
+    name = "dp-fpl"
+    needs = frozenset({"image", "text tower"})
+    memory = frozenset({"noisy steps", "passes"})
+    send, aggregate, adapt = parts.everything, parts.mean, parts.nothing
+
+
+def row_gradients(frozen: Frozen, moves: Tensors, rest: Tensor, batch: Batch) -> Tensors:
+    """(rows, ...): what each row alone asks of the shared prompt and of the two factors.
+
+    Class features are computed once; each row has its own cotangent of them.
+    """
+
+    def features(moves: Tensors) -> Tensor:
+        return class_features(frozen, moves["prompt"] + moves["left"] @ moves["right"] + rest)
+
+    text, pull = vjp(features, moves)[:2]
+    chances = (frozen.scale * batch.x @ text.mT).softmax(dim=-1)
+    wrong = chances - (batch.y[:, None] == torch.arange(len(frozen.classes))).to(chances.dtype)
+    asked = frozen.scale * wrong[:, :, None] * batch.x[:, None, :]  # of the cross-entropy
+    each: Tensors = vmap(pull)(asked)[0]
+    return each

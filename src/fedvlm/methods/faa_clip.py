@@ -1,0 +1,100 @@
+"""A shared mask over image features, trained against a private judge of where a picture is from.
+
+The mask is to make a client's features tell the classes and hide the client: the judge tells them
+from those of an unlabelled reference set, and its gradient comes back reversed.
+Wu, Chaddad, Desrosiers, Daqqaq, Kateb, FAA-CLIP: federated adversarial adaptation of CLIP, 2025.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize, softplus
+
+from fedvlm import parts, seeds
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.maths.contrast import contrastive
+from fedvlm.maths.layers import first_values, statistics, through
+from fedvlm.maths.reversal import reverse
+
+LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the paper's ablation
+    "full": ("linear", "norm", "leaky", "linear"),
+    "deeper": ("linear", "norm", "leaky", "linear", "norm", "leaky", "linear"),
+    "no norm": ("linear", "leaky", "linear"),
+    "no second": ("linear", "norm", "leaky"),
+    "linear, norm": ("linear", "norm"),
+    "linear": ("linear",),
+}
+JUDGE = ("linear", "norm", "relu", "linear", "norm", "relu", "linear")
+
+
+@register
+@dataclass(frozen=True)
+class FAACLIP:
+    mask: Literal["full", "deeper", "no norm", "no second", "linear, norm", "linear"] = "full"
+    adaptation: bool = True  # False: no judge ("w/o DA"), and no reference set
+    reference: Literal["public", "target"] = "public"
+    weight: float = 0.5  # λ of eq. 6
+    shared_judge: bool = False  # "w/ shared D"
+    local_norm: bool = False  # "w/o shared BN"
+    mask_duplicates: bool = False  # rows of one class are no opposites of each other
+    # The mask is meant for raw features, ours have length 1. CLIP's are about 10 long: so long they
+    # enter it. BatchNorm takes the length out again but for its first statistics.
+    length: float = 10.0
+    rate: float = 5e-5
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    decay: float = 0.02  # L2, inside Adam
+    batch: int = 32  # B; the judge sees as many rows of the reference set
+    epochs: int = 1
+    rounds: int = 50
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        def draw(name: str, layers: tuple[str, ...], end: int) -> Tensors:
+            widths = [frozen.dim] * layers.count("linear") + [end]
+            return first_values(layers, name, widths, seeds.generator(name, frozen.seed))
+
+        shared, local = draw("mask", LAYERS[self.mask], frozen.dim), {}
+        if self.local_norm:
+            for place, layer in enumerate(LAYERS[self.mask]):
+                at = f"mask{place}."
+                own = [key for key in shared if layer == "norm" and key.startswith(at)]
+                local |= {key: shared.pop(key) for key in own}
+        if self.adaptation:
+            (shared if self.shared_judge else local).update(draw("judge", JUDGE, 1))
+        return shared, local
+
+    def features(self, every: Tensors, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensors]:
+        """I* of the paper at unit length, and the mask's new statistics."""
+        logits, new = through(LAYERS[self.mask], "mask", every, self.length * x, real)
+        return normalize(logits.softmax(-1) * x, dim=-1), new
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        assert frozen.text is not None  # promised by `needs`
+        return frozen.scale * self.features({**sent, **local}, x, None)[0] @ frozen.text.mT
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> tuple[Tensor, Tensors]:
+        assert frozen.text is not None
+        every = {**shared, **local}
+        x, y, real, rows = batch.x, batch.y, batch.real, len(batch.x)
+        if self.adaptation:  # both in one pass: apart, BatchNorm would hide a shift from the judge
+            real = torch.cat([real, torch.ones(len(batch.reference), dtype=torch.bool)])
+            x = torch.cat([x, batch.reference])
+        masked, new = self.features(every, x, real)
+        duplicates = self.mask_duplicates
+        fit = contrastive(masked[:rows], frozen.text, y, batch.real, frozen.scale, duplicates)
+        if not self.adaptation:
+            return fit, new
+        says, more = through(JUDGE, "judge", every, reverse(masked), real)
+        # Half the loss for each side, also where the last minibatch is short.
+        ours = torch.where(batch.real, softplus(-says[:rows, 0]), 0.0).sum()
+        ours = ours / batch.real.sum().clamp(min=1)
+        theirs = softplus(says[rows:, 0]).mean()
+        return fit + self.weight * (ours + theirs) / 2, new | more
+
+    name = "faa-clip"
+    needs, memory = frozenset({"image", "text"}), statistics("mask", "judge")
+    send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing

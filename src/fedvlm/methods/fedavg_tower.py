@@ -1,0 +1,63 @@
+"""FedAvg that trains the encoder's image tower, whole or its last blocks; the text stays as it is.
+
+The fine-tuned baseline of FedCLIP and FAA-CLIP (McMahan et al., AISTATS 2017, on CLIP). At this
+rate it is known to destroy a large CLIP: its place is in a table, beside what does better.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedvlm import parts
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.encoders.tower import ImageTower
+
+
+def tower_of(frozen: Frozen) -> ImageTower:
+    assert frozen.image_tower is not None  # promised by `needs`
+    return frozen.image_tower
+
+
+def by_text(frozen: Frozen, features: Tensor) -> Tensor:
+    """(rows, classes) logits of image features against the frozen class texts."""
+    assert frozen.text is not None  # promised by `needs`
+    return frozen.scale * normalize(features, dim=-1) @ frozen.text.mT
+
+
+def sizes(frozen: Frozen, trained: int) -> dict[str, float]:
+    """What a table says of the size of a fine-tuning."""
+    whole = sum(value.numel() for value in tower_of(frozen).weights.values())
+    return {"trained parameters": trained, "share of the tower": trained / whole}
+
+
+@register
+@dataclass(frozen=True)
+class FedAvgTower:
+    blocks: int = 0  # of the tower that are trained, the last ones; 0 is all of it
+    rate: float = 5e-5  # η, FAA-CLIP's, as is the rest of its Adam
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    decay: float = 0.02  # added to the gradient, not AdamW's
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 50  # T
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        tower = tower_of(frozen)
+        return {key: tower.weights[key] for key in tower.last(self.blocks)}, {}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        return by_text(frozen, tower_of(frozen)(sent, x))
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        return sizes(frozen, sum(value.numel() for value in sent.values()))
+
+    name = "fedavg-tower"
+    needs, memory = frozenset({"image tower", "text"}), frozenset[str]()
+    send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing

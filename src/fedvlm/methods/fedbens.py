@@ -1,0 +1,92 @@
+"""One exchange: each client's posterior over prompts, and the modes of their product.
+
+FedBEns + PromptFL of the TOFA tables: Talpini et al., FedBEns: One-shot federated learning based on
+Bayesian ensemble, ICML 2025. A client's posterior is a mixture of Gaussians around several trained
+prompts. The server climbs to one mode per run; the modes' predictions are averaged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedvlm import parts
+from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.maths.curvature import mode
+from fedvlm.methods.fedlpa import FedLPA, samples
+from fedvlm.methods.promptfl import class_features, first_prompt
+
+SHARPEST = 1e6  # a variance is 1e-6 at least
+
+
+@register
+@dataclass(frozen=True)
+class FedBEns:
+    runs: int = 3  # M': prompts a client trains, each from its own start
+    prior: float = 10.0  # precision of the prior N(0, 1/prior) of every number
+    temperature: float = 0.1  # T: the Fisher information counts 1/T times
+    iterations: int = 50  # of the server's climb
+    vectors: int = 16  # M
+    rate: float = 1e-2  # η
+    momentum: float = 0.9
+    decay: float = 0.0
+    batch: int = 32  # B
+    epochs: int = 50  # E
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        if self.runs < 1 or self.iterations < 1 or self.prior <= 0 or self.temperature <= 0:
+            raise SettingsError(
+                f"runs = {self.runs} and iterations = {self.iterations} are at least 1, prior = "
+                f"{self.prior} and temperature = {self.temperature} above 0; correct them"
+            )
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        purposes = ("prompt", *(f"prompt {run}" for run in range(1, self.runs)))
+        starts = [first_prompt(frozen, self.vectors, purpose) for purpose in purposes]
+        return {"prompts": torch.stack(starts)}, {}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        logits = frozen.scale * x @ class_features(frozen, sent["prompts"]).mT
+        # log of the mean probability over the runs, but for a constant
+        return logits.log_softmax(dim=-1).logsumexp(dim=-3)
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        """The sum over the runs, which therefore know nothing of one another."""
+        logits = frozen.scale * batch.x @ class_features(frozen, shared["prompts"]).mT
+        each = [parts.fit(one, batch.y, batch.real) for one in logits.unbind(dim=-3)]
+        return torch.stack(each).sum()
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        upload, own = parts.sgd(self, frozen, sent, local, client)
+
+        def sharpness(prompt: Tensor) -> Tensor:
+            return torch.stack(samples(frozen, prompt, client)).square().sum(dim=0) / self.epochs
+
+        seen = vmap(sharpness)(upload["prompts"])
+        precision = (seen / self.temperature + self.prior).clamp(max=max(SHARPEST, self.prior))
+        return {"means": upload["prompts"], "precisions": precision}, own
+
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors:
+        means, precisions = (
+            torch.stack([upload[key].double().flatten(1) for upload in uploads])
+            for key in ("means", "precisions")
+        )
+        starts = means.median(dim=0).values  # (runs, numbers)
+        modes = [mode(means, precisions, self.prior, one, self.iterations) for one in starts]
+        like = shared["prompts"]
+        return {"prompts": torch.stack(modes).reshape(like.shape).to(like.dtype)}
+
+    name = "fedbens"
+    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    noise = FedLPA.noise
+    send, adapt = parts.everything, parts.nothing

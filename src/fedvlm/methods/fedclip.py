@@ -1,0 +1,57 @@
+"""A shared mask over image features, trained by CLIP's own loss and averaged each round.
+
+Lu, Hu, Wang, Xie, FedCLIP: fast generalization and personalization for CLIP in federated learning,
+IEEE Data Engineering Bulletin 2023.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedvlm import parts, seeds
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.maths.contrast import contrastive
+from fedvlm.maths.layers import first_values, through
+
+LAYERS = ("linear", "tanh", "linear")  # before the softmax
+
+
+@register
+@dataclass(frozen=True)
+class FedCLIP:
+    # The mask is meant for raw features, ours have length 1. CLIP's are about 10 long: so long they
+    # enter it.
+    length: float = 10.0
+    mask_duplicates: bool = False  # rows of one class are no opposites of each other
+    rate: float = 5e-5
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    decay: float = 0.2  # L2, inside Adam
+    batch: int = 32
+    epochs: int = 1
+    rounds: int = 200
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        draw = seeds.generator("mask", frozen.seed)
+        return first_values(LAYERS, "mask", [frozen.dim] * 3, draw), {}
+
+    def features(self, every: Tensors, x: Tensor) -> Tensor:
+        logits, _ = through(LAYERS, "mask", every, self.length * x)
+        return normalize(logits.softmax(-1) * x, dim=-1)
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        assert frozen.text is not None  # promised by `needs`
+        return frozen.scale * self.features(sent, x) @ frozen.text.mT
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        assert frozen.text is not None
+        masked = self.features(shared, batch.x)
+        duplicates = self.mask_duplicates
+        return contrastive(masked, frozen.text, batch.y, batch.real, frozen.scale, duplicates)
+
+    name = "fedclip"
+    needs, memory = frozenset({"image", "text"}), frozenset[str]()
+    send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing

@@ -1,0 +1,87 @@
+"""Clients send the mean embedding of each class; the server trains one head on all of them.
+
+Yi, Wang, Liu, Shi, Yu, FedGH: heterogeneous federated learning with generalized global header,
+ACM Multimedia 2023; FedGH(C) of the FedOT paper, with a frozen encoder.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad
+from torch.nn.functional import one_hot
+
+from fedvlm import parts
+from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.methods.fedavg import first_head
+
+
+@register
+@dataclass(frozen=True)
+class FedGH:
+    server_rate: float = 1e-2  # the server's SGD
+    passes: int = 1  # of the server over all prototypes in a round
+    rate: float = 1e-3  # a client's own SGD, at the end
+    momentum: float = 0.0
+    decay: float = 0.0
+    batch: int = 32
+    epochs: int = 1
+    rounds: int = 50
+    head: Literal["text", "random"] = "text"
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        head = first_head(self.head, frozen)
+        bias = torch.zeros(len(head))
+        # What a client's own head adds to the server's: nothing for a client nobody has seen.
+        local = {"own head": torch.zeros_like(head), "own bias": bias}
+        return {"head": head, "bias": bias, "scale": torch.tensor(frozen.scale)}, local
+
+    def send(self, shared: Tensors, id: str) -> Tensors:
+        return {key: shared[key] for key in ("head", "bias")}
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        """The encoder is frozen, so a round's training would change no prototype: there is none."""
+        kind = one_hot(client.y.clamp(min=0), len(frozen.classes)) * (client.y >= 0)[:, None]
+        kind = kind.to(client.x.dtype)
+        # Zero where the client has no row of a class.
+        means = kind.mT @ client.x / kind.sum(0).clamp(min=1)[:, None]
+        return {"prototypes": means}, local
+
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors:
+        """Steps of the head itself, on every client's prototypes of the classes it has."""
+        x = torch.cat([upload["prototypes"] for upload in uploads])
+        y = torch.arange(len(shared["head"])).repeat(len(uploads))
+        there = x.abs().sum(1) > 0
+
+        def misfit(head: Tensors) -> Tensor:
+            return parts.fit(shared["scale"] * x @ head["head"].mT + head["bias"], y, there)
+
+        head = {key: shared[key] for key in ("head", "bias")}
+        for _ in range(self.passes):
+            slope = grad(misfit)(head)
+            head = {key: value - self.server_rate * slope[key] for key, value in head.items()}
+        return {**shared, **head}
+
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+        """A client is measured after it has trained the head it was sent on its own rows."""
+        _, own = parts.sgd(self, frozen, {}, sent, client)
+        return {f"own {key}": own[key] - sent[key] for key in sent}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        head, bias = (sent[key] + local[f"own {key}"] for key in ("head", "bias"))
+        return frozen.scale * x @ head.mT + bias
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        logits = frozen.scale * batch.x @ local["head"].mT + local["bias"]
+        return parts.fit(logits, batch.y, batch.real)
+
+    name = "fedgh"
+    needs, memory = frozenset({"image"}), frozenset[str]()

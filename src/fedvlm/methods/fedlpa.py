@@ -1,0 +1,90 @@
+"""One exchange: prompts are joined by how sharply each client's rows determine its own.
+
+FedLPA + PromptFL of the TOFA tables: Liu et al., FedLPA: One-shot federated learning with
+layer-wise posterior aggregation, NeurIPS 2024. The public code takes 10,000 gradient steps to the
+solution and then reports the better of two on the test rows; here it is solved, and there is one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.maths.curvature import blend, pack, probe, unpack
+from fedvlm.methods.promptfl import PromptFL, class_features
+
+
+@register
+@dataclass(frozen=True)
+class FedLPA:
+    damping: float = 1e-3  # added to a factor's diagonal, as a share of its mean
+    iterations: int = 100  # of conjugate gradients, from the mean prompt
+    vectors: int = 16  # M
+    rate: float = 1e-3  # η
+    momentum: float = 0.9
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 50  # E: as many as PromptFL takes in all its rounds
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        if self.damping < 0 or self.iterations < 1:
+            raise SettingsError(
+                f"damping = {self.damping} is not negative and iterations = {self.iterations} is "
+                "at least 1; correct them"
+            )
+
+    def noise(self, frozen: Frozen) -> int:
+        return self.batch * len(frozen.classes)
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        """The trained prompt, and E[G'G] and E[GG'] over the Fisher information's samples G."""
+        upload, own = parts.sgd(self, frozen, sent, local, client)
+        prompt = upload["prompt"]
+        vectors, width = prompt.shape[-2:]
+        tall = prompt.new_zeros(vectors, vectors)
+        wide = prompt.new_zeros(width, width)
+        for sample in samples(frozen, prompt, client):
+            tall = tall + sample @ sample.mT
+            wide = wide + sample.mT @ sample
+        rows = (client.order >= 0).sum().clamp(min=1)
+        # The product of the factors has the trace of the Fisher information per row.
+        whole = (rows * tall.diagonal(dim1=-2, dim2=-1).sum()).clamp(min=1e-30).sqrt()
+        return {**upload, "tall": pack(tall / whole), "wide": pack(wide / whole)}, own
+
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors:
+        share = weights.double() / weights.double().sum()
+        means = [upload["prompt"].double() for upload in uploads]
+        tall, wide = ([self.damped(upload[key]) for upload in uploads] for key in ("tall", "wide"))
+        start = parts.mean(self, {"prompt": means[0]}, [{"prompt": m} for m in means], weights, ids)
+        joined = blend(means, tall, wide, share, start["prompt"], self.iterations)
+        return {"prompt": joined.to(shared["prompt"].dtype)}
+
+    def damped(self, triangle: Tensor) -> Tensor:
+        square = unpack(triangle.double())
+        return square + self.damping * square.diagonal().mean() * torch.eye(len(square)).double()
+
+    name = "fedlpa"
+    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    init, predict, loss = PromptFL.init, PromptFL.predict, PromptFL.loss
+    send, adapt = parts.everything, parts.nothing
+
+
+def samples(frozen: Frozen, prompt: Tensor, client: Client) -> list[Tensor]:
+    """One sample of the Fisher information at `prompt` for every minibatch of the round."""
+    out = []
+    for step in range(client.order.shape[0]):
+        batch = parts.minibatch(client, step)
+        signs = torch.where(client.noise[step] < 0, -1.0, 1.0)
+        signs = signs.reshape(-1, len(frozen.classes))
+        features = lambda one: class_features(frozen, one)  # noqa: E731
+        out.append(probe(features, prompt, batch.x, batch.real, frozen.scale, signs))
+    return out

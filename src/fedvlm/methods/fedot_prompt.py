@@ -1,0 +1,48 @@
+"""FedOT over a prompt: the shared head is the text tower's image of a prompt that is averaged.
+
+Every client still turns its features by its own orthogonal map, kept at home; newcomers use the
+identity, so that before the first round this is PromptFL. Appendix E.3 of the FedOT paper (see
+fedot).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.maths import cayley
+from fedvlm.methods.fedot import FedOT
+from fedvlm.methods.fedot_blocks import identity
+from fedvlm.methods.promptfl import class_features, first_prompt
+
+
+@register
+@dataclass(frozen=True)
+class FedOTPrompt:
+    vectors: int = 16  # M; the paper says K tokens and not how many
+    blocks: int = 1  # r, any divisor of d
+    rate: float = 1e-3  # η of both the prompt and the map
+    momentum: float = 0.9
+    decay: float = 5e-4  # weight decay
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 50  # T
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        prompt = first_prompt(frozen, self.vectors)
+        return {"prompt": prompt}, {"skew": identity(frozen.dim, self.blocks)}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        head = class_features(frozen, sent["prompt"])
+        return frozen.scale * x @ cayley.rotate(-local["skew"], head).mT
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+    name = "fedot-prompt"
+    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    describe = FedOT.describe
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

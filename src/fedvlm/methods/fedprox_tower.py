@@ -1,0 +1,42 @@
+"""FedAvg on the image tower with a pull of each client's weights towards those it was sent.
+
+Li et al., Federated optimization in heterogeneous networks, MLSys 2020: the distance is squared
+and comes from the weights that are trained. FAA-CLIP's code takes the distance itself.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.methods.fedavg_tower import FedAvgTower, by_text, tower_of
+
+
+@register
+@dataclass(frozen=True)
+class FedProxTower:
+    mu: float = 1e-2  # μ of eq. 2; FAA-CLIP has μ/2 = 5e-3
+    blocks: int = 0  # of the tower that are trained, the last ones; 0 is all of it
+    rate: float = 5e-5  # η
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    decay: float = 0.02
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 50  # T
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        logits = by_text(frozen, tower_of(frozen)(shared, batch.x))
+        fit = parts.fit(logits, batch.y, batch.real)
+        if self.mu == 0:
+            return fit
+        away = sum(((shared[key] - start[key]).square().sum() for key in shared), start=0.0 * fit)
+        return fit + self.mu / 2 * away
+
+    name = "fedprox-tower"
+    needs, memory = frozenset({"image tower", "text"}), frozenset[str]()
+    init, predict, describe = FedAvgTower.init, FedAvgTower.predict, FedAvgTower.describe
+    send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing

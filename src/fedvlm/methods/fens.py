@@ -1,0 +1,126 @@
+"""Every client's prompt in one ensemble, and a small network over all their logits.
+
+FENS + PromptFL of the TOFA tables: Allouah et al., Revisiting ensembling in one-shot federated
+learning, NeurIPS 2024. It is one-shot in its prompts only: one exchange uploads them, one hands all
+of them to every client, and 500 more train the network by FedAdam (Reddi et al., ICLR 2021).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from fedvlm import parts, seeds
+from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt
+
+NETWORK = ("hidden weight", "hidden bias", "out weight", "out bias")
+HOLDS = "holds all "  # the server's mark for a client that has all prompts: this and its id
+BETAS, ADAPTIVITY = (0.9, 0.99), 1e-3  # β₁, β₂ and τ of FedAdam
+
+
+@register
+@dataclass(frozen=True)
+class FENS:
+    units: int = 2  # d': hidden units per client
+    server_rate: float = 1e-3  # of FedAdam; a client's step of rate 1 is the gradient itself
+    vectors: int = 16  # M
+    rate: float = 1e-3  # η
+    momentum: float = 0.9
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 50  # E
+    rounds: int = 502  # prompts, all prompts to all clients, 500 for the network
+
+    def __post_init__(self) -> None:
+        if self.units < 1:
+            raise SettingsError(f"units = {self.units}; the network has 1 per client or more")
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        shared = {
+            "prompt": first_prompt(frozen, self.vectors),
+            "origin": torch.tensor([frozen.seed, len(frozen.classes)]),  # for the network's start
+        }
+        # (prompts, classes, dim): once a client has all prompts it need not be sent them again
+        return shared, {"features": torch.zeros(0, len(frozen.classes), frozen.dim)}
+
+    def send(self, shared: Tensors, id: str) -> Tensors:
+        if "prompts" not in shared:
+            return {"prompt": shared["prompt"]}
+        known = () if HOLDS + id in shared else ("prompts",)
+        return {key: shared[key] for key in (*known, *NETWORK)}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        if "prompt" in sent:
+            return frozen.scale * x @ class_features(frozen, sent["prompt"]).mT
+        held = "prompts" not in sent
+        features = local["features"] if held else class_features(frozen, sent["prompts"])
+        return answer(sent, frozen.scale * x @ features.flatten(0, 1).mT)
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        """What a client does follows from what it was sent: the first prompt, all, or none."""
+        if "prompt" in sent:
+            return parts.sgd(self, frozen, sent, local, client)
+        if "prompts" in sent:
+            features = class_features(frozen, sent["prompts"])
+            return {"held": torch.tensor(len(features))}, {"features": features}
+        # The validation rows are the paper's proxy split; without any, the training rows.
+        held = client.held_y >= 0
+        y = torch.cat([client.held_y, client.y])
+        real = torch.cat([held, (client.y >= 0) & ~held.any()])
+        x = torch.where(real[:, None], torch.cat([client.held_x, client.x]), 0.0)
+
+        def fit(network: Tensors) -> Tensor:
+            return parts.fit(self.predict(frozen, network, local, x), y.clamp(min=0), real)
+
+        return grad(fit)(sent), local
+
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors:
+        if "prompts" not in shared:
+            prompts = torch.stack([upload["prompt"] for upload in uploads])
+            seed, classes = shared["origin"].tolist()
+            return {"prompts": prompts, **start(len(uploads), classes, self.units, seed)}
+        pairs = list(zip(ids, uploads, weights, strict=True))
+        marks = {HOLDS + id: torch.zeros(0) for id, upload, _ in pairs if "held" in upload}
+        steps = [(upload, weight) for _, upload, weight in pairs if "held" not in upload]
+        out = {**shared, **marks}
+        if steps:
+            network = {key: shared[key] for key in NETWORK}
+            given, worth = [upload for upload, _ in steps], torch.stack([w for _, w in steps])
+            gradient = parts.mean(self, network, given, worth, ids)
+            for key, value in network.items():
+                first = BETAS[0] * shared[f"first {key}"] + (1 - BETAS[0]) * gradient[key]
+                second = BETAS[1] * shared[f"second {key}"] + (1 - BETAS[1]) * gradient[key] ** 2
+                moved = value - self.server_rate * first / (second.sqrt() + ADAPTIVITY)
+                out |= {key: moved, f"first {key}": first, f"second {key}": second}
+        return out
+
+    name = "fens"
+    needs, memory = frozenset({"image", "text tower"}), frozenset({"features"})
+    loss, adapt = PromptFL.loss, parts.nothing
+
+
+def answer(network: Tensors, logits: Tensor) -> Tensor:
+    """(rows, classes) from the logits (rows, prompts * classes) of all prompts."""
+    hidden = (logits @ network["hidden weight"] + network["hidden bias"]).relu()
+    return hidden @ network["out weight"] + network["out bias"]
+
+
+def start(clients: int, classes: int, units: int, seed: int) -> Tensors:
+    """The network before its first step, and FedAdam's moments."""
+    generator = seeds.generator("ensemble", seed)
+    sizes = (clients * classes, clients * units, classes)
+    network: Tensors = {}
+    for name, wide, narrow in zip(("hidden", "out"), sizes, sizes[1:], strict=False):
+        bound = wide**-0.5
+        network[f"{name} weight"] = bound * (2 * torch.rand(wide, narrow, generator=generator) - 1)
+        network[f"{name} bias"] = torch.zeros(narrow)
+    zeros = {key: torch.zeros_like(value) for key, value in network.items()}
+    return {**network, **{f"{m} {key}": zeros[key] for m in ("first", "second") for key in zeros}}

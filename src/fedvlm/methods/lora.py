@@ -1,0 +1,106 @@
+"""A change of low rank to chosen matrices of the image tower: W + B A, where W stays as it is.
+
+Hu et al., LoRA: Low-rank adaptation of large language models, ICLR 2022. The mean of clients'
+factors is not the mean of their products: `average` says which of the two the server takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts, seeds
+from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.methods.fedavg_tower import by_text, sizes, tower_of
+
+
+@register
+@dataclass(frozen=True)
+class LoRA:
+    targets: tuple[str, ...] = ("q", "k", "v", "out", "up", "down")  # matrices of every block
+    rank: int = 3  # r; 0 trains nothing
+    average: Literal["factors", "products"] = "factors"  # the mean of A and of B, or of B A
+    rate: float = 5e-5  # η
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    decay: float = 0.02
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 50  # T
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        if self.rank < 0 or not self.targets:
+            raise SettingsError(
+                f"lora of rank {self.rank} on {list(self.targets)}; give a rank of 0 or more and "
+                "some of q, k, v, out, up, down"
+            )
+        matrices = tower_of(frozen).matrices(self.targets)
+        if self.rank == 0:
+            return {}, {}
+        if self.average == "factors":
+            return self.factors(frozen), {}
+        weights = tower_of(frozen).weights
+        # Products add up to full rank, so the server keeps and sends the change as it is.
+        return {"change": torch.zeros(sum(weights[key].numel() for key in matrices))}, {}
+
+    def factors(self, frozen: Frozen) -> Tensors:
+        """A random, B zero: the tower is as it was. The same for every client and round."""
+        tower, draw = tower_of(frozen), seeds.generator("lora", frozen.seed)
+        out: Tensors = {}
+        for key in sorted(tower.matrices(self.targets)):
+            height, width = tower.weights[key].shape
+            out[f"{key} A"] = (2 * torch.rand(self.rank, width, generator=draw) - 1) * width**-0.5
+            out[f"{key} B"] = torch.zeros(height, self.rank)
+        return out
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        tower = tower_of(frozen)
+        keys = sorted(tower.matrices(self.targets))
+        weights = {key: tower.weights[key] for key in keys}
+        if "change" in sent:
+            pieces = torch.split(sent["change"], [weights[key].numel() for key in keys])
+            for key, piece in zip(keys, pieces, strict=True):
+                weights[key] = weights[key] + piece.reshape(weights[key].shape)
+        for key in keys:
+            if f"{key} A" in sent:
+                weights[key] = weights[key] + sent[f"{key} B"] @ sent[f"{key} A"]
+        return by_text(frozen, tower(weights, x))
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        if self.rank == 0:
+            return sent, local
+        if self.average == "factors":
+            return parts.adam(self, frozen, sent, local, client)
+        upload, _ = parts.adam(self, frozen, {**sent, **self.factors(frozen)}, local, client)
+        return {key: value for key, value in upload.items() if key != "change"}, local
+
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors:
+        if self.average == "factors":
+            return parts.mean(self, shared, uploads, weights, ids)
+        share = weights.double() / weights.double().sum()
+        change = []
+        for key in sorted(key[:-2] for key in uploads[0] if key.endswith(" A")):
+            products = (one[f"{key} B"].double() @ one[f"{key} A"].double() for one in uploads)
+            total = sum(w * one for w, one in zip(share, products, strict=True))
+            change.append(torch.as_tensor(total, dtype=torch.float32).reshape(-1))
+        return {"change": shared["change"] + torch.cat(change)}
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        each = [tower_of(frozen).weights[key] for key in tower_of(frozen).matrices(self.targets)]
+        return {**sizes(frozen, self.rank * sum(sum(one.shape) for one in each)), "rank": self.rank}
+
+    name = "lora"
+    needs, memory = frozenset({"image tower", "text"}), frozenset({"change"})
+    send, adapt = parts.everything, parts.nothing

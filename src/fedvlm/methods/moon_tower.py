@@ -1,0 +1,80 @@
+"""FedAvg on the image tower whose features are held near the shared model's and away from the
+client's own of the round before.
+
+Li, He, Song, Model-contrastive federated learning, CVPR 2021.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, softplus
+
+from fedvlm import parts
+from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.methods.fedavg_tower import FedAvgTower, by_text, tower_of
+
+
+@register
+@dataclass(frozen=True)
+class MoonTower:
+    mu: float = 1.0  # μ, of the contrast
+    temperature: float = 0.5  # τ
+    blocks: int = 0  # of the tower that are trained, the last ones; 0 is all of it
+    rate: float = 5e-5  # η
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+    decay: float = 0.02
+    batch: int = 32  # B
+    epochs: int = 1  # E
+    rounds: int = 50  # T
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        shared, _ = FedAvgTower(self.blocks).init(frozen)
+        count = sum(value.numel() for value in shared.values())
+        return shared, {"previous": torch.zeros(count, dtype=torch.float16)}
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        tower = tower_of(frozen)
+        features = tower(shared, batch.x)
+        fit = parts.fit(by_text(frozen, features), batch.y, batch.real)
+        if self.mu == 0:
+            return fit
+        near = cosine_similarity(features, tower(start, batch.x))
+        own = tower(restored(frozen, shared, local["previous"]), batch.x)
+        far = cosine_similarity(features, own)
+        # -log of e^a / (e^a + e^b) is softplus(b - a)
+        contrast = softplus((far - near) / self.temperature)
+        real = torch.where(batch.real, contrast, 0.0).sum() / batch.real.sum().clamp(min=1)
+        return fit + self.mu * real
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        upload, _ = parts.adam(self, frozen, sent, local, client)
+        return upload, {"previous": moved(frozen, upload)}
+
+    name = "moon-tower"
+    needs, memory = frozenset({"image tower", "text"}), frozenset({"previous"})
+    predict, describe = FedAvgTower.predict, FedAvgTower.describe
+    send, aggregate, adapt = parts.everything, parts.mean, parts.nothing
+
+
+# The model of the round before is kept as what it differs by from the encoder's own weights, in
+# half precision: half the memory of every client, and nothing at all before the first round.
+
+
+def moved(frozen: Frozen, weights: Tensors) -> Tensor:
+    first = tower_of(frozen).weights
+    return torch.cat([(weights[key] - first[key]).reshape(-1).half() for key in sorted(weights)])
+
+
+def restored(frozen: Frozen, like: Tensors, away: Tensor) -> Tensors:
+    first, keys = tower_of(frozen).weights, sorted(like)
+    pieces = torch.split(away, [first[key].numel() for key in keys])
+    return {
+        key: first[key] + piece.reshape(first[key].shape)
+        for key, piece in zip(keys, pieces, strict=True)
+    }

@@ -1,0 +1,76 @@
+"""An averaged prompt, helped at the end by what each client remembers of its own pictures.
+
+The paper has neither code nor formulas, so this is a stand-in in its style: PromptFL, and after
+the last round a cache of the client's training features that votes for the labels of those nearest
+to a picture, as in Tip-Adapter. Guo et al., pFedPrompt: Learning personalized prompt for
+vision-language models in federated learning, WWW 2023; Zhang et al., Tip-Adapter, ECCV 2022.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedvlm import parts
+from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.methods.promptfl import PromptFL
+
+WEIGHTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # a, as parts of the logit scale
+SHARPNESS = (1.0, 3.0, 10.0, 30.0, 100.0)  # b
+
+
+@register
+@dataclass(frozen=True)
+class PFedPrompt:
+    vectors: int = 16  # M
+    rate: float = 1e-3  # η
+    momentum: float = 0.9
+    decay: float = 5e-4  # weight decay
+    batch: int = 32  # B
+    epochs: int = 5  # E
+    rounds: int = 10  # T
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        shared, _ = PromptFL(vectors=self.vectors).init(frozen)
+        empty = {"features": torch.zeros(0, frozen.dim), "labels": torch.zeros(0, dtype=torch.long)}
+        return shared, {**empty, "weight": torch.tensor(0.0), "sharpness": torch.tensor(1.0)}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        votes = vote(frozen, local, x @ local["features"].mT, local["sharpness"])
+        return PromptFL.predict(PromptFL(), frozen, sent, {}, x) + local["weight"] * votes
+
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+        """Fills the cache, and takes the a and b of least loss on the validation rows.
+
+        A client without validation rows asks each training row what the others say of it.
+        """
+        mine = client.y >= 0
+        cache = {**local, "features": client.x[mine].float(), "labels": client.y[mine]}
+        held = client.held_y >= 0
+        x, y = client.held_x[held].float(), client.held_y[held]
+        near = x @ cache["features"].mT
+        if not len(y):
+            x, y = cache["features"], cache["labels"]
+            near = (x @ x.mT).fill_diagonal_(-torch.inf)  # exp(-inf): no vote for itself
+        plain = PromptFL.predict(PromptFL(), frozen, sent, {}, x)
+        least = torch.tensor(torch.inf)
+        for part, b in product(WEIGHTS, SHARPNESS):
+            a, sharp = torch.tensor(part * frozen.scale), torch.tensor(b)
+            loss = cross_entropy(plain + a * vote(frozen, cache, near, sharp), y)
+            if loss < least:  # the first, hence the least weight, of equals
+                least, cache = loss, {**cache, "weight": a, "sharpness": sharp}
+        return cache
+
+    name = "pfedprompt"
+    needs = frozenset({"image", "text tower"})
+    memory = frozenset({"features", "labels", "weight", "sharpness"})
+    loss = PromptFL.loss
+    send, update, aggregate = parts.everything, parts.sgd, parts.mean
+
+
+def vote(frozen: Frozen, cache: Tensors, near: Tensor, sharpness: Tensor) -> Tensor:
+    """(rows, classes): exp(-b (1 - f Fᵀ)) Y, from the cosines of the rows and the cache."""
+    said = cache["labels"][:, None] == torch.arange(len(frozen.classes))
+    return torch.exp(sharpness * (near - 1)) @ said.to(near.dtype)

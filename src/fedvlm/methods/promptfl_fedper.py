@@ -1,0 +1,48 @@
+"""PromptFL with a prompt of two parts: the first vectors are averaged, the rest stay at home.
+
+PromptFL+FedPer of the FedOTP tables: Arivazhagan et al., Federated learning with personalization
+layers, 2019, with vectors in the place of layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.methods.promptfl import PromptFL, first_prompt
+
+
+@register
+@dataclass(frozen=True)
+class PromptFLFedPer:
+    vectors: int = 16  # M
+    own: int = 8  # of the vectors, the last ones: never sent
+    rate: float = 1e-3  # η
+    momentum: float = 0.9
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 5  # E
+    rounds: int = 10  # T
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.own < self.vectors:
+            raise SettingsError(
+                f"own = {self.own} of vectors = {self.vectors}; keep 0 or more and share at least 1"
+            )
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        prompt = first_prompt(frozen, self.vectors)
+        cut = self.vectors - self.own
+        return {"prompt": prompt[:cut]}, {"own": prompt[cut:]} if self.own else {}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        whole = torch.cat([sent["prompt"], *local.values()], dim=-2)
+        return PromptFL.predict(PromptFL(), frozen, {"prompt": whole}, {}, x)
+
+    name = "promptfl-fedper"
+    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    loss = PromptFL.loss
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

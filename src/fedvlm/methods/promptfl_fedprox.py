@@ -1,0 +1,37 @@
+"""PromptFL with a pull of each client's prompt towards the one it was sent.
+
+PromptFL+FedProx of the FedOTP tables, whose code computes the pull from detached tensors, so that
+it does nothing; here it has a gradient.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.methods.promptfl import PromptFL
+
+
+@register
+@dataclass(frozen=True)
+class PromptFLFedProx:
+    mu: float = 0.5  # μ
+    vectors: int = 16  # M
+    rate: float = 1e-3  # η
+    momentum: float = 0.9
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 5  # E
+    rounds: int = 10  # T
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        fit = PromptFL.loss(PromptFL(), frozen, shared, local, batch, start)
+        return fit + self.mu / 2 * (shared["prompt"] - start["prompt"]).square().sum()
+
+    name = "promptfl-fedprox"
+    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    init, predict = PromptFL.init, PromptFL.predict
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

@@ -1,0 +1,42 @@
+"""PromptFL, after which every client trains the last global prompt on its own rows.
+
+PromptFL+FT of the pFedPrompt and FedOTP tables; the code of PromptFolio calls something else so.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.methods.promptfl import PromptFL, first_prompt
+
+
+@register
+@dataclass(frozen=True)
+class PromptFLFT:
+    vectors: int = 16  # M
+    rate: float = 1e-3  # η
+    momentum: float = 0.9
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 5  # E, of a round and of the fine-tuning
+    rounds: int = 10  # T
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        prompt = first_prompt(frozen, self.vectors)
+        return {"prompt": prompt}, {"offset": torch.zeros_like(prompt)}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        tuned = {"prompt": sent["prompt"] + local["offset"]}
+        return PromptFL.predict(PromptFL(), frozen, tuned, {}, x)
+
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+        tuned, _ = parts.sgd(self, frozen, sent, local, client)
+        return {"offset": tuned["prompt"] - sent["prompt"]}
+
+    name = "promptfl-ft"
+    needs, memory = frozenset({"image", "text tower"}), frozenset({"offset"})
+    loss = PromptFL.loss
+    send, update, aggregate = parts.everything, parts.sgd, parts.mean

@@ -1,0 +1,45 @@
+"""A shared and a local prompt whose class features are mixed before they meet the image.
+
+Pan et al., Federated learning from vision-language foundation models: theoretical analysis and
+method (PromptFolio), NeurIPS 2024.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt
+
+
+@register
+@dataclass(frozen=True)
+class PromptFolio:
+    mix: float = 0.4  # θ: the share of the local prompt's features
+    vectors: int = 8  # M
+    rate: float = 2e-3  # η
+    momentum: float = 0.9
+    decay: float = 5e-4
+    batch: int = 32  # B
+    epochs: int = 5  # E
+    rounds: int = 10  # T
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mix <= 1:
+            raise SettingsError(f"mix = {self.mix} is outside [0, 1]; 0 is the shared prompt alone")
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        shared = {"prompt": first_prompt(frozen, self.vectors)}
+        return shared, {"own": first_prompt(frozen, self.vectors, "local prompt")}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        common, own = (class_features(frozen, one) for one in (sent["prompt"], local["own"]))
+        # each of unit norm before the mix and not normalised after it, as in the paper's code
+        return frozen.scale * x @ ((1 - self.mix) * common + self.mix * own).mT
+
+    name = "promptfolio"
+    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    loss = PromptFL.loss
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

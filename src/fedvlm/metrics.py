@@ -1,0 +1,122 @@
+"""What medical users ask of a classifier, from its probabilities: how right, how sure, how useful.
+
+Everything here takes `p` (rows, classes), rows of probabilities, and `y` (rows,), the true classes.
+A number that the rows cannot give (the AUC of rows of a single class, anything of no rows) is NaN.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BINS = 15  # of the reliability diagram
+THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the decision curve
+HARM = 0.5  # the table's net benefit is the mean over thresholds up to this one
+METRICS = ("accuracy", "balanced", "F1", "AUC", "ECE", "net benefit")
+
+
+def every_metric(p: Tensor, y: Tensor) -> dict[str, float]:
+    """The six numbers of a table; those that the rows cannot give are left out."""
+    curve = net_benefit(p, y)
+    usual = [value for at, value in zip(THRESHOLDS, curve.tolist(), strict=True) if at <= HARM]
+    numbers = (
+        accuracy(p, y),
+        balanced_accuracy(p, y),
+        macro_f1(p, y),
+        auc(p, y),
+        reliability(p, y).error,
+        sum(usual) / len(usual),
+    )
+    return {key: one for key, one in zip(METRICS, numbers, strict=True) if one == one}
+
+
+def accuracy(p: Tensor, y: Tensor) -> float:
+    return (p.argmax(1) == y).double().mean().item()
+
+
+def _confusion(p: Tensor, y: Tensor) -> Tensor:
+    """(classes, classes): rows of each true class, by predicted class."""
+    classes = p.shape[1]
+    pairs = torch.bincount(y * classes + p.argmax(1), minlength=classes**2)
+    return pairs.reshape(classes, classes).double()
+
+
+def balanced_accuracy(p: Tensor, y: Tensor) -> float:
+    """The mean share of hits over the classes that have rows."""
+    found = _confusion(p, y)
+    there = found.sum(1) > 0
+    return (found.diagonal()[there] / found.sum(1)[there]).mean().item()
+
+
+def macro_f1(p: Tensor, y: Tensor) -> float:
+    """The mean F1 over the classes that have rows or are predicted for some."""
+    found = _confusion(p, y)
+    either = found.sum(0) + found.sum(1)
+    return (2 * found.diagonal() / either)[either > 0].mean().item()
+
+
+def auc(p: Tensor, y: Tensor) -> float:
+    """One-vs-rest area under the ROC curve, ties counting half.
+
+    The mean over the classes that have rows and are not all rows: of others there is no curve.
+    """
+    rows, classes = p.shape
+    own = torch.nn.functional.one_hot(y, classes).double()
+    ours = own.sum(0)
+    both = (ours > 0) & (ours < rows)
+    if not both.any():
+        return float("nan")
+    scores = p.mT[both].contiguous()
+    ordered = scores.sort(dim=1).values
+    # The mean rank of equal scores, counted from 1.
+    first = torch.searchsorted(ordered, scores)
+    last = torch.searchsorted(ordered, scores, right=True)
+    ranks = (first + last + 1).double() / 2
+    above = (ranks * own.mT[both]).sum(1) - ours[both] * (ours[both] + 1) / 2
+    return (above / (ours * (rows - ours))[both]).mean().item()
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Rows by confidence, the largest probability of a row, in bins of equal width."""
+
+    rows: Tensor  # (bins,)
+    confidence: Tensor  # (bins,) mean confidence, 0 where a bin is empty
+    accuracy: Tensor  # (bins,) share of hits
+
+    @property
+    def error(self) -> float:
+        """ECE: the mean gap between confidence and accuracy, bins weighing as many as their rows."""
+        gaps = (self.confidence - self.accuracy).abs()
+        return ((self.rows * gaps).sum() / self.rows.sum()).item()
+
+
+def reliability(p: Tensor, y: Tensor, bins: int = BINS) -> Reliability:
+    """A bin holds its upper edge: (0, 1/15], (1/15, 2/15], ..."""
+    confidence, guess = p.double().max(1)
+    place = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
+
+    def total(values: Tensor) -> Tensor:
+        return torch.zeros(bins, dtype=torch.float64).index_add(0, place, values.double())
+
+    rows = total(torch.ones_like(confidence))
+    filled = rows.clamp(min=1)
+    return Reliability(rows, total(confidence) / filled, total(guess == y) / filled)
+
+
+def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS) -> Tensor:
+    """(thresholds,): the decision curve, the mean over classes of one-vs-rest net benefits.
+
+    For one class and the threshold t a row is positive if its probability is t or more; the net
+    benefit is the share of true positives less that of false ones, these weighing t / (1 - t).
+    Classes without rows count too: calling a row by their name is harm.
+    """
+    rows, classes = p.shape
+    own = torch.nn.functional.one_hot(y, classes).bool()
+    out = []
+    for at in thresholds:
+        called = p >= at
+        right = (called & own).double().sum(0)
+        wrong = (called & ~own).double().sum(0)
+        out.append(((right - wrong * at / (1 - at)) / rows).mean())
+    return torch.stack(out)

@@ -1,0 +1,91 @@
+"""Descriptions are weighed by how well they tell classes apart, and margins of 0 do no harm."""
+
+import pytest
+import torch
+
+from fedvlm.maths import alignment
+
+CLASSES, DIM = 4, 8
+unit = torch.nn.functional.normalize
+
+
+def world(texts=3, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    means = unit(torch.randn(CLASSES, DIM, generator=draw), dim=1)
+    noise = torch.randn(CLASSES, texts, DIM, generator=draw)
+    return means, unit(means[:, None] + 0.2 * noise, dim=-1)
+
+
+def b(means, present, texts, temperature=0.5, sharpness=10.0):
+    margins = alignment.margins(means, present, texts, sharpness)
+    terms, voting = alignment.votes(margins, present)
+    there = texts.abs().amax(-1) > 0
+    return alignment.weights(terms, voting.long(), there, temperature)
+
+
+ALL = torch.ones(CLASSES, dtype=torch.bool)
+
+
+def test_a_text_that_misleads_weighs_less_than_one_that_tells():
+    means, texts = world()
+    texts[0, 0] = unit(means[0] + 0.5 * means[1], dim=0)
+    texts[0, 1] = means[0]
+    texts[0, 2] = means[1]  # says another class: its margin is negative
+    shares = b(means, ALL, texts)
+    assert shares[0, 1] > shares[0, 0] > shares[0, 2] > 0
+    assert torch.allclose(shares.sum(1), torch.ones(CLASSES).double())
+
+
+def test_margins_of_zero_or_less_give_finite_weights():
+    means, texts = world()
+    for wrong in (means.roll(1, 0), torch.zeros_like(means) + means.mean(0)):
+        texts[:, 1] = wrong
+        terms, _ = alignment.votes(alignment.margins(means, ALL, texts, 100.0), ALL)
+        assert terms.isfinite().all()
+        assert b(means, ALL, texts, sharpness=100.0).isfinite().all()
+
+
+@pytest.mark.parametrize("held", [[], [2], [0, 3]])
+def test_only_classes_held_beside_another_are_voted_on(held):
+    means, texts = world()
+    present = torch.zeros(CLASSES, dtype=torch.bool)
+    present[held] = True
+    margins = alignment.margins(means * present[:, None], present, texts, 100.0)
+    terms, voting = alignment.votes(margins, present)
+    assert voting.nonzero().flatten().tolist() == (held if len(held) > 1 else [])
+    assert (terms[~voting] == 0).all()
+    shares = b(means, present, texts)
+    uniform = torch.full((3,), 1 / 3).double()
+    assert torch.allclose(shares[1], uniform)  # nobody votes: all texts weigh the same
+
+
+def test_a_template_that_does_not_tell_a_class_gives_no_vote():
+    means, texts = world()
+    texts[0, 0] = means[1]
+    _, voting = alignment.votes(alignment.margins(means, ALL, texts, 100.0), ALL)
+    assert voting.tolist() == [False, True, True, True]
+
+
+def test_the_same_text_twice_has_the_same_weight_twice():
+    means, texts = world()
+    texts[:, 2] = texts[:, 1]
+    shares = b(means, ALL, texts)
+    assert torch.equal(shares[:, 1], shares[:, 2])
+
+
+def test_a_text_that_is_not_there_has_no_weight_and_none_leaves_the_template():
+    means, texts = world()
+    texts[1, 1:] = 0
+    shares = b(means, ALL, texts)
+    assert shares[1].tolist() == [1, 0, 0]
+    mixed = alignment.mix(b(means, ALL, texts[:, :1]), texts[:, :1])
+    assert torch.equal(mixed, texts[:, 0])
+    assert torch.equal(alignment.mix(shares, texts)[1], texts[1, 0])
+
+
+def test_cosines_of_a_cone_without_a_scale_weigh_all_texts_the_same():
+    """What eq. 5 prints; encoders put all rows into a narrow cone."""
+    means, texts = world()
+    cone = unit(means + 3, dim=1)
+    flat, sharp = (b(cone, ALL, texts, sharpness=size) for size in (1.0, 100.0))
+    assert flat.max() / flat.min() < 1.1 < sharp.max() / sharp.min()
