@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Frozen, Tensors, make
+from fedvlm.encoders.interface import Encoder
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate import Table
 from fedvlm.record import Record, read_json, read_tensors, write_tensors
@@ -69,6 +70,8 @@ class Personalised:
         tensors |= {f"local/{key}": value for key, value in self.local.items()}
         if self.frozen.text is not None:
             tensors["frozen/text"] = self.frozen.text
+        if self.frozen.descriptions is not None:
+            tensors["frozen/descriptions"] = self.frozen.descriptions
         about = {
             "method": {"name": self.method.name, **asdict(self.method)},
             "classes": self.frozen.classes,
@@ -81,8 +84,12 @@ class Personalised:
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "Personalised":
-        tensors, about = read_tensors(Path(folder) / "classifier.safetensors")
+    def from_pretrained(cls, folder: str | Path, encoder: str = "") -> "Personalised":
+        """A saved classifier; `encoder` says where its encoder is now, if the method needs it."""
+        path = Path(folder) / "classifier.safetensors"
+        if not path.exists():
+            raise DataError(f"{folder} holds no classifier; `fedvlm export` writes one")
+        tensors, about = read_tensors(path)
 
         def group(name: str) -> Tensors:
             return {k.split("/", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}/")}
@@ -93,11 +100,12 @@ class Personalised:
             about["scale"],
             group("frozen").get("text"),
             about["seed"],
+            descriptions=group("frozen").get("descriptions"),
         )
         method = make(**about["method"])
         return cls(
             method,
-            equip(frozen, method, about["encoder"]),
+            equip(frozen, method, about["encoder"], encoder),
             group("shared"),
             group("local"),
             about["client"],
@@ -105,20 +113,28 @@ class Personalised:
         )
 
 
-def equip(frozen: Frozen, method: Any, encoder: str) -> Frozen:
+def same_encoder(box: Encoder, wanted: str) -> None:
+    """Refuses an encoder that is not, by fingerprint, the one that `wanted` names."""
+    from fedvlm.encoders import fingerprint
+
+    name, _, mark = wanted.rpartition("@")
+    found = fingerprint(box)
+    if not found.startswith(mark):
+        raise SettingsError(
+            f"{box.name} is not the encoder this was trained on, which is {name}: its fingerprint "
+            f"is {found[:16]}, not {mark}; bring the old weights back, or train again"
+        )
+
+
+def equip(frozen: Frozen, method: Any, encoder: str, where: str = "") -> Frozen:
     """The towers a method needs, from the very encoder it was trained on."""
     if not method.needs & {"text tower", "image tower"}:
         return frozen
-    from fedvlm.encoders import fingerprint, open_encoder
+    from fedvlm.encoders import open_encoder
     from fedvlm.load import towers
 
-    name, _, wanted = encoder.rpartition("@")
-    box = open_encoder(name)
-    if not fingerprint(box).startswith(wanted):
-        raise SettingsError(
-            f"{name} is not the encoder this was trained on: its fingerprint is "
-            f"{fingerprint(box)[:16]}, not {wanted}; bring the old weights back, or train again"
-        )
+    box = open_encoder(where or encoder.rpartition("@")[0])
+    same_encoder(box, encoder)
     text, image = towers(box, frozen.classes, method.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
