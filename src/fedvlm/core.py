@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Tensors = dict[str, Tensor]
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
+SMALLEST = 16  # rows of a class below which its statistics stay at the client
+FEWEST = 3  # clients that have to share in the secure sum of a class's statistics
 
 
 @dataclass(frozen=True)

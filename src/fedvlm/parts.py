@@ -1,6 +1,7 @@
 """Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,16 @@ def minibatch(client: Client, step: int) -> Batch:
     return Batch(
         full(client.x[rows]), client.y[rows].clamp(min=0), real, full(client.reference[others])
     )
+
+
+def withhold(client: Client, counts: Tensor, smallest: int) -> Client:
+    """The client without the rows of classes whose `counts` are below `smallest`.
+
+    Sums over the rows that are left say nothing of the others, and clients' sums add up to those
+    over all rows that were left.
+    """
+    stays = (counts < smallest)[client.y.clamp(min=0)]
+    return replace(client, y=torch.where(stays, -1, client.y))
 
 
 def everything(self: Any, shared: Tensors, id: str) -> Tensors:

@@ -12,11 +12,10 @@ import torch
 
 from fedvlm.data.sources import Archive, Files, is_picture, list_archive, list_folder
 from fedvlm.data.table import Source
-from fedvlm.encoders import open_encoder
 from fedvlm.encoders.interface import Encoder
 from fedvlm.encoders.workers import prepare
-from fedvlm.errors import DataError, SettingsError
-from fedvlm.result import Personalised, same_encoder
+from fedvlm.errors import DataError
+from fedvlm.result import Personalised, reopen
 
 BATCH = 32
 
@@ -46,17 +45,9 @@ def predict(
     `encoder` says where the encoder is now, if not where it was; another one is refused.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
-    name = encoder or classifier.encoder.rpartition("@")[0]
     sources = [_source(Path(one)) for one in images]
+    box: Encoder = reopen(classifier.encoder, encoder, access)
     total, done = sum(len(one) for one, _ in sources), 0
-    try:
-        box = open_encoder(name, **(access or {}))
-    except SettingsError as error:
-        raise SettingsError(
-            f"{error}\nThe classifier was trained on {classifier.encoder}; say with --encoder "
-            "where that encoder is"
-        ) from error
-    same_encoder(box, classifier.encoder)
     out = Predictions([], [])
     pictures = _pictures(sources, box, out.skipped)
     while batch := list(islice(pictures, BATCH)):

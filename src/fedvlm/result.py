@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Frozen, Tensors, make
-from fedvlm.encoders.interface import Encoder
-from fedvlm.errors import DataError, SettingsError
+from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import Table
 from fedvlm.record import Record, read_json, read_tensors, write_tensors
 
@@ -113,29 +112,37 @@ class Personalised:
         )
 
 
-def same_encoder(box: Encoder, wanted: str) -> None:
-    """Refuses an encoder that is not, by fingerprint, the one that `wanted` names."""
-    from fedvlm.encoders import fingerprint
+def reopen(encoder: str, where: str = "", access: Mapping[str, Any] | None = None) -> Any:
+    """The very encoder something was trained on, by its name and fingerprint.
 
-    name, _, mark = wanted.rpartition("@")
-    found = fingerprint(box)
-    if not found.startswith(mark):
+    `where` is what it is called now, if that has changed.
+    """
+    from fedvlm.encoders import fingerprint, open_encoder
+
+    name, _, wanted = encoder.rpartition("@")
+    try:
+        box = open_encoder(where or name, **(access or {}))
+    except FedVLMError as error:
+        raise type(error)(
+            f"{error} (the classifier goes with {encoder}; if that is called otherwise here, name "
+            "it with --encoder)"
+        ) from error
+    if not fingerprint(box).startswith(wanted):
         raise SettingsError(
-            f"{box.name} is not the encoder this was trained on, which is {name}: its fingerprint "
-            f"is {found[:16]}, not {mark}; bring the old weights back, or train again"
+            f"{where or name} is not the encoder this was trained on: its fingerprint is "
+            f"{fingerprint(box)[:16]}, not {wanted} ({name}); bring the old weights back, or train "
+            "again"
         )
+    return box
 
 
 def equip(frozen: Frozen, method: Any, encoder: str, where: str = "") -> Frozen:
     """The towers a method needs, from the very encoder it was trained on."""
     if not method.needs & {"text tower", "image tower"}:
         return frozen
-    from fedvlm.encoders import open_encoder
     from fedvlm.load import towers
 
-    box = open_encoder(where or encoder.rpartition("@")[0])
-    same_encoder(box, encoder)
-    text, image = towers(box, frozen.classes, method.needs)
+    text, image = towers(reopen(encoder, where), frozen.classes, method.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
 
@@ -189,6 +196,19 @@ class Result:
             f"no client {client!r} trained in {self.folder}; "
             f"its clients are {', '.join(self.manifest['clients'])}"
         )
+
+    def local(self, job: str | None = None, seed: int | None = None) -> dict[str, Tensors]:
+        """What each client that trained in a job (the first one if none) keeps at home."""
+        tensors, about = read_tensors(
+            self._path(job or self.manifest["jobs"][0], seed, "safetensors")
+        )
+        out: dict[str, Tensors] = {id: {} for id in about["train"]}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "local":
+                number, _, key = rest.partition("/")
+                out[about["train"][int(number)]][key] = value
+        return out
 
     def unseen(self, job: str | None = None, seed: int | None = None) -> Personalised:
         """The classifier of a client that joins later: what is shared, and the first local."""

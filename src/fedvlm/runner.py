@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fedvlm
-from fedvlm import evaluate
+from fedvlm import evaluate, room
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
@@ -23,6 +23,7 @@ from fedvlm.engines.rounds import Outcome, Plan, State, finish, open_engine, sta
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.load import load, meet, thin
+from fedvlm.privacy import withheld
 from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
 from fedvlm.result import Result, slug
 from fedvlm.settings import Settings, build
@@ -71,7 +72,14 @@ def execute(
             settings, rows = thin(settings, rows)
         check(settings, rows)
         divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        if rows.pictures is not None and settings.method.rounds:
+            jobs = (job for seed in divisions for job in _jobs(settings, divisions[seed], seed))
+            most = max(len(job.train) for job in jobs)
+            first = frozen(rows, settings.seeds[0])
+            room.check(settings, first, rows.pictures.shape[1:], most)
         about = manifest(settings, rows, divisions)
+        first = divisions[settings.seeds[0]].members
+        notes = [*notes, *withheld(settings.method, first, rows.labels, len(rows.classes))]
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, fits
-from fedvlm.core import check_type, make
+from fedvlm.core import FEWEST, SMALLEST, check_type, make
 from fedvlm.data.federation import Clients
 from fedvlm.errors import SettingsError, unknown
 
@@ -29,6 +29,7 @@ class Settings:
     unseen: int = 0  # cross-device: how many clients are only tested on
     engine: Literal["batched", "single", "flower"] = "batched"
     workers: int = 0  # processes; 0 is as many as cores, if the run is long enough
+    allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through
 
@@ -37,6 +38,8 @@ class Settings:
         whole = asdict(self)
         for key in ("workers", "access"):
             del whole[key]
+        if not (self.allow_small and hasattr(self.method, "smallest")):
+            del whole["allow_small"]
         if self.channel == Channel():  # as it was before there was a choice
             del whole["channel"]
         whole["method"] = {"name": self.method.name, **asdict(self.method)}
@@ -69,6 +72,10 @@ def build(values: Mapping[str, Any]) -> Settings:
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     fits(settings.channel, settings.method)
+    if not settings.allow_small:
+        settings = replace(settings, method=_guarded(settings.method, settings.channel.secure))
+    elif hasattr(settings.method, "smallest"):
+        settings = replace(settings, method=replace(settings.method, smallest=1))
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
     if settings.workers < 0:
@@ -84,6 +91,19 @@ def _method(value: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         return make(**value)
     raise SettingsError(f'method = {value!r} has no name; write [method] with name = "fedot"')
+
+
+def _guarded(method: Any, secure: bool) -> Any:
+    """A method that uploads class statistics, held to those of enough rows and enough clients."""
+    if (smallest := getattr(method, "smallest", SMALLEST)) < SMALLEST:
+        raise SettingsError(
+            f"{method.name}.smallest = {smallest}: the statistics of a class of fewer than "
+            f"{SMALLEST} rows give its rows away; set allow_small = true (--allow-small) if they "
+            "may be uploaded all the same"
+        )
+    if not secure or getattr(method, "contributors", FEWEST) >= FEWEST:
+        return method
+    return replace(method, contributors=FEWEST, rounds=method.rounds + (method.contributors == 1))
 
 
 def clients_of(value: Any) -> Clients:

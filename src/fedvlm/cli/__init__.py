@@ -5,6 +5,7 @@ import sys
 import typer
 
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
+from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, resume, run
 from fedvlm.cli.share import export, ledger, predict
 
@@ -18,6 +19,7 @@ app.command()(demo)
 app.command()(run)
 app.command()(resume)
 app.command()(compare)
+app.command()(explain)
 app.command("list")(list_)
 app.command()(embed)
 app.command()(partition)

@@ -106,17 +106,16 @@ def train(
         known = ids if plan.selection == "last" else sorted(plan.train)
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
-        ids = [id for id in ids if id in done]  # the others are missing
-        came = carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
+        ids = [id for id in ids if id in done]
+        came = _carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
+            own = {id: done[id] for id in ids}
+            line |= disagreement(world, state.shared, came.uploads, own)
         line["clients"] = {
-            task.id: _line(task, done[task.id], came.sizes.get(task.id, 0))
-            for task in tasks
-            if task.id in done
+            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
         }
         if len(done) < len(tasks):
             line["missing"] = dict(getattr(engine, "missing", {}))
@@ -133,7 +132,23 @@ def train(
     return state
 
 
-def carry(
+def _tasks(
+    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
+) -> list[Task]:
+    best = state.best_local or {}
+    return [
+        Task(
+            id,
+            method.send(state.shared, id),
+            state.local.get(id, fresh),
+            id in train,
+            best.get(id),
+        )
+        for id in ids
+    ]
+
+
+def _carry(
     world: World,
     passage: Passage,
     state: State,
@@ -151,22 +166,6 @@ def carry(
         {id for id, one in done.items() if one.passed},
         lambda id: where(world, number, id),
     )
-
-
-def _tasks(
-    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
-) -> list[Task]:
-    best = state.best_local or {}
-    return [
-        Task(
-            id,
-            method.send(state.shared, id),
-            state.local.get(id, fresh),
-            id in train,
-            best.get(id),
-        )
-        for id in ids
-    ]
 
 
 def _line(task: Task, done: Done, size: int) -> dict[str, float]:

@@ -3,6 +3,8 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from json import dumps, loads
 
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import spread
@@ -18,13 +20,17 @@ def label(result: Result) -> str:
 
     told = dict(result.manifest["identity"]["method"])
     name = told.pop("name")
-    usual = make(name)
-    odd = [f"{key}={value}" for key, value in told.items() if getattr(usual, key) != value]
+    if small := result.manifest["identity"].get("allow_small", False):
+        del told["smallest"]
+    usual = loads(dumps(asdict(make(name))))  # as a manifest has it
+    odd = [f"{key}={value}" for key, value in told.items() if usual[key] != value]
     chosen = result.manifest["identity"]["selection"]
     if chosen == "oracle":
         odd.append("ORACLE: best test round")
     elif chosen == "validation":
         odd.append("best validation round")
+    if small:
+        odd.append("ALLOW-SMALL")
     if result.manifest["identity"]["smoke"]:
         odd.append("SMOKE")
     return f"{name} ({', '.join(odd)})" if odd else str(name)
