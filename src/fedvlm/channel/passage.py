@@ -100,7 +100,7 @@ class Arrived:
 
 
 class Passage:
-    """Carries the uploads of one training within a process."""
+    """Carries the uploads of one training."""
 
     def __init__(self, channel: Channel, method: object, local: Sequence[str], seed: int) -> None:
         self.channel, self.kind, self.seed = channel, sums(method), seed

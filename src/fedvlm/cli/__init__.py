@@ -5,6 +5,7 @@ import sys
 import typer
 
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
+from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, resume, run
 from fedvlm.cli.share import export, ledger, predict
@@ -28,6 +29,7 @@ app.command()(export)
 app.command()(predict)
 app.command()(ledger)
 app.add_typer(cache_app, name="cache")
+app.add_typer(deploy_app, name="deploy")
 
 
 def main() -> None:
