@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import jacrev
 
-from fedvlm.maths.curvature import blend, mode, pack, probe, unpack
+from fedvlm.maths.curvature import blend, mode, probe
 
 CLASSES, VECTORS, WIDTH, DIM, ROWS = 3, 2, 4, 5, 6
 
@@ -42,12 +42,6 @@ def test_samples_average_to_the_fisher_information():
     flat = samples.reshape(len(signs), -1)
     estimate = flat.mT @ flat / len(signs)
     assert (estimate - exact).norm() < 0.05 * exact.norm()
-
-
-def test_a_triangle_is_unpacked_to_its_matrix():
-    square = positive(5, 0)
-    assert pack(square).shape == (15,)
-    assert torch.allclose(unpack(pack(square)), square, atol=1e-12)
 
 
 def test_blending_one_client_returns_its_mean_exactly():

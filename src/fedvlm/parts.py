@@ -1,6 +1,7 @@
 """Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,17 @@ from fedvlm.tensors import full
 Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
 # what is trained, what is kept and a minibatch -> the loss, and new values of what is kept
 Objective = Callable[[Tensors, Tensors, Batch], tuple[Tensor, Tensors]]
+STATE = "state "  # starts the names of local tensors that hold an optimiser's state over the rounds
 
 
 def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
-    """Cross-entropy over the real rows; nothing at all where there are none."""
-    losses = torch.nn.functional.cross_entropy(logits, y, reduction="none")
-    return torch.where(real, losses, 0.0).sum() / real.sum().clamp(min=1)
+    """Cross-entropy over the real rows; nothing at all where there are none.
+
+    With a leading axis of clients it is the sum of theirs, so that each has its own gradient.
+    """
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
+    kept = torch.where(real, losses.reshape(y.shape), 0.0).sum(dim=-1)
+    return (kept / real.sum(dim=-1).clamp(min=1)).sum()
 
 
 def minibatch(client: Client, step: int) -> Batch:
@@ -30,6 +36,16 @@ def minibatch(client: Client, step: int) -> Batch:
     return Batch(
         full(client.x[rows]), client.y[rows].clamp(min=0), real, full(client.reference[others])
     )
+
+
+def withhold(client: Client, counts: Tensor, smallest: int) -> Client:
+    """The client without the rows of classes whose `counts` are below `smallest`.
+
+    Sums over the rows that are left say nothing of the others, and clients' sums add up to those
+    over all rows that were left.
+    """
+    stays = (counts < smallest)[client.y.clamp(min=0)]
+    return replace(client, y=torch.where(stays, -1, client.y))
 
 
 def everything(self: Any, shared: Tensors, id: str) -> Tensors:
@@ -80,6 +96,10 @@ def sgd(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
     """update: minibatch SGD on `self.loss` with rate, momentum and decay; velocity starts anew."""
+    return descend(self, frozen, sent, local, client, sgd_step(self))
+
+
+def sgd_step(self: Any) -> Stepper:
     momentum, decay = getattr(self, "momentum", 0.0), getattr(self, "decay", 0.0)
 
     def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
@@ -88,13 +108,16 @@ def sgd(
             speed = momentum * kept["speed"] + speed
         return value - self.rate * speed, {"speed": speed}
 
-    return descend(self, frozen, sent, local, client, step)
+    return step
 
 
 def adam(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
-    """update: Adam on `self.loss` with rate, betas, eps and decay; moments start anew."""
+    """update: Adam on `self.loss` with rate, betas, eps and decay.
+
+    Moments start anew in every round, unless `init` puts `moments` among the local tensors.
+    """
     first, second = getattr(self, "betas", (0.9, 0.999))
     eps, decay = getattr(self, "eps", 1e-8), getattr(self, "decay", 0.0)
 
@@ -112,6 +135,29 @@ def adam(
     return descend(self, frozen, sent, local, client, step)
 
 
+def moments(trained: Tensors) -> Tensors:
+    """Local tensors in which `adam` keeps its moments from round to round, for `init`."""
+    return {
+        f"{STATE}{name} {key}": torch.zeros_like(value)
+        for key, one in trained.items()
+        for name, value in (("mean", one), ("square", one), ("count", torch.zeros(())))
+    }
+
+
+def split_state(local: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
+    """Local tensors of the method, and what its optimiser kept of each trained one."""
+    states: dict[str, Tensors] = {}
+    for key, value in local.items():
+        if key.startswith(STATE):
+            name, of = key.removeprefix(STATE).split(" ", 1)
+            states.setdefault(of, {})[name] = value
+    return {key: one for key, one in local.items() if not key.startswith(STATE)}, states
+
+
+def join_state(states: dict[str, Tensors]) -> Tensors:
+    return {f"{STATE}{name} {key}": v for key, one in states.items() for name, v in one.items()}
+
+
 for _part in (sgd, adam):
     _part.walks = "loss"  # type: ignore[attr-defined]  # tells `register` to ask for a loss
 
@@ -124,10 +170,12 @@ def descend(
     `loss` returns the loss, or the loss and new values of tensors named in `memory`. `step` gets
     what it asked to keep the last time, and nothing the first time.
     """
+    local, states = split_state(local)
+    keeps = bool(states)
     everything = {**sent, **local}
     trained = {key: value for key, value in everything.items() if key not in self.memory}
     kept = {key: value for key, value in everything.items() if key in self.memory}
-    states: dict[str, Tensors] = {key: {} for key in trained}
+    states = {key: dict(states.get(key, {})) for key in trained}
     none = torch.zeros(())
 
     def objective(trained: Tensors, kept: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
@@ -154,7 +202,10 @@ def descend(
             for key in kept.keys() & remembered.keys()
         }
     now = {**trained, **kept}
-    return {key: now[key] for key in sent}, {key: now[key] for key in local}
+    own = {key: now[key] for key in local}
+    if keeps:
+        own |= join_state(states)
+    return {key: now[key] for key in sent}, own
 
 
 def slopes_of(objective: Objective) -> Callable[[Tensors, Tensors, Batch], Any]:

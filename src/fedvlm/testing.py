@@ -219,7 +219,26 @@ def check_uploads(world: World) -> None:
         twins = [k for k, v in upload.items() if v.shape == value.shape and torch.equal(v, value)]
         moved = key in local and not torch.equal(value, local[key])
         assert not (twins and moved), f"the upload {twins[0]!r} is the local tensor {key!r} renamed"
+    if hasattr(method, "covers"):
+        check_small(world)
     assert set(own) == set(local), f"update returns local {sorted(own)}, init {sorted(local)}"
+
+
+def check_small(world: World) -> None:
+    """A method that uploads class statistics says so by `covers`, and keeps small classes back."""
+    method, frozen = world.method, world.frozen
+    shared, local = method.init(frozen)
+    if getattr(method, "noise_multiplier", 0):  # then it goes by counts that have noise as well
+        return
+    for id in world.members:
+        one = client(world, id, 0)
+        upload, _ = method.update(frozen, method.send(shared, id), local, one)
+        counts = torch.bincount(one.y, minlength=len(frozen.classes))
+        small = method.covers(upload) & (counts < method.smallest)
+        assert not small.any(), (
+            f"the upload tells of a class with {counts[small].min()} rows at a client, fewer than "
+            f"smallest = {method.smallest}; leave it out with `parts.withhold`"
+        )
 
 
 def check_roundtrip(world: World, reference: Outcome) -> None:

@@ -12,6 +12,7 @@ from fedvlm.engines.rounds import Plan, start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.work import client
 from fedvlm.errors import SettingsError
+from fedvlm.maths.gaussian import pack
 from fedvlm.methods.fens import HOLDS, NETWORK
 from fedvlm.methods.promptfl import class_features
 from fedvlm.testing import check_same, learn, toy_world
@@ -57,10 +58,7 @@ def test_fedlpa_follows_the_client_whose_rows_say_more():
     world = world_of("fedlpa", damping=1e-6)
     shared, upload = sent_up(world)
     eye = {"tall": VECTORS, "wide": WIDTH}
-    flat = {
-        key: tensors.full(torch.eye(size))[tuple(torch.tril_indices(size, size))]
-        for key, size in eye.items()
-    }
+    flat = {key: pack(torch.eye(size)) for key, size in eye.items()}
     vague = {**upload, **{key: 0.1 * value for key, value in flat.items()}}
     sharp = {**upload, **flat, "prompt": upload["prompt"] + 1}
     joined = world.method.aggregate(shared, [vague, sharp], torch.ones(2), ["a", "b"])
@@ -122,7 +120,7 @@ def test_fens_sends_all_prompts_once_and_only_the_network_after_it():
     prompt = 4 * VECTORS * WIDTH
     network = 4 * (3 * CLASSES * 6 + 6 + 6 * CLASSES + CLASSES)
     of_one = [line["clients"]["client-0"] for line in lines]
-    assert [one["bytes_up"] for one in of_one] == [prompt, 8, network, network]
+    assert [one["bytes_up"] for one in of_one] == [prompt, network, network, network]
     assert [one["bytes_down"] for one in of_one] == [
         prompt,
         3 * prompt + network,
@@ -146,7 +144,7 @@ def test_fens_engines_agree_while_the_network_trains():
 
 
 def test_fens_takes_clients_that_missed_an_exchange():
-    """Some train the network while others still fetch the prompts."""
+    """Some hold all prompts while others still fetch them, in the same round."""
     world = world_of("fens", rounds=6)
     state, _ = lines_of(world, Batched, fraction=0.67)
     twin, _ = lines_of(world, Single, fraction=0.67)

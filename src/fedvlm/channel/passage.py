@@ -1,6 +1,6 @@
 """The whole way of an upload: what the client does to it, and what the server makes of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +9,13 @@ from fedvlm import seeds, tensors
 from fedvlm.channel import secure
 from fedvlm.channel.clip import add_noise, apply, change, clip
 from fedvlm.channel.quantise import SCALE, dequantise, quantise
-from fedvlm.channel.settings import Channel, sums
+from fedvlm.channel.settings import Channel, ChannelError, sums
 from fedvlm.channel.validate import Inbox, validate
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
 
 SPENT = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
+KEPT = "channel/"  # where a client's channel keeps its own among the local tensors
 LEFT = "left/"  # what rounding has left over
 
 
@@ -25,10 +26,10 @@ def leave(
 
     `draw` is the noise's: by seed in a simulation, from the system's entropy at a site.
     """
-    if channel.noise and (whole := [k for k, v in upload.items() if not v.is_floating_point()]):
-        raise FederationError(
-            f"the upload holds whole numbers in {whole[0]!r}, which noise does not cover; "
-            "set channel.noise = 0, or choose another method"
+    if channel.clip and (whole := [k for k, v in upload.items() if not v.is_floating_point()]):
+        raise ChannelError(
+            f"the upload holds whole numbers in {whole[0]!r}, which can be neither clipped nor "
+            "covered by noise; set channel.clip = 0, or choose another method"
         )
     if not (channel.clip or channel.quantise):
         return upload, kept
@@ -42,6 +43,16 @@ def leave(
     left = {key.removeprefix(LEFT): value for key, value in kept.items() if key.startswith(LEFT)}
     small, left = quantise(moved, left)
     return {**upload, **small}, {**kept, **{LEFT + key: value for key, value in left.items()}}
+
+
+def join(local: Tensors, kept: Tensors) -> Tensors:
+    """A client's local tensors and what its channel keeps, to be stored in one place."""
+    return {**local, **{KEPT + key: value for key, value in kept.items()}}
+
+
+def split(held: Tensors) -> tuple[Tensors, Tensors]:
+    kept = {key.removeprefix(KEPT): value for key, value in held.items() if key.startswith(KEPT)}
+    return {key: value for key, value in held.items() if not key.startswith(KEPT)}, kept
 
 
 def arrive(channel: Channel, travels: Tensors, sent: Tensors) -> Tensors:
@@ -89,11 +100,11 @@ class Arrived:
 
 
 class Passage:
-    """Carries the uploads of one training within a process."""
+    """Carries the uploads of one training."""
 
     def __init__(self, channel: Channel, method: object, local: Sequence[str], seed: int) -> None:
         self.channel, self.kind, self.seed = channel, sums(method), seed
-        self.inbox = Inbox(channel, local)
+        self.inbox, self.uneven = Inbox(channel, local, method), getattr(method, "uneven", ())
 
     def carry(
         self,
@@ -102,33 +113,42 @@ class Passage:
         sent: Mapping[str, Tensors],
         rows: Mapping[str, int],
         kept: Mapping[str, Tensors],
+        passed: Collection[str],
         where: Callable[[str], str],
     ) -> Arrived:
-        channel, ids = self.channel, list(uploads)
-        after, sizes, whole = {}, {}, {}
+        """`passed` are the clients that did their half themselves: their uploads are `leave`'s."""
+        ids = list(uploads)
+        after = {id: kept.get(id, {}) for id in ids}
+        sizes, whole = {}, {}
         for id, upload in uploads.items():
-            validate(upload, self.inbox.local, where(id))
-            draw = seeds.generator("channel noise", self.seed, id, number)
+            travels = upload
             try:
-                travels, after[id] = leave(channel, upload, sent[id], kept.get(id, {}), draw)
-                whole[id] = arrive(channel, travels, sent[id])
-            except FederationError as error:
+                if id not in passed:
+                    validate(upload, self.inbox.local, where(id))
+                    draw = seeds.generator("channel noise", self.seed, id, number)
+                    travels, after[id] = leave(self.channel, upload, sent[id], after[id], draw)
+                whole[id] = arrive(self.channel, travels, sent[id])
+            except ChannelError as error:
                 raise FederationError(f"{where(id)}: {error}") from error
             sizes[id] = tensors.count_bytes(travels)
             self.inbox.check(whole[id], sent[id], rows[id], id, number, where(id))
         weights = torch.tensor([float(rows[id]) for id in ids])
-        costs = spend(channel, self._weights(rows, [id for id in ids if uploads[id]]))
+        costs = spend(self.channel, self._weights(rows, [id for id in ids if uploads[id]]))
         for id, cost in costs.items():
             before = after[id].get(SPENT, torch.zeros((), dtype=torch.float64))
             after[id] = {**after[id], SPENT: before + cost}
         left = {id: one for id, one in after.items() if one}
-        if not channel.secure or not any(uploads.values()):
+        if not self.channel.secure or not any(uploads.values()):
             return Arrived(ids, list(whole.values()), weights, sizes, left)
-        masked = {}
+        masked, words = {}, (self.seed, number)
         for id, upload in whole.items():
+            if own := [key for key in upload if key in self.uneven]:
+                raise FederationError(
+                    f"{where(id)}: {own[0]!r} is each client's own and has no sum; set "
+                    "channel.secure = false"
+                )
             mine = secure.weighted(upload, self._weights(rows, ids)[id], where(id))
-            secure.guarded(mine, secure.ROOM / len(ids), where(id))
-            masked[id] = secure.mask(mine, ids, id, (self.seed, number))
+            masked[id] = secure.mask(secure.fixed(mine, len(ids), where(id)), ids, id, words)
         sizes = {id: tensors.count_bytes(one) for id, one in masked.items()}
         one = secure.combined(secure.total(masked.values()), str(self.kind), whole[ids[0]])
         return Arrived(["everyone"], [one], weights.sum(0, keepdim=True), sizes, left)

@@ -7,8 +7,8 @@ change by more than 1/15 of its norm, and one large number spoils only its block
 import torch
 from torch import Tensor
 
+from fedvlm.channel.settings import ChannelError
 from fedvlm.core import Tensors
-from fedvlm.errors import FederationError
 
 BLOCK = 256
 LEVELS = 127
@@ -37,7 +37,7 @@ def dequantise(travels: Tensors, keys: list[str]) -> Tensors:
         levels, scale = travels[key], travels[key + SCALE]
         fits = levels.dtype == torch.int8 and scale.shape == (-(-levels.numel() // BLOCK),)
         if not fits or scale.dtype != torch.float32:
-            raise FederationError(
+            raise ChannelError(
                 f"{key!r} came as {levels.dtype} {tuple(levels.shape)} with {scale.dtype} scales "
                 f"{tuple(scale.shape)}; 8-bit numbers with one float32 for {BLOCK} are expected"
             )

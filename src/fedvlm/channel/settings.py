@@ -4,13 +4,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fedvlm.core import check_type
-from fedvlm.errors import SettingsError
+from fedvlm.errors import FederationError, SettingsError
 
 SUMS = {  # what a method's aggregate needs to know of the uploads, if it is only a sum
     "rows": "the mean over rows",
     "clients": "the mean over clients",
     "total": "the plain sum",
 }
+
+
+class ChannelError(FederationError):
+    """An upload the channel does not take; who knows the client and the round adds them."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Directory of the record.")] = None,
     smoke: Annotated[bool, typer.Option(help="A short run on few rows.")] = False,
     again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
+    allow_small: Annotated[
+        bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")
+    ] = False,
 ) -> None:
     """Run a method, or an experiment of several, and print its table."""
     from fedvlm.errors import SettingsError
@@ -42,6 +45,7 @@ def run(
         raise SettingsError("nothing to run; name a TOML file, or --method (`fedvlm list methods`)")
     values = read_toml(find(file)) if file else {}
     given = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    given["allow_small"] = allow_small or None
     if method:
         values.pop("methods", None)
         given["method"] = method

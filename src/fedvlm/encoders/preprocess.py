@@ -45,6 +45,15 @@ class Pixels:
             values = (values - mean) / std
         return values
 
+    def undo(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """(height, width, 3): the picture as the encoder sees it, for a person to look at."""
+        pixels = values.transpose(1, 2, 0)
+        if self.mean is not None and self.std is not None:
+            pixels = pixels * np.array(self.std, np.float32) + np.array(self.mean, np.float32)
+        if self.rescale is not None:
+            pixels = pixels / self.rescale
+        return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
+
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         if isinstance(self.size, tuple):
             return self.size

@@ -5,6 +5,7 @@ tensors; these stay with it, in its Context.state.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
 from secrets import token_hex
 from time import monotonic, sleep
 from typing import Any
@@ -83,7 +84,7 @@ class Flower:
             about = reply.about
             upload = unpack(reply.arrays) if about["uploads"] else None
             local = self.local(id, about["version"])
-            done[id] = Done(upload, local, about["scores"], about["told"])
+            done[id] = Done(upload, local, about["scores"], about["told"], passed=True)
         return done
 
     def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:
@@ -137,13 +138,13 @@ class Flower:
                     f"{where}: the reply is to another request (its {key} is "
                     f"{parcel.about.get(key)!r}, not {request.about[key]!r}); it is left out"
                 )
-        if parcel.about.get("client") != id:
+        if parcel.about.get("client") != id and request.about["kind"] != "open":
             raise FederationError(f"{where}: the reply is from {parcel.about.get('client')!r}")
         return parcel
 
     def _count(self, parcels: Iterable[str], replies: Mapping[str, Any], number: int) -> None:
         asked = len(list(parcels))
-        least = max(1, -int(-(self.quorum * asked) // 1))
+        least = ceil(self.quorum * asked - 1e-9)
         if len(replies) < least:
             why = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
             raise FederationError(

@@ -6,17 +6,21 @@ answer was lost, or a server that was resumed, is answered as if nothing had hap
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from secrets import randbits
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from fedvlm import tensors
+from fedvlm import seeds, tensors
+from fedvlm.channel import validate
+from fedvlm.channel.passage import join, leave, split
 from fedvlm.core import Tensors
 from fedvlm.engines.flower_wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
-from fedvlm.engines.work import Done, Task, World
+from fedvlm.engines.work import Done, Part, Task, World
 from fedvlm.errors import FederationError
 from fedvlm.record import read_tensors, write_tensors
 
@@ -75,6 +79,25 @@ class Training:
         return self.folder / "local.safetensors"
 
 
+def own_training(world: World, id: str) -> Training:
+    """The world as one client has it: no row of another, but for the public reference."""
+    member = world.members[id]
+    parts = (member.train, member.validation, member.test, world.reference)
+    rows = np.concatenate(parts)
+    ends = np.cumsum([len(part) for part in parts])
+    index = torch.from_numpy(rows)
+    places = np.split(np.arange(len(rows)), ends[:-1])
+    own = replace(
+        world,
+        x=world.x[index] if isinstance(world.x, torch.Tensor) else world.x.take(index),
+        y=world.y[index],
+        members={id: Part(*places[:3])},
+        reference=places[3],
+        texts={id: world.texts[id]} if id in world.texts else {},
+    )
+    return Training("", id, own)
+
+
 class Guard(Protocol):
     """What a site does about each request and each answer; in one process nothing."""
 
@@ -109,27 +132,34 @@ class Desk:
         sent = unpack(parcel.arrays)
         if self.guard is not None:
             self.guard.admit(training, about, sent)
-        task = Task(id, sent, held[version] if version else fresh, about["trains"])
+        local, kept = split(held[version] if version else fresh)
+        task = Task(id, sent, local, about["trains"])
         engine = Single(world)
         adapts = about["kind"] == "adapt"
         done = (engine.adapt if adapts else engine.round)(number, [task])[id]
-        after = version
+        after, upload = version, done.upload or {}
+        if done.upload is not None:
+            validate(upload, fresh, where(world, number, id))
+            draw = seeds.generator("channel noise", world.seed, id, number)
+            if world.entropy:
+                draw.manual_seed(randbits(63))
+            upload, kept = leave(world.channel, upload, sent, kept, draw)
         if task.trains:
             after = number + 1
             keep = {version, *about["held"]}
             held = {one: value for one, value in held.items() if one in keep}
-            state = training.write({**held, after: done.local})
+            state = training.write({**held, after: join(done.local, {} if adapts else kept)})
         if adapts and self.guard is not None:
             self.guard.adapted(training, sent, done.local)
         reply = {
             **{key: about[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,
             "version": after,
-            "uploads": done.upload is not None,
+            "uploads": upload is not None,
             "scores": done.scores,
             "told": told(world, sent, done, adapts) if task.trains else {},
         }
-        return Parcel(reply, arrays(done.upload or {})), state
+        return Parcel(reply, arrays(upload)), state
 
 
 def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:

@@ -14,8 +14,9 @@ from fedvlm.engines.batched import Batched
 from fedvlm.engines.single import Single, where
 from fedvlm.engines.work import Done, Scores, Task, World, minibatches
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate import accuracy
+from fedvlm.evaluate import accuracy, metric
 from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
+from fedvlm.metrics import METRICS
 
 Selection = Literal["last", "validation", "oracle"]
 
@@ -106,18 +107,16 @@ def train(
         known = ids if plan.selection == "last" else sorted(plan.train)
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
-        ids = [id for id in ids if id in done]  # the others are missing
-        trained = {task.id: task for task in tasks if task.id in ids}
-        came = carry(world, passage, state, number, trained, done)
+        ids = [id for id in ids if id in done]
+        came = _carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
+            own = {id: done[id] for id in ids}
+            line |= disagreement(world, state.shared, came.uploads, own)
         line["clients"] = {
-            task.id: _line(task, done[task.id], came.sizes.get(task.id, 0))
-            for task in tasks
-            if task.id in done
+            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
         }
         if len(done) < len(tasks):
             line["missing"] = dict(getattr(engine, "missing", {}))
@@ -134,25 +133,6 @@ def train(
     return state
 
 
-def carry(
-    world: World,
-    passage: Passage,
-    state: State,
-    number: int,
-    tasks: Mapping[str, Task],
-    done: Mapping[str, Done],
-) -> Arrived:
-    """The participants' uploads through the channel."""
-    return passage.carry(
-        number,
-        {id: done[id].upload or {} for id in tasks},
-        {id: task.sent for id, task in tasks.items()},
-        {id: len(world.members[id].train) for id in tasks},
-        state.channel,
-        lambda id: where(world, number, id),
-    )
-
-
 def _tasks(
     method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
 ) -> list[Task]:
@@ -167,6 +147,26 @@ def _tasks(
         )
         for id in ids
     ]
+
+
+def _carry(
+    world: World,
+    passage: Passage,
+    state: State,
+    number: int,
+    tasks: Sequence[Task],
+    done: Mapping[str, Done],
+) -> Arrived:
+    """The uploads through the channel, or its second half where a client did the first."""
+    return passage.carry(
+        number,
+        {task.id: done[task.id].upload or {} for task in tasks},
+        {task.id: task.sent for task in tasks},
+        {task.id: len(world.members[task.id].train) for task in tasks},
+        state.channel,
+        {id for id, one in done.items() if one.passed},
+        lambda id: where(world, number, id),
+    )
 
 
 def _line(task: Task, done: Done, size: int) -> dict[str, float]:
@@ -199,7 +199,13 @@ def disagreement(
 def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     """What a curve shows: the state before this round's update, averaged over clients."""
     own = [scores[id]["loss"] for id in sorted(scores) if id in plan.train]
+    more: dict[str, float | None] = {}
+    for name in METRICS[1:]:
+        both = {"clients": metric(scores, plan.train, name)}
+        both |= {"target": metric(scores, plan.unseen, name)}
+        more |= {f"{who} {name}": one for who, one in both.items() if one is not None}
     return {
+        **more,
         "loss": sum(own) / len(own) if own else None,
         "validation": accuracy(scores, plan.train, "validation"),
         "accuracy": accuracy(scores, plan.train, "test"),

@@ -7,6 +7,7 @@ text.
 import torch
 from torch import Tensor
 
+GONE = -1e4  # added to the score of a class that does not count
 LEAST = 1e-3  # ε: what a margin of zero or less counts as, because the score takes its logarithm
 
 
@@ -16,13 +17,16 @@ def margins(means: Tensor, present: Tensor, texts: Tensor, scale: float) -> Tens
     p is the softmax over classes j of s_t · z̄_j · Φ(t); -1 for a class that is not present.
     """
     classes = len(means)
-    scores = scale * texts.double() @ means.double().mT  # (classes, texts, classes)
-    shares = torch.where(present, scores, -torch.inf).softmax(-1)
-    shares = torch.where(present.any(), shares, 0.0)  # without any class the softmax is 0/0
-    own = torch.eye(classes, dtype=torch.bool, device=means.device)[:, None, :]
-    mine = (shares * own).sum(-1)
-    others = torch.where(own, 0.0, shares).amax(-1)
-    return torch.where(present[:, None], mine - others, -1.0)
+    flat = texts.reshape(-1, texts.shape[-1])
+    scores = scale * (means.to(texts.dtype) @ flat.mT).reshape(classes, *texts.shape[:2])
+    mine = scores.diagonal(dim1=0, dim2=1).mT.double()
+    # Not -inf: a client of one class has no others, and a maximum over nothing is NaN later.
+    absent = torch.where(present, 0.0, GONE)[:, None]
+    self_ = torch.zeros(classes, classes, dtype=scores.dtype, device=scores.device)
+    others = scores + (absent + self_.fill_diagonal_(GONE)).to(scores.dtype)[:, :, None]
+    best, all_others = others.amax(0).double(), others.logsumexp(0).double()
+    total = torch.logaddexp(mine, all_others)
+    return torch.where(present[:, None], (mine - total).exp() - (best - total).exp(), -1.0)
 
 
 def votes(margins: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,22 +35,6 @@ def probe(
     return sample
 
 
-def pack(square: Tensor) -> Tensor:
-    """The lower triangle of a symmetric (n, n) matrix as one vector."""
-    rows, columns = torch.tril_indices(*square.shape[-2:])
-    return square[..., rows, columns]
-
-
-def unpack(triangle: Tensor) -> Tensor:
-    """(n, n) from its packed triangle."""
-    size = int(((8 * triangle.shape[-1] + 1) ** 0.5 - 1) / 2 + 0.5)
-    rows, columns = torch.tril_indices(size, size)
-    square = triangle.new_zeros(size, size)
-    square[rows, columns] = triangle
-    square[columns, rows] = triangle
-    return square
-
-
 def blend(
     means: Sequence[Tensor],
     left: Sequence[Tensor],

@@ -1,6 +1,7 @@
 """Gaussian classes of one common covariance: statistics that add up, posterior, discriminant.
 
-Everything is computed in float64 and without branches on values, so that engines may vmap it.
+Sums over rows are taken in float64; all else has the precision of the moments it is given. There
+are no branches on values, so that engines may vmap it.
 """
 
 from functools import lru_cache
@@ -47,15 +48,16 @@ def posterior(prior: Moments, x: Tensor, y: Tensor, alpha: float) -> Moments:
     κ_c = αN_c + n_c, m_c = (αN_c z̄_c + n_c z̄ᵏ_c)/κ_c, and
     S = αS_g + Σ (z - z̄ᵏ_c)(z - z̄ᵏ_c)ᵀ + Σ_c (αN_c n_c/κ_c)(z̄ᵏ_c - z̄_c)(z̄ᵏ_c - z̄_c)ᵀ.
     """
-    one_hot = members(y, len(prior.counts))
+    x = x.to(prior.means.dtype)
+    one_hot = members(y, len(prior.counts)).to(x.dtype)
     counts = one_hot.sum(0)
-    own = (one_hot.mT @ x.double()) / counts.clamp(min=1)[:, None]
+    own = (one_hot.mT @ x) / counts.clamp(min=1)[:, None]
     before = alpha * prior.counts
     total = before + counts
     safe = torch.where(total > 0, total, 1.0)
     means = (before[:, None] * prior.means + counts[:, None] * own) / safe[:, None]
     apart = (before * counts / safe).sqrt()[:, None] * (own - prior.means)
-    around = (x.double() - one_hot @ own) * (y >= 0)[:, None]
+    around = (x - own[y.clamp(min=0)]) * (y >= 0)[:, None]
     parts = torch.cat([around, apart])
     return Moments(total, means, alpha * prior.scatter + parts.mT @ parts)
 
@@ -117,13 +119,12 @@ def left_out(known: Moments, rule: Discriminant, x: Tensor, y: Tensor, weight: T
     Taking a row out changes the scatter by rank one and the mean of its class; the only row of a
     class leaves it without a prototype.
     """
+    x, weight = x.to(rule.root.dtype), weight.to(rule.root.dtype)
     total, dim = known.counts.sum(), x.shape[1]
     scale = total + dim + 2
     label = y.clamp(min=0)
-    rows = scale.sqrt() * torch.linalg.solve_triangular(
-        rule.root, (x.double() - rule.centre).mT, upper=False
-    )
-    rows = rows.mT
+    solved = torch.linalg.solve_triangular(rule.root, (x - rule.centre).mT, upper=False)
+    rows = scale.sqrt() * solved.mT
     offset = rows - rule.white[label]  # row minus its class mean, in unit covariance
     left = known.counts[label] - weight
     alone = left < weight * 1e-6

@@ -14,7 +14,8 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
-from fedvlm.maths.curvature import blend, pack, probe, unpack
+from fedvlm.maths.curvature import blend, probe
+from fedvlm.maths.gaussian import pack, unpack
 from fedvlm.methods.promptfl import PromptFL, class_features
 
 
@@ -63,14 +64,16 @@ class FedLPA:
     ) -> Tensors:
         share = weights.double() / weights.double().sum()
         means = [upload["prompt"].double() for upload in uploads]
-        tall, wide = ([self.damped(upload[key]) for upload in uploads] for key in ("tall", "wide"))
+        vectors, width = means[0].shape
+        tall = [self.damped(upload["tall"], vectors) for upload in uploads]
+        wide = [self.damped(upload["wide"], width) for upload in uploads]
         start = parts.mean(self, {"prompt": means[0]}, [{"prompt": m} for m in means], weights, ids)
         joined = blend(means, tall, wide, share, start["prompt"], self.iterations)
         return {"prompt": joined.to(shared["prompt"].dtype)}
 
-    def damped(self, triangle: Tensor) -> Tensor:
-        square = unpack(triangle.double())
-        return square + self.damping * square.diagonal().mean() * torch.eye(len(square)).double()
+    def damped(self, triangle: Tensor, size: int) -> Tensor:
+        square = unpack(triangle.double(), size)
+        return square + self.damping * square.diagonal().mean() * torch.eye(size).double()
 
     name = "fedlpa"
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()

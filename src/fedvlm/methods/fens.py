@@ -1,8 +1,9 @@
 """Every client's prompt in one ensemble, and a small network over all their logits.
 
 FENS + PromptFL of the TOFA tables: Allouah et al., Revisiting ensembling in one-shot federated
-learning, NeurIPS 2024. It is one-shot in its prompts only: one exchange uploads them, one hands all
-of them to every client, and 500 more train the network by FedAdam (Reddi et al., ICLR 2021).
+learning, NeurIPS 2024. It is one-shot in its prompts only: after the exchange that uploads them,
+500 more train the network by FedAdam (Reddi et al., ICLR 2021), and the first of those hands out
+all prompts.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class FENS:
     decay: float = 5e-4
     batch: int = 32  # B
     epochs: int = 50  # E
-    rounds: int = 502  # prompts, all prompts to all clients, 500 for the network
+    rounds: int = 501  # one for the prompts, 500 for the network
 
     def __post_init__(self) -> None:
         if self.units < 1:
@@ -63,12 +64,11 @@ class FENS:
     def update(
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
     ) -> tuple[Tensors, Tensors]:
-        """What a client does follows from what it was sent: the first prompt, all, or none."""
+        """What a client does follows from what it was sent: the first prompt, or the network."""
         if "prompt" in sent:
             return parts.sgd(self, frozen, sent, local, client)
         if "prompts" in sent:
-            features = class_features(frozen, sent["prompts"])
-            return {"held": torch.tensor(len(features))}, {"features": features}
+            local = {"features": class_features(frozen, sent["prompts"])}
         # The validation rows are the paper's proxy split; without any, the training rows.
         held = client.held_y >= 0
         y = torch.cat([client.held_y, client.y])
@@ -78,7 +78,7 @@ class FENS:
         def fit(network: Tensors) -> Tensor:
             return parts.fit(self.predict(frozen, network, local, x), y.clamp(min=0), real)
 
-        return grad(fit)(sent), local
+        return grad(fit)({key: sent[key] for key in NETWORK}), local
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
@@ -87,19 +87,14 @@ class FENS:
             prompts = torch.stack([upload["prompt"] for upload in uploads])
             seed, classes = shared["origin"].tolist()
             return {"prompts": prompts, **start(len(uploads), classes, self.units, seed)}
-        pairs = list(zip(ids, uploads, weights, strict=True))
-        marks = {HOLDS + id: torch.zeros(0) for id, upload, _ in pairs if "held" in upload}
-        steps = [(upload, weight) for _, upload, weight in pairs if "held" not in upload]
-        out = {**shared, **marks}
-        if steps:
-            network = {key: shared[key] for key in NETWORK}
-            given, worth = [upload for upload, _ in steps], torch.stack([w for _, w in steps])
-            gradient = parts.mean(self, network, given, worth, ids)
-            for key, value in network.items():
-                first = BETAS[0] * shared[f"first {key}"] + (1 - BETAS[0]) * gradient[key]
-                second = BETAS[1] * shared[f"second {key}"] + (1 - BETAS[1]) * gradient[key] ** 2
-                moved = value - self.server_rate * first / (second.sqrt() + ADAPTIVITY)
-                out |= {key: moved, f"first {key}": first, f"second {key}": second}
+        network = {key: shared[key] for key in NETWORK}
+        gradient = parts.mean(self, network, uploads, weights, ids)
+        out = {**shared, **{HOLDS + id: torch.zeros(0) for id in ids}}
+        for key, value in network.items():
+            first = BETAS[0] * shared[f"first {key}"] + (1 - BETAS[0]) * gradient[key]
+            second = BETAS[1] * shared[f"second {key}"] + (1 - BETAS[1]) * gradient[key] ** 2
+            moved = value - self.server_rate * first / (second.sqrt() + ADAPTIVITY)
+            out |= {key: moved, f"first {key}": first, f"second {key}": second}
         return out
 
     name = "fens"

@@ -6,16 +6,17 @@ Zhang et al., TOFA: training-free one-shot federated adaptation for vision-langu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, calibration, gaussian
+from fedvlm.privacy import epsilon
 
 TERMS = 8  # a bound on the size of a term of r, for its fixed point
 
@@ -32,6 +33,10 @@ class TOFA:
     temperature: float = 0.5  # τ_t of eq. 7
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
     most: int = 4096  # rows a client may have; the fixed point of uploads is made for them
+    smallest: int = SMALLEST  # rows a class must have at a client to be uploaded
+    contributors: int = 1  # clients it must have then; above 1 an exchange before all counts them
+    noise_multiplier: float = 0.0  # of the noise in what is uploaded, by what one row can change
+    delta: float = 1e-5  # δ at which ε is counted
     rounds: int = 1  # 2: clients' own texts go round first, and are scored in a second exchange
 
     def __post_init__(self) -> None:
@@ -42,8 +47,28 @@ class TOFA:
                 f"tofa: alpha = {self.alpha} and shrinkage = {self.shrinkage} do not fit; alpha "
                 "is from 0 to 1, and shrinkage above 0"
             )
-        if self.rounds not in (1, 2):
-            raise SettingsError(f"tofa: rounds = {self.rounds}; it takes 1, or 2 for own texts")
+        if min(self.smallest, self.contributors) < 1 or not self.noise_multiplier >= 0:
+            raise SettingsError(
+                f"tofa: smallest = {self.smallest} and contributors = {self.contributors} are at "
+                f"least 1, and noise_multiplier = {self.noise_multiplier} is not negative"
+            )
+        if self.noise_multiplier:
+            epsilon(self.noise_multiplier, 1, delta=self.delta)  # a missing library is found now
+        if self.exchanges not in (1, 2):
+            more = ", and one more that counts contributors" if self.contributors > 1 else ""
+            raise SettingsError(
+                f"tofa: rounds = {self.rounds}; it takes 1, or 2 for own texts{more}"
+            )
+
+    @property
+    def exchanges(self) -> int:
+        """Without the one that counts contributors."""
+        return self.rounds - (self.contributors > 1)
+
+    @property
+    def batch(self) -> int:
+        """All rows are one minibatch, so that noise is drawn once."""
+        return self.most
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, dim = len(frozen.classes), frozen.dim
@@ -52,7 +77,7 @@ class TOFA:
         if self.text:
             there = (texts(frozen).abs().amax(-1) > 0).float()
             shared["weights"] = there / there.sum(1, keepdim=True)  # b, uniform so far
-        if self.text and self.rounds == 2:
+        if self.text and self.exchanges == 2:
             shared["own"] = torch.zeros(classes, dim)  # Σ b Φ(t) over texts that clients brought
         if self.visual:
             shared["counts"] = torch.zeros(classes)
@@ -74,9 +99,11 @@ class TOFA:
         rows = client.x.shape[0]
         if rows > self.most:
             raise SettingsError(f"tofa: a client has {rows} rows; set most = {rows} or higher")
-        if self.text and client.texts.shape[1] and self.rounds == 1:
+        if self.text and client.texts.shape[1] and self.exchanges == 1:
             raise SettingsError("tofa: clients bring texts of their own; set rounds = 2")
-        counts, sums, second = gaussian.raw(client.x, client.y, len(frozen.classes))
+        counts, sums, second = self.statistics(frozen, sent, client)
+        if self.contributors > 1 and "open" not in sent:
+            return {"holders": (counts > 0).to(torch.int32)}, local
         upload: Tensors = {}
         if self.visual and "texts" not in sent:
             upload["counts"] = counts.to(torch.int32)
@@ -84,10 +111,12 @@ class TOFA:
             upload["moments"] = gaussian.to_fixed(gaussian.pack(second), self.most)
             if "row weight" in local:
                 local = {**local, "row weight": 1 + self.alpha * (counts > 0).float()}
-        if self.text and self.rounds == 2 and "texts" not in sent:
+        if self.text and self.exchanges == 2 and "texts" not in sent:
             upload["texts"] = client.texts
         elif self.text:
-            every = torch.cat([texts(frozen), sent.get("texts", client.texts)], dim=1)
+            every = texts(frozen)
+            if "texts" in sent:
+                every = torch.cat([every, sent["texts"]], dim=1)
             present = counts > 0
             means = sums / counts.clamp(min=1)[:, None]
             terms, voting = alignment.votes(
@@ -96,6 +125,49 @@ class TOFA:
             upload["scores"] = gaussian.to_fixed(terms, TERMS)
             upload["voters"] = voting.to(torch.int32)
         return upload, local
+
+    def statistics(
+        self, frozen: Frozen, sent: Tensors, client: Client
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Counts, class sums and Σ x xᵀ of the classes that may be uploaded, with their noise.
+
+        One row more or less changes a count by 1, a sum by a vector of norm 1 and the triangle of
+        Σ x xᵀ by one of norm 1 at most: √3 together. What is left out is chosen by the counts that
+        are uploaded, noise and all, so the choice gives nothing away.
+        """
+        classes, dim = len(frozen.classes), frozen.dim
+        counts = gaussian.members(client.y, classes).sum(0)
+        if self.noise_multiplier:
+            blur = self.noise_multiplier * 3**0.5 * client.noise[0].double()
+            ends = [classes, classes + classes * dim]
+            on_counts, on_sums, on_second = blur.tensor_split(ends)
+            counts = (counts + on_counts).round()
+            longest = client.x.norm(dim=1, keepdim=True).clamp(min=1)
+            client = replace(client, x=client.x.double() / longest)
+        counts = counts * sent.get("open", torch.ones_like(counts))
+        client = parts.withhold(client, counts, self.smallest)
+        there = counts >= self.smallest
+        _, sums, second = gaussian.raw(client.x, client.y, classes)
+        if self.noise_multiplier:
+            sums = torch.where(there[:, None], sums + on_sums.reshape(classes, dim), 0.0)
+            second = second + gaussian.unpack(on_second, dim)
+        return torch.where(there, counts, 0.0), sums, second
+
+    def noise(self, frozen: Frozen) -> int:
+        classes, dim = len(frozen.classes), frozen.dim
+        return (classes + classes * dim + dim * (dim + 1) // 2) * (self.noise_multiplier > 0)
+
+    def covers(self, upload: Tensors) -> Tensor:
+        """(classes,) True where the upload tells of rows of the class."""
+        told = [upload[key] for key in ("counts", "holders", "voters") if key in upload]
+        return torch.stack(told).sum(0) > 0
+
+    def means(self, upload: Tensors) -> Tensor | None:
+        """(classes, dim) what the upload says of the class means, for an audit."""
+        if "sums" not in upload:
+            return None
+        counts = upload["counts"].clamp(min=1)[:, None]
+        return gaussian.from_fixed(upload["sums"], self.most) / counts
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
@@ -107,6 +179,8 @@ class TOFA:
             if key != "texts"
         }
         out = {key: value for key, value in shared.items() if key != "texts"}
+        if "holders" in total:
+            out["open"] = (total["holders"] >= self.contributors).double()
         if "moments" in total:
             out |= self.prior(total)
         if "scores" in total:
@@ -152,27 +226,23 @@ class TOFA:
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:
             return local
-        prior = gaussian.Moments(
-            sent["counts"].double(),
-            sent["means"].double(),
-            gaussian.unpack(sent["scatter"].double(), frozen.dim),
-        )
+        scatter = gaussian.unpack(sent["scatter"], frozen.dim)
+        prior = gaussian.Moments(sent["counts"], sent["means"], scatter)
         known = gaussian.posterior(prior, client.x, client.y, self.alpha)
         rule = gaussian.discriminant(known, gaussian.ridge(known, self.shrinkage))
         out = {
-            "weight change": (rule.weight - sent["weight"]).float(),
-            "bias change": (rule.bias - sent["bias"]).float(),
+            "weight change": rule.weight - sent["weight"],
+            "bias change": rule.bias - sent["bias"],
         }
         if self.text and self.fusion:
             x, y = client.x, client.y
-            weight = local["row weight"][y.clamp(min=0)].double()
-            logits = gaussian.left_out(known, rule, x, y, weight)
+            logits = gaussian.left_out(known, rule, x, y, local["row weight"][y.clamp(min=0)])
             if self.calibration == "held-out" and client.held_x.shape[0]:
                 x, y = client.held_x, client.held_y
-                logits = rule.logits(x.double())
+                logits = rule.logits(x)
             words = frozen.scale * x @ prompts(frozen, sent).mT
-            heats = [calibration.heat(logits, y), calibration.heat(words.double(), y)]
-            out["heat"] = torch.stack(heats).float()
+            heats = [calibration.heat(logits, y), calibration.heat(words, y)]
+            out["heat"] = torch.stack(heats)
         return {**local, **out}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -189,11 +259,16 @@ class TOFA:
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         names = ("visual temperature", "text temperature")
-        return dict(zip(names, local.get("heat", torch.zeros(0)).exp().tolist(), strict=False))
+        out = dict(zip(names, local.get("heat", torch.zeros(0)).exp().tolist(), strict=False))
+        if self.noise_multiplier:
+            spent = epsilon(self.noise_multiplier, self.rounds, delta=self.delta)
+            out |= {"epsilon": spent, "delta": self.delta}
+        return out
 
     name = "tofa"
     needs, memory = frozenset({"image"}), frozenset[str]()
     send = parts.everything
+    sums, uneven = "total", frozenset({"texts"})  # of clients that bring more or fewer
 
 
 def texts(frozen: Frozen) -> Tensor:
@@ -207,5 +282,8 @@ def texts(frozen: Frozen) -> Tensor:
 
 def prompts(frozen: Frozen, sent: Tensors) -> Tensor:
     """(classes, dim): every class's texts, mixed by their weights."""
-    mixed = alignment.mix(sent["weights"], texts(frozen))
+    assert frozen.text is not None  # `init` has seen to it
+    mixed = sent["weights"][:, :1] * frozen.text
+    if frozen.descriptions is not None:  # not `texts`, which would copy them for every prediction
+        mixed = mixed + alignment.mix(sent["weights"][:, 1:], frozen.descriptions)
     return mixed + sent["own"] if "own" in sent else mixed

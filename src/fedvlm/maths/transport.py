@@ -1,0 +1,123 @@
+"""Entropic transport between the patches of an image and a few prompts, for many images at once.
+
+A plan T ≥ 0 (prompts x patches) maximises Σ T·similarity + λ·entropy. Unbalanced: every patch gives
+at most α = 1/V, every prompt takes exactly β = γ/n. Classical: every patch gives exactly α, γ = 1.
+
+Dykstra's scaling finds T = α · min(1, 1/s) · k e^g with k = e^(similarity/λ), s = Σ k e^g, and one
+number g for each prompt. It creeps for small λ and for γ near 1, so the n numbers are found by
+Newton's method instead, on the same equations: what each prompt takes is to be β. With few prompts
+that is a tiny system for every image and class. The number of steps depends on the settings alone,
+so no image waits for another and the plan passes through vmap.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedvlm.errors import SettingsError
+
+Kind = Literal["unbalanced", "classical", "averaging"]
+SPAN = 60.0  # e to this power is far from the largest float32
+WIDE = 0.2  # λ that is reached in a few steps from anywhere
+WARM, LAST = 2, 6  # steps for each larger λ on the way, and for the last
+NEAR = 6  # more steps where γ is above 0.9, and nearly every patch has to give all it has
+RIDGE = 1e-6  # of what a prompt takes: keeps the system regular where every patch gives all it has
+AT_ONCE = 100_000  # numbers whose intermediate results stay in a core's cache
+
+
+def plan(
+    similarity: Tensor,
+    kind: Kind,
+    gamma: float = 1.0,
+    strength: float = 0.1,
+    steps: int = LAST,
+) -> Tensor:
+    """(..., prompts, patches) cosines -> the plan T of the same shape, at least in float32.
+
+    `gamma` is the mass γ of an unbalanced plan, `strength` the weight λ of the entropy. The usual
+    number of `steps` is right to rounding for cosines as CLIP has them; wider ones may take more.
+    """
+    similarity = similarity.to(torch.promote_types(similarity.dtype, torch.float32))
+    *many, prompts, patches = similarity.shape
+    if kind == "averaging":
+        return torch.full_like(similarity, 1 / (prompts * patches))
+    check(gamma, strength)
+    exact = kind == "classical" or gamma == 1  # where all mass is taken every patch gives all
+    problems = similarity.reshape(-1, prompts, patches)
+    size = max(1, AT_ONCE // (prompts * patches))
+    found = [
+        _solve(some, 1 if exact else gamma, strength, exact, steps)
+        for some in torch.split(problems, size)
+    ]
+    return torch.cat(found).reshape(*many, prompts, patches)
+
+
+def check(gamma: float, strength: float) -> None:
+    """Refuses what is no transport problem."""
+    if not 0 < gamma <= 1:
+        raise SettingsError(
+            f"gamma = {gamma} is outside (0, 1]; it is the share of an image that prompts take"
+        )
+    if not 0 < strength < float("inf"):
+        raise SettingsError(
+            f"strength = {strength} of the entropy is not above 0; the paper's λ is 0.1"
+        )
+
+
+def _solve(similarity: Tensor, gamma: float, strength: float, exact: bool, steps: int) -> Tensor:
+    _, prompts, patches = similarity.shape
+    target = gamma * patches / prompts  # β in units of α
+    # A constant added to a prompt's row changes g and not T; with 0 as the largest no e overflows.
+    cost = similarity - similarity.amax(dim=-1, keepdim=True)
+    levels = [strength]
+    while levels[-1] < WIDE:
+        levels.append(2 * levels[-1])
+    top = (cost / levels[-1]).exp().sum(dim=-1, keepdim=True)
+    g = (target / top).log()
+    for level in reversed(levels):
+        # Cosines differ by 2 at most, and so does λg: below SPAN no e^g or e^(c/λ) overflows.
+        plain = 2 / level < SPAN
+        kernel = (cost / level).exp() if plain else cost / level
+        count = WARM if level > strength else steps + (NEAR if gamma > 0.9 and not exact else 0)
+        for _ in range(count):
+            taken, total = _taken(kernel, g, exact, plain)
+            g = g + _newton(taken, total, target, exact)
+        g = 2 * g if level > strength else g  # λg is carried on
+    taken, _ = _taken(kernel, g, exact, plain)
+    return taken * (target / taken.sum(dim=-1, keepdim=True) / patches)
+
+
+def _taken(kernel: Tensor, g: Tensor, exact: bool, plain: bool) -> tuple[Tensor, Tensor]:
+    """What each prompt takes of every patch in units of α, and s: 1 or more where it is all."""
+    if plain:
+        wish = kernel * g.exp()
+    else:
+        raised = kernel + g
+        most = raised.amax(dim=-2, keepdim=True)
+        # Dividing all wishes by e^most changes nothing where they exceed 1 and are cut anyway.
+        wish = (raised - (most if exact else most.clamp(min=0))).exp()
+    total = wish.sum(dim=-2, keepdim=True)
+    return wish / (total if exact else total.clamp(min=1)), total
+
+
+def _newton(taken: Tensor, total: Tensor, target: float, exact: bool) -> Tensor:
+    """(problems, prompts, 1): what to add to g; shortened, since e^g is far from straight.
+
+    The system is a Laplacian: prompts compete for patches that give all they have (`shared`), and
+    gain from those that do not (`free`).
+    """
+    held = taken if exact else taken * (total >= 1)
+    whole = taken.sum(dim=-1, keepdim=True)
+    lack = target - whole
+    free = whole - held.sum(dim=-1, keepdim=True) + RIDGE * target
+    if taken.shape[-2] == 2:
+        shared = (held[:, :1] * taken[:, 1:]).sum(dim=-1, keepdim=True)
+        determinant = free.prod(dim=-2, keepdim=True) + shared * free.sum(dim=-2, keepdim=True)
+        step = (free.flip(-2) * lack + shared * lack.sum(dim=-2, keepdim=True)) / determinant
+    else:
+        shared = held @ taken.mT
+        between = shared - torch.diag_embed(shared.diagonal(dim1=-2, dim2=-1))
+        system = torch.diag_embed(between.sum(dim=-1) + free[..., 0]) - between
+        step = torch.linalg.solve(system, lack)
+    return step.sign() * step.abs().log1p()

@@ -1,0 +1,148 @@
+"""What the prompts of a run look at: similarity and transport plan over an image's patches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedvlm.core import make
+from fedvlm.encoders.decode import decode
+from fedvlm.encoders.preprocess import Pixels
+from fedvlm.errors import DataError, EncoderError, SettingsError, unknown
+from fedvlm.maths.transport import plan
+from fedvlm.maths.tsne import tsne
+from fedvlm.result import Result, reopen
+
+GAMMAS = (0.2, 0.5, 0.8, 1.0)
+FEWEST = 4  # local prompts that make a picture
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One image, one class, one client; the first of two is the global prompt's, then the local."""
+
+    client: str
+    name: str  # of the class
+    chance: float  # that the client gives this class
+    likeliest: str  # the class the client would answer
+    picture: NDArray[np.uint8]  # (height, width, 3) as the encoder sees it
+    similarity: Floats  # (2, rows, columns) cosines of patches and the class's two features
+    plans: dict[float, Floats]  # γ -> (2, rows, columns): the share of a patch that a prompt takes
+    trained: float | None  # the γ of the run, None if its plan was no unbalanced one
+
+
+def explain(
+    run: Result | str | Path,
+    image: str | Path,
+    *,
+    name: str | None = None,
+    client: str | None = None,
+    gammas: Sequence[float] | None = None,
+    seed: int | None = None,
+) -> Explanation:
+    """`name` is a class, the client's own answer if left out; `client` is the first that trained.
+
+    The run is one of FedOTP. A γ is the share of the image that both prompts take together; left
+    out, there are a few, with the run's own among them.
+    """
+    result = run if isinstance(run, Result) else Result(Path(run))
+    method = make(**result.manifest["identity"]["method"])
+    if not hasattr(method, "similarity"):
+        raise SettingsError(
+            f"{result.folder} is a run of {method.name}, which moves nothing between patches and "
+            "prompts; explain a run of fedotp"
+        )
+    pixels_of = read(Path(image))
+    classifier = result.personalised(client or next(iter(result.local(seed=seed))), seed)
+    encoder, frozen = reopen(classifier.encoder), classifier.frozen
+    assert isinstance(encoder.preprocess, Pixels)  # no other encoder has a text tower
+    pixels = encoder.preprocess(pixels_of)
+    patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()
+    chances = classifier.logits(patches)[0].softmax(0)
+    if name is not None and name not in frozen.classes:
+        raise unknown("class", name, frozen.classes)
+    number = frozen.classes.index(name) if name is not None else int(chances.argmax())
+    both = (method.send(classifier.shared, classifier.client), classifier.local)
+    cosines = method.similarity(frozen, *both, patches)[0, number]  # (2, patches)
+    count = cosines.shape[1]
+    shape = (2, *grid(count, *pixels.shape[1:]))
+    trained = method.gamma if method.transport == "unbalanced" else None
+    wanted = set(gammas or GAMMAS) | ({trained} if trained is not None and not gammas else set())
+    shares = {
+        gamma: count * plan(cosines, "unbalanced", gamma, method.strength)
+        for gamma in sorted(wanted)
+    }
+    return Explanation(
+        client=classifier.client,
+        name=frozen.classes[number],
+        chance=float(chances[number]),
+        likeliest=frozen.classes[int(chances.argmax())],
+        picture=encoder.preprocess.undo(pixels),
+        similarity=cosines.double().numpy().reshape(shape),
+        plans={gamma: one.double().numpy().reshape(shape) for gamma, one in shares.items()},
+        trained=trained,
+    )
+
+
+def read(path: Path) -> Any:
+    """A decoded picture; an error names the file."""
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"the image {path} cannot be read ({error.strerror}); name a file"
+        ) from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def grid(patches: int, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of square patches that fill an image."""
+    rows = max(1, round(sqrt(patches * height / width)))
+    if patches % rows or abs(height / rows - width * rows / patches) > 1:
+        raise EncoderError(
+            f"{patches} patches do not tile an image of {height} x {width} pixels; take an "
+            "encoder whose patches are square"
+        )
+    return rows, patches // rows
+
+
+@dataclass(frozen=True)
+class PromptMap:
+    """The local prompts of a run on a plane: near ones are alike, axes mean nothing."""
+
+    title: str
+    clients: tuple[str, ...]
+    groups: tuple[str, ...]  # what is coloured alike: a client's domain, or itself
+    places: Floats  # (clients, 2)
+
+
+def prompt_map(run: Result | str | Path, seed: int | None = None) -> PromptMap:
+    """t-SNE of what the clients of a run's first job have learnt for themselves."""
+    result = run if isinstance(run, Result) else Result(Path(run))
+    told = result.manifest["identity"]
+    local = {id: one.get("own", one.get("prompt")) for id, one in result.local(seed=seed).items()}
+    prompts = [value for value in local.values() if value is not None and value.ndim == 2]
+    if not prompts:
+        raise SettingsError(
+            f"{result.folder} is a run of {told['method']['name']}, whose clients keep no prompt; "
+            "show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop"
+        )
+    if len(prompts) < FEWEST:
+        raise SettingsError(
+            f"{result.folder} has {len(prompts)} local prompts, too few for a map; show a run with "
+            f"{FEWEST} clients or more, as clients.by = 'dirichlet' makes them"
+        )
+    mixed = told["clients"]["by"] == "domain-dirichlet"
+    return PromptMap(
+        title=f"local prompts of {told['method']['name']} on {result.manifest['data']}",
+        clients=tuple(local),
+        groups=tuple(id.rsplit("-", 1)[0] if mixed else id for id in local),
+        places=tsne(np.stack([one.double().numpy() for one in prompts])),
+    )

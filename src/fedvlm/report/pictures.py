@@ -1,0 +1,148 @@
+"""Explanations drawn as PNG files by matplotlib, which is asked for only when one is drawn."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedvlm.errors import SettingsError
+from fedvlm.files import write
+
+if TYPE_CHECKING:
+    from fedvlm.report.explain import Explanation, PromptMap
+
+INK, PALE = "#222222", "#888888"
+LABELLED = 40  # clients up to which each point of a map has its name beside it
+
+
+def draw(told: "Explanation", out: str | Path) -> Path:
+    """Two rows, the global and the local prompt; columns are the image, similarity, each γ."""
+    columns = 2 + len(told.plans)
+    figure = canvas(2.1 * columns + 0.4, 5.2)
+    axes = figure.subplots(2, columns, squeeze=False)
+    bare(axes[0, 0]).imshow(told.picture)
+    axes[0, 0].set_title("image", fontsize=10, color=INK)
+    legend(bare(axes[1, 0]), told)
+    shown: Any = None
+    panels: list[tuple[str, Any]] = [("similarity", told.similarity)]
+    for gamma, share in told.plans.items():
+        mark = " (trained)" if told.trained is not None and gamma == told.trained else ""
+        panels.append((f"plan, γ = {gamma:g}{mark}", share))
+    for column, (title, values) in enumerate(panels, start=1):
+        pair = axes[:, column]
+        for axis, one in zip(pair, values, strict=True):
+            shown = overlay(bare(axis), told.picture, one, float(values.min()), float(values.max()))
+        pair[0].set_title(title, fontsize=10, color=INK)
+        bar = below(figure, shown, list(pair))
+        bar.ax.tick_params(labelsize=8, colors=INK)
+        bar.ax.locator_params(nbins=4)
+        said = "cosine" if column == 1 else "share of the patch"
+        bar.set_label(said, fontsize=8, color=INK)
+    level = below(figure, shown, list(axes[:, 0]))  # an empty one keeps the image beside the rest
+    level.ax.set_axis_off()
+    level.solids.set_visible(False)
+    for axis, word in zip(axes[:, 1], ("global prompt", "local prompt"), strict=True):
+        axis.set_ylabel(word, fontsize=10, color=INK)
+    return save(figure, out)
+
+
+def below(figure: Any, shown: Any, axes: list[Any]) -> Any:
+    return figure.colorbar(shown, ax=axes, location="bottom", shrink=0.85, pad=0.03)
+
+
+def overlay(axis: Any, picture: Any, values: Any, low: float, high: float) -> Any:
+    """Patches coloured over the image in grey, with thin lines between them."""
+    height, width = picture.shape[:2]
+    edges = (-0.5, width - 0.5, height - 0.5, -0.5)
+    axis.imshow(picture.mean(2), cmap="gray", vmin=0, vmax=255, extent=edges)
+    if high - low < 1e-9:  # all the same: one colour, and a bar that does not pretend otherwise
+        low, high = low - 0.5e-3, high + 0.5e-3
+    shown = axis.imshow(
+        values, cmap="viridis", vmin=low, vmax=high, alpha=0.68, extent=edges, zorder=2
+    )
+    rows, columns = values.shape
+    for k in range(1, rows):
+        axis.axhline(k * height / rows - 0.5, color="white", lw=0.4, alpha=0.5, zorder=3)
+    for k in range(1, columns):
+        axis.axvline(k * width / columns - 0.5, color="white", lw=0.4, alpha=0.5, zorder=3)
+    axis.set_xlim(edges[:2])
+    axis.set_ylim(edges[2:])
+    return shown
+
+
+def legend(axis: Any, told: "Explanation") -> None:
+    lines = [
+        ("class", told.name),
+        ("client", told.client),
+        ("chance", f"{told.chance:.1%}"),
+        ("answer", told.likeliest),
+    ]
+    for place, (word, value) in enumerate(lines):
+        y = 0.9 - 0.24 * place
+        axis.text(0.02, y, word, fontsize=8, color=PALE, transform=axis.transAxes, va="center")
+        text = value if len(value) <= 22 else value[:21] + "…"
+        axis.text(
+            0.02, y - 0.1, text, fontsize=10, color=INK, transform=axis.transAxes, va="center"
+        )
+    for side in axis.spines.values():
+        side.set_visible(False)
+
+
+def draw_map(told: "PromptMap", out: str | Path) -> Path:
+    """One point for each client, coloured by its domain where clients share one."""
+    figure = canvas(6.2, 5.4)
+    axis = bare(figure.subplots())
+    groups = sorted(set(told.groups))
+    many = len(groups) == len(told.clients)
+    from matplotlib import colormaps
+
+    colours = colormaps["tab10" if len(groups) <= 10 else "turbo"]
+    for number, group in enumerate(groups):
+        mine = np.array([one == group for one in told.groups])
+        shade = colours(number if len(groups) <= 10 else number / max(1, len(groups) - 1))
+        axis.scatter(*told.places[mine].T, s=46, color=INK if many else shade, label=group)
+    if len(told.clients) <= LABELLED:
+        middle = float(np.median(told.places[:, 0]))
+        for id, (x, y) in zip(told.clients, told.places, strict=True):
+            right = x > middle  # names are written inwards, so that none leaves the frame
+            axis.annotate(
+                id,
+                (x, y),
+                xytext=(-5 if right else 5, 5),
+                textcoords="offset points",
+                ha="right" if right else "left",
+                fontsize=8,
+                color=INK,
+            )
+    if not many:
+        axis.legend(
+            fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=5
+        )
+    axis.margins(0.08)
+    axis.set_title(f"t-SNE of the {told.title}", fontsize=11, color=INK)
+    return save(figure, out)
+
+
+def canvas(width: float, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SettingsError("pictures are drawn by matplotlib; install fedvlm[plot]") from error
+    return Figure(figsize=(width, height), dpi=120, layout="constrained", facecolor="white")
+
+
+def bare(axis: Any) -> Any:
+    axis.set_xticks([])
+    axis.set_yticks([])
+    for side in axis.spines.values():
+        side.set_color(PALE)
+    return axis
+
+
+def save(figure: Any, out: str | Path) -> Path:
+    data = BytesIO()
+    figure.savefig(data, format="png")
+    path = Path(out)
+    write(path, data.getvalue())
+    return path

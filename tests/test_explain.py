@@ -1,0 +1,175 @@
+"""What the prompts of a run look at, as numbers and as pictures."""
+
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import fedvlm
+from fedvlm import cli
+from fedvlm.encoders.demo import demo
+from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError
+from fedvlm.report.explain import explain, grid, prompt_map
+from fedvlm.report.pictures import draw
+
+CLASSES = ("bird", "fruit", "vehicle")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A few of the embedded pictures as folders of domain and class."""
+    root = tmp_path_factory.mktemp("pictures")
+    archive = Path(fedvlm.__file__).parent / "data" / "demo" / "emoji.zip"
+    with ZipFile(archive) as box:
+        for domain in ("noto", "twemoji"):
+            for name in CLASSES:
+                files = [one for one in box.namelist() if one.startswith(f"{domain}/{name}/")]
+                assert len(files) >= 10, name
+                for one in files[:10]:
+                    place = root / "all" / one
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    place.write_bytes(box.read(one))
+    return root
+
+
+def run(folder: Path, method: str, **settings):
+    return fedvlm.run(
+        {"name": method, "rounds": 1, "epochs": 1, "vectors": 4, "rate": 0.1},
+        data=f"folder:{folder / 'all'}",
+        source={"layout": "domain/class"},
+        encoder="demo",
+        protocol="own-test",
+        seeds=[0],
+        out=folder / f"{method}-{len(settings)}",
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def fedotp(folder):
+    return run(folder, "fedotp")
+
+
+@pytest.fixture(scope="module")
+def image(folder) -> Path:
+    return sorted((folder / "all" / "noto" / "bird").iterdir())[0]
+
+
+def test_similarity_is_the_cosine_of_each_patch_and_the_class_behind_each_prompt(fedotp, image):
+    told = explain(fedotp, image, name="fruit", client="noto")
+    own = fedotp.personalised("noto")
+    encoder = demo()
+    pixels = encoder.preprocess(Image.open(image).convert("RGB"))
+    patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()[0]
+    unit = torch.nn.functional.normalize(patches, dim=1)
+    for found, prompt in zip(
+        told.similarity, (own.shared["prompt"], own.local["own"]), strict=True
+    ):
+        text = own.frozen.text_tower(prompt)[own.frozen.classes.index("fruit")]
+        np.testing.assert_allclose(found.ravel(), (unit @ text).numpy(), atol=1e-5)
+    assert told.similarity.shape == (2, 6, 6)
+    assert told.picture.shape == (48, 48, 3)
+
+
+def test_plans_take_their_share_of_the_image_and_no_patch_gives_more_than_it_has(fedotp, image):
+    told = explain(fedotp, image, gammas=(0.3, 1.0, 0.3))
+    assert list(told.plans) == [0.3, 1.0]
+    for gamma, plan in told.plans.items():
+        assert plan.min() >= 0
+        assert plan.sum(0).max() <= 1 + 1e-3
+        np.testing.assert_allclose(plan.mean((1, 2)), gamma / 2, rtol=1e-3)
+
+
+def test_the_answer_and_its_chance_are_those_of_the_clients_classifier(fedotp, image):
+    told = explain(fedotp, image, client="twemoji")
+    assert told.client == "twemoji"
+    assert told.name == told.likeliest
+    assert told.chance >= 1 / 3
+    rest = [explain(fedotp, image, client="twemoji", name=one).chance for one in CLASSES]
+    assert sum(rest) == pytest.approx(1)
+    assert max(rest) == pytest.approx(told.chance)
+
+
+def test_the_picture_shown_is_the_one_the_encoder_sees(image):
+    preprocess = demo().preprocess
+    pixels = preprocess(Image.open(image).convert("RGB"))
+    shown = preprocess.undo(pixels)
+    again = (shown / 255 - np.array(preprocess.mean)) / np.array(preprocess.std)
+    np.testing.assert_allclose(again.transpose(2, 0, 1), pixels, atol=1e-5)
+
+
+def test_the_command_draws_both_pictures(fedotp, folder, image, tmp_path):
+    out = tmp_path / "new" / "picture.png"
+    said = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--out", out)
+    assert "bird" in said and str(out) in said
+    with Image.open(out) as drawn:
+        assert drawn.format == "PNG" and drawn.width > 1000
+    call("explain", fedotp.folder, "--image", image, "--gamma", 0.5, "--gamma", 0.9)
+    assert (fedotp.folder / f"explain-{image.stem}.png").is_file()
+    coop = run(folder, "coop", clients={"by": "domain-dirichlet", "count": 2, "minimum": 2})
+    call("explain", coop.folder, "--prompts")
+    assert (coop.folder / "prompts.png").is_file()
+    told = prompt_map(coop)
+    assert told.groups == ("noto", "noto", "twemoji", "twemoji")
+    assert np.isfinite(told.places).all()
+
+
+def call(*words):
+    done = CliRunner().invoke(cli.app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_what_cannot_be_drawn_is_refused_by_name(fedotp, folder, image, tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(image.read_bytes()[:200])
+    plain = run(folder, "promptfl")
+    cases = [
+        (lambda: explain(fedotp, tmp_path / "none.png"), "none.png"),
+        (lambda: explain(fedotp, tmp_path), "cannot be read"),
+        (lambda: explain(fedotp, broken), "broken.png: the picture is truncated"),
+        (lambda: explain(fedotp, image, name="brid"), "did you mean 'bird'"),
+        (lambda: explain(fedotp, image, client="nobody"), "noto, twemoji"),
+        (lambda: explain(fedotp, image, gammas=(1.5,)), "1.5"),
+        (lambda: explain(fedotp, image, seed=9), "no seed 9"),
+        (lambda: explain(plain, image), "promptfl, which moves nothing"),
+        (lambda: explain(tmp_path / "none", image), "run directory"),
+        (lambda: prompt_map(plain), "promptfl, whose clients keep no prompt"),
+        (lambda: prompt_map(fedotp), "2 local prompts, too few"),
+    ]
+    for attempt, words in cases:
+        with pytest.raises(FedVLMError, match=words):
+            attempt()
+
+
+def test_the_command_wants_an_image_or_the_map(fedotp, image):
+    for words in ([], ["--image", str(image), "--prompts"]):
+        with pytest.raises(SettingsError, match="--image FILE, or --prompts"):
+            CliRunner().invoke(
+                cli.app, ["explain", str(fedotp.folder), *words], catch_exceptions=False
+            )
+
+
+def test_a_missing_matplotlib_is_named_with_its_extra(fedotp, image, tmp_path, monkeypatch):
+    told = explain(fedotp, image)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SettingsError, match=r"fedvlm\[plot\]"):
+        draw(told, tmp_path / "x.png")
+
+
+def test_patches_form_a_grid_or_are_refused():
+    assert grid(196, 224, 224) == (14, 14)
+    assert grid(8, 32, 64) == (2, 4)
+    with pytest.raises(EncoderError, match="37 patches"):
+        grid(37, 48, 48)
+
+
+def test_a_place_that_cannot_be_written_is_an_error_of_the_disk(fedotp, image, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write"):
+        draw(explain(fedotp, image), tmp_path / "file" / "x.png")
