@@ -15,6 +15,7 @@ from fedvlm.engines.single import Single, where
 from fedvlm.engines.work import Done, Scores, Task, World, minibatches
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import accuracy, metric
+from fedvlm.machine import give_back
 from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
 from fedvlm.metrics import METRICS
 
@@ -129,6 +130,8 @@ def train(
         local = {**state.local, **{id: done[id].local for id in ids}}
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         del done, tasks, came, shared, local  # a tower of every client is large, a state is not
+        if "image tower" in method.needs:
+            give_back()
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
