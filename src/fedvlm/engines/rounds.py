@@ -114,8 +114,7 @@ def train(
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            own = {id: done[id] for id in ids}
-            line |= disagreement(world, state.shared, came.uploads, own)
+            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
             t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
         }
