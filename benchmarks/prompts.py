@@ -23,6 +23,7 @@ from transport import scaling
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, make
+from fedvlm.encoders.mapped import opened
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.rounds import Plan, start, train
 from fedvlm.engines.work import World, bare
@@ -162,14 +163,14 @@ def cache(images: int = 10_000, clients: int = 10, classes: int = 37) -> None:
             for _ in range(images // len(block)):
                 block.tofile(file)
         size = path.stat().st_size
-        x = torch.from_numpy(np.memmap(path, np.float16, mode="c", shape=(images, PATCHES, WIDTH)))
+        x = opened(np.memmap(path, np.float16, mode="c", shape=(images, PATCHES, WIDTH)))
         y = torch.from_numpy(draw.integers(classes, size=images))
         each = images // clients
         members = {}
         for number in range(clients):
             rows = np.arange(number * each, (number + 1) * each)
             members[f"client-{number}"] = Part(*np.split(rows, [each * 3 // 5, each * 4 // 5]))
-        method = make("fedotp", rounds=1, epochs=1, batch=300)  # two steps a client
+        method = make("fedotp", rounds=1, epochs=1, batch=150)  # four steps a client
         world = World(method, frozen, x, y, members, seed=0)
         engine, watch = Batched(world, workers=2), Watch()
         state, fresh = start(world)
