@@ -15,6 +15,7 @@ from fedvlm.errors import SettingsError, unknown
 @dataclass(frozen=True)
 class Settings:
     method: Any  # a registered method with its settings
+    warm_start: Any = None  # a one-shot method whose result the method's head starts from
     data: str = "demo"
     encoder: str = "demo"
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
@@ -42,11 +43,13 @@ class Settings:
             del whole[key]
         if not (self.allow_small and hasattr(self.method, "smallest")):
             del whole["allow_small"]
-        usual = {"channel": Channel(), "descriptions": "", "texts": ""}
+        usual = {"channel": Channel(), "descriptions": "", "texts": "", "warm_start": None}
         for key in usual:  # left out as it was before there was a choice
             if getattr(self, key) == usual[key]:
                 del whole[key]
-        whole["method"] = {"name": self.method.name, **asdict(self.method)}
+        for key in {"method", "warm_start"} & whole.keys():
+            one = getattr(self, key)
+            whole[key] = {"name": one.name, **asdict(one)}
         return whole
 
 
@@ -57,7 +60,7 @@ def build(values: Mapping[str, Any]) -> Settings:
     for key, value in values.items():
         if key not in known:
             raise unknown("setting", key, known)
-        if key == "method":
+        if key in ("method", "warm_start"):
             out[key] = _method(value)
         elif key == "clients":
             out[key] = value if isinstance(value, Clients) else clients_of(value)
