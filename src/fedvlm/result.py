@@ -186,22 +186,22 @@ class Result:
             job: dict(read_json(self._path(job, seed, "json"))) for job in self.manifest["jobs"]
         }
 
+    def outcome(self, job: str, seed: int | None = None) -> tuple[Tensors, dict[str, Tensors]]:
+        """What a job ended with: the shared tensors, and the local ones of each client."""
+        tensors, about = read_tensors(self._path(job, seed, "safetensors"))
+
+        def group(name: str) -> Tensors:
+            return {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
+
+        local = {id: group(f"local/{number}/") for number, id in enumerate(about["train"])}
+        return group("shared/"), local
+
     def personalised(self, client: str, seed: int | None = None) -> Personalised:
         """A client's own classifier, from the first job in which it trained."""
         for job in self.manifest["jobs"]:
-            tensors, about = read_tensors(self._path(job, seed, "safetensors"))
-            if client in about["train"]:
-                local = f"local/{about['train'].index(client)}/"
-                return self._classifier(
-                    {
-                        k.removeprefix("shared/"): v
-                        for k, v in tensors.items()
-                        if k[:7] == "shared/"
-                    },
-                    {k.removeprefix(local): v for k, v in tensors.items() if k.startswith(local)},
-                    client,
-                    seed,
-                )
+            shared, local = self.outcome(job, seed)
+            if client in local:
+                return self._classifier(shared, local[client], client, seed)
         raise SettingsError(
             f"no client {client!r} trained in {self.folder}; "
             f"its clients are {', '.join(self.manifest['clients'])}"
@@ -223,8 +223,7 @@ class Result:
     def unseen(self, job: str | None = None, seed: int | None = None) -> Personalised:
         """The classifier of a client that joins later: what is shared, and the first local."""
         job = job or self.manifest["jobs"][0]
-        tensors, _ = read_tensors(self._path(job, seed, "safetensors"))
-        shared = {k.removeprefix("shared/"): v for k, v in tensors.items() if k[:7] == "shared/"}
+        shared, _ = self.outcome(job, seed)
         bare = self._classifier(shared, {}, "", seed)
         _, local = bare.method.init(bare.frozen)
         return self._classifier(shared, local, "", seed)

@@ -1,12 +1,9 @@
 """One run: settings -> federation -> engine -> evaluate -> record."""
 
-import platform
-import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from datetime import UTC, datetime
+from dataclasses import replace
 from hashlib import sha256
-from importlib.metadata import version
 from json import dumps
 from pathlib import Path
 from time import monotonic
@@ -14,8 +11,7 @@ from typing import Any
 
 import torch
 
-import fedvlm
-from fedvlm import evaluate, room
+from fedvlm import evaluate, room, warm
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
@@ -25,7 +21,16 @@ from fedvlm.engines.work import World
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.load import load, meet, thin
 from fedvlm.privacy import withheld
-from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
+from fedvlm.record import (
+    Record,
+    pack,
+    provenance,
+    read_json,
+    read_tensors,
+    unpack,
+    write_json,
+    write_tensors,
+)
 from fedvlm.result import DESCRIPTIONS, Result, slug
 from fedvlm.settings import Settings, build
 
@@ -74,15 +79,20 @@ def execute(
         if settings.smoke:
             settings, rows = thin(settings, rows)
         check(settings, rows)
-        divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        divisions = {
+            seed: divide(rows, settings.clients, seed, settings.target) for seed in settings.seeds
+        }
+        for seed, division in divisions.items():
+            for job in jobs_of(settings, division, seed):
+                evaluate.check(settings.method, rows, division, job)
         if rows.pictures is not None and settings.method.rounds:
-            jobs = (job for seed in divisions for job in _jobs(settings, divisions[seed], seed))
+            jobs = (job for seed in divisions for job in jobs_of(settings, divisions[seed], seed))
             most = max(len(job.train) for job in jobs)
             ready = frozen(rows, settings.seeds[0])
             room.check(settings, ready, rows.pictures.shape[1:], most)
         about = manifest(settings, rows, divisions)
-        first = divisions[settings.seeds[0]].members
-        notes = [*notes, *withheld(settings.method, first, rows.labels, len(rows.classes))]
+        members = divisions[settings.seeds[0]].members
+        notes = [*notes, *withheld(settings.method, members, rows.labels, len(rows.classes))]
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:
@@ -122,7 +132,11 @@ def check(settings: Settings, rows: Embedded) -> None:
             f"{len(rows.classes) - 1}); correct the labels, or name every class"
         )
     meet(settings.method, rows.encoder, rows.offers())
-    settings.method.init(frozen(rows, settings.seeds[0]))  # a method may refuse the dimension
+    ready = frozen(rows, settings.seeds[0])
+    settings.method.init(ready)  # a method may refuse the dimension
+    if settings.warm_start is not None:
+        meet(settings.warm_start, rows.encoder, rows.offers())
+        warm.check(settings.warm_start, settings.method, ready)
 
 
 def _seed(
@@ -134,7 +148,7 @@ def _seed(
     told: Progress,
 ) -> evaluate.Table:
     """All trainings of one seed, and the numbers they add up to."""
-    jobs = _jobs(settings, division, seed)
+    jobs = jobs_of(settings, division, seed)
     rounds = max(1, settings.method.rounds)
     before = settings.seeds.index(seed) * len(jobs)
     total = len(settings.seeds) * len(jobs) * rounds
@@ -152,12 +166,13 @@ def _seed(
     return evaluate.table(settings.protocol, division.members, done, generalises)
 
 
-def _jobs(settings: Settings, division: Division, seed: int) -> list[evaluate.Job]:
+def jobs_of(settings: Settings, division: Division, seed: int) -> list[evaluate.Job]:
     return evaluate.jobs(
         settings.protocol,
         division.members,
         counts=settings.counts,
         unseen=settings.unseen,
+        target=settings.target,
         seed=seed,
     )
 
@@ -175,6 +190,25 @@ def frozen(rows: Embedded, seed: int) -> Frozen:
     )
 
 
+def world_of(
+    settings: Settings, rows: Embedded, division: Division, job: evaluate.Job, seed: int
+) -> World:
+    """All that one training works on."""
+    members = {id: division.members[id] for id in (*job.train, *job.unseen)}
+    return World(
+        settings.method,
+        frozen(rows, seed),
+        rows.view(settings.method.needs),
+        torch.from_numpy(rows.labels),
+        members,
+        seed,
+        evaluate.reference(settings.method, division, job),
+        dealt(rows.texts, division.members),
+        channel=settings.channel,
+        metrics=settings.protocol == "source-target",
+    )
+
+
 def _job(
     settings: Settings,
     rows: Embedded,
@@ -189,24 +223,21 @@ def _job(
     final = record.folder / "jobs" / f"{name}.json"
     if final.exists():
         return dict(read_json(final)["scores"])
-    members = {id: division.members[id] for id in (*job.train, *job.unseen)}
-    world = World(
-        settings.method,
-        frozen(rows, seed),
-        rows.view(settings.method.needs),
-        torch.from_numpy(rows.labels),
-        members,
-        seed,
-        evaluate.reference(settings.method, members, job),
-        dealt(rows.texts, division.members),
-        channel=settings.channel,
-    )
+    world = world_of(settings, rows, division, job, seed)
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
     state, fresh = start(world)
     checkpoint = record.folder / "jobs" / f"{name}.checkpoint"
+    first = settings.warm_start
     if checkpoint.exists():
         state = unpack(*read_tensors(checkpoint))
-    record.keep_lines(name, state.round)
+        record.keep_lines(name, state.round)
+    elif first is None:
+        record.keep_lines(name, 0)
+    else:
+        record.keep_lines(name, -first.rounds)
+        before = replace(world, method=first, x=rows.view(first.needs))
+        head = warm.head(settings, before, plan, lambda one: record.add_line({"job": name, **one}))
+        state = replace(state, shared={**state.shared, "head": head})
     saved = monotonic()
     tell(state.round)
 
@@ -256,34 +287,11 @@ def manifest(
         "dim": rows.x.shape[1],
         "scale": rows.scale,
         "text": None if rows.text is None else rows.text.tolist(),
-        "jobs": [job.name for job in _jobs(settings, division, seed)],
+        "jobs": [job.name for job in jobs_of(settings, division, seed)],
         "clients": {
             id: {part: len(getattr(one, part)) for part in ("train", "validation", "test")}
             for id, one in division.members.items()
         },
         "duplicates_dropped": {seed: one.dropped for seed, one in divisions.items()},
-        "versions": {
-            "fedvlm": fedvlm.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "numpy", "transformers")},
-        },
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **commit(),
+        **provenance(),
     }
-
-
-def commit() -> dict[str, Any]:
-    """The commit of this code and whether it was changed since; nothing if it is not a checkout."""
-
-    def git(*words: str) -> str:
-        here = Path(fedvlm.__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=5
-        ).stdout.strip()
-
-    try:
-        if not git("ls-files", "--", "__init__.py"):
-            return {"commit": None, "dirty": None}
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}

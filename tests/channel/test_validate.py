@@ -92,7 +92,10 @@ def test_a_client_may_not_grow_between_rounds():
         ({"head": torch.zeros(4, 6).double()}, r"is float64 \(4, 6\), but float32"),
         ({**UPLOAD, "skew": torch.zeros(2)}, "holds 'skew', which is local"),
         ({"head": torch.full((4, 6), torch.nan)}, "24 of 24 numbers of 'head' are not finite"),
-        ({**UPLOAD, "more": torch.zeros(2)}, "'more' .* is float32 .*, but missing in what was sent"),
+        (
+            {**UPLOAD, "more": torch.zeros(2)},
+            "'more' .* is float32 .*, but missing in what was sent",
+        ),
         ({}, r"'head' of its upload is missing, but float32 \(4, 6\) in what"),
     ],
 )
