@@ -1,15 +1,16 @@
 """A start for a head: one exchange without training, before the rounds that train."""
 
-from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from fedvlm.core import Frozen
 from fedvlm.engines.rounds import Plan, State, open_engine, start, train
 from fedvlm.engines.work import World
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate import Job
+from fedvlm.jobs import has_checkpoint, job_name
+from fedvlm.record import Record
 from fedvlm.settings import Settings
 
 
@@ -26,19 +27,28 @@ def check(first: Any, method: Any, frozen: Frozen) -> None:
         )
 
 
-def head(
-    settings: Settings, world: World, plan: Plan, on_line: Callable[[dict[str, Any]], None]
-) -> Tensor:
-    """(classes, dim) of a one-shot method, the world's; its exchanges are rounds below 0."""
-    first = world.method
-    state, fresh = start(world)
+def begin(
+    settings: Settings, x: Any, job: Job, world: World, state: State, record: Record
+) -> State:
+    """The first state with a one-shot method's head; a checkpoint is past that and needs none.
+
+    `x` are the rows as the one-shot method sees them. Its exchanges are rounds below 0.
+    """
+    first, name = settings.warm_start, job_name(job, world.seed)
+    if has_checkpoint(record, name):
+        return state
+    record.keep_lines(name, -first.rounds)
+    before = replace(world, method=first, x=x)
+    plan = Plan(job.train, job.unseen, settings.fraction)
+    done, fresh = start(before)
 
     def on_round(_: State, line: dict[str, Any]) -> None:
-        on_line({**line, "round": line["round"] - first.rounds, "warm start": first.name})
+        number = line["round"] - first.rounds
+        record.add_line({"job": name, **line, "round": number, "warm start": first.name})
 
-    engine = open_engine(settings.engine, world, settings.workers, first.rounds)
+    engine = open_engine(settings.engine, before, settings.workers, first.rounds)
     with closing(engine):
-        state = train(world, engine, plan, state, fresh, on_round)
+        done = train(before, engine, plan, done, fresh, on_round)
     scale = world.frozen.scale
-    out: Tensor = first.head(world.frozen, state.shared)
-    return scale / getattr(settings.method, "tau", scale) * out
+    head = scale / getattr(world.method, "tau", scale) * first.head(world.frozen, done.shared)
+    return replace(state, shared={**state.shared, "head": head})
