@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fedvlm
-from fedvlm import runner
+from fedvlm import jobs
 from fedvlm.core import make
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FedVLMError, SettingsError
@@ -85,8 +85,8 @@ def test_a_finished_run_is_not_run_again_unless_asked(rows, tmp_path, monkeypatc
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     before = files(tmp_path / "a")
     calls = []
-    real = runner.train
-    monkeypatch.setattr(runner, "train", lambda *all: calls.append(1) or real(*all))
+    real = jobs.train
+    monkeypatch.setattr(jobs, "train", lambda *all: calls.append(1) or real(*all))
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     assert calls == []
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", again=True)
@@ -115,8 +115,8 @@ def test_another_runs_directory_is_refused(rows, rows_like, tmp_path):
 
 SCRIPT = """
 import sys
-from fedvlm import runner
-runner.EVERY = 0.05
+from fedvlm import jobs, runner
+jobs.EVERY = 0.05
 folder, store = sys.argv[1:]
 settings = dict(seeds=[0, 1], encoder=f"store:{store}", selection="validation", fraction=0.7)
 runner.run(dict(name="fedot", rounds=60, rate=1e-3), out=folder, **settings)
@@ -159,12 +159,12 @@ def test_resume_of_nothing_is_refused(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "EVERY", 0.0)
+    monkeypatch.setattr(jobs, "EVERY", 0.0)
 
     def stop(*all):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner, "finish", stop)
+    monkeypatch.setattr(jobs, "finish", stop)
     with pytest.raises(KeyboardInterrupt):
         fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     monkeypatch.undo()

@@ -41,7 +41,7 @@ def describe_rows(rows: Embedded, encoder: Encoder, common: str, own: str) -> Em
             flat = [sentence for one in many for sentence in one]
             out = torch.zeros(len(many), width, encoder.dim)
             if flat:
-                parts = embeddings(encoder, table, flat).split([len(one) for one in many])
+                parts = torch.split(embeddings(encoder, table, flat), [len(one) for one in many])
                 for place, part in zip(out, parts, strict=True):
                     place[: len(part)] = part
             return out

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Frozen, Tensors, make
-from fedvlm.errors import DataError, SettingsError
+from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import Table
 from fedvlm.record import Record, read_json, read_tensors, write_tensors
 
@@ -85,8 +85,12 @@ class Personalised:
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "Personalised":
-        tensors, about = read_tensors(Path(folder) / "classifier.safetensors")
+    def from_pretrained(cls, folder: str | Path, encoder: str = "") -> "Personalised":
+        """A saved classifier; `encoder` says where its encoder is now, if the method needs it."""
+        path = Path(folder) / "classifier.safetensors"
+        if not path.exists():
+            raise DataError(f"{folder} holds no classifier; `fedvlm export` writes one")
+        tensors, about = read_tensors(path)
 
         def group(name: str) -> Tensors:
             return {k.split("/", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}/")}
@@ -102,7 +106,7 @@ class Personalised:
         method = make(**about["method"])
         return cls(
             method,
-            equip(frozen, method, about["encoder"]),
+            equip(frozen, method, about["encoder"], encoder),
             group("shared"),
             group("local"),
             about["client"],
@@ -110,27 +114,37 @@ class Personalised:
         )
 
 
-def reopen(encoder: str) -> Any:
-    """The very encoder something was trained on, by its name and fingerprint."""
+def reopen(encoder: str, where: str = "", access: Mapping[str, Any] | None = None) -> Any:
+    """The very encoder something was trained on, by its name and fingerprint.
+
+    `where` is what it is called now, if that has changed.
+    """
     from fedvlm.encoders import fingerprint, open_encoder
 
     name, _, wanted = encoder.rpartition("@")
-    box = open_encoder(name)
+    try:
+        box = open_encoder(where or name, **(access or {}))
+    except FedVLMError as error:
+        raise type(error)(
+            f"{error} (the classifier goes with {encoder}; if that is called otherwise here, name "
+            "it with --encoder)"
+        ) from error
     if not fingerprint(box).startswith(wanted):
         raise SettingsError(
-            f"{name} is not the encoder this was trained on: its fingerprint is "
-            f"{fingerprint(box)[:16]}, not {wanted}; bring the old weights back, or train again"
+            f"{where or name} is not the encoder this was trained on: its fingerprint is "
+            f"{fingerprint(box)[:16]}, not {wanted} ({name}); bring the old weights back, or train "
+            "again"
         )
     return box
 
 
-def equip(frozen: Frozen, method: Any, encoder: str) -> Frozen:
+def equip(frozen: Frozen, method: Any, encoder: str, where: str = "") -> Frozen:
     """The towers a method needs, from the very encoder it was trained on."""
     if not method.needs & {"text tower", "image tower"}:
         return frozen
     from fedvlm.load import towers
 
-    text, image = towers(reopen(encoder), frozen.classes, method.needs)
+    text, image = towers(reopen(encoder, where), frozen.classes, method.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
 

@@ -3,13 +3,11 @@
 import platform
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import version
 from json import dumps
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
@@ -20,16 +18,16 @@ from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
 from fedvlm.descriptions import dealt
-from fedvlm.engines.rounds import Outcome, Plan, State, finish, open_engine, start, train
+from fedvlm.engines.rounds import open_engine, start
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.jobs import carry_out, finished, job_name
 from fedvlm.load import load, meet, thin
 from fedvlm.privacy import withheld
-from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
+from fedvlm.record import Record, read_json, write_json, write_tensors
 from fedvlm.result import DESCRIPTIONS, Result, slug
 from fedvlm.settings import Settings, build
 
-EVERY = 5.0  # seconds between checkpoints; a kill costs at most this much work
 Progress = Callable[[str, int, int], None]  # what, done, total
 
 
@@ -74,7 +72,12 @@ def execute(
         if settings.smoke:
             settings, rows = thin(settings, rows)
         check(settings, rows)
-        divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        divisions = {
+            seed: divide(rows, settings.clients, seed, settings.target) for seed in settings.seeds
+        }
+        for seed, division in divisions.items():
+            for job in jobs_of(settings, division, seed):
+                evaluate.check(settings.method, rows, division, job)
         if rows.pictures is not None and settings.method.rounds:
             jobs = (job for seed in divisions for job in jobs_of(settings, divisions[seed], seed))
             most = max(len(job.train) for job in jobs)
@@ -158,6 +161,7 @@ def jobs_of(settings: Settings, division: Division, seed: int) -> list[evaluate.
         division.members,
         counts=settings.counts,
         unseen=settings.unseen,
+        target=settings.target,
         seed=seed,
     )
 
@@ -187,9 +191,10 @@ def world_of(
         torch.from_numpy(rows.labels),
         members,
         seed,
-        evaluate.reference(settings.method, members, job),
+        evaluate.reference(settings.method, division, job),
         dealt(rows.texts, division.members),
         channel=settings.channel,
+        metrics=settings.protocol == "source-target",
     )
 
 
@@ -202,45 +207,12 @@ def _job(
     record: Record,
     tell: Callable[[int], None],
 ) -> evaluate.Results:
-    """One training, from its checkpoint if there is one, to its outcome on disk."""
-    name = f"{seed}-{slug(job.name)}"
-    final = record.folder / "jobs" / f"{name}.json"
-    if final.exists():
-        return dict(read_json(final)["scores"])
+    """One training in this process, unless it is finished."""
+    if (scores := finished(record, job_name(job, seed))) is not None:
+        return scores
     world = world_of(settings, rows, division, job, seed)
-    plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
-    state, fresh = start(world)
-    checkpoint = record.folder / "jobs" / f"{name}.checkpoint"
-    if checkpoint.exists():
-        state = unpack(*read_tensors(checkpoint))
-    record.keep_lines(name, state.round)
-    saved = monotonic()
-    tell(state.round)
-
-    def on_round(state: State, line: dict[str, Any]) -> None:
-        nonlocal saved
-        record.add_line({"job": name, **line})
-        if monotonic() - saved > EVERY:
-            write_tensors(checkpoint, *pack(state))
-            saved = monotonic()
-        tell(state.round)
-
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
-    with closing(engine):
-        state = train(world, engine, plan, state, fresh, on_round)
-        outcome = finish(world, engine, plan, state, fresh)
-    _save(record.folder / "jobs", name, job, outcome)
-    checkpoint.unlink(missing_ok=True)
-    return outcome.scores
-
-
-def _save(folder: Path, name: str, job: evaluate.Job, outcome: Outcome) -> None:
-    tensors = {f"shared/{key}": value for key, value in outcome.shared.items()}
-    for number, id in enumerate(job.train):  # numbered, because an id may hold anything
-        tensors |= {f"local/{number}/{key}": one for key, one in outcome.local[id].items()}
-    about = {"round": outcome.round, "train": job.train, "unseen": job.unseen}
-    write_tensors(folder / f"{name}.safetensors", tensors, about)
-    write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})
+    return carry_out(settings, job, world, engine, *start(world), record, tell)
 
 
 def default_name(settings: Settings, embedded: Embedded | None) -> str:

@@ -11,8 +11,8 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import make, methods
-from fedvlm.engines.flower_client import unpack
-from fedvlm.engines.flower_local import InProcess, own_training
+from fedvlm.engines.flower_client import own_training, unpack
+from fedvlm.engines.flower_local import InProcess
 from fedvlm.engines.flower_wire import Parcel, from_records, seal, to_records, unseal
 from fedvlm.engines.rounds import Plan, finish, start, train
 from fedvlm.engines.single import Single
@@ -86,7 +86,7 @@ def test_a_client_has_its_own_rows_and_no_others():
 
 def test_a_stopped_run_goes_on_to_the_same_tensors(rows, tmp_path, monkeypatch):
     """The server's checkpoint plants local tensors where the clients have lost theirs."""
-    monkeypatch.setattr("fedvlm.runner.EVERY", 0.0)
+    monkeypatch.setattr("fedvlm.jobs.EVERY", 0.0)
     told = {"method": {"name": "fedot", "rounds": 4}, "protocol": "own-test", "engine": "flower"}
     whole = execute(build(told), tmp_path / "whole", embedded=rows)
     ask, calls = InProcess.round, []

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from fedvlm.engines.flower_wire import (
@@ -20,6 +21,7 @@ from fedvlm.engines.flower_wire import (
     to_bytes,
     to_records,
 )
+from fedvlm.errors import SettingsError
 
 DESK = "FEDVLM_DESK"  # the variable that names the socket of the site's process
 SIZE = struct.Struct(">Q")
@@ -75,11 +77,13 @@ def main() -> None:
     """`flwr-clientapp` at a site, as Flower's SuperExec calls it."""
     flower()
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
-    from flwr.supernode.runtime import run_clientapp as runtime
 
     # What came with the run is neither unpacked nor imported.
-    runtime.install_from_fab = lambda *words, **options: None  # type: ignore[assignment]
-    runtime.get_project_dir = lambda *words: None  # type: ignore[assignment, return-value]
+    runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
+    for name in ("install_from_fab", "get_project_dir", "get_load_client_app_fn"):
+        if not hasattr(runtime, name):  # another Flower than those that were tested
+            raise SettingsError(f"this Flower has no {name}; pip install 'fedvlm[flower]' again")
+    runtime.install_from_fab = runtime.get_project_dir = lambda *words, **options: None
     runtime.get_load_client_app_fn = lambda **options: lambda *words: client_app()
     sys.argv[0] = "flwr-clientapp"
     flwr_clientapp()

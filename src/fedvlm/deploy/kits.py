@@ -3,7 +3,8 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from fedvlm.core import check_type
 from fedvlm.deploy.keys import certificates, key_pair
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.files import write
+from fedvlm.policy import EXAMPLE
+from fedvlm.policy import NAME as POLICY
 from fedvlm.settings import read_toml
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+NAME = re.compile(r"\w[\w .-]{0,62}")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,17 @@ def read_site(folder: Path) -> SiteKit:
     return kit
 
 
+def keep_site(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
+    """The kit with what was said on the command line, and a site.toml that says it, too."""
+    given = dict(given)
+    if Path(str(given.get("data", ""))).exists() and given.get("data"):
+        given["data"] = str(Path(given["data"]).resolve())
+    kit = replace(kit, **given)
+    values = {one.name: getattr(kit, one.name) for one in fields(kit) if one.name != "folder"}
+    write(kit.folder / "site.toml", toml({k: v for k, v in values.items() if v}).encode())
+    return kit
+
+
 def _read(kind: Any, folder: Path, file: str, values: Mapping[str, Any]) -> Any:
     known = {one.name: one for one in fields(kind) if one.name != "folder"}
     for key, value in values.items():
@@ -87,6 +101,7 @@ def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any
             ("key.pub", public[name]),
             ("server.pub", server_pub),
             ("ca.crt", papers["ca.crt"]),
+            (POLICY, EXAMPLE.encode()),
             ("site.toml", toml({"name": name, "address": address}).encode()),
             ("README.txt", site_readme(kit.name).encode()),
         ):
@@ -111,7 +126,8 @@ def _check(folder: Path, sites: Sequence[str]) -> None:
     for name in sites:
         if not NAME.fullmatch(name):
             raise SettingsError(
-                f"the site name {name!r} does not fit; use letters, digits, dots, - and _ (63 most)"
+                f"the site name {name!r} does not fit; use letters, digits, blanks, dots, - and _, "
+                "63 at most"
             )
     if len({name.casefold() for name in sites}) < len(sites):
         raise SettingsError(f"the sites {', '.join(sites)} are not all different; name each once")
@@ -130,10 +146,13 @@ def secret(path: Path, data: bytes) -> None:
 
 
 def toml(values: Mapping[str, Any]) -> str:
-    """A flat table; strings are quoted as JSON, which TOML reads alike."""
-    from json import dumps
-
-    return "".join(f"{key} = {dumps(value)}\n" for key, value in values.items())
+    """A table, and tables in it; strings are quoted as JSON, which TOML reads alike."""
+    flat = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    text = "".join(f"{key} = {dumps(value)}\n" for key, value in flat.items())
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            text += f"\n[{key}]\n" + toml(value)
+    return text
 
 
 def site_readme(name: str) -> str:

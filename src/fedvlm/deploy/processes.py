@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -72,20 +73,19 @@ class Process:
     def tail(self, lines: int = 12) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self) -> None:
+    def ask_to_stop(self) -> None:
         self._signal(signal.SIGTERM)
-        try:
+
+    def stop(self) -> None:
+        self.ask_to_stop()
+        with suppress(subprocess.TimeoutExpired):
             self.child.wait(8)
-        except subprocess.TimeoutExpired:
-            pass
         self._signal(signal.SIGKILL)  # also what the child left behind in its group
         self.child.wait()
 
     def _signal(self, number: int) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.child.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def _end_with_parent() -> None:
@@ -147,9 +147,11 @@ def _wait(kit: ServerKit, link: Process) -> None:
         if not link.alive:
             raise FederationError(f"the SuperLink ended:\n{link.tail()}")
         try:
-            with socket.create_connection(("127.0.0.1", int(port)), 1) as plain:
-                with context.wrap_socket(plain, server_hostname="localhost"):
-                    return
+            with (
+                socket.create_connection(("127.0.0.1", int(port)), 1) as plain,
+                context.wrap_socket(plain, server_hostname="localhost"),
+            ):
+                return
         except ssl.SSLCertVerificationError as error:
             raise FederationError(
                 f"the server's certificate is not valid ({error.verify_message}); "

@@ -5,6 +5,7 @@ tensors; these stay with it, in its Context.state.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
 from secrets import token_hex
 from time import monotonic, sleep
 from typing import Any
@@ -137,13 +138,13 @@ class Flower:
                     f"{where}: the reply is to another request (its {key} is "
                     f"{parcel.about.get(key)!r}, not {request.about[key]!r}); it is left out"
                 )
-        if parcel.about.get("client") != id:
+        if parcel.about.get("client") != id and request.about["kind"] != "open":
             raise FederationError(f"{where}: the reply is from {parcel.about.get('client')!r}")
         return parcel
 
     def _count(self, parcels: Iterable[str], replies: Mapping[str, Any], number: int) -> None:
         asked = len(list(parcels))
-        least = max(1, -int(-(self.quorum * asked) // 1))
+        least = ceil(self.quorum * asked - 1e-9)
         if len(replies) < least:
             why = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
             raise FederationError(

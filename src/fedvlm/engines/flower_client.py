@@ -6,11 +6,12 @@ answer was lost, or a server that was resumed, is answered as if nothing had hap
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import randbits
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from fedvlm import seeds, tensors
@@ -19,7 +20,7 @@ from fedvlm.channel.passage import join, leave, split
 from fedvlm.core import Tensors
 from fedvlm.engines.flower_wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
-from fedvlm.engines.work import Done, Task, World
+from fedvlm.engines.work import Done, Part, Task, World
 from fedvlm.errors import FederationError
 from fedvlm.record import read_tensors, write_tensors
 
@@ -76,6 +77,25 @@ class Training:
     def path(self) -> Path:
         assert self.folder is not None
         return self.folder / "local.safetensors"
+
+
+def own_training(world: World, id: str) -> Training:
+    """The world as one client has it: no row of another, but for the public reference."""
+    member = world.members[id]
+    parts = (member.train, member.validation, member.test, world.reference)
+    rows = np.concatenate(parts)
+    ends = np.cumsum([len(part) for part in parts])
+    index = torch.from_numpy(rows)
+    places = np.split(np.arange(len(rows)), ends[:-1])
+    own = replace(
+        world,
+        x=world.x[index] if isinstance(world.x, torch.Tensor) else world.x.take(index),
+        y=world.y[index],
+        members={id: Part(*places[:3])},
+        reference=places[3],
+        texts={id: world.texts[id]} if id in world.texts else {},
+    )
+    return Training("", id, own)
 
 
 class Guard(Protocol):
@@ -135,7 +155,7 @@ class Desk:
             **{key: about[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,
             "version": after,
-            "uploads": done.upload is not None,
+            "uploads": upload is not None,
             "scores": done.scores,
             "told": told(world, sent, done, adapts) if task.trains else {},
         }

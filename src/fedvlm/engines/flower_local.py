@@ -2,25 +2,22 @@
 
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-
+from fedvlm.channel.passage import split
 from fedvlm.core import Tensors
 from fedvlm.engines.flower import Flower
 from fedvlm.engines.flower_client import (
     Desk,
-    Training,
     Versions,
     arrays,
+    own_training,
     pack_versions,
     unpack,
     unpack_versions,
 )
 from fedvlm.engines.flower_wire import Parcel, flower, from_records, seal, to_records, unseal
-from fedvlm.engines.work import Part, World
+from fedvlm.engines.work import World
 from fedvlm.errors import FedVLMError
 
 
@@ -40,37 +37,19 @@ class InProcess(Flower):
             if known is local:
                 return version
         self.planted -= 1
-        held = {**self.known[id], self.planted: local}
-        self.known[id] = held
-        flat, about = pack_versions("", held)
+        self.known[id][self.planted] = local
+        flat, about = pack_versions("", {**self._there(id), self.planted: local})
         self.grid.keep(id, Parcel(about, arrays(flat)))
         return self.planted
 
     def local(self, id: str, version: int) -> Tensors:
-        state = self.grid.state(id)
-        there = unpack_versions(unpack(state.arrays), state.about, "")
-        known = self.known[id]
-        self.known[id] = {one: known.get(one, there[one]) for one in there}
+        there, known = self._there(id), self.known[id]
+        self.known[id] = {one: known.get(one, split(there[one])[0]) for one in there}
         return self.known[id][version]
 
-
-def own_training(world: World, id: str) -> Training:
-    """The world as one client has it: no row of another, but for the public reference."""
-    member = world.members[id]
-    parts = (member.train, member.validation, member.test, world.reference)
-    rows = np.concatenate(parts)
-    ends = np.cumsum([len(part) for part in parts])
-    index = torch.from_numpy(rows)
-    places = np.split(np.arange(len(rows)), ends[:-1])
-    own = replace(
-        world,
-        x=world.x[index] if isinstance(world.x, torch.Tensor) else world.x.take(index),
-        y=world.y[index],
-        members={id: Part(*places[:3])},
-        reference=places[3],
-        texts={id: world.texts[id]} if id in world.texts else {},
-    )
-    return Training("", id, own)
+    def _there(self, id: str) -> Versions:
+        state = self.grid.state(id)
+        return unpack_versions(unpack(state.arrays), state.about, "")
 
 
 def local_grid(desks: Mapping[str, Desk]) -> Any:
@@ -84,7 +63,6 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
     client = ClientApp()
     by_node = dict(enumerate(desks.values(), start=1000))
 
-    @client.train()
     def train(message: Any, context: Any) -> Any:
         parcel = unseal(from_records(message.content, "a client"), "a client")
         try:
@@ -93,6 +71,8 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
             return app.Message(app.Error(2, explain(error)), reply_to=message)
         write_state(context, after)
         return app.Message(to_records(seal(reply)), reply_to=message)
+
+    client.train()(train)
 
     class LocalGrid(Grid):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:

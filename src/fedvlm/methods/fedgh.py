@@ -22,6 +22,7 @@ from fedvlm.methods.fedavg import first_head
 @dataclass(frozen=True)
 class FedGH:
     server_rate: float = 1e-2  # the server's SGD
+    smallest: int = SMALLEST  # rows a class must have at a client for its mean to be uploaded
     passes: int = 1  # of the server over all prototypes in a round
     rate: float = 1e-3  # a client's own SGD, at the end
     momentum: float = 0.0
@@ -30,7 +31,6 @@ class FedGH:
     epochs: int = 1
     rounds: int = 50
     head: Literal["text", "random"] = "text"
-    smallest: int = SMALLEST  # rows a class must have at a client to be uploaded
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         head = first_head(self.head, frozen)
@@ -66,7 +66,7 @@ class FedGH:
         """Steps of the head itself, on every client's prototypes of the classes it has."""
         x = torch.cat([upload["prototypes"] for upload in uploads])
         y = torch.arange(len(shared["head"])).repeat(len(uploads))
-        there = x.abs().sum(1) > 0
+        there = self.covers({"prototypes": x})
 
         def misfit(head: Tensors) -> Tensor:
             return parts.fit(shared["scale"] * x @ head["head"].mT + head["bias"], y, there)

@@ -268,6 +268,7 @@ class TOFA:
     name = "tofa"
     needs, memory = frozenset({"image"}), frozenset[str]()
     send = parts.everything
+    sums, uneven = "total", frozenset({"texts"})  # of clients that bring more or fewer
 
 
 def texts(frozen: Frozen) -> Tensor:

@@ -1,0 +1,181 @@
+"""Commands that take a federation to several machines."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedvlm.cli.progress import progress
+
+deploy_app = typer.Typer(
+    no_args_is_help=True, help="Run between real sites: kits, server, sites, and a rehearsal."
+)
+Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
+
+
+@deploy_app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="A new folder for the server's and the kits.")],
+    sites: Annotated[str, typer.Option(help="Names with commas: a,b,c")],
+    host: Annotated[str, typer.Option(help="The server, as sites reach it.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="One port for everything.")] = 8443,
+) -> None:
+    """Write the server's folder and a kit per site: certificates, keys, settings."""
+    from fedvlm.deploy.kits import init as write_kits
+
+    names = [name.strip() for name in sites.split(",") if name.strip()]
+    for path in write_kits(folder, names, host, port):
+        typer.echo(f"{path}: {'stays on the server' if path.name == 'server' else 'to its site'}")
+
+
+@deploy_app.command()
+def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
+    """Start the server; sites may connect from then on. Ctrl-C stops it."""
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.processes import superlink
+    from fedvlm.errors import FederationError
+
+    _stop_gently()
+    kit = read_server(folder)
+    link = superlink(kit)
+    typer.echo(f"the server is up at {kit.address} for {', '.join(kit.sites)}; stop it with Ctrl-C")
+    try:
+        link.child.wait()
+        raise FederationError(f"the SuperLink ended:\n{link.tail()}")
+    except KeyboardInterrupt:
+        typer.echo("the server is stopped", err=True)
+    finally:
+        link.stop()
+
+
+@deploy_app.command()
+def site(
+    folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")],
+    data: Annotated[str | None, typer.Option(help="This site's pictures, CLASS/PICTURE.")] = None,
+    encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
+    source: Annotated[list[str] | None, typer.Option(help="key=value: how to read DATA.")] = None,
+    access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder.")] = None,
+) -> None:
+    """Start a site; what is said here is kept in its site.toml. Ctrl-C stops it."""
+    from fedvlm.cli.data import options
+    from fedvlm.deploy.kits import keep_site, read_site
+    from fedvlm.deploy.rows import prepare
+    from fedvlm.deploy.site import serve
+
+    _stop_gently()
+    given: dict[str, Any] = {"data": data, "encoder": encoder}
+    given |= {"source": options(source) or None, "access": options(access) or None}
+    kit = keep_site(read_site(folder), {k: v for k, v in given.items() if v is not None})
+    with progress() as told:
+        for note in prepare(kit, told):
+            typer.echo(note, err=True)
+    try:
+        serve(kit, lambda text: typer.echo(text))
+    except KeyboardInterrupt:
+        typer.echo("the site is stopped", err=True)
+
+
+@deploy_app.command()
+def run(
+    folder: Annotated[Path, typer.Argument(help="DIR/server")],
+    experiment: Annotated[str, typer.Argument(help="A TOML file or an experiment's name.")],
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the records.")] = None,
+    again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
+) -> None:
+    """Run an experiment over the sites that are connected, and print its table."""
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.runs import run as run_over_sites
+
+    kit = read_server(folder)
+    with progress() as told:
+        _each(
+            experiment,
+            set_,
+            lambda number, one, place: run_over_sites(kit, one, place, again, told),
+            out,
+        )
+
+
+@deploy_app.command()
+def local(
+    experiment: Annotated[str, typer.Argument(help="A TOML file or an experiment's name.")],
+    folder: Annotated[Path, typer.Option(help="For kits, logs and records.")] = Path("rehearsal"),
+    set_: Set = None,
+) -> None:
+    """Rehearse: a process per client on this machine, with TLS, keys and all."""
+    from fedvlm.deploy.runs import rehearse
+
+    _stop_gently()
+    with progress() as told:
+        _each(
+            experiment,
+            set_,
+            lambda number, one, place: rehearse(
+                one, folder / f"{number}-{one.method.name}", progress=told
+            ),
+            None,
+        )
+
+
+def _each(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
+    """Every run of an experiment, and one table of them all."""
+    from fedvlm.experiments import find, runs
+    from fedvlm.report.tables import compare
+    from fedvlm.settings import build, override, read_toml
+
+    values = read_toml(find(experiment))
+    settings = [build(override(one, set_ or [])) for one in runs(values)]
+    several = len(settings) > 1
+    results = []
+    for number, one in enumerate(settings):
+        place = out / f"{number}-{one.method.name}" if out and several else out
+        results.append(go(number, one, place))
+    typer.echo(compare(results, paper=values.get("paper")), nl=False)
+    typer.echo("records: " + ", ".join(str(one.folder) for one in results))
+
+
+@deploy_app.command()
+def reference(
+    folder: Annotated[Path, typer.Argument(help="DIR/server")],
+    data: Annotated[str, typer.Option(help="Public pictures; their labels are not used.")],
+    encoder: Annotated[str, typer.Option(help="The sites' encoder.")],
+    patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
+) -> None:
+    """Embed public pictures for methods that need a reference, into the server's folder."""
+    from fedvlm.deploy.rows import write_reference
+
+    with progress() as told:
+        count = write_reference(folder, data, encoder, patches, told)
+    typer.echo(f"{count} reference rows are in {folder}")
+
+
+@deploy_app.command()
+def consent(
+    folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")],
+    by: Annotated[str, typer.Option(help="Who consents.")] = "",
+    method: Annotated[list[str] | None, typer.Option(help="To these methods only.")] = None,
+    days: Annotated[float, typer.Option(help="For so long.")] = 1.0,
+    withdraw: Annotated[bool, typer.Option(help="Take it back.")] = False,
+) -> None:
+    """Let training start at a site whose policy asks for a person's consent."""
+    from fedvlm.policy import give_consent, withdraw_consent
+
+    if withdraw:
+        withdraw_consent(folder)
+        typer.echo("consent is withdrawn")
+        return
+    until = give_consent(folder, by, method or [], days)
+    typer.echo(f"{by} consents until {until.isoformat(timespec='minutes')}")
+
+
+def _stop_gently() -> None:
+    """A kill with SIGTERM ends the children, too."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

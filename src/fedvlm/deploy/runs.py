@@ -1,0 +1,159 @@
+"""Starting a deployed run and waiting for it; and the rehearsal of it all on one machine."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from fedvlm.data.federation import divide
+from fedvlm.deploy.kits import ServerKit, init, read_server, toml
+from fedvlm.deploy.processes import LINK, Process, environment, flwr, free_port, superlink
+from fedvlm.deploy.server import FAILED, ready
+from fedvlm.errors import FederationError, SettingsError
+from fedvlm.files import write
+from fedvlm.load import load
+from fedvlm.record import Record, read_json, write_json
+from fedvlm.result import Result
+from fedvlm.runner import default_name
+from fedvlm.settings import Settings
+
+APP = {  # what Flower carries about as an app; sites run their own fedvlm and not this
+    "pyproject.toml": """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "fedvlm-app"
+version = "1.0.0"
+description = "fedvlm over Flower"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedvlm"
+
+[tool.flwr.app.components]
+serverapp = "fedvlm_app.server:app"
+clientapp = "fedvlm_app.client:app"
+
+[tool.flwr.app.config]
+request = ""
+""",
+    "fedvlm_app/__init__.py": "",
+    "fedvlm_app/server.py": "from fedvlm.deploy.server import server_app\n\napp = server_app()\n",
+    "fedvlm_app/client.py": "from fedvlm.deploy.courier import client_app\n\napp = client_app()\n",
+}
+LOOK = 20.0  # seconds between questions to Flower whether a run still runs
+Progress = Callable[[str, int, int], None]
+
+
+def run(
+    kit: ServerKit,
+    settings: Settings,
+    out: Path | None = None,
+    again: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """Runs an experiment over the sites; one that was stopped goes on where it was."""
+    ready(kit, settings)
+    folder = out or kit.folder / "runs" / default_name(settings, None)
+    record = Record(folder)
+    if record.result() is not None and not again:
+        record.compare({"identity": settings.identity()})
+        return Result(folder)
+    if again:
+        record.clear()
+    for name, text in APP.items():
+        write(kit.folder / "app" / name, text.encode())
+    request = kit.folder.resolve() / "request.json"
+    told = {"kit": str(kit.folder.resolve()), "out": str(folder.resolve())}
+    write_json(request, {**told, "identity": settings.identity()})
+    (kit.folder / FAILED).unlink(missing_ok=True)
+    words = ["run", str(kit.folder / "app"), LINK, "--run-config", f'request="{request}"']
+    answer = flwr(kit, *words)
+    if "run-id" not in answer:
+        raise FederationError(
+            f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}\n"
+            f"is the server running? fedvlm deploy server {kit.folder}"
+        )
+    _follow(kit, str(answer["run-id"]), record, progress or (lambda what, done, total: None))
+    return Result(folder)
+
+
+def _follow(kit: ServerKit, id: str, record: Record, progress: Progress) -> None:
+    """Waits for the result; the server's process says why if there is none."""
+    looked = monotonic()
+    while record.result() is None:
+        if (kit.folder / FAILED).exists():
+            raise FederationError((kit.folder / FAILED).read_text())
+        note = record.folder.with_suffix(".progress")
+        if note.exists():
+            progress(*read_json(note))
+        if monotonic() - looked > LOOK:
+            looked = monotonic()
+            told: Any = flwr(kit, "list", LINK, "--run-id", id)
+            status = str((told.get("runs") or [{}])[0].get("status", told))
+            if "running" not in status and "starting" not in status and "pending" not in status:
+                sleep(1.0)
+                if record.result() is None and not (kit.folder / FAILED).exists():
+                    raise FederationError(
+                        f"the run ended without a result ({status}); run the same command again "
+                        f"to go on, and see {kit.folder / 'superlink.log'}"
+                    )
+        sleep(0.2)
+    record.folder.with_suffix(".progress").unlink(missing_ok=True)
+
+
+def start_site(folder: Path) -> Process:
+    command = [sys.executable, "-m", "fedvlm", "deploy", "site", str(folder)]
+    return Process(folder.name, command, folder / "site.log", environment(folder / "flwr"))
+
+
+def rehearse(
+    settings: Settings,
+    place: Path,
+    out: Path | None = None,
+    progress: Progress | None = None,
+    **rules: Any,
+) -> Result:
+    """All of it on this machine: a process per client of the experiment, ports of loopback."""
+    told = progress or (lambda what, done, total: None)
+    kit = stage(settings, place, told, **rules)
+    with processes() as running:
+        running += [superlink(kit)]
+        running += [start_site(place / f"site-{name}") for name in kit.sites]
+        return run(kit, settings, out, progress=progress)
+
+
+@contextmanager
+def processes() -> Iterator[list[Process]]:
+    """Whatever is started meanwhile is stopped in the end, all at once."""
+    running: list[Process] = []
+    try:
+        yield running
+    finally:
+        for one in reversed(running):
+            one.ask_to_stop()
+        for one in reversed(running):
+            one.stop()
+
+
+def stage(settings: Settings, place: Path, told: Progress, **rules: Any) -> ServerKit:
+    """Kits for a rehearsal: each site plays one client of the experiment's own data."""
+    if (place / "server" / "server.toml").exists():
+        return read_server(place / "server")  # a rehearsal that was stopped goes on
+    rows, _ = load(settings, told)
+    ids = list(divide(rows, settings.clients, settings.seeds[0], settings.target).members)
+    if len(ids) > 32:
+        raise SettingsError(
+            f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; "
+            "32 is the most: set a smaller clients.count"
+        )
+    init(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
+    for id in ids:
+        path = place / f"site-{id}" / "site.toml"
+        write(path, path.read_bytes() + toml({"plays": id}).encode())
+    return read_server(place / "server")
