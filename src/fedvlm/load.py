@@ -10,6 +10,7 @@ import torch
 from fedvlm.data import open_dataset
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, Embedded
+from fedvlm.descriptions import describe_rows
 from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
 from fedvlm.encoders.embed import Outcome, Precision, embed
 from fedvlm.encoders.interface import Encoder
@@ -29,10 +30,11 @@ FEW_ROUNDS = 3
 
 def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
     """The rows of a run, and what its owner should know of them; a store has them already."""
+    said = (settings.descriptions, settings.texts)
     if settings.encoder.startswith("store:"):
         store = open_encoder(settings.encoder, **settings.source)
         assert isinstance(store, Store)
-        return store.embedded, []
+        return describe_rows(store.embedded, store, *said), []
     dataset = opened(settings.data, settings.source)
     if settings.smoke:
         dataset = sample(dataset)
@@ -46,6 +48,7 @@ def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
         content = done.embedded.content
         pictures = stream(dataset.source, done.rows, content, encoder.preprocess)
     rows = replace(done.embedded, text_tower=text, image_tower=image, pictures=pictures)
+    rows = describe_rows(rows, encoder, *said)
     return rows, [*notes, *skipped(done)]
 
 

@@ -15,6 +15,8 @@ from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import Table
 from fedvlm.record import Record, read_json, read_tensors, write_tensors
 
+DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
+
 
 def slug(name: str) -> str:
     """A file name for a job: readable, and different for different names."""
@@ -155,6 +157,12 @@ class Result:
         return dict(read_json(self.folder / "manifest.json"))
 
     @cached_property
+    def descriptions(self) -> Tensor | None:
+        """(classes, texts, dim) of the sentences that all clients had, if there were any."""
+        path = self.folder / DESCRIPTIONS
+        return read_tensors(path)[0]["common"] if path.exists() else None
+
+    @cached_property
     def tables(self) -> list[Table]:
         """One table per seed, in the order of the seeds."""
         return list(read_json(self.folder / "result.json")["tables"])
@@ -176,22 +184,22 @@ class Result:
             job: dict(read_json(self._path(job, seed, "json"))) for job in self.manifest["jobs"]
         }
 
+    def outcome(self, job: str, seed: int | None = None) -> tuple[Tensors, dict[str, Tensors]]:
+        """What a job ended with: the shared tensors, and the local ones of each client."""
+        tensors, about = read_tensors(self._path(job, seed, "safetensors"))
+
+        def group(name: str) -> Tensors:
+            return {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
+
+        local = {id: group(f"local/{number}/") for number, id in enumerate(about["train"])}
+        return group("shared/"), local
+
     def personalised(self, client: str, seed: int | None = None) -> Personalised:
         """A client's own classifier, from the first job in which it trained."""
         for job in self.manifest["jobs"]:
-            tensors, about = read_tensors(self._path(job, seed, "safetensors"))
-            if client in about["train"]:
-                local = f"local/{about['train'].index(client)}/"
-                return self._classifier(
-                    {
-                        k.removeprefix("shared/"): v
-                        for k, v in tensors.items()
-                        if k[:7] == "shared/"
-                    },
-                    {k.removeprefix(local): v for k, v in tensors.items() if k.startswith(local)},
-                    client,
-                    seed,
-                )
+            shared, local = self.outcome(job, seed)
+            if client in local:
+                return self._classifier(shared, local[client], client, seed)
         raise SettingsError(
             f"no client {client!r} trained in {self.folder}; "
             f"its clients are {', '.join(self.manifest['clients'])}"
@@ -213,8 +221,7 @@ class Result:
     def unseen(self, job: str | None = None, seed: int | None = None) -> Personalised:
         """The classifier of a client that joins later: what is shared, and the first local."""
         job = job or self.manifest["jobs"][0]
-        tensors, _ = read_tensors(self._path(job, seed, "safetensors"))
-        shared = {k.removeprefix("shared/"): v for k, v in tensors.items() if k[:7] == "shared/"}
+        shared, _ = self.outcome(job, seed)
         bare = self._classifier(shared, {}, "", seed)
         _, local = bare.method.init(bare.frozen)
         return self._classifier(shared, local, "", seed)
@@ -236,6 +243,7 @@ class Result:
             told["scale"],
             text,
             told["identity"]["seeds"][0] if seed is None else seed,
+            descriptions=self.descriptions,
         )
         method = make(**told["identity"]["method"])
         frozen = equip(frozen, method, told["encoder"])

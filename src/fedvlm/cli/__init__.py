@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
@@ -21,6 +22,7 @@ app.command()(run)
 app.command()(resume)
 app.command()(compare)
 app.command()(explain)
+app.command()(audit)
 app.command("list")(list_)
 app.command()(embed)
 app.command()(partition)

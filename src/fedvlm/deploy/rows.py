@@ -39,7 +39,7 @@ def own_rows(
     seed = int(spec["seed"])
     if kit.plays:
         rows, _ = load(settings, lambda what, done, total: None)
-        member = _member(divide(rows, settings.clients, seed).members, kit.plays)
+        member = _member(divide(rows, settings.clients, seed, settings.target).members, kit.plays)
     else:
         rows, table = _site(kit, settings, spec["classes"])
         alone = replace(settings.clients, by="own")

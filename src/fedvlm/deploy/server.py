@@ -93,7 +93,10 @@ class Run:
         engine.gather()
         rows = self.rows(engine)
         if not (self.record.folder / "manifest.json").exists():
-            divisions = {one: Division(dict(engine.members), 0) for one in settings.seeds}
+            divisions = {
+                one: Division(dict(engine.members), 0, np.zeros(0, np.int64))
+                for one in settings.seeds
+            }
             about = {"identity": settings.identity(), "memory": True, "notes": []}
             whole = {**about, **manifest(settings, rows, divisions), "sites": list(self.kit.sites)}
             self.record.begin(whole)
@@ -146,13 +149,12 @@ class Run:
     def reference(self, job: evaluate.Job, seed: int) -> Tensors:
         """The public rows that go with the first message, if the method wants them."""
         settings = self.settings
-        if not hasattr(settings.method, "reference"):
+        if not evaluate.wants_reference(settings.method):
             return {}
         if self.kit.rehearsal:
             rows, _ = load(settings, lambda what, done, total: None)
-            division = divide(rows, settings.clients, seed)
-            members = {id: division.members[id] for id in (*job.train, *job.unseen)}
-            index = evaluate.reference(settings.method, members, job)
+            division = divide(rows, settings.clients, seed, settings.target)
+            index = evaluate.reference(settings.method, division, job)
             return {"reference": rows.view(settings.method.needs)[torch.from_numpy(index)]}
         values, _ = read_tensors(self.kit.folder / REFERENCE)
         view = "patches" if "patches" in settings.method.needs else "image"
