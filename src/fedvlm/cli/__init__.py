@@ -10,6 +10,7 @@ from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, resume, run
 from fedvlm.cli.share import export, ledger, predict
+from fedvlm.cli.texts import describe, join
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,6 +28,8 @@ app.command("list")(list_)
 app.command()(embed)
 app.command()(partition)
 app.command("serve-encoder")(serve_encoder)
+app.command()(join)
+app.command()(describe)
 app.command()(export)
 app.command()(predict)
 app.command()(ledger)

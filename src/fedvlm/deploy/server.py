@@ -38,6 +38,10 @@ def ready(kit: ServerKit, settings: Settings) -> None:
     """Refuses, before any site is asked, what a federation of sites cannot run."""
     if settings.smoke:
         raise SettingsError("smoke = true is for one process; set the method's rounds instead")
+    if settings.warm_start is not None:
+        raise SettingsError(
+            "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
+        )
     fits_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
