@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedvlm import evaluate
+from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
@@ -41,11 +42,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
-    if settings.channel.secure:
-        raise SettingsError(
-            "channel.secure is a rehearsal in one process; between machines use channel.clip and "
-            "channel.noise, or Flower's SecAgg+ (docs/deploy.md says what it does not hide)"
-        )
+    fits_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
             "the server has no pictures to take class names from; name the classes in the "
