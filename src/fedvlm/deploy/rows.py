@@ -16,7 +16,7 @@ from fedvlm.deploy.kits import SiteKit
 from fedvlm.engines.flower_client import own_training
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, FederationError, SettingsError
-from fedvlm.load import encode, load, meet, opened, reach, skipped, towers
+from fedvlm.load import embedded, encode, load, opened, reach, skipped
 from fedvlm.record import write_tensors
 from fedvlm.runner import check, frozen
 from fedvlm.settings import Settings
@@ -38,7 +38,7 @@ def own_rows(
     """The world of one training at this site; classes and method are the server's to say."""
     seed = int(spec["seed"])
     if kit.plays:
-        rows, _ = load(settings, lambda what, done, total: None)
+        rows, _ = load(settings, quiet)
         member = _member(divide(rows, settings.clients, seed).members, kit.plays)
     else:
         rows, table = _site(kit, settings, spec["classes"])
@@ -93,14 +93,17 @@ def with_reference(world: World, reference: Tensor | None) -> World:
     )
 
 
+def quiet(what: str, done: int, total: int) -> None:
+    """A site's process has nobody who watches a bar."""
+
+
 def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> tuple[Embedded, Rows]:
     """The site's own data through its own encoder, under the experiment's classes."""
     if not kit.data and not kit.encoder.startswith("store:"):
         raise SettingsError(f"site {kit.name} has no data; name it, as --data IMAGES")
-    needs = settings.method.needs
     if kit.encoder.startswith("store:"):
         alone = replace(settings, encoder=kit.encoder, source=kit.source, smoke=False)
-        rows, _ = load(alone, lambda what, done, total: None)
+        rows, _ = load(alone, quiet)
         table = _table(rows, kit.name)
         return stored(rows, classes, kit.name), table
     source = {**kit.source}
@@ -108,13 +111,9 @@ def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> tuple[Embedde
         source["templates"] = settings.source["templates"]
     dataset = opened(kit.data, source)
     encoder, _ = reach(kit.encoder, kit.access)
-    meet(settings.method, encoder.name, encoder.offers)
     own = dataset.classes
     dataset = replace(dataset, classes=tuple(classes), labels=_labels(dataset, classes, kit.name))
-    quiet: Callable[[str, int, int], None] = lambda what, done, total: None  # noqa: E731
-    rows = encode(dataset, encoder, "patches" in needs, settings.precision, quiet).embedded
-    text_tower, image_tower = towers(encoder, dataset.classes, needs)
-    rows = replace(rows, text_tower=text_tower, image_tower=image_tower)
+    rows, _ = embedded(settings.method, dataset, encoder, settings.precision, quiet)
     back = {classes.index(named(name)): place for place, name in enumerate(own)}
     labels = np.array([back[label] for label in rows.labels.tolist()], dtype=np.int64)
     return rows, _table(replace(rows, classes=own, labels=labels), kit.name)
