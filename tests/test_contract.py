@@ -8,6 +8,9 @@ from fedvlm.testing import check_method, check_same, learn, short, toy_world
 CASES = [(name, {}) for name in methods()]
 CASES += [("fedot", {"blocks": 4}), ("fedot", {"blocks": "auto"}), ("fedot", {"head": "random"})]
 CASES += [("fedot", {"momentum": 0.9, "rate": 1e-3})]  # the path without low-rank steps
+CASES += [("faa-clip", {"mask": "deeper", "local_norm": True, "persist": True})]
+CASES += [("faa-clip", {"adaptation": False, "mask": "no norm", "mask_duplicates": True})]
+CASES += [("faa-clip", {"shared_judge": True, "mask": "linear, norm"})]
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda case: str(case))

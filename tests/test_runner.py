@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fedvlm
-from fedvlm import jobs, runner
+from fedvlm import jobs
 from fedvlm.core import make
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FedVLMError, SettingsError

@@ -182,7 +182,12 @@ def check_type(key: str, value: Any, wanted: Any) -> None:
         else:
             kind = get_origin(option) or option
             whole = isinstance(value, int) and not isinstance(value, bool)
-            if type(value) is kind or (kind is float and whole):
+            inner = get_args(option) if kind is tuple else ()
+            if type(value) is kind and len(inner) == (len(value) if inner else 0):
+                for one, part in zip(value if inner else (), inner, strict=True):
+                    check_type(key, one, part)
                 return
-            said.append(f"a {kind.__name__}")
+            if kind is float and whole:
+                return
+            said.append(f"{len(inner)} values" if inner else f"a {kind.__name__}")
     raise SettingsError(f"{key} = {value!r} does not fit; it takes {' or '.join(said)}")

@@ -9,15 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm import seeds
-from fedvlm.data.federation import Member
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.data.federation import Division, Member
+from fedvlm.data.table import Embedded
+from fedvlm.errors import DataError, SettingsError, unknown
+from fedvlm.metrics import METRICS
 
 PROTOCOLS = {
     "leave-one-domain-out": "each domain in turn is unseen; G, P and C as in FedOT",
+    "source-target": "train on clients, test also on the unseen domains named in target; FAA-CLIP",
     "own-test": "every client trains and is tested on its own test rows",
     "cross-device": "train on n clients, test on a fixed set of unseen ones",
 }
-Results = Mapping[str, Mapping[str, float]]  # scores by client
+Results = Mapping[str, Mapping[str, Any]]  # scores by client
 Table = dict[str, float | None]  # column -> share of hits, None where it is not defined
 
 
@@ -36,14 +39,27 @@ def jobs(
     *,
     counts: Sequence[int] = (),
     unseen: int = 0,
+    target: Sequence[str] = (),
     seed: int = 0,
 ) -> list[Job]:
-    """The trainings a protocol asks for; `counts` and `unseen` are cross-device's numbers."""
+    """The trainings a protocol asks for; `counts` and `unseen` are cross-device's numbers.
+
+    `target` names the unseen domains of source-target.
+    """
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
     ids = list(members)
     if protocol == "own-test":
         return [Job("all", tuple(ids), ())]
+    if protocol == "source-target":
+        away = [id for id in ids if members[id].domain in target]
+        rest = [id for id in ids if id not in away]
+        if not away or not rest:
+            raise SettingsError(
+                f"source-target tests on target = {list(target)}, which leaves {len(rest)} clients "
+                f"to train and {len(away)} unseen; name one or more domains, but not all of them"
+            )
+        return [Job(", ".join(target), tuple(rest), tuple(away))]
     if protocol == "leave-one-domain-out":
         domains = sorted({members[id].domain for id in ids})
         if len(domains) < 2 or "" in domains:
@@ -72,20 +88,68 @@ def jobs(
     return [Job(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(away))) for count in counts]
 
 
-def reference(method: Any, members: Mapping[str, Member], job: Job) -> NDArray[np.int64]:
+def wants_reference(method: Any) -> bool:
+    return hasattr(method, "reference") and getattr(method, "adaptation", True)
+
+
+def reference(method: Any, division: Division, job: Job) -> NDArray[np.int64]:
     """The unlabelled rows a method with a `reference` adapts to; none for other methods.
 
-    "public": the unseen clients' rows that nobody is tested on; "target": test rows, which makes
-    the method transductive.
+    "public": the unseen clients' rows that nobody is tested on, and rows set aside; "target": test
+    rows, which makes the method transductive.
     """
-    kind = getattr(method, "reference", None)
-    if kind is None:
+    if not wants_reference(method):
         return np.zeros(0, np.int64)
-    if kind == "target":
+    members = division.members
+    if method.reference == "target":
         rows = [members[id].test for id in job.unseen or job.train]
     else:
         rows = [part for id in job.unseen for part in (members[id].train, members[id].validation)]
-    return np.sort(np.concatenate([np.zeros(0, np.int64), *rows]))
+        rows.append(division.public)
+    return np.sort(np.concatenate(rows))
+
+
+def check(method: Any, table: Embedded, division: Division, job: Job) -> None:
+    """Refuses clients and reference rows a method cannot work with, before any work."""
+    least = getattr(method, "least", 1)
+    for id in job.train:
+        if (count := len(division.members[id].train)) < least:
+            raise DataError(
+                f"client {id} has {count} training rows, but {method.name} needs at least {least} "
+                "at every client; give it more rows, or leave it out"
+            )
+    if not wants_reference(method):
+        return
+    rows = reference(method, division, job)
+    if not len(rows):
+        raise SettingsError(
+            f"{method.name} adapts to an unlabelled reference set, and there is none: no client is "
+            "unseen and no rows are set aside; set clients.public to a share of the rows, as 0.1, "
+            "or method.reference = 'target' (transductive)"
+        )
+    if method.reference == "public":
+        tests = [division.members[id].test for id in (*job.train, *job.unseen)]
+        check_apart(table.content, rows, np.concatenate(tests))
+
+
+def check_apart(content: Sequence[str], rows: NDArray[np.int64], test: NDArray[np.int64]) -> None:
+    """No picture of a public reference set may be one that someone is tested on."""
+    tested = {content[i]: i for i in test.tolist()}
+    for row in rows.tolist():
+        if content[row] in tested:
+            raise DataError(
+                f"row {row} of the reference set is the same picture as the test row "
+                f"{tested[content[row]]}; take it out of either, or set reference = 'target', "
+                "which says that the method adapts to test rows"
+            )
+
+
+def metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
+    """Mean over clients of one of METRICS; None where no client has it."""
+    if name == "accuracy":
+        return accuracy(scores, ids)
+    parts = [scores[id][name] for id in sorted(ids) if name in scores.get(id, {})]
+    return fmean(parts) if parts else None
 
 
 def accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
@@ -109,12 +173,28 @@ def table(
         return _domains(members, done, generalises)
     out: Table = {}
     for job, scores in done.values():
-        if protocol == "own-test":
+        if protocol == "source-target":
+            out |= _target(job, scores, generalises)
+        elif protocol == "own-test":
             out["own"] = accuracy(scores, job.train)
             out.update({id: accuracy(scores, [id]) for id in job.train})
         else:
             out[f"unseen, n={job.name}"] = accuracy(scores, job.unseen) if generalises else None
             out[f"own, n={job.name}"] = accuracy(scores, job.train)
+    return out
+
+
+def _target(job: Job, scores: Results, generalises: bool) -> Table:
+    """Every metric over the clients and on the target; each client counts the same."""
+    out: Table = {}
+    for name in METRICS:
+        out[f"clients {name}"] = metric(scores, job.train, name)
+        out[f"target {name}"] = metric(scores, job.unseen, name) if generalises else None
+        if name == "accuracy":  # the last column of the paper's tables
+            out["average"] = accuracy(scores, (*job.train, *job.unseen)) if generalises else None
+    for id in (*job.train, *job.unseen):
+        if id in job.train or generalises:
+            out |= {f"{name} {id}": metric(scores, [id], name) for name in METRICS}
     return out
 
 

@@ -10,6 +10,7 @@ import torch
 from fedvlm.data import open_dataset
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, Embedded
+from fedvlm.descriptions import describe_rows
 from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
 from fedvlm.encoders.embed import Outcome, Precision, embed
 from fedvlm.encoders.interface import Encoder
@@ -29,30 +30,33 @@ FEW_ROUNDS = 3
 
 def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
     """The rows of a run, and what its owner should know of them; a store has them already."""
+    said = (settings.descriptions, settings.texts)
     if settings.encoder.startswith("store:"):
         store = open_encoder(settings.encoder, **settings.source)
         assert isinstance(store, Store)
-        return store.embedded, []
+        return describe_rows(store.embedded, store, *said), []
     dataset = opened(settings.data, settings.source)
     if settings.smoke:
         dataset = sample(dataset)
     encoder, notes = reach(settings.encoder, settings.access)
-    rows, more = embedded(settings.method, dataset, encoder, settings.precision, told)
+    rows, more = embedded(settings, dataset, encoder, told)
     return rows, [*notes, *more]
 
 
 def embedded(
-    method: Any, dataset: Dataset, encoder: Encoder, precision: Precision, told: Told
+    settings: Settings, dataset: Dataset, encoder: Encoder, told: Told
 ) -> tuple[Embedded, list[str]]:
     """A data set through an encoder, with all that a method needs of it."""
+    method = settings.method
     meet(method, encoder.name, encoder.offers)
-    done = encode(dataset, encoder, "patches" in method.needs, precision, told)
+    done = encode(dataset, encoder, "patches" in method.needs, settings.precision, told)
     text, image = towers(encoder, dataset.classes, method.needs)
     pictures = None
     if image is not None:
         content = done.embedded.content
         pictures = stream(dataset.source, done.rows, content, encoder.preprocess)
     rows = replace(done.embedded, text_tower=text, image_tower=image, pictures=pictures)
+    rows = describe_rows(rows, encoder, settings.descriptions, settings.texts)
     return rows, skipped(done)
 
 

@@ -30,6 +30,14 @@ def every_metric(p: Tensor, y: Tensor) -> dict[str, float]:
     return {key: one for key, one in zip(METRICS, numbers, strict=True) if one == one}
 
 
+def diagrams(p: Tensor, y: Tensor) -> dict[str, list[list[float]]]:
+    """What the reliability diagram and the decision curve are drawn from, as plain numbers."""
+    found = reliability(p, y)
+    bins = torch.stack([found.rows, found.confidence, found.accuracy], dim=1)
+    curve = torch.stack([torch.tensor(THRESHOLDS, dtype=torch.float64), net_benefit(p, y)], dim=1)
+    return {"reliability": bins.tolist(), "decision": curve.tolist()}
+
+
 def accuracy(p: Tensor, y: Tensor) -> float:
     return (p.argmax(1) == y).double().mean().item()
 
@@ -86,7 +94,7 @@ class Reliability:
 
     @property
     def error(self) -> float:
-        """ECE: the mean gap between confidence and accuracy, bins weighing as many as their rows."""
+        """ECE: the mean gap between confidence and accuracy, each bin weighing its rows."""
         gaps = (self.confidence - self.accuracy).abs()
         return ((self.rows * gaps).sum() / self.rows.sum()).item()
 

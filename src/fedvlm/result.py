@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Frozen, Tensors, make
-from fedvlm.errors import DataError, SettingsError
+from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import Table
 from fedvlm.record import Record, read_json, read_tensors, write_tensors
+
+DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 
 
 def slug(name: str) -> str:
@@ -69,6 +71,8 @@ class Personalised:
         tensors |= {f"local/{key}": value for key, value in self.local.items()}
         if self.frozen.text is not None:
             tensors["frozen/text"] = self.frozen.text
+        if self.frozen.descriptions is not None:
+            tensors["frozen/descriptions"] = self.frozen.descriptions
         about = {
             "method": {"name": self.method.name, **asdict(self.method)},
             "classes": self.frozen.classes,
@@ -81,8 +85,12 @@ class Personalised:
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> "Personalised":
-        tensors, about = read_tensors(Path(folder) / "classifier.safetensors")
+    def from_pretrained(cls, folder: str | Path, encoder: str = "") -> "Personalised":
+        """A saved classifier; `encoder` says where its encoder is now, if the method needs it."""
+        path = Path(folder) / "classifier.safetensors"
+        if not path.exists():
+            raise DataError(f"{folder} holds no classifier; `fedvlm export` writes one")
+        tensors, about = read_tensors(path)
 
         def group(name: str) -> Tensors:
             return {k.split("/", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}/")}
@@ -93,11 +101,12 @@ class Personalised:
             about["scale"],
             group("frozen").get("text"),
             about["seed"],
+            descriptions=group("frozen").get("descriptions"),
         )
         method = make(**about["method"])
         return cls(
             method,
-            equip(frozen, method, about["encoder"]),
+            equip(frozen, method, about["encoder"], encoder),
             group("shared"),
             group("local"),
             about["client"],
@@ -105,27 +114,37 @@ class Personalised:
         )
 
 
-def reopen(encoder: str) -> Any:
-    """The very encoder something was trained on, by its name and fingerprint."""
+def reopen(encoder: str, where: str = "", access: Mapping[str, Any] | None = None) -> Any:
+    """The very encoder something was trained on, by its name and fingerprint.
+
+    `where` is what it is called now, if that has changed.
+    """
     from fedvlm.encoders import fingerprint, open_encoder
 
     name, _, wanted = encoder.rpartition("@")
-    box = open_encoder(name)
+    try:
+        box = open_encoder(where or name, **(access or {}))
+    except FedVLMError as error:
+        raise type(error)(
+            f"{error} (the classifier goes with {encoder}; if that is called otherwise here, name "
+            "it with --encoder)"
+        ) from error
     if not fingerprint(box).startswith(wanted):
         raise SettingsError(
-            f"{name} is not the encoder this was trained on: its fingerprint is "
-            f"{fingerprint(box)[:16]}, not {wanted}; bring the old weights back, or train again"
+            f"{where or name} is not the encoder this was trained on: its fingerprint is "
+            f"{fingerprint(box)[:16]}, not {wanted} ({name}); bring the old weights back, or train "
+            "again"
         )
     return box
 
 
-def equip(frozen: Frozen, method: Any, encoder: str) -> Frozen:
+def equip(frozen: Frozen, method: Any, encoder: str, where: str = "") -> Frozen:
     """The towers a method needs, from the very encoder it was trained on."""
     if not method.needs & {"text tower", "image tower"}:
         return frozen
     from fedvlm.load import towers
 
-    text, image = towers(reopen(encoder), frozen.classes, method.needs)
+    text, image = towers(reopen(encoder, where), frozen.classes, method.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
 
@@ -136,6 +155,12 @@ class Result:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         return dict(read_json(self.folder / "manifest.json"))
+
+    @cached_property
+    def descriptions(self) -> Tensor | None:
+        """(classes, texts, dim) of the sentences that all clients had, if there were any."""
+        path = self.folder / DESCRIPTIONS
+        return read_tensors(path)[0]["common"] if path.exists() else None
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -159,22 +184,22 @@ class Result:
             job: dict(read_json(self._path(job, seed, "json"))) for job in self.manifest["jobs"]
         }
 
+    def outcome(self, job: str, seed: int | None = None) -> tuple[Tensors, dict[str, Tensors]]:
+        """What a job ended with: the shared tensors, and the local ones of each client."""
+        tensors, about = read_tensors(self._path(job, seed, "safetensors"))
+
+        def group(name: str) -> Tensors:
+            return {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
+
+        local = {id: group(f"local/{number}/") for number, id in enumerate(about["train"])}
+        return group("shared/"), local
+
     def personalised(self, client: str, seed: int | None = None) -> Personalised:
         """A client's own classifier, from the first job in which it trained."""
         for job in self.manifest["jobs"]:
-            tensors, about = read_tensors(self._path(job, seed, "safetensors"))
-            if client in about["train"]:
-                local = f"local/{about['train'].index(client)}/"
-                return self._classifier(
-                    {
-                        k.removeprefix("shared/"): v
-                        for k, v in tensors.items()
-                        if k[:7] == "shared/"
-                    },
-                    {k.removeprefix(local): v for k, v in tensors.items() if k.startswith(local)},
-                    client,
-                    seed,
-                )
+            shared, local = self.outcome(job, seed)
+            if client in local:
+                return self._classifier(shared, local[client], client, seed)
         raise SettingsError(
             f"no client {client!r} trained in {self.folder}; "
             f"its clients are {', '.join(self.manifest['clients'])}"
@@ -196,8 +221,7 @@ class Result:
     def unseen(self, job: str | None = None, seed: int | None = None) -> Personalised:
         """The classifier of a client that joins later: what is shared, and the first local."""
         job = job or self.manifest["jobs"][0]
-        tensors, _ = read_tensors(self._path(job, seed, "safetensors"))
-        shared = {k.removeprefix("shared/"): v for k, v in tensors.items() if k[:7] == "shared/"}
+        shared, _ = self.outcome(job, seed)
         bare = self._classifier(shared, {}, "", seed)
         _, local = bare.method.init(bare.frozen)
         return self._classifier(shared, local, "", seed)
@@ -219,6 +243,7 @@ class Result:
             told["scale"],
             text,
             told["identity"]["seeds"][0] if seed is None else seed,
+            descriptions=self.descriptions,
         )
         method = make(**told["identity"]["method"])
         frozen = equip(frozen, method, told["encoder"])

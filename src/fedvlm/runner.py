@@ -17,14 +17,15 @@ from fedvlm import evaluate, room
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
+from fedvlm.descriptions import dealt
 from fedvlm.engines.rounds import open_engine, start
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.jobs import carry_out, finished, job_name
 from fedvlm.load import load, meet, thin
 from fedvlm.privacy import withheld
-from fedvlm.record import Record, read_json, write_json
-from fedvlm.result import Result, slug
+from fedvlm.record import Record, read_json, write_json, write_tensors
+from fedvlm.result import DESCRIPTIONS, Result, slug
 from fedvlm.settings import Settings, build
 
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -55,6 +56,8 @@ def execute(
     progress: Progress | None = None,
 ) -> Result:
     told = progress or (lambda what, done, total: None)
+    if embedded is not None and (settings.descriptions or settings.texts):
+        raise SettingsError("rows in memory have their own descriptions and texts; set them there")
     folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
     record = Record(folder)
     identity = settings.identity()
@@ -69,19 +72,26 @@ def execute(
         if settings.smoke:
             settings, rows = thin(settings, rows)
         check(settings, rows)
-        divisions = {seed: divide(rows, settings.clients, seed) for seed in settings.seeds}
+        divisions = {
+            seed: divide(rows, settings.clients, seed, settings.target) for seed in settings.seeds
+        }
+        for seed, division in divisions.items():
+            for job in jobs_of(settings, division, seed):
+                evaluate.check(settings.method, rows, division, job)
         if rows.pictures is not None and settings.method.rounds:
-            jobs = (job for seed in divisions for job in _jobs(settings, divisions[seed], seed))
+            jobs = (job for seed in divisions for job in jobs_of(settings, divisions[seed], seed))
             most = max(len(job.train) for job in jobs)
-            first = frozen(rows, settings.seeds[0])
-            room.check(settings, first, rows.pictures.shape[1:], most)
+            ready = frozen(rows, settings.seeds[0])
+            room.check(settings, ready, rows.pictures.shape[1:], most)
         about = manifest(settings, rows, divisions)
-        first = divisions[settings.seeds[0]].members
-        notes = [*notes, *withheld(settings.method, first, rows.labels, len(rows.classes))]
+        members = divisions[settings.seeds[0]].members
+        notes = [*notes, *withheld(settings.method, members, rows.labels, len(rows.classes))]
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:
             record.clear()
+        if rows.descriptions is not None:
+            write_tensors(record.folder / DESCRIPTIONS, {"common": rows.descriptions}, {})
         tables = [
             _seed(settings, rows, division, seed, record, told)
             for seed, division in divisions.items()
@@ -127,7 +137,7 @@ def _seed(
     told: Progress,
 ) -> evaluate.Table:
     """All trainings of one seed, and the numbers they add up to."""
-    jobs = _jobs(settings, division, seed)
+    jobs = jobs_of(settings, division, seed)
     rounds = max(1, settings.method.rounds)
     before = settings.seeds.index(seed) * len(jobs)
     total = len(settings.seeds) * len(jobs) * rounds
@@ -145,12 +155,13 @@ def _seed(
     return evaluate.table(settings.protocol, division.members, done, generalises)
 
 
-def _jobs(settings: Settings, division: Division, seed: int) -> list[evaluate.Job]:
+def jobs_of(settings: Settings, division: Division, seed: int) -> list[evaluate.Job]:
     return evaluate.jobs(
         settings.protocol,
         division.members,
         counts=settings.counts,
         unseen=settings.unseen,
+        target=settings.target,
         seed=seed,
     )
 
@@ -168,6 +179,25 @@ def frozen(rows: Embedded, seed: int) -> Frozen:
     )
 
 
+def world_of(
+    settings: Settings, rows: Embedded, division: Division, job: evaluate.Job, seed: int
+) -> World:
+    """All that one training works on."""
+    members = {id: division.members[id] for id in (*job.train, *job.unseen)}
+    return World(
+        settings.method,
+        frozen(rows, seed),
+        rows.view(settings.method.needs),
+        torch.from_numpy(rows.labels),
+        members,
+        seed,
+        evaluate.reference(settings.method, division, job),
+        dealt(rows.texts, division.members),
+        channel=settings.channel,
+        metrics=settings.protocol == "source-target",
+    )
+
+
 def _job(
     settings: Settings,
     rows: Embedded,
@@ -180,18 +210,7 @@ def _job(
     """One training in this process, unless it is finished."""
     if (scores := finished(record, job_name(job, seed))) is not None:
         return scores
-    members = {id: division.members[id] for id in (*job.train, *job.unseen)}
-    world = World(
-        settings.method,
-        frozen(rows, seed),
-        rows.view(settings.method.needs),
-        torch.from_numpy(rows.labels),
-        members,
-        seed,
-        evaluate.reference(settings.method, members, job),
-        rows.texts,
-        channel=settings.channel,
-    )
+    world = world_of(settings, rows, division, job, seed)
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
     return carry_out(settings, job, world, engine, *start(world), record, tell)
 
@@ -216,7 +235,7 @@ def manifest(
         "dim": rows.x.shape[1],
         "scale": rows.scale,
         "text": None if rows.text is None else rows.text.tolist(),
-        "jobs": [job.name for job in _jobs(settings, division, seed)],
+        "jobs": [job.name for job in jobs_of(settings, division, seed)],
         "clients": {
             id: {part: len(getattr(one, part)) for part in ("train", "validation", "test")}
             for id, one in division.members.items()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, fits
 from fedvlm.core import FEWEST, SMALLEST, check_type, make
-from fedvlm.data.federation import Clients
+from fedvlm.data.federation import Clients, words
 from fedvlm.errors import SettingsError, unknown
 
 
@@ -20,6 +20,8 @@ class Settings:
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
     access: dict[str, Any] = field(default_factory=dict)  # how to reach an encoder: token_file, …
     precision: Literal["float32", "float16"] = "float32"  # of cached pooled embeddings
+    descriptions: str = ""  # JSON of sentences by class, the server's; or "keywords" for the demo
+    texts: str = ""  # JSON of sentences by client and class, which only those clients have
     clients: Clients = field(default_factory=Clients)
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
@@ -27,6 +29,7 @@ class Settings:
     fraction: float = 1.0  # of the clients that take part in a round
     counts: tuple[int, ...] = ()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
+    target: tuple[str, ...] = ()  # source-target: the domains that are only tested on
     engine: Literal["batched", "single", "flower"] = "batched"
     workers: int = 0  # processes; 0 is as many as cores, if the run is long enough
     allow_small: bool = False  # class statistics of few rows may be uploaded too
@@ -40,8 +43,10 @@ class Settings:
             del whole[key]
         if not (self.allow_small and hasattr(self.method, "smallest")):
             del whole["allow_small"]
-        if self.channel == Channel():  # as it was before there was a choice
-            del whole["channel"]
+        usual = {"channel": Channel(), "descriptions": "", "texts": ""}
+        for key in usual:  # left out as it was before there was a choice
+            if getattr(self, key) == usual[key]:
+                del whole[key]
         whole["method"] = {"name": self.method.name, **asdict(self.method)}
         return whole
 
@@ -61,6 +66,8 @@ def build(values: Mapping[str, Any]) -> Settings:
             out[key] = value if isinstance(value, Channel) else channel_of(value)
         elif key in ("seeds", "counts"):
             out[key] = _whole_numbers(key, value)
+        elif key == "target":
+            out[key] = words(key, value)
         else:
             check_type(key, value, known[key].type)
             out[key] = value
@@ -69,6 +76,11 @@ def build(values: Mapping[str, Any]) -> Settings:
     settings = Settings(**out)
     if not 0 < settings.fraction <= 1:
         raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
+    if settings.target and settings.protocol != "source-target":
+        raise SettingsError(
+            f"target = {list(settings.target)} is for protocol = 'source-target', "
+            f"not {settings.protocol!r}; leave one of them out"
+        )
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     fits(settings.channel, settings.method)

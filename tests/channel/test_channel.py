@@ -93,7 +93,7 @@ def test_noise_has_the_deviation_asked_for_and_is_drawn_by_seed():
     assert torch.equal(noisy["a"], again["a"])
 
 
-def test_noise_covers_whole_numbers_by_refusing_them():
+def test_whole_numbers_are_not_clipped_but_refused():
     upload = {"counts": torch.tensor([1, 2, 3])}
     with pytest.raises(FederationError, match="whole numbers in 'counts'"):
         leave(Channel(clip=1.0, noise=1.0), upload, {}, {}, torch.Generator())
@@ -177,14 +177,21 @@ def test_a_secure_sum_hides_a_client_in_the_noise_of_all():
 def masked(count, shape=(9, 5)):
     ids = [f"client-{i:02}" for i in range(count)]
     plain = {id: {"w": numbers(*shape, seed=i).double()} for i, id in enumerate(ids)}
-    return ids, plain, {id: secure.mask(one, ids, id, (1, 0)) for id, one in plain.items()}
+    return (
+        ids,
+        plain,
+        {
+            id: secure.mask(secure.fixed(one, count, id), ids, id, (1, 0))
+            for id, one in plain.items()
+        },
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
 def test_the_masked_sum_is_the_plain_sum_to_fixed_point(count):
     ids, plain, hidden = masked(count)
     wanted = sum(plain[id]["w"] for id in ids)
-    got = secure.total(hidden[id] for id in ids)["w"]
+    got = secure.total(hidden[id] for id in ids)["w"].double() / secure.FRACTION
     assert (got - wanted).abs().max() <= count / 2 / secure.FRACTION
 
 
@@ -198,7 +205,7 @@ def test_a_masked_upload_looks_random_and_a_missing_one_spoils_the_sum():
     values = hidden[ids[0]]["w"].double().flatten()
     both = torch.stack([values, plain[ids[0]]["w"].flatten()])
     assert abs(float(torch.corrcoef(both)[0, 1])) < 0.05
-    got = secure.total(hidden[id] for id in ids[1:])["w"]
+    got = secure.total(hidden[id] for id in ids[1:])["w"].double() / secure.FRACTION
     assert (got - sum(plain[id]["w"] for id in ids[1:])).abs().median() > 1e6
 
 
@@ -207,8 +214,17 @@ def test_numbers_a_masked_sum_would_garble_are_refused_by_name():
         value = {"w": torch.tensor([0.0, 1, 2, 3, 4, bad], dtype=torch.float64)}
         with pytest.raises(FederationError, match="client b, round 3: 1 of 6 numbers of 'w'"):
             secure.guarded(value, secure.SECAGG, "client b, round 3")
-    with pytest.raises(FederationError, match="takes floating-point numbers"):
-        secure.weighted({"n": torch.tensor([3])}, 1.0, "client b")
+    with pytest.raises(FederationError, match="'n' holds whole numbers"):
+        secure.weighted({"n": torch.tensor([3])}, 40.0, "client b")
+    with pytest.raises(FederationError, match="numbers of 'n'"):
+        secure.fixed({"n": torch.tensor([2**61])}, 3, "client b")
+
+
+def test_whole_numbers_are_summed_exactly():
+    ids = ["a", "b", "c"]
+    plain = {id: {"n": torch.tensor([2**55 + i, -i])} for i, id in enumerate(ids)}
+    hidden = [secure.mask(secure.fixed(plain[id], 3, id), ids, id, (0,)) for id in ids]
+    assert secure.total(hidden)["n"].tolist() == [3 * 2**55 + 3, -3]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedot"])

@@ -10,6 +10,7 @@ from fedvlm.channel.passage import arrive
 from fedvlm.channel.quantise import quantise
 from fedvlm.channel.validate import Inbox, message
 from fedvlm.channel.wire import Damaged, seal, unseal
+from fedvlm.core import make
 from fedvlm.errors import FederationError
 
 WHERE = "method fedavg, client b, round 3"
@@ -18,7 +19,7 @@ UPLOAD = {"head": torch.arange(24.0).reshape(4, 6)}
 
 
 def inbox(**channel):
-    return Inbox(Channel(**channel), {"skew"}, run="r1")
+    return Inbox(Channel(**channel), {"skew"}, make("fedavg"), run="r1")
 
 
 def test_a_message_comes_back_as_it_was_sent():
@@ -88,7 +89,7 @@ def test_a_client_may_not_grow_between_rounds():
 @pytest.mark.parametrize(
     ("upload", "says"),
     [
-        ({"head": torch.zeros(4, 7)}, r"'head' of its upload is float32 \(4, 7\), but .*sent"),
+        ({"head": torch.zeros(4, 7)}, r"'head' of its upload is float32 \(4, 7\), but"),
         ({"head": torch.zeros(4, 6).double()}, r"is float64 \(4, 6\), but float32"),
         ({**UPLOAD, "skew": torch.zeros(2)}, "holds 'skew', which is local"),
         ({"head": torch.full((4, 6), torch.nan)}, "24 of 24 numbers of 'head' are not finite"),
@@ -101,6 +102,17 @@ def test_an_upload_unlike_the_method_is_refused(upload, says):
     box.check(UPLOAD, SENT, 40, "a", 3, "client a, round 3")
     with pytest.raises(FederationError, match=f"client b, round 3: .*{says}"):
         box.check(upload, SENT, 40, "b", 3, WHERE)
+
+
+def test_the_first_upload_too_is_compared_to_what_was_sent():
+    with pytest.raises(FederationError, match=r"but float32 \(4, 6\) in what was sent"):
+        inbox().check({"head": torch.zeros(4, 7)}, SENT, 40, "b", 3, WHERE)
+
+
+def test_who_is_sent_something_else_may_upload_something_else():
+    box = Inbox(Channel(), (), None)
+    box.check({"prompt": torch.zeros(3)}, {"prompt": torch.zeros(3)}, 40, "a", 3, WHERE)
+    box.check({"held": torch.tensor(1)}, {"prompts": torch.zeros(2, 3)}, 40, "b", 3, WHERE)
 
 
 def test_a_change_longer_than_the_channel_allows_is_refused():

@@ -26,10 +26,10 @@ def leave(
 
     `draw` is the noise's: by seed in a simulation, from the system's entropy at a site.
     """
-    if channel.noise and (whole := [k for k, v in upload.items() if not v.is_floating_point()]):
+    if channel.clip and (whole := [k for k, v in upload.items() if not v.is_floating_point()]):
         raise ChannelError(
-            f"the upload holds whole numbers in {whole[0]!r}, which noise does not cover; "
-            "set channel.noise = 0, or choose another method"
+            f"the upload holds whole numbers in {whole[0]!r}, which can be neither clipped nor "
+            "covered by noise; set channel.clip = 0, or choose another method"
         )
     if not (channel.clip or channel.quantise):
         return upload, kept
@@ -104,7 +104,7 @@ class Passage:
 
     def __init__(self, channel: Channel, method: object, local: Sequence[str], seed: int) -> None:
         self.channel, self.kind, self.seed = channel, sums(method), seed
-        self.inbox = Inbox(channel, local, averages=self.kind in ("rows", "clients"))
+        self.inbox, self.uneven = Inbox(channel, local, method), getattr(method, "uneven", ())
 
     def carry(
         self,
@@ -140,11 +140,15 @@ class Passage:
         left = {id: one for id, one in after.items() if one}
         if not self.channel.secure or not any(uploads.values()):
             return Arrived(ids, list(whole.values()), weights, sizes, left)
-        masked = {}
+        masked, words = {}, (self.seed, number)
         for id, upload in whole.items():
+            if own := [key for key in upload if key in self.uneven]:
+                raise FederationError(
+                    f"{where(id)}: {own[0]!r} is each client's own and has no sum; set "
+                    "channel.secure = false"
+                )
             mine = secure.weighted(upload, self._weights(rows, ids)[id], where(id))
-            secure.guarded(mine, secure.ROOM / len(ids), where(id))
-            masked[id] = secure.mask(mine, ids, id, (self.seed, number))
+            masked[id] = secure.mask(secure.fixed(mine, len(ids), where(id)), ids, id, words)
         sizes = {id: tensors.count_bytes(one) for id, one in masked.items()}
         one = secure.combined(secure.total(masked.values()), str(self.kind), whole[ids[0]])
         return Arrived(["everyone"], [one], weights.sum(0, keepdim=True), sizes, left)

@@ -12,34 +12,36 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedvlm import seeds
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
 
 FRACTION = 2.0**32  # steps of fixed point in 1
-ROOM = 2.0**30  # a sum stays below it; the rest is for the sign and a margin
+ROOM = 2.0**62  # a sum of fixed-point numbers stays below it; the rest is for sign and margin
 NEIGHBOURS = 8  # clients on either side with which a client shares masks
 WEIGHT = "channel/weight"  # counts travel inside the sum, not beside it
 SECAGG = 8.0  # SecAgg+ cuts larger numbers off, silently
 
 
 def weighted(upload: Tensors, weight: float, where: str) -> Tensors:
-    """weight · upload and the weight itself, in float64."""
+    """weight · upload, and the weight itself; whole numbers are summed as they are."""
+    out: Tensors = {WEIGHT: torch.tensor(weight, dtype=torch.float64)}
     for key, value in upload.items():
-        if not value.is_floating_point():
+        if not value.is_floating_point() and weight != 1:
             raise FederationError(
-                f"{where}: {key!r} holds {value.dtype}, and a masked sum takes floating-point "
-                "numbers; set channel.secure = false"
+                f"{where}: {key!r} holds whole numbers, whose mean over rows is not one; "
+                "set channel.secure = false"
             )
-    out = {key: weight * value.double() for key, value in upload.items()}
-    return {**out, WEIGHT: torch.tensor(weight, dtype=torch.float64)}
+        out[key] = weight * value.double() if value.is_floating_point() else value
+    return out
 
 
 def guarded(tensors: Tensors, most: float, where: str) -> Tensors:
     """Refuses numbers a masked sum would garble, while it is still known whose they are."""
     for key, value in tensors.items():
-        bad = ~(value.abs() < most)  # also where it is NaN
+        bad = ~(value.double().abs() < most)  # also where it is NaN
         if bad.any():
             raise FederationError(
                 f"{where}: {int(bad.sum())} of {value.numel()} numbers of {key!r} (as "
@@ -49,30 +51,40 @@ def guarded(tensors: Tensors, most: float, where: str) -> Tensors:
     return tensors
 
 
-def mask(tensors: Tensors, ids: Sequence[str], id: str, words: Sequence[str | int]) -> Tensors:
-    """One client's fixed-point numbers under the masks it shares; they look random."""
+def fixed(tensors: Tensors, clients: int, where: str) -> Tensors:
+    """In whole numbers, small enough for the sum over so many clients."""
+    floats = {key: value for key, value in tensors.items() if value.is_floating_point()}
+    whole = {key: value for key, value in tensors.items() if key not in floats}
+    guarded(floats, ROOM / FRACTION / clients, where)
+    guarded(whole, ROOM / clients, where)
+    steps = {key: (value * FRACTION).round() for key, value in floats.items()}
+    return {key: value.to(torch.int64) for key, value in {**steps, **whole}.items()}
+
+
+def mask(whole: Tensors, ids: Sequence[str], id: str, words: Sequence[str | int]) -> Tensors:
+    """One client's whole numbers under the masks it shares, modulo 2^64; they look random."""
     out = {}
-    for key, value in tensors.items():
-        fixed = (value * FRACTION).round().to(torch.int64).numpy().astype(np.uint64)
+    for key, value in whole.items():
+        numbers = _unsigned(value)
         for a, b in _pairs(ids, id):
             draw = seeds.numbers("mask", *words, a, b, key)
-            shared = draw.integers(0, 2**64, size=fixed.shape, dtype=np.uint64)
-            fixed = fixed + shared if id == a else fixed - shared
-        out[key] = torch.from_numpy(np.asarray(fixed).astype(np.int64))
+            shared = draw.integers(0, 2**64, size=numbers.shape, dtype=np.uint64)
+            numbers = numbers + shared if id == a else numbers - shared
+        out[key] = torch.from_numpy(np.asarray(numbers).astype(np.int64))
     return out
 
 
 def total(masked: Iterable[Tensors]) -> Tensors:
-    """The sum of what the clients have masked: the masks cancel."""
+    """The sum of what the clients have masked, in whole numbers: the masks cancel."""
     sums: dict[str, NDArray[np.uint64]] = {}
     for one in masked:
         for key, value in one.items():
-            fixed = value.numpy().astype(np.uint64)
-            sums[key] = sums[key] + fixed if key in sums else fixed
-    return {
-        key: torch.from_numpy(np.asarray(value).astype(np.int64)).double() / FRACTION
-        for key, value in sums.items()
-    }
+            sums[key] = sums[key] + _unsigned(value) if key in sums else _unsigned(value)
+    return {key: torch.from_numpy(np.asarray(one).astype(np.int64)) for key, one in sums.items()}
+
+
+def _unsigned(value: Tensor) -> NDArray[np.uint64]:
+    return np.atleast_1d(value.numpy()).astype(np.uint64).reshape(value.shape)
 
 
 def _pairs(ids: Sequence[str], id: str) -> list[tuple[str, str]]:
@@ -85,7 +97,11 @@ def _pairs(ids: Sequence[str], id: str) -> list[tuple[str, str]]:
 
 def combined(sums: Tensors, kind: str, like: Tensors) -> Tensors:
     """What the aggregate gets in place of all uploads: their mean, or for "total" their sum."""
-    whole = dict(sums)
-    weight = whole.pop(WEIGHT)
+    weight = float(sums[WEIGHT]) / FRACTION
     share = 1.0 if kind == "total" else weight
-    return {key: (value / share).to(like[key].dtype) for key, value in whole.items()}
+    return {
+        key: (sums[key].double() / (FRACTION * share) if one.is_floating_point() else sums[key]).to(
+            one.dtype
+        )
+        for key, one in like.items()
+    }

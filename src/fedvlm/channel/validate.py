@@ -7,11 +7,10 @@ from typing import Any
 
 from fedvlm.channel.clip import change, norm
 from fedvlm.channel.quantise import LOSS
-from fedvlm.channel.settings import Channel
+from fedvlm.channel.settings import Channel, sums
 from fedvlm.channel.wire import Damaged, seal, unseal
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
-from fedvlm.tensors import flat
 
 Schema = Mapping[str, str]
 
@@ -65,12 +64,12 @@ class Inbox:
 
     channel: Channel
     local: Collection[str]  # names that may never arrive
+    method: Any = None
     run: str = ""  # a message of another run is refused
     rows: dict[str, int] = field(default_factory=dict)  # as each client said the first time
     taken: set[str] = field(default_factory=set)  # clients whose upload of this round has come
     round: int = -1
-    averages: bool = True  # uploads are new values of what was sent, so they look like it
-    first: dict[tuple[str, ...], tuple[str, Schema]] = field(default_factory=dict)
+    first: dict[str, tuple[str, Schema]] = field(default_factory=dict)
 
     def take(self, data: bytes, client: str, number: int, where: str) -> tuple[Tensors, int]:
         """The tensors and the row count of a message, which is this client's and this round's."""
@@ -97,8 +96,8 @@ class Inbox:
         """Refuses what no sound client uploads, and a second upload in the same round."""
         if number != self.round:
             self.round = number
-            self.taken.clear()
             self.first.clear()
+            self.taken.clear()
         if client in self.taken:
             raise FederationError(
                 f"{where}: an upload of this round has come already; it counts once"
@@ -106,7 +105,8 @@ class Inbox:
         validate(upload, self.local, where)
         self._like(upload, sent, client, where)
         self._rows(rows, client, where)
-        most = longest(self.channel, flat(upload).numel())
+        numbers = sum(value.numel() for value in upload.values() if value.is_floating_point())
+        most = longest(self.channel, numbers)
         if most < float("inf") and (length := norm(change(upload, sent))) > most:
             raise FederationError(
                 f"{where}: its change has the norm {length:.4g}, more than {most:.4g}, the largest "
@@ -115,25 +115,30 @@ class Inbox:
         self.taken.add(client)
 
     def _like(self, upload: Tensors, sent: Tensors, client: str, where: str) -> None:
-        """Compares it with what was sent, or with the round's first upload of the same names."""
-        found = schema(upload)
-        name, wanted = "what was sent", schema(sent)
-        if not self.averages:
-            other, wanted = self.first.setdefault(tuple(found), (client, found))
-            name = f"client {other}'s"
-        for key in sorted({**wanted, **found}) if upload else ():
-            if found.get(key) != wanted.get(key):
-                raise FederationError(
-                    f"{where}: {key!r} of its upload is {found.get(key, 'missing')}, but "
-                    f"{wanted.get(key, 'missing')} in {name}; it runs another version or "
-                    "other settings"
-                )
+        """Who is sent the same uploads the same; a mean is of what was sent."""
+        uneven: frozenset[str] = getattr(self.method, "uneven", frozenset())
+        given = schema(sent)
+        found = {key: value for key, value in schema(upload).items() if key not in uneven}
+        other, first = self.first.setdefault(str(given), (client, found))
+        _compare(found, first, f"client {other}'s", where)
+        if self.method is not None and sums(self.method) in ("rows", "clients") and found:
+            _compare(found, {**found, **given}, "what was sent", where)
 
     def _rows(self, rows: Any, client: str, where: str) -> None:
         plausible(rows, self.channel, where)
         if self.rows.setdefault(client, rows) != rows:
             raise FederationError(
                 f"{where}: it says it has {rows} training rows, but said {self.rows[client]} before"
+            )
+
+
+def _compare(found: Schema, wanted: Schema, whose: str, where: str) -> None:
+    for key in sorted(found.keys() | wanted.keys()):
+        if found.get(key) != wanted.get(key):
+            raise FederationError(
+                f"{where}: {key!r} of its upload is {found.get(key, 'missing')}, but "
+                f"{wanted.get(key, 'missing')} in {whose}; it runs another version or "
+                "other settings"
             )
 
 

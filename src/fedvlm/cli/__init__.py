@@ -4,10 +4,12 @@ import sys
 
 import typer
 
+from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, resume, run
+from fedvlm.cli.share import export, ledger, predict
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,10 +22,14 @@ app.command()(run)
 app.command()(resume)
 app.command()(compare)
 app.command()(explain)
+app.command()(audit)
 app.command("list")(list_)
 app.command()(embed)
 app.command()(partition)
 app.command("serve-encoder")(serve_encoder)
+app.command()(export)
+app.command()(predict)
+app.command()(ledger)
 app.add_typer(cache_app, name="cache")
 app.add_typer(deploy_app, name="deploy")
 

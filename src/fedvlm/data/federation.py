@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from hashlib import sha256
 from math import isfinite
 from typing import Literal, Protocol, get_args
@@ -28,6 +29,8 @@ class Clients:
     minimum: int = 10  # training rows a Dirichlet client has at least
     shots: int = 0  # training rows per class and client; 0: all
     shares: tuple[float, float, float] = (0.6, 0.2, 0.2)  # train, validation, test
+    domains: tuple[str, ...] = ()  # whose rows become clients; empty: all
+    public: float = 0.0  # share set aside as nobody's rows, for methods that adapt to a reference
 
     def __post_init__(self) -> None:
         if self.by not in get_args(By):
@@ -42,6 +45,11 @@ class Clients:
             raise SettingsError(
                 f"clients.alpha = {self.alpha!r} does not fit; it takes a number above 0"
             )
+        if not _number(self.public) or not 0 <= self.public < 1:
+            raise SettingsError(
+                f"clients.public = {self.public!r} does not fit; it takes a share from 0 to below 1"
+            )
+        object.__setattr__(self, "domains", words("clients.domains", self.domains))
         shares = self.shares
         if (
             not isinstance(shares, list | tuple)
@@ -58,6 +66,14 @@ class Clients:
                 f"negative, and sum to 1, not {sum(shares):g}"
             )
         object.__setattr__(self, "shares", tuple(shares))
+
+
+def words(key: str, value: object) -> tuple[str, ...]:
+    """One name, or several."""
+    many = [value] if isinstance(value, str) else value
+    if not isinstance(many, list | tuple) or any(not isinstance(one, str) for one in many):
+        raise SettingsError(f"{key} = {value!r} does not fit; it takes a name, or a list of names")
+    return tuple(many)
 
 
 def _number(value: object) -> bool:
@@ -108,6 +124,7 @@ class Member:
 class Division:
     members: dict[str, Member]  # by id, in order
     dropped: int  # rows dropped because an earlier part has the same picture
+    public: Ints  # rows set aside, nobody's
 
 
 def digest(picture: bytes) -> str:
@@ -128,34 +145,51 @@ def rows_of(dataset: Dataset, progress: Callable[[int, int], None] | None = None
     )
 
 
-def divide(table: Table, clients: Clients, seed: int) -> Division:
+def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ()) -> Division:
     """Deals the rows of a table to clients and parts; no picture is in two parts of any clients.
 
     The same rows in another order are dealt the same way: all drawing is over rows sorted by
     content. A pool (a domain, one of the data's own clients, or everything) is parted on its own,
-    so that adding a domain changes no other.
+    so that adding a domain changes no other. Domains named in `whole` become one client each,
+    however the others are dealt.
     """
     labels = _checked(table, clients)
     content = np.asarray(table.content, dtype=np.str_)
     order = np.lexsort([table.splits, table.clients, labels, table.domains, content])
-    pools, pool_of = np.unique(_pools(table, clients), return_inverse=True)
+    kept = _kept(table, clients, whole)
+    order = order[kept[order]]
+    pools, pool_of = np.unique(_pools(table, clients, whole), return_inverse=True)
     parts = np.zeros(len(labels), dtype=np.int64)
-    owners = np.zeros(len(labels), dtype=np.int64)
+    owners = np.full(len(labels), -1, dtype=np.int64)
     names: list[str] = []
     for pool, rows in zip(pools.tolist(), _groups(order, pool_of, len(pools)), strict=True):
+        if not len(rows):
+            continue
         title = f"{'client' if clients.by == 'own' else 'domain'} {pool!r}" if pool else "the data"
+        alone = clients.by in ("domain", "own") or pool in whole
+        if clients.public and pool not in whole:
+            open_rows = np.isin(table.splits[rows], ("", "train"))
+            mixed = numbers("public", seed, pool).permutation(rows[open_rows])
+            size = int(Fraction(str(clients.public)) * len(rows))
+            parts[mixed[:size]] = len(PARTS)
+            rows = rows[parts[rows] < len(PARTS)]
         drawn = numbers("split", seed, pool)
         parts[rows] = splits.parts_of(table.splits[rows].tolist(), clients.shares, drawn, title)
-        owners[rows] = len(names) + _owners(
-            labels[rows], parts[rows], clients, len(table.classes), seed, pool, title
-        )
-        names += _members(clients, pool)
-    later = splits.repeated(content, parts)
+        deal = np.zeros(len(rows), dtype=np.int64)
+        if not alone:
+            deal = _owners(
+                labels[rows], parts[rows], clients, len(table.classes), seed, pool, title
+            )
+        owners[rows] = len(names) + deal
+        names += [pool] if alone else _members(clients, pool)
+    later = np.zeros(len(labels), dtype=np.bool_)
+    later[kept] = splits.repeated(content[kept], parts[kept])
     parts[later] = -1
     if clients.shots:
-        _check_trained(table.classes, labels[parts == 0])
+        _check_trained(table.classes, labels[kept & (parts == 0)])
     made = {}
-    for name, mine in zip(names, _groups(order, owners, len(names)), strict=True):
+    dealt = order[owners[order] >= 0]
+    for name, mine in zip(names, _groups(dealt, owners, len(names)), strict=True):
         train, validation, test = (mine[parts[mine] == part] for part in range(len(PARTS)))
         if clients.shots:
             drawn = numbers("shots", seed, name)
@@ -164,13 +198,23 @@ def divide(table: Table, clients: Clients, seed: int) -> Division:
         domain = domains[0] if len(domains) == 1 else ""
         made[name] = Member(name, domain, train, validation, test)
         _check_member(made[name], clients.shares, len(mine))
-    return Division(made, int(later.sum()))
+    return Division(made, int(later.sum()), order[parts[order] == len(PARTS)])
+
+
+def _kept(table: Table, clients: Clients, whole: Sequence[str]) -> NDArray[np.bool_]:
+    """The rows that take part: of the chosen domains, and of those that stay whole."""
+    for name in (*clients.domains, *whole):
+        if name not in table.domains:
+            raise unknown("domain", name, set(table.domains.tolist()))
+    if not clients.domains:
+        return np.ones(len(table.labels), dtype=np.bool_)
+    return np.isin(table.domains, (*clients.domains, *whole))
 
 
 def _groups(order: Ints, group: Ints, count: int) -> list[Ints]:
     """The rows of each group, in the given order."""
     together = order[np.argsort(group[order], kind="stable")]
-    return np.split(together, np.cumsum(np.bincount(group, minlength=count))[:-1])
+    return np.split(together, np.cumsum(np.bincount(group[order], minlength=count))[:-1])
 
 
 def _checked(table: Table, clients: Clients) -> Ints:
@@ -208,16 +252,18 @@ def _check_column(kind: str, column: Strings, by: str, others: str) -> None:
         )
 
 
-def _pools(table: Table, clients: Clients) -> Strings:
+def _pools(table: Table, clients: Clients, whole: Sequence[str]) -> Strings:
     """What is parted as a whole: a domain, one of the data's own clients, or everything."""
     if clients.by in ("domain", "domain-dirichlet"):
         return table.domains
-    return table.clients if clients.by == "own" else np.full(len(table.labels), "")
+    others = table.clients if clients.by == "own" else np.full(len(table.labels), "")
+    apart = np.isin(table.domains, list(whole))
+    if both := set(whole) & set(others[~apart].tolist()):
+        raise DataError(f"{min(both)!r} is both a domain and a client; rename one of them")
+    return np.where(apart, table.domains, others)
 
 
 def _members(clients: Clients, pool: str) -> list[str]:
-    if clients.by in ("domain", "own"):
-        return [pool]
     stem = pool if clients.by == "domain-dirichlet" else "client"
     return [f"{stem}-{index}" for index in range(clients.count)]
 
@@ -226,8 +272,6 @@ def _owners(
     labels: Ints, parts: Ints, clients: Clients, classes: int, seed: int, pool: str, title: str
 ) -> Ints:
     """Which of the pool's clients has each row."""
-    if clients.by in ("domain", "own"):
-        return np.zeros(len(labels), dtype=np.int64)
     drawn = numbers(clients.by, seed, pool)
     if clients.by == "pathological":
         return splits.pathological(classes, clients.count, drawn)[labels]

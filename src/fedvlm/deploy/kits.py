@@ -43,6 +43,8 @@ class SiteKit:
     encoder: str = ""
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data
     access: dict[str, Any] = field(default_factory=dict)  # how to reach the encoder
+    descriptions: str = ""  # a file of descriptions of the classes, the same at every site
+    texts: str = ""  # a file of descriptions that only this site brings, under its name
     plays: str = ""  # in a rehearsal: the client of the whole data that this site is
 
 

@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedvlm import evaluate
 from fedvlm.data.federation import Member, Rows, divide
 from fedvlm.data.table import Dataset, Embedded, listing, text
 from fedvlm.deploy.kits import SiteKit
+from fedvlm.descriptions import dealt
 from fedvlm.engines.flower_client import own_training
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, FederationError, SettingsError
@@ -39,11 +41,14 @@ def own_rows(
     seed = int(spec["seed"])
     if kit.plays:
         rows, _ = load(settings, quiet)
-        member = _member(divide(rows, settings.clients, seed).members, kit.plays)
+        members = divide(rows, settings.clients, seed, settings.target).members
+        member = _member(members, kit.plays)
+        texts = dealt(rows.texts, members)
     else:
         rows, table = _site(kit, settings, spec["classes"])
         alone = replace(settings.clients, by="own")
         member = divide(table, alone, seed).members[kit.name]
+        texts = dealt(rows.texts, [kit.name])
     check(settings, rows)
     world = World(
         settings.method,
@@ -52,9 +57,10 @@ def own_rows(
         torch.from_numpy(rows.labels),
         {kit.name: member},
         seed,
-        texts={kit.name: rows.texts[member.id]} if member.id in rows.texts else {},
+        texts={kit.name: texts[member.id]} if texts else {},
         channel=settings.channel,
         entropy=not kit.plays,
+        metrics=settings.protocol == "source-target",
     )
     world = with_reference(own_training(world, kit.name).world, reference)
     labels = rows.labels[member.train]
@@ -72,7 +78,7 @@ def _member(members: Mapping[str, Member], plays: str) -> Member:
 
 def with_reference(world: World, reference: Tensor | None) -> World:
     """The rows everyone may see, behind the site's own."""
-    if not hasattr(world.method, "reference"):
+    if not evaluate.wants_reference(world.method):
         return world
     if reference is None:
         raise FederationError(
@@ -99,6 +105,7 @@ def quiet(what: str, done: int, total: int) -> None:
 
 def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> tuple[Embedded, Rows]:
     """The site's own data through its own encoder, under the experiment's classes."""
+    settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
     if not kit.data and not kit.encoder.startswith("store:"):
         raise SettingsError(f"site {kit.name} has no data; name it, as --data IMAGES")
     if kit.encoder.startswith("store:"):
@@ -113,7 +120,7 @@ def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> tuple[Embedde
     encoder, _ = reach(kit.encoder, kit.access)
     own = dataset.classes
     dataset = replace(dataset, classes=tuple(classes), labels=_labels(dataset, classes, kit.name))
-    rows, _ = embedded(settings.method, dataset, encoder, settings.precision, quiet)
+    rows, _ = embedded(settings, dataset, encoder, quiet)
     back = {classes.index(named(name)): place for place, name in enumerate(own)}
     labels = np.array([back[label] for label in rows.labels.tolist()], dtype=np.int64)
     return rows, _table(replace(rows, classes=own, labels=labels), kit.name)

@@ -146,7 +146,7 @@ def stage(settings: Settings, place: Path, told: Progress, **rules: Any) -> Serv
     if (place / "server" / "server.toml").exists():
         return read_server(place / "server")  # a rehearsal that was stopped goes on
     rows, _ = load(settings, told)
-    ids = list(divide(rows, settings.clients, settings.seeds[0]).members)
+    ids = list(divide(rows, settings.clients, settings.seeds[0], settings.target).members)
     if len(ids) > 32:
         raise SettingsError(
             f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; "

@@ -26,7 +26,7 @@ from fedvlm.files import write
 from fedvlm.jobs import carry_out, finished, job_name
 from fedvlm.load import load
 from fedvlm.record import Record, read_json, read_tensors, write_json
-from fedvlm.runner import frozen, manifest
+from fedvlm.runner import frozen, jobs_of, manifest
 from fedvlm.settings import Settings, build
 
 REFERENCE = "reference.safetensors"  # in the server's folder, for methods that need one
@@ -47,7 +47,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
             "the server has no pictures to take class names from; name the classes in the "
             "experiment, as [source] classes = ['cat', 'dog']"
         )
-    wants = hasattr(settings.method, "reference") and not kit.rehearsal
+    wants = evaluate.wants_reference(settings.method) and not kit.rehearsal
     if wants and not (kit.folder / REFERENCE).exists():
         raise DataError(
             f"the method {settings.method.name} needs public reference rows, and there is no "
@@ -74,10 +74,9 @@ class Run:
     def seed(self, seed: int) -> evaluate.Table:
         settings = self.settings
         members = {name: absent(name) for name in self.kit.sites}
-        numbers = {"counts": settings.counts, "unseen": settings.unseen, "seed": seed}
         done = {}
         shares = settings.method.rounds == 0
-        for job in evaluate.jobs(settings.protocol, members, **numbers):  # type: ignore[arg-type]
+        for job in jobs_of(settings, Division(dict(members), 0), seed):
             scores = finished(self.record, job_name(job, seed))
             done[job.name] = (job, self.job(job, seed) if scores is None else scores)
             path = self.record.folder / "jobs" / f"{job_name(job, seed)}.safetensors"
@@ -96,7 +95,10 @@ class Run:
         engine.gather()
         rows = self.rows(engine)
         if not (self.record.folder / "manifest.json").exists():
-            divisions = {one: Division(dict(engine.members), 0) for one in settings.seeds}
+            divisions = {
+                one: Division(dict(engine.members), 0, np.zeros(0, np.int64))
+                for one in settings.seeds
+            }
             about = {"identity": settings.identity(), "memory": True, "notes": []}
             whole = {**about, **manifest(settings, rows, divisions), "sites": list(self.kit.sites)}
             self.record.begin(whole)
@@ -149,13 +151,12 @@ class Run:
     def reference(self, job: evaluate.Job, seed: int) -> Tensors:
         """The public rows that go with the first message, if the method wants them."""
         settings = self.settings
-        if not hasattr(settings.method, "reference"):
+        if not evaluate.wants_reference(settings.method):
             return {}
         if self.kit.rehearsal:
             rows, _ = load(settings, lambda what, done, total: None)
-            division = divide(rows, settings.clients, seed)
-            members = {id: division.members[id] for id in (*job.train, *job.unseen)}
-            index = evaluate.reference(settings.method, members, job)
+            division = divide(rows, settings.clients, seed, settings.target)
+            index = evaluate.reference(settings.method, division, job)
             return {"reference": rows.view(settings.method.needs)[torch.from_numpy(index)]}
         values, _ = read_tensors(self.kit.folder / REFERENCE)
         view = "patches" if "patches" in settings.method.needs else "image"

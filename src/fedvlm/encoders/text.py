@@ -30,9 +30,14 @@ def class_embeddings(
     encoder: Encoder, table: Rows, classes: Sequence[str], templates: Sequence[str]
 ) -> Tensor:
     """(classes, dim) unit norm; several templates give the mean of their unit vectors."""
-    said = [sentences(classes, template) for template in templates]
-    digests = [[sha256(one.encode()).digest() for one in group] for group in said]
-    text = {d: s for ds, ss in zip(digests, said, strict=True) for d, s in zip(ds, ss, strict=True)}
+    many = [embeddings(encoder, table, sentences(classes, one)) for one in templates]
+    return normalize(torch.stack(many).mean(0), dim=-1)
+
+
+def embeddings(encoder: Encoder, table: Rows, said: Sequence[str]) -> Tensor:
+    """(sentences, dim) unit norm, each sentence embedded once and kept in the table."""
+    digests = [sha256(one.encode()).digest() for one in said]
+    text = dict(zip(digests, said, strict=True))
     missing = [digest for digest in text if digest not in table]
     for start in range(0, len(missing), SENTENCES):
         some = missing[start : start + SENTENCES]
@@ -44,5 +49,4 @@ def class_embeddings(
                 f"or with NaN, inf or zero vectors; it should give {encoder.dim} numbers for each"
             )
         table.append(some, vectors.numpy())
-    many = torch.stack([torch.from_numpy(table.read(group)) for group in digests])
-    return normalize(normalize(many, dim=-1).mean(0), dim=-1)
+    return normalize(torch.from_numpy(table.read(digests)), dim=-1)

@@ -14,8 +14,9 @@ from fedvlm.engines.batched import Batched
 from fedvlm.engines.single import Single, where
 from fedvlm.engines.work import Done, Scores, Task, World, minibatches
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate import accuracy
+from fedvlm.evaluate import accuracy, metric
 from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
+from fedvlm.metrics import METRICS
 
 Selection = Literal["last", "validation", "oracle"]
 
@@ -198,7 +199,13 @@ def disagreement(
 def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     """What a curve shows: the state before this round's update, averaged over clients."""
     own = [scores[id]["loss"] for id in sorted(scores) if id in plan.train]
+    more: dict[str, float | None] = {}
+    for name in METRICS[1:]:
+        both = {"clients": metric(scores, plan.train, name)}
+        both |= {"target": metric(scores, plan.unseen, name)}
+        more |= {f"{who} {name}": one for who, one in both.items() if one is not None}
     return {
+        **more,
         "loss": sum(own) / len(own) if own else None,
         "validation": accuracy(scores, plan.train, "validation"),
         "accuracy": accuracy(scores, plan.train, "test"),

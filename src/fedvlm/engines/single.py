@@ -55,7 +55,7 @@ def last(world: World, number: int, task: Task) -> Done:
         if task.trains:
             own = client(world, task.id, number)
             local = world.method.adapt(world.frozen, task.sent, task.local, own)
-        return Done(None, local, measure(world, task.sent, local, task.id))
+        return Done(None, local, measure(world, task.sent, local, task.id, last=True))
 
 
 @contextmanager

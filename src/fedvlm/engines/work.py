@@ -14,6 +14,7 @@ from torch import Tensor
 from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Tensors
+from fedvlm.metrics import diagrams, every_metric
 from fedvlm.tensors import full
 
 SLICE = 64 << 20  # bytes of rows that are predicted at once
@@ -53,6 +54,7 @@ class World:
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
     channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
     entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
+    metrics: bool = False  # measure every metric in every round, not only at the end
 
     @cached_property
     def reference_x(self) -> Any:
@@ -71,7 +73,7 @@ class Task:
     held: Tensors | None = None  # local tensors of the best round so far, if one is chosen
 
 
-Scores = dict[str, float]  # loss, and rows and hits of the validation and the test split
+Scores = dict[str, Any]  # loss, rows and hits of validation and test, and metrics of the test
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,11 @@ def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]
     )
 
 
-def measure(world: World, sent: Tensors, local: Tensors, id: str) -> Scores:
-    """Loss on the validation rows (training rows if there are none), hits there and on the test."""
+def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
+    """Loss on the validation rows (training rows if there are none), hits there and on the test.
+
+    At the `last` time also the metrics of the test rows, with what their diagrams are drawn from.
+    """
     member = world.members[id]
     held = member.validation if len(member.validation) else member.train
     rows = np.concatenate([held, member.test])
@@ -188,10 +193,16 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str) -> Scores:
     logits = predict(world, sent, local, rows)
     hits = logits.argmax(dim=1) == y
     loss = torch.nn.functional.cross_entropy(logits[: len(held)], y[: len(held)])
-    return {
+    scores: Scores = {
         "loss": loss.item(),
         "validation_rows": len(held),
         "validation_hits": int(hits[: len(held)].sum()),
         "test_rows": len(member.test),
         "test_hits": int(hits[len(held) :].sum()),
     }
+    if len(member.test) and (last or world.metrics):
+        p, truth = logits[len(held) :].softmax(dim=1), y[len(held) :]
+        scores |= {key: one for key, one in every_metric(p, truth).items() if key != "accuracy"}
+        if last:
+            scores |= diagrams(p, truth)
+    return scores

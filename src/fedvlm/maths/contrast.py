@@ -1,4 +1,4 @@
-"""CLIP's loss over a minibatch: every picture is to find its own text, and every text its picture."""
+"""CLIP's loss over a minibatch: a picture is to find its own text, and a text its own picture."""
 
 import torch
 from torch import Tensor

@@ -4,7 +4,7 @@ The tensors of the layer at a place of a stack are called by the stack's name an
 `mask0.weight`, `mask1.mean`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +13,12 @@ from torch.nn import functional as F
 from fedvlm.core import Tensors
 from fedvlm.maths.reversal import Statistics, batch_norm, normalise
 
-Layers = Sequence[str]  # of "linear", "norm", "leaky", "relu" and "tanh"
-ACTIVATIONS = {"leaky": F.leaky_relu, "relu": F.relu, "tanh": torch.tanh}  # leaky: slope 0.01
+Layers = tuple[str, ...]  # of "linear", "norm", "leaky", "relu" and "tanh"
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaky": F.leaky_relu,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}  # leaky: slope 0.01
 
 
 def first_values(
@@ -68,6 +72,10 @@ def through(
             continue
         weight, bias = every[f"{at}.weight"], every[f"{at}.bias"]
         if layer == "linear":
+            if layers[place + 1 : place + 2] == ("norm",):
+                # BatchNorm takes the bias out again: what is left of its gradient is rounding,
+                # which Adam would blow up to whole steps.
+                bias = bias.detach()
             x = F.linear(x, weight, bias)
             continue
         running = Statistics(every[f"{at}.mean"], every[f"{at}.variance"])

@@ -34,17 +34,18 @@ def batch_norm(
     A single real row has no variance: it is normalised by the running statistics, and leaves them
     as they are.
     """
-    count = real.sum()
-    enough = count > 1
-    share = real.to(x.dtype)[:, None] / count.clamp(min=1)
-    mean = (share * x).sum(0)
-    variance = (share * (x - mean).square()).sum(0)
-    now = Statistics(
-        torch.where(enough, mean, running.mean), torch.where(enough, variance, running.variance)
-    )
-    unbiased = variance.detach() * count / (count - 1).clamp(min=1)
+    weights = real.to(x.dtype)
+    count = weights.sum()
+    enough, some = count > 1, count.clamp(min=1)
+    share = weights / some
+    mean = torch.where(enough, share @ x, running.mean)
+    centred = x - mean
+    variance = torch.where(enough, share @ centred.square(), running.variance)
+    out = centred * (torch.rsqrt(variance + EPSILON) * weight) + bias
+    unbiased = variance.detach() * (some / (count - 1).clamp(min=1))
+    # Without enough rows both ends are the same, and nothing moves.
     new = Statistics(
-        torch.where(enough, torch.lerp(running.mean, mean.detach(), FRESH), running.mean),
-        torch.where(enough, torch.lerp(running.variance, unbiased, FRESH), running.variance),
+        torch.lerp(running.mean, mean.detach(), FRESH),
+        torch.lerp(running.variance, unbiased, FRESH),
     )
-    return normalise(x, weight, bias, now), new
+    return out, new

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
+from fedvlm.methods.prompt_steps import sgd_together
 from fedvlm.methods.promptfl import PromptFL, first_prompt
 
 
@@ -29,3 +30,4 @@ class CoOp:
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
     predict, loss = PromptFL.predict, PromptFL.loss
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    update_many = sgd_together

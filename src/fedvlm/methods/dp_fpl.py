@@ -17,6 +17,7 @@ from fedvlm import parts, seeds
 from fedvlm.core import Batch, Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.private import blurred, carried, clipped_sum, factors
+from fedvlm.methods.fedot_blocks import one_by_one
 from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt, tower_of
 from fedvlm.privacy import epsilon
 
@@ -96,6 +97,7 @@ class DPFPL:
     needs = frozenset({"image", "text tower"})
     memory = frozenset({"noisy steps", "passes"})
     send, aggregate, adapt = parts.everything, parts.mean, parts.nothing
+    update_many = one_by_one  # stacked clients would hold the gradients of all their rows at once
 
 
 def row_gradients(frozen: Frozen, moves: Tensors, rest: Tensor, batch: Batch) -> Tensors:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from fedvlm import parts, seeds
+from fedvlm import fused, parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.maths.contrast import contrastive
 from fedvlm.maths.layers import first_values, statistics, through
 from fedvlm.maths.reversal import reverse
 
-LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the paper's ablation
+LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the ablation
     "full": ("linear", "norm", "leaky", "linear"),
     "deeper": ("linear", "norm", "leaky", "linear", "norm", "leaky", "linear"),
     "no norm": ("linear", "leaky", "linear"),
@@ -46,6 +46,7 @@ class FAACLIP:
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
     decay: float = 0.02  # L2, inside Adam
+    persist: bool = False  # keep Adam's moments over the rounds, at the client
     batch: int = 32  # B; the judge sees as many rows of the reference set
     epochs: int = 1
     rounds: int = 50
@@ -55,7 +56,8 @@ class FAACLIP:
             widths = [frozen.dim] * layers.count("linear") + [end]
             return first_values(layers, name, widths, seeds.generator(name, frozen.seed))
 
-        shared, local = draw("mask", LAYERS[self.mask], frozen.dim), {}
+        local: Tensors = {}
+        shared = draw("mask", LAYERS[self.mask], frozen.dim)
         if self.local_norm:
             for place, layer in enumerate(LAYERS[self.mask]):
                 at = f"mask{place}."
@@ -63,6 +65,9 @@ class FAACLIP:
                 local |= {key: shared.pop(key) for key in own}
         if self.adaptation:
             (shared if self.shared_judge else local).update(draw("judge", JUDGE, 1))
+        if self.persist:
+            both = {**shared, **local}
+            local |= parts.moments({key: both[key] for key in both if key not in self.memory})
         return shared, local
 
     def features(self, every: Tensors, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensors]:
@@ -92,9 +97,11 @@ class FAACLIP:
         # Half the loss for each side, also where the last minibatch is short.
         ours = torch.where(batch.real, softplus(-says[:rows, 0]), 0.0).sum()
         ours = ours / batch.real.sum().clamp(min=1)
-        theirs = softplus(says[rows:, 0]).mean()
+        theirs = softplus(says[rows:, 0]).sum() / max(1, len(says) - rows)
         return fit + self.weight * (ours + theirs) / 2, new | more
 
     name = "faa-clip"
     needs, memory = frozenset({"image", "text"}), statistics("mask", "judge")
+    least = 2  # training rows of a client: BatchNorm has no statistics of one
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing
+    update_many = fused.adam

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm import parts, seeds
+from fedvlm import fused, parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.maths.contrast import contrastive
 from fedvlm.maths.layers import first_values, through
@@ -55,3 +55,4 @@ class FedCLIP:
     name = "fedclip"
     needs, memory = frozenset({"image", "text"}), frozenset[str]()
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing
+    update_many = fused.adam

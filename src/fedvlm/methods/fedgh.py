@@ -14,7 +14,7 @@ from torch.func import grad
 from torch.nn.functional import one_hot
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import SMALLEST, Batch, Client, Frozen, Tensors, register
 from fedvlm.methods.fedavg import first_head
 
 
@@ -22,6 +22,7 @@ from fedvlm.methods.fedavg import first_head
 @dataclass(frozen=True)
 class FedGH:
     server_rate: float = 1e-2  # the server's SGD
+    smallest: int = SMALLEST  # rows a class must have at a client for its mean to be uploaded
     passes: int = 1  # of the server over all prototypes in a round
     rate: float = 1e-3  # a client's own SGD, at the end
     momentum: float = 0.0
@@ -46,10 +47,18 @@ class FedGH:
     ) -> tuple[Tensors, Tensors]:
         """The encoder is frozen, so a round's training would change no prototype: there is none."""
         kind = one_hot(client.y.clamp(min=0), len(frozen.classes)) * (client.y >= 0)[:, None]
-        kind = kind.to(client.x.dtype)
-        # Zero where the client has no row of a class.
-        means = kind.mT @ client.x / kind.sum(0).clamp(min=1)[:, None]
-        return {"prototypes": means}, local
+        counts = kind.sum(0)
+        # Zero where the client has no row of a class, or too few to tell of.
+        means = kind.to(client.x.dtype).mT @ client.x / counts.clamp(min=1)[:, None]
+        return {"prototypes": torch.where((counts >= self.smallest)[:, None], means, 0.0)}, local
+
+    def means(self, upload: Tensors) -> Tensor:
+        """(classes, dim) what the upload says of the class means, for an audit."""
+        return upload["prototypes"]
+
+    def covers(self, upload: Tensors) -> Tensor:
+        """(classes,) True where the upload tells of rows of the class."""
+        return (upload["prototypes"] != 0).any(dim=1)
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
@@ -57,7 +66,7 @@ class FedGH:
         """Steps of the head itself, on every client's prototypes of the classes it has."""
         x = torch.cat([upload["prototypes"] for upload in uploads])
         y = torch.arange(len(shared["head"])).repeat(len(uploads))
-        there = x.abs().sum(1) > 0
+        there = self.covers({"prototypes": x})
 
         def misfit(head: Tensors) -> Tensor:
             return parts.fit(shared["scale"] * x @ head["head"].mT + head["bias"], y, there)

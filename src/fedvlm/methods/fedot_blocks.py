@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedvlm import parts, tensors
+from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.maths import cayley
 
@@ -92,7 +92,7 @@ def one_by_one(
     for i in range(len(clients.y)):
         client = Client(*(value[i] for value in vars(clients).values()))
         both = (tensors.select(sent, i), tensors.select(local, i))
-        done.append(parts.sgd(method, frozen, *both, client))
+        done.append(method.update(frozen, *both, client))
     return tensors.stack([upload for upload, _ in done]), tensors.stack([own for _, own in done])
 
 

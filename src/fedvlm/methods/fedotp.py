@@ -14,7 +14,8 @@ from torch.nn.functional import normalize
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.maths.transport import Kind, check, plan
-from fedvlm.methods.promptfl import class_features, first_prompt
+from fedvlm.methods.prompt_steps import sgd_together
+from fedvlm.methods.promptfl import features_of_both, first_prompt
 
 
 @register
@@ -40,10 +41,10 @@ class FedOTP:
 
     def similarity(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         """(rows, classes, 2, patches) cosines with the shared and the local prompt's features."""
-        both = [class_features(frozen, one) for one in (sent["prompt"], local["own"])]
-        text = torch.stack(both, dim=-2)  # (classes, 2, dim)
+        both = features_of_both(frozen, sent["prompt"], local["own"])
+        text = both.transpose(-3, -2).flatten(-3, -2)  # (classes and, for each, 2 prompts, dim)
         patches = normalize(x, dim=-1)  # (rows, patches, dim)
-        return torch.unflatten(text.flatten(-3, -2) @ patches.mT, -2, (-1, 2))
+        return torch.unflatten(text.unsqueeze(-3) @ patches.mT, -2, (-1, 2))
 
     def match(self, similarity: Tensor) -> Tensor:
         """T of the same shape; it stays fixed while the prompts move."""
@@ -62,3 +63,4 @@ class FedOTP:
     name = "fedotp"
     needs, memory = frozenset({"patches", "text tower"}), frozenset[str]()
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    update_many = sgd_together

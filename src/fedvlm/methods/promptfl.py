@@ -13,6 +13,7 @@ from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.prompts import TextTower
+from fedvlm.methods.prompt_steps import sgd_together
 
 
 def tower_of(frozen: Frozen) -> TextTower:
@@ -46,6 +47,13 @@ def class_features(frozen: Frozen, prompt: Tensor) -> Tensor:
     return tower_of(frozen)(prompt)
 
 
+def features_of_both(frozen: Frozen, one: Tensor, other: Tensor) -> Tensor:
+    """(..., 2, classes, dim): of two prompts of one length, at once where both are in training."""
+    if one.requires_grad and other.requires_grad:
+        return class_features(frozen, torch.stack([one, other], dim=-3))
+    return torch.stack([class_features(frozen, one), class_features(frozen, other)], dim=-3)
+
+
 @register
 @dataclass(frozen=True)
 class PromptFL:
@@ -72,3 +80,4 @@ class PromptFL:
     name = "promptfl"
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    update_many = sgd_together

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
+from fedvlm.methods.prompt_steps import sgd_together
 from fedvlm.methods.promptfl_ft import PromptFLFT
 
 HELD = "of "  # the server's name for a client's prompt: this and the client's id
@@ -79,3 +80,4 @@ class PromptFLFedAMP:
     # A client's own model is what it makes of its last cloud, as after fine-tuning.
     init, predict, adapt = PromptFLFT.init, PromptFLFT.predict, PromptFLFT.adapt
     update = parts.sgd
+    update_many = sgd_together

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.errors import SettingsError
+from fedvlm.methods.prompt_steps import sgd_together
 from fedvlm.methods.promptfl import PromptFL, first_prompt
 
 
@@ -46,3 +47,4 @@ class PromptFLFedPer:
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
     loss = PromptFL.loss
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    update_many = sgd_together

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.methods.prompt_steps import sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -35,3 +36,4 @@ class PromptFLFedProx:
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
     init, predict = PromptFL.init, PromptFL.predict
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    update_many = sgd_together

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.methods.prompt_steps import sgd_together
 from fedvlm.methods.promptfl import PromptFL, first_prompt
 
 
@@ -40,3 +41,4 @@ class PromptFLFT:
     needs, memory = frozenset({"image", "text tower"}), frozenset({"offset"})
     loss = PromptFL.loss
     send, update, aggregate = parts.everything, parts.sgd, parts.mean
+    update_many = sgd_together

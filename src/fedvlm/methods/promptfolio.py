@@ -11,7 +11,8 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt
+from fedvlm.methods.prompt_steps import sgd_together
+from fedvlm.methods.promptfl import PromptFL, features_of_both, first_prompt
 
 
 @register
@@ -35,7 +36,7 @@ class PromptFolio:
         return shared, {"own": first_prompt(frozen, self.vectors, "local prompt")}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        common, own = (class_features(frozen, one) for one in (sent["prompt"], local["own"]))
+        common, own = features_of_both(frozen, sent["prompt"], local["own"]).unbind(-3)
         # each of unit norm before the mix and not normalised after it, as in the paper's code
         return frozen.scale * x @ ((1 - self.mix) * common + self.mix * own).mT
 
@@ -43,3 +44,4 @@ class PromptFolio:
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
     loss = PromptFL.loss
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    update_many = sgd_together

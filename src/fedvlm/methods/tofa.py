@@ -162,6 +162,13 @@ class TOFA:
         told = [upload[key] for key in ("counts", "holders", "voters") if key in upload]
         return torch.stack(told).sum(0) > 0
 
+    def means(self, upload: Tensors) -> Tensor | None:
+        """(classes, dim) what the upload says of the class means, for an audit."""
+        if "sums" not in upload:
+            return None
+        counts = upload["counts"].clamp(min=1)[:, None]
+        return gaussian.from_fixed(upload["sums"], self.most) / counts
+
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
     ) -> Tensors:
@@ -261,6 +268,7 @@ class TOFA:
     name = "tofa"
     needs, memory = frozenset({"image"}), frozenset[str]()
     send = parts.everything
+    sums, uneven = "total", frozenset({"texts"})  # of clients that bring more or fewer
 
 
 def texts(frozen: Frozen) -> Tensor:

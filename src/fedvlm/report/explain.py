@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import normalize
 
 from fedvlm.core import make
 from fedvlm.encoders.decode import decode
@@ -54,7 +53,7 @@ def explain(
     """
     result = run if isinstance(run, Result) else Result(Path(run))
     method = make(**result.manifest["identity"]["method"])
-    if not {"patches", "text tower"} <= method.needs or not hasattr(method, "gamma"):
+    if not hasattr(method, "similarity"):
         raise SettingsError(
             f"{result.folder} is a run of {method.name}, which moves nothing between patches and "
             "prompts; explain a run of fedotp"
@@ -63,19 +62,17 @@ def explain(
     classifier = result.personalised(client or next(iter(result.local(seed=seed))), seed)
     encoder, frozen = reopen(classifier.encoder), classifier.frozen
     assert isinstance(encoder.preprocess, Pixels)  # no other encoder has a text tower
-    assert frozen.text_tower is not None
     pixels = encoder.preprocess(pixels_of)
     patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()
     chances = classifier.logits(patches)[0].softmax(0)
     if name is not None and name not in frozen.classes:
         raise unknown("class", name, frozen.classes)
     number = frozen.classes.index(name) if name is not None else int(chances.argmax())
-    prompts = torch.stack([classifier.shared["prompt"], classifier.local["own"]])
-    features = frozen.text_tower(prompts)[:, number]  # (2, dim)
-    cosines = features @ normalize(patches[0], dim=-1).mT  # (2, patches)
+    both = (method.send(classifier.shared, classifier.client), classifier.local)
+    cosines = method.similarity(frozen, *both, patches)[0, number]  # (2, patches)
     count = cosines.shape[1]
     shape = (2, *grid(count, *pixels.shape[1:]))
-    trained = method.gamma if method.kind == "unbalanced" else None
+    trained = method.gamma if method.transport == "unbalanced" else None
     wanted = set(gammas or GAMMAS) | ({trained} if trained is not None and not gammas else set())
     shares = {
         gamma: count * plan(cosines, "unbalanced", gamma, method.strength)

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from json import dumps, loads
 
+from fedvlm import evaluate
 from fedvlm.errors import SettingsError, unknown
-from fedvlm.evaluate import spread
+from fedvlm.metrics import METRICS
 from fedvlm.result import Result
 
 FORMS = ("text", "markdown", "latex", "csv")
-MAIN = ("G", "P", "C", "own")  # what a table shows first; the rest is per domain or client
+MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
+MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 
 def label(result: Result) -> str:
@@ -20,10 +22,14 @@ def label(result: Result) -> str:
 
     told = dict(result.manifest["identity"]["method"])
     name = told.pop("name")
+    method = make(name, **told)
     if small := result.manifest["identity"].get("allow_small", False):
         del told["smallest"]
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
     odd = [f"{key}={value}" for key, value in told.items() if usual[key] != value]
+    if evaluate.wants_reference(method) and method.reference == "target":
+        odd.remove("reference=target")
+        odd.append("TRANSDUCTIVE: adapts to the test rows")
     chosen = result.manifest["identity"]["selection"]
     if chosen == "oracle":
         odd.append("ORACLE: best test round")
@@ -59,7 +65,7 @@ def compare(
         raise unknown("table form", form, FORMS)
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
-    found = [spread(result.tables) for result in results]
+    found = [evaluate.spread(result.tables) for result in results]
     columns = list(dict.fromkeys(key for one in found for key in one))
     if not every and (main := [key for key in columns if key in MAIN]):
         columns = main

@@ -1,0 +1,28 @@
+"""The command that says what has left the clients of a run."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedvlm.cli.progress import progress
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    job: Annotated[str | None, typer.Option(help="Of several trainings, which one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of several seeds, which one.")] = None,
+    form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What each client uploaded, and how well it tells who was in the training rows (AUC)."""
+    from fedvlm.report.audit import audit as look
+    from fedvlm.report.audit import table
+
+    with progress() as told:
+        lines = look(run, job, seed, progress=told)
+    if as_json:
+        typer.echo(json.dumps(lines, indent=1, ensure_ascii=False))
+    else:
+        typer.echo(table(lines, form), nl=False)
