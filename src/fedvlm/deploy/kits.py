@@ -25,7 +25,7 @@ class ServerKit:
 
     folder: Path
     address: str  # host:port, as the sites reach it
-    sites: tuple[str, ...]
+    sites: tuple[str, ...] = ()
     quorum: float = 0.5  # share of the sites asked that must answer
     deadline: float = 600.0  # seconds a site has for one round
     wait: float = 120.0  # seconds to wait for sites before the first round
@@ -50,8 +50,11 @@ class SiteKit:
 
 def read_server(folder: Path) -> ServerKit:
     values = read_toml(folder / "server.toml")
-    values["sites"] = tuple(values.get("sites", ()))
-    kit: ServerKit = _read(ServerKit, folder, "server.toml", values)
+    sites = values.pop("sites", None)
+    if not isinstance(sites, list) or not all(isinstance(one, str) for one in sites):
+        raise SettingsError(f"{folder / 'server.toml'}: sites = {sites!r}; write names, as ['a']")
+    bare: ServerKit = _read(ServerKit, folder, "server.toml", values)
+    kit = replace(bare, sites=tuple(sites))
     if not 0 < kit.quorum <= 1:
         raise SettingsError(
             f"{folder / 'server.toml'}: quorum = {kit.quorum} is outside (0, 1]; 1 is every site"

@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from fedvlm import evaluate
 from fedvlm.core import Tensors
-from fedvlm.data.federation import Division, divide
+from fedvlm.data.federation import Division, Member, divide
 from fedvlm.data.table import Embedded
 from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.remote import Remote, absent
@@ -56,6 +56,11 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         )
 
 
+def division(members: Mapping[str, Member]) -> Division:
+    """The sites as a run in one process knows its clients."""
+    return Division(dict(members), 0, np.zeros(0, np.int64))
+
+
 @dataclass
 class Run:
     """One run over the sites; its record is as a run in one process leaves it."""
@@ -76,7 +81,7 @@ class Run:
         members = {name: absent(name) for name in self.kit.sites}
         done = {}
         shares = settings.method.rounds == 0
-        for job in jobs_of(settings, Division(dict(members), 0), seed):
+        for job in jobs_of(settings, division(members), seed):
             scores = finished(self.record, job_name(job, seed))
             done[job.name] = (job, self.job(job, seed) if scores is None else scores)
             path = self.record.folder / "jobs" / f"{job_name(job, seed)}.safetensors"
@@ -95,15 +100,12 @@ class Run:
         engine.gather()
         rows = self.rows(engine)
         if not (self.record.folder / "manifest.json").exists():
-            divisions = {
-                one: Division(dict(engine.members), 0, np.zeros(0, np.int64))
-                for one in settings.seeds
-            }
+            divisions = dict.fromkeys(settings.seeds, division(engine.members))
             about = {"identity": settings.identity(), "memory": True, "notes": []}
             whole = {**about, **manifest(settings, rows, divisions), "sites": list(self.kit.sites)}
             self.record.begin(whole)
         else:
-            self.record.compare({"identity": settings.identity(), "encoder": rows.encoder})
+            self.record.compare({"identity": settings.identity()})
         first = engine.sites[min(engine.sites)]
         fresh = {name: torch.zeros(0) for name in first.about["local"]}
         world = World(

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fedvlm.channel.passage import split
 from fedvlm.core import Tensors
@@ -52,7 +52,13 @@ class InProcess(Flower):
         return unpack_versions(unpack(state.arrays), state.about, "")
 
 
-def local_grid(desks: Mapping[str, Desk]) -> Any:
+class Answers(Protocol):
+    """A client: a desk, or a whole site."""
+
+    def answer(self, parcel: Parcel, state: Parcel) -> tuple[Parcel, Parcel]: ...
+
+
+def local_grid(desks: Mapping[str, Answers]) -> Any:
     """Flower's grid and ClientApp without processes: a message is a call."""
     app = flower()
     from flwr.clientapp import ClientApp
@@ -61,22 +67,23 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
     client = ClientApp()
-    by_node = dict(enumerate(desks.values(), start=1000))
+    by_node = dict(enumerate(desks, start=1000))
 
     def train(message: Any, context: Any) -> Any:
         parcel = unseal(from_records(message.content, "a client"), "a client")
         try:
-            reply, after = by_node[context.node_id].answer(parcel, read_state(context))
+            reply, after = desks[by_node[context.node_id]].answer(parcel, read_state(context))
         except Exception as error:
             return app.Message(app.Error(2, explain(error)), reply_to=message)
         write_state(context, after)
         return app.Message(to_records(seal(reply)), reply_to=message)
 
     client.train()(train)
+    client.query()(train)
 
     class LocalGrid(Grid):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
-            self.nodes = dict(zip(desks, by_node, strict=True))
+            self.nodes = {id: node for node, id in by_node.items()}
             self.messages: list[Any] = []  # every message of the last exchange, both ways
             self.contexts = {
                 node: app.Context(1, node, {}, app.RecordDict(), {}) for node in by_node
