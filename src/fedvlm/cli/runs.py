@@ -89,6 +89,20 @@ def compare(
     typer.echo(table, nl=False)
 
 
+def plot(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    job: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The PNG file.")] = None,
+) -> None:
+    """Draw a run's reliability, its decision curve and its curves over the rounds."""
+    from fedvlm.report.diagrams import draw_diagrams
+    from fedvlm.result import Result
+
+    path = draw_diagrams(Result(run), out or run / "diagrams.png", job, seed)
+    typer.echo(f"picture: {path}")
+
+
 def list_(
     what: Annotated[str, typer.Argument(help="methods, encoders, datasets, experiments")],
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
