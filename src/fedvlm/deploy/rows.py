@@ -192,6 +192,6 @@ def write_reference(
     rows = encode(opened(data, {}), box, patches, "float32", told).embedded
     values = {"image": rows.x}
     if rows.patches is not None:
-        values["patches"] = rows.patches
+        values["patches"] = rows.patches[:]
     write_tensors(folder / REFERENCE, values, {"encoder": rows.encoder})
     return len(rows.x)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedvlm import evaluate
+from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
 from fedvlm.data.federation import Division, Member, divide
 from fedvlm.data.table import Embedded
@@ -37,11 +38,11 @@ def ready(kit: ServerKit, settings: Settings) -> None:
     """Refuses, before any site is asked, what a federation of sites cannot run."""
     if settings.smoke:
         raise SettingsError("smoke = true is for one process; set the method's rounds instead")
-    if settings.channel.secure:
+    if settings.warm_start is not None:
         raise SettingsError(
-            "channel.secure is a rehearsal in one process; between machines use channel.clip and "
-            "channel.noise, or Flower's SecAgg+ (docs/deploy.md says what it does not hide)"
+            "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
+    fits_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
             "the server has no pictures to take class names from; name the classes in the "
