@@ -254,10 +254,10 @@ def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place)
     for more, said in (
         ({"smoke": True}, "smoke"),
         ({"source": {}}, "name the classes in the experiment"),
-        ({"channel": {"secure": True}}, "channel.secure"),
+        ({"channel": {"secure": True}, "method": "tofa"}, "channel.secure"),
     ):
         with pytest.raises(SettingsError, match=said):
-            ready(place.kit, place.settings(**more))
+            ready(place.kit, place.settings(**{"method": METHOD, **more}))
 
 
 def test_a_training_is_known_by_what_it_is(place):
