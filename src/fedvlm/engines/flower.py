@@ -20,6 +20,7 @@ from fedvlm.errors import FederationError
 
 VERSION = "version of the local tensors, which are at their client"
 POLL = 0.1  # seconds between looks for replies
+LATE = 10.0  # seconds after the deadline until Flower forgets a message
 KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
 
 
@@ -167,8 +168,9 @@ class Flower:
         }
 
     def _message(self, parcel: Parcel, node: int, number: int) -> Any:
+        ttl = None if self.deadline is None else self.deadline + LATE
         return self.grid.create_message(
-            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), self.deadline
+            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), ttl
         )
 
     def _accept(self, message: Any, id: str, request: Parcel) -> Parcel:
