@@ -32,7 +32,7 @@ def carry_out(
     every = EVERY if every is None else every
     name = job_name(job, world.seed)
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
-    checkpoint = record.folder / "jobs" / f"{name}.checkpoint"
+    checkpoint = _checkpoint(record, name)
     if checkpoint.exists():
         state = unpack(*read_tensors(checkpoint))
     record.keep_lines(name, state.round)
@@ -58,6 +58,14 @@ def carry_out(
 def job_name(job: evaluate.Job, seed: int) -> str:
     """What the files of a training are called."""
     return f"{seed}-{slug(job.name)}"
+
+
+def _checkpoint(record: Record, name: str) -> Path:
+    return record.folder / "jobs" / f"{name}.checkpoint"
+
+
+def has_checkpoint(record: Record, name: str) -> bool:
+    return _checkpoint(record, name).exists()
 
 
 def finished(record: Record, name: str) -> evaluate.Results | None:

@@ -13,9 +13,9 @@ from fedvlm.errors import SettingsError
 from fedvlm.machine import cores, free_memory
 from fedvlm.settings import Settings
 
-# Of what one client trains: the weights, their gradient, two moments, and what a loss or a step
-# holds for a moment (MOON's older model, LoRA's sums).
-COPIES = 5
+# Of what one client trains: the weights, their gradient, two moments, what a loss holds for a
+# moment (MOON's older model, LoRA's sums), and what the C library does not give back at once.
+COPIES = 6
 
 
 @dataclass(frozen=True)

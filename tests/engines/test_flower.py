@@ -19,14 +19,9 @@ from fedvlm.engines.single import Single
 from fedvlm.errors import FederationError
 from fedvlm.runner import execute
 from fedvlm.settings import build
-from fedvlm.testing import check_same, toy_world
+from fedvlm.testing import check_same, short, toy_world
 
 CLOSE = 1e-6
-
-
-def short(name, **settings):
-    method = make(name, **settings)
-    return make(name, **{**settings, "rounds": 2}) if method.rounds > 1 else method
 
 
 def learn(world, engine, lines=None, **plan):
@@ -40,7 +35,7 @@ def learn(world, engine, lines=None, **plan):
 
 @pytest.mark.parametrize("name", list(methods()))
 def test_a_method_gives_the_same_numbers_through_messages(name):
-    world = toy_world(short(name))
+    world = toy_world(short(make(name)))
     plain, sent = [], []
     alone = learn(world, Single(world), plain)
     through = learn(world, InProcess(world), sent)
@@ -62,7 +57,7 @@ def test_the_chosen_round_is_the_same_through_messages(selection):
 @pytest.mark.parametrize("name", list(methods()))
 def test_no_message_holds_a_local_tensor(name):
     """Neither its name nor its values, in any message of a training, either way."""
-    world = toy_world(short(name))
+    world = toy_world(short(make(name)))
     engine = InProcess(world)
     seen = []
     pull = engine.grid.pull_messages

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fedvlm.channel.passage import split
 from fedvlm.channel.settings import fits_secagg
@@ -56,7 +56,13 @@ class InProcess(Flower):
         return unpack_versions(unpack(state.arrays), state.about, "")
 
 
-def local_grid(desks: Mapping[str, Desk]) -> Any:
+class Answers(Protocol):
+    """A client: a desk, or a whole site."""
+
+    def answer(self, parcel: Parcel, state: Parcel) -> tuple[Parcel, Parcel]: ...
+
+
+def local_grid(desks: Mapping[str, Answers]) -> Any:
     """Flower's grid and ClientApp without processes: a message is a call."""
     app = flower()
     from flwr.clientapp import ClientApp
@@ -65,12 +71,12 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
     client = ClientApp(mods=[flower_secure.mask])
-    by_node = dict(enumerate(desks.values(), start=1000))
+    by_node = dict(enumerate(desks, start=1000))
 
     def train(message: Any, context: Any) -> Any:
         hidden = flower_secure.request(message.content)
         parcel = unseal(hidden or from_records(message.content, "a client"), "a client")
-        reply, after = by_node[context.node_id].answer(parcel, read_state(context))
+        reply, after = desks[by_node[context.node_id]].answer(parcel, read_state(context))
         write_state(context, after)
         return app.Message(flower_secure.records(seal(reply), hidden is not None), reply_to=message)
 
@@ -81,10 +87,11 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
             return app.Message(app.Error(2, explain(error)), reply_to=message)
 
     client.train()(train)
+    client.query()(train)
 
     class LocalGrid(Grid):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
-            self.nodes = dict(zip(desks, by_node, strict=True))
+            self.nodes = {id: node for node, id in by_node.items()}
             self.messages: list[Any] = []  # every message of the last exchange, both ways
             self.contexts = {
                 node: app.Context(1, node, {}, app.RecordDict(), {}) for node in by_node

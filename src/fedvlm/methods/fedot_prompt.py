@@ -14,6 +14,7 @@ from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.maths import cayley
 from fedvlm.methods.fedot import FedOT
 from fedvlm.methods.fedot_blocks import identity
+from fedvlm.methods.prompt_steps import sgd_together
 from fedvlm.methods.promptfl import class_features, first_prompt
 
 
@@ -46,3 +47,4 @@ class FedOTPrompt:
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
     describe = FedOT.describe
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    update_many = sgd_together

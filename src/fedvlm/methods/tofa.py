@@ -257,6 +257,14 @@ class TOFA:
             return calibration.average(seen, said)
         return calibration.fuse(seen / local["heat"][0].exp(), said / local["heat"][1].exp())
 
+    def head(self, frozen: Frozen, shared: Tensors) -> Tensor:
+        """(classes, dim): what a head over scaled cosines can start from."""
+        if not self.visual:
+            return prompts(frozen, shared)
+        means, there = shared["means"], shared["counts"] > 0
+        seen = calibration.without_bias(shared["weight"], shared["bias"], means, there)
+        return seen / frozen.scale
+
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         names = ("visual temperature", "text temperature")
         out = dict(zip(names, local.get("heat", torch.zeros(0)).exp().tolist(), strict=False))
