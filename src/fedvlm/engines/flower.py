@@ -137,10 +137,10 @@ class Flower:
             id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
         }
         sealed = self._sealed(told)
-        if len(sealed) < 3:
+        if not 3 <= len(sealed) <= 1000:  # more could overflow whole numbers of 32 bits
             raise FederationError(
-                f"round {number}: a secure sum hides a client among others, and takes three or "
-                f"more; {len(sealed)} are there. Set channel.secure = false, or wait for the others"
+                f"round {number}: a secure sum hides a client among others, and takes three to a "
+                f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"
             )
         came = exchange(
             self.grid, {self.nodes[id]: one for id, one in sealed.items()}, number, self.deadline
