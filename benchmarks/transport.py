@@ -47,7 +47,7 @@ def scaling(
         found = torch.diag_embed(u[..., 0]) @ kernel @ torch.diag_embed(v[..., 0])
     else:
         found = u * kernel * v.mT
-    return found.mT.unflatten(0, (IMAGES, CLASSES))
+    return found.mT.unflatten(0, similarity.shape[:2])
 
 
 def milliseconds(run: Callable[[], Tensor]) -> float:

@@ -86,3 +86,16 @@ def test_spread_is_mean_and_sample_deviation():
     assert got["G"] == (pytest.approx(0.2), pytest.approx(0.02**0.5))
     assert got["P"] == (None, None)
     assert spread([{"G": 0.1}])["G"] == (0.1, None)
+
+
+def test_clients_that_share_a_domain_have_its_mean_and_deviation():
+    crowd = {f"art-{i}": SimpleNamespace(domain="art") for i in range(3)}
+    crowd |= {"photo": SimpleNamespace(domain="photo"), "any": SimpleNamespace(domain="")}
+    scores = hits(**{"art-0": 2, "art-1": 4, "art-2": 9, "photo": 5, "any": 10})
+    (job,) = jobs("own-test", crowd)
+    found = table("own-test", crowd, {"all": (job, scores)}, True)
+    assert found["own"] == pytest.approx(0.6)
+    assert found["mean art"] == pytest.approx(0.5)
+    assert found["deviation art"] == pytest.approx((0.09 + 0.01 + 0.16) ** 0.5 / 2**0.5)
+    assert {"mean photo", "mean "}.isdisjoint(found)  # one client has no deviation
+    assert found["art-2"] == 0.9

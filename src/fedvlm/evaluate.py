@@ -177,10 +177,22 @@ def table(
             out |= _target(job, scores, generalises)
         elif protocol == "own-test":
             out["own"] = accuracy(scores, job.train)
+            out |= _within(members, job, scores)
             out.update({id: accuracy(scores, [id]) for id in job.train})
         else:
             out[f"unseen, n={job.name}"] = accuracy(scores, job.unseen) if generalises else None
             out[f"own, n={job.name}"] = accuracy(scores, job.train)
+    return out
+
+
+def _within(members: Mapping[str, Member], job: Job, scores: Results) -> Table:
+    """Mean and deviation over the clients of each domain that several clients share."""
+    out: Table = {}
+    for domain in sorted({members[id].domain for id in job.train} - {""}):
+        ids = [id for id in job.train if members[id].domain == domain]
+        parts = [value for id in ids if (value := accuracy(scores, [id])) is not None]
+        if len(parts) > 1:
+            out |= {f"mean {domain}": fmean(parts), f"deviation {domain}": stdev(parts)}
     return out
 
 

@@ -71,7 +71,7 @@ class Embedded:
     content: Sequence[str]  # (rows,) hex digests: equal digests are the same picture
     scale: float  # the encoder's logit scale (100 for released CLIP)
     text: Tensor | None  # (classes, dim) unit-norm class text embeddings, if the encoder has them
-    patches: Tensor | None  # (rows, patches, dim) float16, memory-mapped, if asked for
+    patches: "Tensor | Rows | None"  # (rows, patches, dim) float16, memory-mapped, if asked for
     encoder: str  # the encoder's name and fingerprint
     fingerprint: str  # of the rows: pictures, labels, classes, templates
     text_tower: "TextTower | None" = None

@@ -16,6 +16,7 @@ from fedvlm.data.table import Dataset, Embedded
 from fedvlm.encoders.cache import Entry, directory, use
 from fedvlm.encoders.interface import Encoder, Vectors
 from fedvlm.encoders.locks import Claims
+from fedvlm.encoders.mapped import opened
 from fedvlm.encoders.pictures import Pictures
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.encoders.workers import Decoders, Prepared, refuse_in_start
@@ -87,7 +88,7 @@ def embed(
             content=[digest.hex() for digest in content],
             scale=encoder.scale,
             text=text,
-            patches=None if grid is None else torch.from_numpy(grid.mapped(content)),
+            patches=None if grid is None else opened(grid.mapped(content)),
             encoder=f"{encoder.name}@{fingerprint[:16]}",
             fingerprint="",
         )

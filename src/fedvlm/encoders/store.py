@@ -187,7 +187,7 @@ def save_store(path: str | Path, embedded: Embedded) -> Path:
     file = Path(path).expanduser().with_suffix(".safetensors")
     tensors = {"x": embedded.x, "y": torch.from_numpy(embedded.labels)}
     tensors |= {"text": embedded.text} if embedded.text is not None else {}
-    tensors |= {"patches": embedded.patches} if embedded.patches is not None else {}
+    tensors |= {"patches": embedded.patches[:]} if embedded.patches is not None else {}
     whole = {key: value.contiguous() for key, value in tensors.items()}
     with draft(file) as beside:
         save_file(whole, beside)

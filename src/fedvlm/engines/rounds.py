@@ -109,7 +109,9 @@ def train(
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
         ids = [id for id in ids if id in done]
-        came = _carry(world, passage, state, number, [t for t in tasks if t.id in ids], done)
+        total = getattr(engine, "sum", None)
+        trained = [task for task in tasks if task.id in ids]
+        came = _carry(world, passage, state, number, trained, done, total)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
@@ -128,7 +130,8 @@ def train(
             line["epsilon"] = spent_epsilon(world.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
-        del done, tasks, came, shared, local  # a tower of every client is large, a state is not
+        # A tower of every client is large, a state is not.
+        del done, tasks, trained, came, shared, local
         if "image tower" in method.needs:
             give_back()
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
@@ -158,6 +161,7 @@ def _carry(
     number: int,
     tasks: Sequence[Task],
     done: Mapping[str, Done],
+    total: Tensors | None,
 ) -> Arrived:
     """The uploads through the channel, or its second half where a client did the first."""
     return passage.carry(
@@ -168,6 +172,7 @@ def _carry(
         state.channel,
         {id for id, one in done.items() if one.passed},
         lambda id: where(world, number, id),
+        total,
     )
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.methods.prompt_steps import sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
 WEIGHTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # a, as parts of the logit scale
@@ -41,6 +42,11 @@ class PFedPrompt:
         votes = vote(frozen, local, x @ local["features"].mT, local["sharpness"])
         return PromptFL.predict(PromptFL(), frozen, sent, {}, x) + local["weight"] * votes
 
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor:
+        return PromptFL.loss(PromptFL(), frozen, shared, {}, batch, start)
+
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         """Fills the cache, and takes the a and b of least loss on the validation rows.
 
@@ -66,8 +72,8 @@ class PFedPrompt:
     name = "pfedprompt"
     needs = frozenset({"image", "text tower"})
     memory = frozenset({"features", "labels", "weight", "sharpness"})
-    loss = PromptFL.loss
     send, update, aggregate = parts.everything, parts.sgd, parts.mean
+    update_many = sgd_together
 
 
 def vote(frozen: Frozen, cache: Tensors, near: Tensor, sharpness: Tensor) -> Tensor:

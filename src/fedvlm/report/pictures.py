@@ -104,10 +104,10 @@ def draw_map(told: "PromptMap", out: str | Path) -> Path:
         axis.scatter(*told.places[mine].T, s=46, color=INK if many else shade, label=group)
     if len(told.clients) <= LABELLED:
         middle = float(np.median(told.places[:, 0]))
-        for id, (x, y) in zip(told.clients, told.places, strict=True):
+        for id, group, (x, y) in zip(told.clients, told.groups, told.places, strict=True):
             right = x > middle  # names are written inwards, so that none leaves the frame
             axis.annotate(
-                id,
+                id if many else id.removeprefix(f"{group}-"),  # the colour tells the rest
                 (x, y),
                 xytext=(-5 if right else 5, 5),
                 textcoords="offset points",

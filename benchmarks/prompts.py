@@ -1,0 +1,192 @@
+"""What a local step of FedOTP costs beside the plain way, and what a large patch cache takes.
+
+Run with `python benchmarks/prompts.py`. The text tower has the shape of CLIP ViT-B/16 and random
+weights. The plain way encodes all 77 positions of every class and prompt, and scales its transport
+plans by dense diagonal matrices. Both run in turns in one process on one thread; the step of either
+gives the same gradient. The second part trains ten clients on 10,000 images of 196 patches (2 GB of
+float16, memory-mapped) and prints the most memory that all processes held at once, a page that
+several of them map counted once.
+"""
+
+import tempfile
+from pathlib import Path
+from statistics import median
+from threading import Event, Thread
+from time import perf_counter, process_time
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, layer_norm, linear, normalize
+from transport import scaling
+
+from fedvlm import tensors
+from fedvlm.core import Client, Frozen, make
+from fedvlm.encoders.mapped import opened
+from fedvlm.engines.batched import Batched
+from fedvlm.engines.rounds import Plan, start, train
+from fedvlm.engines.work import World, bare
+from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower
+from fedvlm.testing import Part
+
+WIDTH, LAYERS, LENGTH, PATCHES, BATCH = 512, 12, 77, 196, 32
+
+
+def tower(classes: int, longest: int = 5) -> TextTower:
+    """The shape of CLIP's text tower, with class names of 2 to `longest` tokens."""
+    draw = torch.Generator().manual_seed(0)
+
+    def affine(out: int, into: int) -> Affine:
+        return Affine(torch.randn(out, into, generator=draw) * into**-0.5, torch.zeros(out))
+
+    norm = Affine(torch.ones(WIDTH), torch.zeros(WIDTH))
+    layers = tuple(
+        Layer(
+            norm,
+            affine(3 * WIDTH, WIDTH),
+            affine(WIDTH, WIDTH),
+            norm,
+            affine(4 * WIDTH, WIDTH),
+            affine(WIDTH, 4 * WIDTH),
+        )
+        for _ in range(LAYERS)
+    )
+    return TextTower(
+        start=0.02 * torch.randn(WIDTH, generator=draw),
+        suffixes=0.02 * torch.randn(classes, longest, WIDTH, generator=draw),
+        ends=1 + torch.arange(classes) % (longest - 1),
+        positions=0.01 * torch.randn(LENGTH, WIDTH, generator=draw),
+        layers=layers,
+        final=norm,
+        projection=torch.randn(WIDTH, WIDTH, generator=draw) * WIDTH**-0.5,
+        heads=8,
+        eps=1e-5,
+        activation="quick_gelu",
+    )
+
+
+def plain_features(text: TextTower, prompts: Tensor) -> Tensor:
+    """(prompts, classes, dim): every class with every prompt as a sequence of 77 positions."""
+    count, vectors, _ = prompts.shape
+    classes, longest, _ = text.suffixes.shape
+    filler = text.suffixes.new_zeros(count, classes, LENGTH - 1 - vectors - longest, WIDTH)
+    x = torch.cat(
+        [
+            text.start.expand(count, classes, 1, WIDTH),
+            prompts[:, None].expand(count, classes, vectors, WIDTH),
+            text.suffixes.expand(count, classes, longest, WIDTH),
+            filler,
+        ],
+        dim=2,
+    ).flatten(0, 1)
+    x = x + text.positions
+    for layer in text.layers:
+        qkv = linear(layer_norm(x, (WIDTH,), *layer.norm1, text.eps), *layer.qkv)
+        q, k, v = (
+            one.unflatten(-1, (text.heads, -1)).transpose(1, 2) for one in qkv.chunk(3, dim=-1)
+        )
+        seen = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(seen.transpose(1, 2).flatten(2), *layer.out)
+        wide = linear(layer_norm(x, (WIDTH,), *layer.norm2, text.eps), *layer.up)
+        x = x + linear(ACTIVATIONS[text.activation](wide), *layer.down)
+    where = (1 + vectors + text.ends).repeat(count)
+    last = layer_norm(x[torch.arange(len(x)), where], (WIDTH,), *text.final, text.eps)
+    return normalize(linear(last, text.projection), dim=-1).unflatten(0, (count, classes))
+
+
+def plain_step(frozen: Frozen, prompts: Tensor, client: Client) -> Tensor:
+    """The gradient of one minibatch with respect to both prompts."""
+    assert frozen.text_tower is not None
+    prompts = prompts.clone().requires_grad_()
+    text = plain_features(frozen.text_tower, prompts)
+    patches = normalize(client.x[client.order[0]].float(), dim=-1)
+    cosine = torch.einsum("nkd,bvd->bknv", text, patches)
+    found = scaling(cosine.detach(), 0.8, 0.1, diagonal=True)
+    loss = cross_entropy(frozen.scale * (found * cosine).sum(dim=(2, 3)), client.y[client.order[0]])
+    return torch.autograd.grad(loss, prompts)[0]
+
+
+def step(classes: int = 37, repeats: int = 3) -> None:
+    frozen = Frozen(tuple(map(str, range(classes))), WIDTH, 100.0, None, text_tower=tower(classes))
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, PATCHES, WIDTH, generator=draw).half()
+    y = torch.randint(classes, (BATCH,), generator=draw)
+    client = bare(x, y, torch.arange(BATCH)[None], x[:0], y[:0])
+    many = bare(x[None], y[None], torch.arange(BATCH)[None, None], x[None, :0], y[None, :0])
+    method = make("fedotp", rate=1.0, momentum=0.0, decay=0.0)
+    shared, local = method.init(frozen)
+    stacked = ({key: value[None] for key, value in part.items()} for part in (shared, local))
+    sent, own = stacked
+    fast, slow = [], []
+    for _ in range(repeats):
+        begin = process_time()
+        upload, after = method.update_many(frozen, sent, own, many)
+        fast.append(process_time() - begin)
+        begin = process_time()
+        gradient = plain_step(frozen, torch.stack([shared["prompt"], local["own"]]), client)
+        slow.append(process_time() - begin)
+    ours = torch.stack([sent["prompt"] - upload["prompt"], own["own"] - after["own"]])[:, 0]
+    gap = tensors.difference({"": ours}, {"": gradient})
+    print(
+        f"K={classes} batch {BATCH}: a step {median(slow):.2f} s plain, {median(fast):.2f} s ours, "
+        f"ratio {median(slow) / median(fast):.1f} (gradients differ by {gap:.0e})"
+    )
+
+
+class Watch(Thread):
+    """The most memory that this process and its children hold, looked at twenty times a second."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.over, self.most = Event(), 0
+
+    def run(self) -> None:
+        me = psutil.Process()
+        while not self.over.wait(0.05):
+            held = 0
+            for one in [me, *me.children(recursive=True)]:
+                try:
+                    held += one.memory_full_info().pss
+                except psutil.Error:
+                    continue
+            self.most = max(self.most, held)
+
+
+def cache(images: int = 10_000, clients: int = 10, classes: int = 37) -> None:
+    frozen = Frozen(tuple(map(str, range(classes))), WIDTH, 100.0, None, text_tower=tower(classes))
+    draw = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "patches.f16"
+        block = draw.standard_normal((100, PATCHES, WIDTH), np.float32).astype(np.float16)
+        with path.open("wb") as file:
+            for _ in range(images // len(block)):
+                block.tofile(file)
+        size = path.stat().st_size
+        x = opened(np.memmap(path, np.float16, mode="c", shape=(images, PATCHES, WIDTH)))
+        y = torch.from_numpy(draw.integers(classes, size=images))
+        each = images // clients
+        members = {}
+        for number in range(clients):
+            rows = np.arange(number * each, (number + 1) * each)
+            members[f"client-{number}"] = Part(*np.split(rows, [each * 3 // 5, each * 4 // 5]))
+        method = make("fedotp", rounds=1, epochs=1, batch=150)  # four steps a client
+        world = World(method, frozen, x, y, members, seed=0)
+        engine, watch = Batched(world, workers=2), Watch()
+        state, fresh = start(world)
+        watch.start()
+        begin = perf_counter()
+        train(world, engine, Plan(tuple(members), ()), state, fresh, lambda state, line: None)
+        engine.close()
+        watch.over.set()
+        watch.join()
+    print(
+        f"{images} images, {size / 1e9:.2f} GB of patches, {clients} clients, two workers: a round "
+        f"in {perf_counter() - begin:.0f} s, at most {watch.most / 1e9:.2f} GB resident"
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    step()
+    cache()

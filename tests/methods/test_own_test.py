@@ -1,0 +1,71 @@
+"""The protocol of the prompt papers: own test rows, few shots, few clients in or many out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import fedvlm
+from fedvlm.testing import toy_text_tower
+
+QUICK = {"name": "promptfl", "vectors": 2, "epochs": 1, "rounds": 1, "rate": 0.05}
+
+
+def prepared(rows):
+    tower = toy_text_tower(len(rows.classes), rows.x.shape[1])
+    return replace(rows, text_tower=tower)
+
+
+def many_classes(rows, count=20):
+    """The same rows dealt to more classes, so that ten clients have some each."""
+    labels = np.arange(len(rows.labels)) % count
+    names = tuple(f"class {i}" for i in range(count))
+    return prepared(replace(rows, classes=names, labels=labels, text=None))
+
+
+@pytest.mark.parametrize("shots", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("by", ["pathological", "dirichlet"])
+def test_ten_clients_of_few_shots_are_tested_on_their_own_rows(by, shots, rows_like, tmp_path):
+    rows = many_classes(rows_like(1200))
+    clients = {"by": by, "count": 10, "shots": shots, "minimum": 2}
+    done = fedvlm.run(
+        QUICK, embedded=rows, out=tmp_path / "run", protocol="own-test", clients=clients
+    )
+    table = done.tables[0]
+    own = [table[f"client-{i}"] for i in range(10)]
+    assert table["own"] == pytest.approx(sum(own) / 10)
+    line = done.rounds[0]["clients"]
+    assert len(line) == 10 and all(one["bytes_up"] == 4 * 2 * 8 for one in line.values())
+    counts = done.manifest["clients"].values()
+    assert max(one["train"] for one in counts) <= 20 * shots
+    if by == "pathological":
+        assert all(one["train"] == 2 * shots for one in counts)
+
+
+def test_ten_of_a_hundred_clients_take_part_and_all_are_tested(rows_like, tmp_path):
+    rows = prepared(rows_like(2400))
+    done = fedvlm.run(
+        {**QUICK, "rounds": 2},
+        embedded=rows,
+        out=tmp_path / "run",
+        protocol="own-test",
+        clients={"by": "dirichlet", "count": 100, "alpha": 5.0, "minimum": 2},
+        fraction=0.1,
+    )
+    assert [len(line["clients"]) for line in done.rounds] == [10, 10]
+    assert sum(key.startswith("client-") for key in done.tables[0]) == 100
+
+
+def test_domains_dealt_by_dirichlet_have_a_mean_and_a_deviation(rows_like, tmp_path):
+    done = fedvlm.run(
+        QUICK,
+        embedded=prepared(rows_like(600)),
+        out=tmp_path / "run",
+        protocol="own-test",
+        clients={"by": "domain-dirichlet", "count": 3, "alpha": 0.5, "minimum": 4},
+    )
+    table = done.tables[0]
+    for domain in ("art", "photo", "sketch"):
+        own = [table[f"{domain}-{i}"] for i in range(3)]
+        assert table[f"mean {domain}"] == pytest.approx(sum(own) / 3)
+        assert table[f"deviation {domain}"] == pytest.approx(np.std(own, ddof=1))

@@ -1,0 +1,252 @@
+"""PromptFL and its baselines: each becomes another where its own part is taken away."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.func import grad
+
+from fedvlm import tensors
+from fedvlm.core import Batch, make
+from fedvlm.engines.rounds import Plan, start, train
+from fedvlm.engines.single import Single
+from fedvlm.engines.work import client
+from fedvlm.errors import SettingsError
+from fedvlm.maths.prompts import TextTower
+from fedvlm.methods import prompt_steps
+from fedvlm.methods.promptfl_fedamp import HELD
+from fedvlm.record import pack, read_tensors, unpack, write_tensors
+from fedvlm.testing import check_same, learn, toy_text_tower, toy_world
+
+FEW = {"vectors": 4, "rounds": 2, "epochs": 1, "rate": 0.05}
+LOCAL = ["coop", "promptfl-fedper", "promptfolio", "fedotp"]
+
+
+def quick(name, **fields):
+    if name == "promptfl-fedper":
+        fields = {"own": 2, **fields}
+    return make(name, **{**FEW, **fields})
+
+
+def trained(name, sizes=(40, 9, 70, 33), engine="batched", **fields):
+    return learn(toy_world(quick(name, **fields), sizes), engine)
+
+
+def whole_batch(world, id="client-0"):
+    one = client(world, id, 0)
+    x = tensors.full(one.x)
+    return Batch(x, one.y, torch.ones(len(one.y), dtype=torch.bool), x[:0])
+
+
+@pytest.mark.parametrize(
+    ("name", "off"), [("promptfl-fedprox", {"mu": 0.0}), ("promptfl-fedper", {"own": 0})]
+)
+def test_it_is_promptfl_without_a_pull_or_without_local_vectors(name, off):
+    check_same(trained(name, **off), trained("promptfl"), 0.0, "not PromptFL")
+
+
+def test_promptfl_of_one_client_is_coop():
+    alone = trained("promptfl", sizes=(40, 9)), trained("coop", sizes=(40, 9))
+    gap = tensors.difference(alone[0].shared, alone[1].local["client-0"])
+    assert gap == 0
+    assert alone[0].scores["client-0"] == alone[1].scores["client-0"]
+
+
+def test_training_helps_and_coop_shares_nothing():
+    world = toy_world(quick("promptfl", rounds=8))
+    shared, local = world.method.init(world.frozen)
+    before = world.method.loss(world.frozen, shared, local, whole_batch(world), shared)
+    after = world.method.loss(world.frozen, learn(world).shared, local, whole_batch(world), shared)
+    assert after < before - 0.1
+    assert trained("coop").shared == {}
+
+
+def test_fedprox_pulls_back_to_what_was_sent_and_freezes_the_client_in_the_limit():
+    world = toy_world(quick("promptfl-fedprox"))
+    shared, _ = world.method.init(world.frozen)
+    away = {"prompt": shared["prompt"] + 0.3}
+    batch = whole_batch(world)
+
+    def slope(mu):
+        method = replace(world.method, mu=mu)
+        return grad(lambda now: method.loss(world.frozen, now, {}, batch, shared))(away)["prompt"]
+
+    pull = slope(2.0) - slope(0.0)
+    assert torch.allclose(pull, 2.0 * (away["prompt"] - shared["prompt"]), atol=1e-5)
+
+    moved = []
+    for mu in (0.0, 3.0, 1e3, 1e6):
+        method = replace(world.method, mu=mu, rate=min(0.05, 0.5 / max(mu, 1)))
+        upload, _ = method.update(world.frozen, shared, {}, client(world, "client-0", 0))
+        moved.append((upload["prompt"] - shared["prompt"]).norm().item())
+    assert moved == sorted(moved, reverse=True)
+    assert moved[-1] < 1e-4 * moved[0]
+
+
+def test_fine_tuning_leaves_promptfl_shared_and_gives_every_client_its_own():
+    tuned, plain = trained("promptfl-ft"), trained("promptfl")
+    assert tensors.difference(tuned.shared, plain.shared) == 0
+    offsets = [tuned.local[id]["offset"] for id in ("client-0", "client-1", "client-2")]
+    assert all(one.abs().max() > 1e-4 for one in offsets)
+    assert not torch.allclose(offsets[0], offsets[1])
+    assert tuned.scores["client-3"] == plain.scores["client-3"]  # unseen: nothing to tune on
+
+
+def test_fedamp_draws_a_client_to_its_cloud_with_a_gradient():
+    world = toy_world(quick("promptfl-fedamp", alpha=0.2, pull=0.1))
+    cloud, local = world.method.init(world.frozen)
+    away = {"prompt": cloud["prompt"] + 0.3}
+    batch = whole_batch(world)
+
+    def slope(pull):
+        method = replace(world.method, pull=pull)
+        return grad(lambda now: method.loss(world.frozen, now, local, batch, cloud))(away)["prompt"]
+
+    pull = slope(0.1) - slope(0.0)
+    assert torch.allclose(pull, 0.5 * (away["prompt"] - cloud["prompt"]), atol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 100.0])
+def test_fedamp_weights_fall_with_distance_and_stay_within_one(alpha):
+    method = quick("promptfl-fedamp", alpha=alpha)
+    own = torch.zeros(4, 8)
+    others = [own + step for step in (0.0, 0.05, 0.2)]
+    share = method.shares(own, others)
+    assert (share >= 0).all() and share.sum() <= 1 + 1e-12
+    assert share[0] > share[1] > share[2]
+    held = {HELD + str(i): one for i, one in enumerate([own + 1.0, own + 1.1, own + 3.0])}
+    cloud = method.send({"prompt": own, **held}, "0")["prompt"]
+    assert (cloud >= 1).all() and (cloud <= 1.1 + 1e-6).all()  # towards the near one, not beyond
+    assert (cloud > 1).all()
+    assert torch.equal(method.send({"prompt": own, **held}, "a stranger")["prompt"], own)
+
+
+def test_fedamp_sends_every_client_its_own_prompt_and_strangers_the_mean():
+    outcome = trained("promptfl-fedamp", sigma=0.1)
+    method = quick("promptfl-fedamp", sigma=0.1)
+    sent = [method.send(outcome.shared, id)["prompt"] for id in ("client-0", "client-2", "new")]
+    assert not torch.allclose(sent[0], sent[1])
+    held = [one for key, one in outcome.shared.items() if key.startswith(HELD)]
+    assert torch.allclose(sent[2], torch.stack(held).mean(0), atol=1e-6)
+
+
+def test_promptfolio_mixes_between_promptfl_and_a_local_prompt():
+    world = toy_world(quick("promptfolio", mix=0.0))
+    shared, local = world.method.init(world.frozen)
+    x = world.x[:6]
+    common = make("promptfl").predict(world.frozen, shared, {}, x)
+    own = make("promptfl").predict(world.frozen, {"prompt": local["own"]}, {}, x)
+    for mix in (0.0, 0.4, 1.0):
+        found = replace(world.method, mix=mix).predict(world.frozen, shared, local, x)
+        assert torch.allclose(found, (1 - mix) * common + mix * own, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_local_prompts_differ_between_clients_and_survive_a_resume(name, tmp_path):
+    world = toy_world(quick(name))
+    plan = Plan(("client-0", "client-1", "client-2"), ())
+    engine = Single(world)
+    state, fresh = start(world)
+    half = replace(world, method=replace(world.method, rounds=1))
+    write = tmp_path / "half.safetensors"
+    first = train(half, engine, plan, state, fresh, lambda state, line: None)
+    write_tensors(write, *pack(first))
+    resumed = train(
+        world, engine, plan, unpack(*read_tensors(write)), fresh, lambda state, line: None
+    )
+    straight = train(world, engine, plan, state, fresh, lambda state, line: None)
+    prompts = []
+    for id in plan.train:
+        assert tensors.difference(resumed.local[id], straight.local[id]) == 0
+        assert tensors.difference(first.local[id], straight.local[id]) > 0
+        prompts.append(tensors.flat(straight.local[id]))
+    assert not torch.allclose(prompts[0], prompts[1])
+    assert not torch.allclose(prompts[0], prompts[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "count"),
+    [
+        ("coop", {"vectors": 16}, 0),
+        ("promptfl", {"vectors": 16}, 32_768),
+        ("promptfl", {"vectors": 4}, 8_192),
+        ("promptfl-ft", {"vectors": 16}, 32_768),
+        ("promptfl-fedprox", {"vectors": 16}, 32_768),
+        ("promptfl-fedper", {"vectors": 16, "own": 8}, 16_384),
+        ("promptfl-fedamp", {"vectors": 16}, 32_768),
+        ("promptfolio", {"vectors": 8}, 16_384),
+        ("fedotp", {"vectors": 16}, 32_768),
+    ],
+)
+def test_bytes_up_and_down_are_those_of_the_shared_prompt_alone(name, fields, count):
+    world = toy_world(quick(name, batch=64, **fields))
+    world = replace(
+        world, frozen=replace(world.frozen, text_tower=toy_text_tower(4, 16, width=512))
+    )
+    lines = []
+    state, fresh = start(world)
+    plan = Plan(("client-0", "client-1"), ())
+    train(world, Single(world), plan, state, fresh, lambda state, line: lines.append(line))
+    for line in lines:
+        for told in line["clients"].values():
+            assert told["bytes_up"] == told["bytes_down"] == count
+
+
+def test_clients_trained_in_groups_are_trained_as_alone(monkeypatch):
+    together = trained("fedotp")
+    monkeypatch.setattr(prompt_steps, "AT_ONCE", 1)  # one client after the other
+    check_same(trained("fedotp"), together, 1e-5, "groups matter")
+
+
+def test_a_prompt_is_encoded_once_however_often_it_is_measured(monkeypatch):
+    world = toy_world(quick("promptfl"))
+    shared, _ = world.method.init(world.frozen)
+    tower, count = world.frozen.text_tower, []
+    plain = TextTower.encode
+    monkeypatch.setattr(TextTower, "encode", lambda *it: count.append(1) or plain(*it))
+    for rows in (world.x[:5], world.x[5:9]):
+        world.method.predict(world.frozen, {"prompt": shared["prompt"].clone()}, {}, rows)
+    assert len(count) == 1
+    tower(shared["prompt"] + 1)
+    assert len(count) == 2
+    tower(shared["prompt"].clone().requires_grad_()).sum().backward()  # training is not remembered
+    grad(lambda prompt: tower(prompt).sum())(shared["prompt"])
+    assert len(count) == 4
+    for number in range(100):
+        tower(shared["prompt"] + number)
+    assert len(tower.known) <= 32
+
+
+@pytest.mark.parametrize("name", ["promptfl", "fedotp", "promptfl-fedper", "promptfolio"])
+@pytest.mark.parametrize(
+    ("vectors", "said"),
+    [
+        (0, "has 1 or more|share at least 1"),
+        (21, "reads 24 tokens and the class 'bee' takes 3 of them, which leaves room for 20"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_refused(name, vectors, said):
+    with pytest.raises(SettingsError, match=said):
+        start(toy_world(quick(name, vectors=vectors)))
+
+
+def test_a_class_name_that_fills_the_tower_is_named():
+    world = toy_world(quick("promptfl", vectors=1))
+    tower = replace(
+        world.frozen.text_tower,
+        suffixes=torch.zeros(4, 24, 8),
+        ends=torch.tensor([1, 1, 22, 1]),
+    )
+    world = replace(world, frozen=replace(world.frozen, text_tower=tower))
+    with pytest.raises(SettingsError, match=r"'cat' takes 23 of them, which leaves room for 0"):
+        start(world)
+
+
+def test_settings_that_cannot_be_meant_are_refused():
+    for name, fields, said in [
+        ("promptfl-fedper", {"own": 16}, "share at least 1"),
+        ("promptfl-fedamp", {"alpha": 0.0}, "repel"),
+        ("promptfolio", {"mix": 1.5}, r"outside \[0, 1\]"),
+    ]:
+        with pytest.raises(SettingsError, match=said):
+            make(name, **fields)
