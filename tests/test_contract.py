@@ -8,6 +8,7 @@ from fedvlm.testing import check_method, check_same, learn, short, toy_world
 CASES = [(name, {}) for name in methods()]
 CASES += [("fedot", {"blocks": 4}), ("fedot", {"blocks": "auto"}), ("fedot", {"head": "random"})]
 CASES += [("fedot", {"momentum": 0.9, "rate": 1e-3})]  # the path without low-rank steps
+CASES += [("lora", {"average": "products"}), ("vpt", {"depth": 2})]
 CASES += [("faa-clip", {"mask": "deeper", "local_norm": True, "persist": True})]
 CASES += [("faa-clip", {"adaptation": False, "mask": "no norm", "mask_duplicates": True})]
 CASES += [("faa-clip", {"shared_judge": True, "mask": "linear, norm"})]

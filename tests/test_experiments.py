@@ -17,7 +17,7 @@ def columns(settings) -> set[str]:
     """The columns a run of these settings has in its table, whatever the domains are called."""
     if settings.protocol == "leave-one-domain-out":
         return {"G", "P", "C"}
-    jobs = {f"{n}": (Job(f"{n}", (), ()), {}) for n in settings.counts}
+    jobs = {f"{n}": (Job(f"{n}", (), ()), {}) for n in settings.counts or ("",)}
     return set(table(settings.protocol, {}, jobs, True))
 
 

@@ -220,3 +220,30 @@ def test_epsilon_falls_with_noise_and_rises_with_exchanges():
     assert spent(noise_multiplier=0.0) is None  # which is without bound
     assert spent(noise_multiplier=4.0) < spent(noise_multiplier=1.0)
     assert spent(rounds=2) > spent(rounds=1)
+
+
+def test_a_secure_sum_counts_the_contributors_first(rows, tmp_path):
+    settings = {"protocol": "own-test", "channel": {"secure": True}}
+    built = build({"method": "tofa", **settings})
+    assert (built.method.contributors, built.method.rounds) == (3, 2)
+    assert build(built.identity()).method == built.method  # and not once more on resuming
+    allowed = build({"method": "tofa", "allow_small": True, **settings})
+    assert (allowed.method.contributors, allowed.method.rounds) == (1, 1)
+    hidden = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", allow_small=True, **settings)
+    plain = fedvlm.run(
+        "tofa", embedded=rows, out=tmp_path / "b", allow_small=True, protocol="own-test"
+    )
+    assert hidden.tables == plain.tables
+
+
+def test_two_clients_of_a_class_are_too_few_for_a_secure_sum(rows_like, tmp_path):
+    rows = rows_like(rows=480)
+    labels = rows.labels.copy()
+    labels[(labels == 3) & (rows.domains == "art")] = 2  # now two clients have the class
+    rows = replace(rows, labels=labels, fingerprint="two")
+    run = {"protocol": "own-test", "channel": {"secure": True}}
+    done = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **run)
+    shared, _ = done.outcome("all")
+    assert shared["open"].tolist() == [1, 1, 1, 0]
+    assert (shared["counts"] > 0).tolist() == [True, True, True, False]
+    assert len(done.rounds) == 2

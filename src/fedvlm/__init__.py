@@ -5,14 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedvlm.core import make, methods, register
+    from fedvlm.joining import join
     from fedvlm.result import Personalised, Result
     from fedvlm.runner import resume, run
 
 __version__ = "0.1.0"
-__all__ = ["Personalised", "Result", "make", "methods", "register", "resume", "run"]
+__all__ = ["Personalised", "Result", "join", "make", "methods", "register", "resume", "run"]
 
 # Looked up when first used, so that `fedvlm --help` does not wait for torch.
-_HOMES = {"Personalised": "result", "Result": "result", "resume": "runner", "run": "runner"}
+_HOMES = {
+    "join": "joining",
+    "Personalised": "result",
+    "Result": "result",
+    "resume": "runner",
+    "run": "runner",
+}
 
 
 def __getattr__(name: str) -> Any:

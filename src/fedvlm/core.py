@@ -183,6 +183,8 @@ def check_type(key: str, value: Any, wanted: Any) -> None:
             kind = get_origin(option) or option
             whole = isinstance(value, int) and not isinstance(value, bool)
             inner = get_args(option) if kind is tuple else ()
+            if inner[-1:] == (...,):  # any number of them
+                inner = inner[:1] * (len(value) if type(value) is tuple else 1)
             if type(value) is kind and len(inner) == (len(value) if inner else 0):
                 for one, part in zip(value if inner else (), inner, strict=True):
                     check_type(key, one, part)

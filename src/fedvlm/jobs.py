@@ -8,6 +8,7 @@ from typing import Any
 
 from fedvlm import evaluate
 from fedvlm.core import Tensors
+from fedvlm.engines.flower import VERSION
 from fedvlm.engines.rounds import Engine, Outcome, Plan, State, finish, train
 from fedvlm.engines.work import World
 from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
@@ -32,7 +33,7 @@ def carry_out(
     every = EVERY if every is None else every
     name = job_name(job, world.seed)
     plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
-    checkpoint = record.folder / "jobs" / f"{name}.checkpoint"
+    checkpoint = _checkpoint(record, name)
     if checkpoint.exists():
         state = unpack(*read_tensors(checkpoint))
     record.keep_lines(name, state.round)
@@ -60,6 +61,14 @@ def job_name(job: evaluate.Job, seed: int) -> str:
     return f"{seed}-{slug(job.name)}"
 
 
+def _checkpoint(record: Record, name: str) -> Path:
+    return record.folder / "jobs" / f"{name}.checkpoint"
+
+
+def has_checkpoint(record: Record, name: str) -> bool:
+    return _checkpoint(record, name).exists()
+
+
 def finished(record: Record, name: str) -> evaluate.Results | None:
     final = record.folder / "jobs" / f"{name}.json"
     return dict(read_json(final)["scores"]) if final.exists() else None
@@ -69,7 +78,7 @@ def _save(folder: Path, name: str, job: evaluate.Job, outcome: Outcome) -> None:
     tensors = {f"shared/{key}": value for key, value in outcome.shared.items()}
     for number, id in enumerate(job.train):  # numbered, because an id may hold anything
         own = outcome.local.get(id, {})  # none from a client that did not answer in the end
-        tensors |= {f"local/{number}/{key}": one for key, one in own.items()}
+        tensors |= {f"local/{number}/{key}": own[key] for key in own if key != VERSION}
     about = {"round": outcome.round, "train": job.train, "unseen": job.unseen}
     write_tensors(folder / f"{name}.safetensors", tensors, about)
     write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})

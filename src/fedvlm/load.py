@@ -38,18 +38,26 @@ def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
     dataset = opened(settings.data, settings.source)
     if settings.smoke:
         dataset = sample(dataset)
-    patches = "patches" in settings.method.needs
     encoder, notes = reach(settings.encoder, settings.access)
-    meet(settings.method, encoder.name, encoder.offers)
-    done = encode(dataset, encoder, patches, settings.precision, told)
-    text, image = towers(encoder, dataset.classes, settings.method.needs)
+    rows, more = embedded(settings, dataset, encoder, told)
+    return rows, [*notes, *more]
+
+
+def embedded(
+    settings: Settings, dataset: Dataset, encoder: Encoder, told: Told
+) -> tuple[Embedded, list[str]]:
+    """A data set through an encoder, with all that a method needs of it."""
+    method = settings.method
+    meet(method, encoder.name, encoder.offers)
+    done = encode(dataset, encoder, "patches" in method.needs, settings.precision, told)
+    text, image = towers(encoder, dataset.classes, method.needs)
     pictures = None
     if image is not None:
         content = done.embedded.content
         pictures = stream(dataset.source, done.rows, content, encoder.preprocess)
     rows = replace(done.embedded, text_tower=text, image_tower=image, pictures=pictures)
-    rows = describe_rows(rows, encoder, *said)
-    return rows, [*notes, *skipped(done)]
+    rows = describe_rows(rows, encoder, settings.descriptions, settings.texts)
+    return rows, skipped(done)
 
 
 def towers(

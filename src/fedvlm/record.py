@@ -2,13 +2,18 @@
 
 import fcntl
 import json
+import platform
+import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 
+import fedvlm
 from fedvlm.channel.wire import Damaged, opened, seal
 from fedvlm.core import Tensors
 from fedvlm.engines.rounds import State
@@ -191,3 +196,33 @@ class Record:
     def result(self) -> Any | None:
         path = self.folder / "result.json"
         return read_json(path) if path.exists() else None
+
+
+def provenance() -> dict[str, Any]:
+    """When a run was started, and by which versions of this code and of what it stands on."""
+    return {
+        "versions": {
+            "fedvlm": fedvlm.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "numpy", "transformers")},
+        },
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **commit(),
+    }
+
+
+def commit() -> dict[str, Any]:
+    """The commit of this code and whether it was changed since; nothing if it is not a checkout."""
+
+    def git(*words: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.run(
+            ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=5
+        ).stdout.strip()
+
+    try:
+        if not git("ls-files", "--", "__init__.py"):
+            return {"commit": None, "dirty": None}
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}

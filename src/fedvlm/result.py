@@ -172,6 +172,22 @@ class Result:
         """One entry per round of every job, as recorded."""
         return Record(self.folder).lines()
 
+    @property
+    def traffic(self) -> tuple[int, float]:
+        """Exchanges of a client with the server, and the bytes both ways over all of them.
+
+        The most of any client, and the mean over clients and jobs. A round's download is what it
+        starts from, so the last download stands for the first, which everyone has by `init`.
+        """
+        moved: dict[tuple[str, str], list[int]] = {}
+        for line in self.rounds:
+            for id, one in line["clients"].items():
+                if size := one["bytes_up"] + one["bytes_down"]:
+                    moved.setdefault((line["job"], id), []).append(size)
+        totals = [sum(sizes) for sizes in moved.values()]
+        most = max(map(len, moved.values()), default=0)
+        return most, sum(totals) / len(totals) if totals else 0.0
+
     def table(self, form: str = "text") -> str:
         """Mean ± deviation over seeds as text, markdown, latex or csv."""
         from fedvlm.report.tables import compare
@@ -196,6 +212,11 @@ class Result:
 
     def personalised(self, client: str, seed: int | None = None) -> Personalised:
         """A client's own classifier, from the first job in which it trained."""
+        if names := self.manifest.get("local"):
+            raise SettingsError(
+                f"{', '.join(names)} of {client!r} never left its site; its classifier is there, "
+                "in the folder classifiers of its kit"
+            )
         for job in self.manifest["jobs"]:
             shared, local = self.outcome(job, seed)
             if client in local:

@@ -1,19 +1,14 @@
 """One run: settings -> federation -> engine -> evaluate -> record."""
 
-import platform
-import subprocess
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from hashlib import sha256
-from importlib.metadata import version
 from json import dumps
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import fedvlm
-from fedvlm import evaluate, room
+from fedvlm import evaluate, room, warm
 from fedvlm.core import Frozen
 from fedvlm.data.federation import Division, divide
 from fedvlm.data.table import Embedded
@@ -24,7 +19,7 @@ from fedvlm.errors import DataError, SettingsError
 from fedvlm.jobs import carry_out, finished, job_name
 from fedvlm.load import load, meet, thin
 from fedvlm.privacy import withheld
-from fedvlm.record import Record, read_json, write_json, write_tensors
+from fedvlm.record import Record, provenance, read_json, write_json, write_tensors
 from fedvlm.result import DESCRIPTIONS, Result, slug
 from fedvlm.settings import Settings, build
 
@@ -82,10 +77,11 @@ def execute(
             jobs = (job for seed in divisions for job in jobs_of(settings, divisions[seed], seed))
             most = max(len(job.train) for job in jobs)
             ready = frozen(rows, settings.seeds[0])
-            room.check(settings, ready, rows.pictures.shape[1:], most)
+            notes = [*notes, room.check(settings, ready, rows.pictures.shape[1:], most)]
         about = manifest(settings, rows, divisions)
         members = divisions[settings.seeds[0]].members
-        notes = [*notes, *withheld(settings.method, members, rows.labels, len(rows.classes))]
+        for one in (settings.warm_start, settings.method):
+            notes = [*notes, *withheld(one, members, rows.labels, len(rows.classes))]
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:
@@ -125,7 +121,11 @@ def check(settings: Settings, rows: Embedded) -> None:
             f"{len(rows.classes) - 1}); correct the labels, or name every class"
         )
     meet(settings.method, rows.encoder, rows.offers())
-    settings.method.init(frozen(rows, settings.seeds[0]))  # a method may refuse the dimension
+    ready = frozen(rows, settings.seeds[0])
+    settings.method.init(ready)  # a method may refuse the dimension
+    if settings.warm_start is not None:
+        meet(settings.warm_start, rows.encoder, rows.offers())
+        warm.check(settings.warm_start, settings.method, ready)
 
 
 def _seed(
@@ -211,8 +211,13 @@ def _job(
     if (scores := finished(record, job_name(job, seed))) is not None:
         return scores
     world = world_of(settings, rows, division, job, seed)
+    state, fresh = start(world)
+    if settings.warm_start is not None:
+        state = warm.begin(
+            settings, rows.view(settings.warm_start.needs), job, world, state, record
+        )
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
-    return carry_out(settings, job, world, engine, *start(world), record, tell)
+    return carry_out(settings, job, world, engine, state, fresh, record, tell)
 
 
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
@@ -241,28 +246,5 @@ def manifest(
             for id, one in division.members.items()
         },
         "duplicates_dropped": {seed: one.dropped for seed, one in divisions.items()},
-        "versions": {
-            "fedvlm": fedvlm.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "numpy", "transformers")},
-        },
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **commit(),
+        **provenance(),
     }
-
-
-def commit() -> dict[str, Any]:
-    """The commit of this code and whether it was changed since; nothing if it is not a checkout."""
-
-    def git(*words: str) -> str:
-        here = Path(fedvlm.__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=5
-        ).stdout.strip()
-
-    try:
-        if not git("ls-files", "--", "__init__.py"):
-            return {"commit": None, "dirty": None}
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}

@@ -15,6 +15,7 @@ from fedvlm.errors import SettingsError, unknown
 @dataclass(frozen=True)
 class Settings:
     method: Any  # a registered method with its settings
+    warm_start: Any = None  # a one-shot method whose result the method's head starts from
     data: str = "demo"
     encoder: str = "demo"
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
@@ -41,13 +42,16 @@ class Settings:
         whole = asdict(self)
         for key in ("workers", "access"):
             del whole[key]
-        if not (self.allow_small and hasattr(self.method, "smallest")):
+        counting = [hasattr(one, "smallest") for one in (self.method, self.warm_start)]
+        if not (self.allow_small and any(counting)):
             del whole["allow_small"]
-        usual = {"channel": Channel(), "descriptions": "", "texts": ""}
+        usual = {"channel": Channel(), "descriptions": "", "texts": "", "warm_start": None}
         for key in usual:  # left out as it was before there was a choice
             if getattr(self, key) == usual[key]:
                 del whole[key]
-        whole["method"] = {"name": self.method.name, **asdict(self.method)}
+        for key in {"method", "warm_start"} & whole.keys():
+            one = getattr(self, key)
+            whole[key] = {"name": one.name, **asdict(one)}
         return whole
 
 
@@ -58,7 +62,7 @@ def build(values: Mapping[str, Any]) -> Settings:
     for key, value in values.items():
         if key not in known:
             raise unknown("setting", key, known)
-        if key == "method":
+        if key in ("method", "warm_start"):
             out[key] = _method(value)
         elif key == "clients":
             out[key] = value if isinstance(value, Clients) else clients_of(value)
@@ -84,10 +88,12 @@ def build(values: Mapping[str, Any]) -> Settings:
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     fits(settings.channel, settings.method)
-    if not settings.allow_small:
-        settings = replace(settings, method=_guarded(settings.method, settings.channel.secure))
-    elif hasattr(settings.method, "smallest"):
-        settings = replace(settings, method=replace(settings.method, smallest=1))
+    for key in ("method", "warm_start"):
+        one = getattr(settings, key)
+        if one is not None and not settings.allow_small:
+            settings = replace(settings, **{key: _guarded(one, settings.channel.secure)})
+        elif hasattr(one, "smallest"):
+            settings = replace(settings, **{key: replace(one, smallest=1)})
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
     if settings.workers < 0:

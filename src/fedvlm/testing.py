@@ -12,6 +12,7 @@ from fedvlm import tensors
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.encoders.tower import ImageTower
 from fedvlm.engines.batched import Batched
+from fedvlm.engines.claims import sum_gap
 from fedvlm.engines.rounds import Outcome, Plan, State, finish, start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.work import Part, World, client
@@ -147,6 +148,8 @@ def check_method(method: Any) -> None:
     check_uploads(world)
     check_roundtrip(world, reference)
     check_unseen(world, reference)
+    gap = sum_gap(world)
+    assert gap <= CLOSE, f"from the sum of the uploads its aggregate differs by {gap:.1e}"
 
 
 def check_is_pure(world: World) -> None:

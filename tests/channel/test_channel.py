@@ -10,14 +10,16 @@ import torch
 from fedvlm import parts, seeds, tensors
 from fedvlm.channel import Channel, secure
 from fedvlm.channel.clip import add_noise, change, clip, norm
-from fedvlm.channel.passage import Passage, arrive, leave, spend
+from fedvlm.channel.passage import arrive, leave, spend
 from fedvlm.channel.quantise import LOSS, dequantise, quantise
 from fedvlm.channel.settings import fits, sums
 from fedvlm.channel.validate import longest
 from fedvlm.core import make, methods
+from fedvlm.engines.claims import sum_gap
 from fedvlm.engines.rounds import Plan, start, train
 from fedvlm.engines.single import Single
 from fedvlm.errors import FederationError, SettingsError
+from fedvlm.methods.fedavg import FedAvg
 from fedvlm.privacy import epsilon
 from fedvlm.record import pack, read_tensors, unpack, write_tensors
 from fedvlm.settings import build
@@ -52,6 +54,20 @@ def test_a_channel_that_is_off_returns_the_very_tensors():
     assert travels["head"] is upload["head"]
     assert arrive(Channel(), travels, sent)["head"] is upload["head"]
     assert kept == {}
+
+
+def test_a_run_with_a_channel_says_so_in_its_table_and_line(rows, tmp_path):
+    import fedvlm
+
+    method = {"name": "fedavg", "rounds": 1}
+    through = {"clip": 0.5, "noise": 2.0, "secure": True}
+    result = fedvlm.run(method, embedded=rows, out=tmp_path / "a", channel=through)
+    assert "channel.clip=0.5, channel.noise=2.0, channel.secure=True" in result.table()
+    assert result.manifest["identity"]["channel"]["noise"] == 2.0
+    assert result.rounds[0]["epsilon"] > 0
+    plain = fedvlm.run(method, embedded=rows, out=tmp_path / "b")
+    assert "channel" not in plain.table()
+    assert "channel" not in plain.manifest["identity"]
 
 
 def test_a_channel_that_is_off_leaves_settings_and_records_as_they_were():
@@ -236,36 +252,32 @@ def test_a_secure_run_ends_where_a_plain_one_does(method):
     assert lines[0]["clients"]["client-0"]["bytes_up"] == (4 * 16 + 1) * 8
 
 
-@pytest.mark.parametrize("name", sorted(methods()))
-def test_every_method_that_says_a_sum_will_do_gets_the_same_from_it(name):
-    method = make(name)
-    kind = sums(method)
-    if kind is None:
-        with pytest.raises(SettingsError, match=f"{name} aggregates single uploads"):
-            fits(Channel(secure=True), method)
-        return
-    world = toy_world(replace(method, rounds=1) if method.rounds else method)
-    state, fresh = start(world)
-    ids = sorted(world.members)
-    done = Single(world).round(0, tasks_of(world, state, fresh))
-    uploads = {id: done[id].upload for id in ids}
-    if not uploads[ids[0]]:
-        return
-    rows = {id: len(world.members[id].train) for id in ids}
-    sent = {id: world.method.send(state.shared, id) for id in ids}
-    results = []
-    for channel in (Channel(), Channel(secure=True)):
-        came = Passage(channel, method, list(fresh), 0).carry(0, uploads, sent, rows, {}, {}, str)
-        results.append(method.aggregate(state.shared, came.uploads, came.weights, came.ids))
-    assert tensors.difference(results[1], results[0]) < 1e-5
+def test_every_method_either_takes_a_sum_or_refuses_a_secure_one_by_name():
+    kinds = {name: sums(make(name)) for name in methods()}
+    assert kinds["fedavg"] == "rows"
+    assert kinds["fedot"] == "clients"
+    assert kinds["tofa"] == "total"
+    for name in ("promptfl-fedamp", "fens"):
+        assert kinds[name] is None
+    for name, kind in kinds.items():
+        if kind is None:
+            with pytest.raises(SettingsError, match=f"{name} aggregates single uploads"):
+                fits(Channel(secure=True), make(name))
 
 
-def tasks_of(world, state, fresh):
-    from fedvlm.engines.work import Task
+@dataclass(frozen=True)
+class Liar(FedAvg):
+    """Says that a mean will do, and takes the largest."""
 
-    return [
-        Task(id, world.method.send(state.shared, id), fresh, True) for id in sorted(world.members)
-    ]
+    def aggregate(self, shared, uploads, weights, ids):
+        return max(uploads, key=lambda one: float(one["head"].norm()))
+
+    name, sums = "liar", "rows"
+
+
+def test_a_method_that_wrongly_says_a_sum_will_do_is_found_out():
+    assert sum_gap(toy_world(make("fedavg"))) < 1e-6
+    assert sum_gap(toy_world(Liar(rate=0.1))) > 1e-3
 
 
 @dataclass(frozen=True)

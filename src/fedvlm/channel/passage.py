@@ -88,6 +88,10 @@ def spent_epsilon(channel: Channel, kept: Mapping[str, Tensors]) -> float:
     return epsilon(spent**-0.5, 1, delta=channel.delta) if spent else 0.0
 
 
+def same(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
 @dataclass(frozen=True)
 class Arrived:
     """One round's uploads as the aggregate gets them."""
@@ -115,10 +119,16 @@ class Passage:
         kept: Mapping[str, Tensors],
         passed: Collection[str],
         where: Callable[[str], str],
+        total: Tensors | None = None,
     ) -> Arrived:
-        """`passed` are the clients that did their half themselves: their uploads are `leave`'s."""
+        """`passed` are the clients that did their half themselves: their uploads are `leave`'s.
+
+        If only a `total` came, of SecAgg+, it is all there is.
+        """
         ids = list(uploads)
         after = {id: kept.get(id, {}) for id in ids}
+        if total is not None:
+            return self._sum(number, total, sent, rows, after, where(", ".join(ids)))
         sizes, whole = {}, {}
         for id, upload in uploads.items():
             travels = upload
@@ -133,11 +143,7 @@ class Passage:
             sizes[id] = tensors.count_bytes(travels)
             self.inbox.check(whole[id], sent[id], rows[id], id, number, where(id))
         weights = torch.tensor([float(rows[id]) for id in ids])
-        costs = spend(self.channel, self._weights(rows, [id for id in ids if uploads[id]]))
-        for id, cost in costs.items():
-            before = after[id].get(SPENT, torch.zeros((), dtype=torch.float64))
-            after[id] = {**after[id], SPENT: before + cost}
-        left = {id: one for id, one in after.items() if one}
+        left = self._spent(after, self._weights(rows, [id for id in ids if uploads[id]]))
         if not self.channel.secure or not any(uploads.values()):
             return Arrived(ids, list(whole.values()), weights, sizes, left)
         masked, words = {}, (self.seed, number)
@@ -152,6 +158,34 @@ class Passage:
         sizes = {id: tensors.count_bytes(one) for id, one in masked.items()}
         one = secure.combined(secure.total(masked.values()), str(self.kind), whole[ids[0]])
         return Arrived(["everyone"], [one], weights.sum(0, keepdim=True), sizes, left)
+
+    def _sum(
+        self,
+        number: int,
+        total: Tensors,
+        sent: Mapping[str, Tensors],
+        rows: Mapping[str, int],
+        kept: Mapping[str, Tensors],
+        where: str,
+    ) -> Arrived:
+        first = sent[min(sent)]
+        if any(not same(first, one) for one in sent.values()):
+            raise FederationError(f"{where}: not all were sent the same, so there is no sum of it")
+        one = secure.from_secagg(total, first, self.channel, where)
+        size = tensors.count_bytes(total)  # as many numbers, of 8 bytes, come from each client
+        weights = torch.tensor([float(sum(rows[id] for id in kept))])
+        left = self._spent(kept, self._weights(rows, list(kept)))
+        return Arrived(["everyone"], [one], weights, dict.fromkeys(kept, size), left)
+
+    def _spent(
+        self, kept: Mapping[str, Tensors], weights: Mapping[str, float]
+    ) -> dict[str, Tensors]:
+        """What the channel keeps, with this round's cost of privacy added."""
+        after = dict(kept)
+        for id, cost in spend(self.channel, weights).items():
+            before = after[id].get(SPENT, torch.zeros((), dtype=torch.float64))
+            after[id] = {**after[id], SPENT: before + cost}
+        return {id: one for id, one in after.items() if one}
 
     def _weights(self, rows: Mapping[str, int], ids: Sequence[str]) -> dict[str, float]:
         """How much of the sum a client's upload is."""

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds
+from fedvlm.channel.clip import apply, change, norm
+from fedvlm.channel.settings import Channel
+from fedvlm.channel.validate import longest, validate
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
 
@@ -23,6 +26,7 @@ ROOM = 2.0**62  # a sum of fixed-point numbers stays below it; the rest is for s
 NEIGHBOURS = 8  # clients on either side with which a client shares masks
 WEIGHT = "channel/weight"  # counts travel inside the sum, not beside it
 SECAGG = 8.0  # SecAgg+ cuts larger numbers off, silently
+MARGIN = 0.99
 
 
 def weighted(upload: Tensors, weight: float, where: str) -> Tensors:
@@ -105,3 +109,41 @@ def combined(sums: Tensors, kind: str, like: Tensors) -> Tensors:
         )
         for key, one in like.items()
     }
+
+
+def to_secagg(
+    upload: Tensors, sent: Tensors, weight: float, channel: Channel, where: str
+) -> Tensors:
+    """What a site gives to SecAgg+: its weighted change, stretched to the range, and its weight."""
+    if whole := [key for key, value in upload.items() if not value.is_floating_point()]:
+        raise FederationError(
+            f"{where}: {whole[0]!r} holds whole numbers, which SecAgg+ does not take; set "
+            "channel.secure = false"
+        )
+    moved = change(upload, sent)
+    factor = weight * _stretch(moved, channel)
+    out = {key: factor * value.double() for key, value in moved.items()}
+    return guarded({**out, WEIGHT: torch.tensor([weight], dtype=torch.float64)}, SECAGG, where)
+
+
+def from_secagg(mean: Tensors, sent: Tensors, channel: Channel, where: str) -> Tensors:
+    """The mean upload, from the mean over sites of what they gave to SecAgg+."""
+    moved = {key: value for key, value in mean.items() if key != WEIGHT}
+    factor = float(mean[WEIGHT]) * _stretch(moved, channel)
+    moved = {key: (value / factor).float() for key, value in moved.items()}
+    validate(moved, (), where)
+    if (length := norm(moved)) > 2 * longest(channel, _count(moved)):
+        raise FederationError(
+            f"{where}: the sum says that the clients moved by {length:.4g} on average, more than "
+            "the channel allows one; a masked upload was damaged or forged"
+        )
+    return apply(moved, sent, moved)
+
+
+def _stretch(moved: Tensors, channel: Channel) -> float:
+    most = longest(channel, _count(moved))
+    return MARGIN * SECAGG / most if most < float("inf") else 1.0
+
+
+def _count(moved: Tensors) -> int:
+    return sum(value.numel() for value in moved.values())

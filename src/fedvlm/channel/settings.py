@@ -70,6 +70,23 @@ def sums(method: Any) -> str | None:
     return kind
 
 
+def fits_secagg(channel: Channel, method: Any) -> None:
+    """Refuses what Flower's SecAgg+ cannot sum."""
+    if not channel.secure:
+        return
+    fits(channel, method)
+    if not channel.clip:
+        raise SettingsError(
+            "channel.secure through Flower sums numbers of a fixed range, and channel.clip says "
+            "how far a change may reach; set channel.clip"
+        )
+    if sums(method) == "total":
+        raise SettingsError(
+            f"{method.name} uploads sums that are not within a fixed range, which Flower's SecAgg+ "
+            "needs; set channel.secure = false, or run it in one process"
+        )
+
+
 def fits(channel: Channel, method: Any) -> None:
     """Refuses, before any work, a channel that a method cannot use."""
     if channel.secure and sums(method) is None:

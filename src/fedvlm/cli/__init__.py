@@ -8,8 +8,9 @@ from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
-from fedvlm.cli.runs import compare, demo, list_, resume, run
+from fedvlm.cli.runs import compare, demo, list_, plot, resume, run
 from fedvlm.cli.share import export, ledger, predict
+from fedvlm.cli.texts import describe, join
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,12 +22,15 @@ app.command()(demo)
 app.command()(run)
 app.command()(resume)
 app.command()(compare)
+app.command()(plot)
 app.command()(explain)
 app.command()(audit)
 app.command("list")(list_)
 app.command()(embed)
 app.command()(partition)
 app.command("serve-encoder")(serve_encoder)
+app.command()(join)
+app.command()(describe)
 app.command()(export)
 app.command()(predict)
 app.command()(ledger)

@@ -60,7 +60,8 @@ def run(
     for result in results:
         for note in result.manifest["notes"]:
             typer.echo(note, err=True)
-    typer.echo(compare(results, paper=values.get("paper")), nl=False)
+    table = compare(results, paper=values.get("paper"), traffic=values.get("traffic", False))
+    typer.echo(table, nl=False)
     typer.echo("records: " + ", ".join(str(one.folder) for one in results))
 
 
@@ -78,12 +79,28 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
     form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
     every: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
+    traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
 ) -> None:
     """Runs side by side: mean ± deviation over seeds, in per cent."""
     from fedvlm.report.tables import compare as render
     from fedvlm.result import Result
 
-    typer.echo(render([Result(path) for path in runs], form, every), nl=False)
+    table = render([Result(path) for path in runs], form, every, traffic=traffic)
+    typer.echo(table, nl=False)
+
+
+def plot(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    job: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The PNG file.")] = None,
+) -> None:
+    """Draw a run's reliability, its decision curve and its curves over the rounds."""
+    from fedvlm.report.diagrams import draw_diagrams
+    from fedvlm.result import Result
+
+    path = draw_diagrams(Result(run), out or run / "diagrams.png", job, seed)
+    typer.echo(f"picture: {path}")
 
 
 def list_(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from fedvlm.engines import flower_secure
 from fedvlm.engines.flower_wire import (
     Parcel,
     flower,
@@ -59,14 +60,15 @@ def client_app() -> Any:
     app = flower()
     from flwr.clientapp import ClientApp
 
-    client = ClientApp()
+    client = ClientApp(mods=[flower_secure.mask])
 
     def hand_on(message: Any, context: Any) -> Any:
         held = context.state
         state = from_records(held, "the state of this site") if "about" in held else Parcel({})
-        reply, after = ask(from_records(message.content, "the request"), state)
+        hidden = flower_secure.request(message.content)
+        reply, after = ask(hidden or from_records(message.content, "the request"), state)
         context.state = to_records(after)
-        return app.Message(to_records(reply), reply_to=message)
+        return app.Message(flower_secure.records(reply, hidden is not None), reply_to=message)
 
     client.train()(hand_on)
     client.query()(hand_on)

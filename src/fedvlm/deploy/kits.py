@@ -25,7 +25,7 @@ class ServerKit:
 
     folder: Path
     address: str  # host:port, as the sites reach it
-    sites: tuple[str, ...]
+    sites: tuple[str, ...] = ()
     quorum: float = 0.5  # share of the sites asked that must answer
     deadline: float = 600.0  # seconds a site has for one round
     wait: float = 120.0  # seconds to wait for sites before the first round
@@ -43,13 +43,18 @@ class SiteKit:
     encoder: str = ""
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data
     access: dict[str, Any] = field(default_factory=dict)  # how to reach the encoder
+    descriptions: str = ""  # a file of descriptions of the classes, the same at every site
+    texts: str = ""  # a file of descriptions that only this site brings, under its name
     plays: str = ""  # in a rehearsal: the client of the whole data that this site is
 
 
 def read_server(folder: Path) -> ServerKit:
     values = read_toml(folder / "server.toml")
-    values["sites"] = tuple(values.get("sites", ()))
-    kit: ServerKit = _read(ServerKit, folder, "server.toml", values)
+    sites = values.pop("sites", None)
+    if not isinstance(sites, list) or not all(isinstance(one, str) for one in sites):
+        raise SettingsError(f"{folder / 'server.toml'}: sites = {sites!r}; write names, as ['a']")
+    bare: ServerKit = _read(ServerKit, folder, "server.toml", values)
+    kit = replace(bare, sites=tuple(sites))
     if not 0 < kit.quorum <= 1:
         raise SettingsError(
             f"{folder / 'server.toml'}: quorum = {kit.quorum} is outside (0, 1]; 1 is every site"

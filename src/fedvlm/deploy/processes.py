@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ class Process:
     """A child with a log file, in a group of its own that ends with it."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]):
-        self.name, self.log = name, log
+        self.name, self.log, self.asked = name, log, False
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as file:
             self.child = subprocess.Popen(
@@ -74,7 +75,9 @@ class Process:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def ask_to_stop(self) -> None:
-        self._signal(signal.SIGTERM)
+        if not self.asked:  # a second signal would disturb its leaving
+            self.asked = True
+            self._signal(signal.SIGTERM)
 
     def stop(self) -> None:
         self.ask_to_stop()
@@ -137,30 +140,47 @@ def connect(kit: ServerKit) -> None:
 
 
 def _wait(kit: ServerKit, link: Process) -> None:
-    import ssl
-
     _, _, port = kit.address.rpartition(":")
-    context = ssl.create_default_context(cafile=str(kit.folder / "ca.crt"))
     end = monotonic() + START
-    why = ""
     while monotonic() < end:
         if not link.alive:
             raise FederationError(f"the SuperLink ended:\n{link.tail()}")
-        try:
-            with (
-                socket.create_connection(("127.0.0.1", int(port)), 1) as plain,
-                context.wrap_socket(plain, server_hostname="localhost"),
-            ):
-                return
-        except ssl.SSLCertVerificationError as error:
-            raise FederationError(
-                f"the server's certificate is not valid ({error.verify_message}); "
-                "make new kits with `fedvlm deploy init`"
-            ) from error
-        except OSError as error:
-            why = str(error)
+        if knock(f"localhost:{port}", kit.folder / "ca.crt"):
+            return
         sleep(0.1)
-    raise FederationError(f"the SuperLink did not come up in {START:g} s ({why}):\n{link.tail()}")
+    raise FederationError(f"the SuperLink did not come up in {START:g} s:\n{link.tail()}")
+
+
+def knock(address: str, ca: Path) -> bool:
+    """Whether the server is there; that it is, and is not ours, is an error."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(ca))
+    try:
+        with (
+            socket.create_connection((host, int(port)), 5) as plain,
+            context.wrap_socket(plain, server_hostname=host),
+        ):
+            return True
+    except ssl.SSLCertVerificationError as error:
+        said = error.verify_message
+        remedy = (
+            "it was made for another federation: ca.crt of this folder and the server's must be "
+            "of the same `fedvlm deploy init`"
+        )
+        if "expired" in said or "not yet valid" in said:
+            remedy = "look at the clocks, or make new kits with `fedvlm deploy init`"
+        elif "match" in said:
+            remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
+        raise FederationError(
+            f"the certificate of the server at {address} is refused ({said}); {remedy}"
+        ) from error
+    except ssl.SSLError as error:
+        raise FederationError(
+            f"{address} does not answer with TLS ({error.reason}); is another program listening "
+            "there? plain HTTP is refused"
+        ) from error
+    except OSError:
+        return False
 
 
 def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from fedvlm import tensors
+from fedvlm.channel import Channel
+from fedvlm.channel.validate import plausible
 from fedvlm.core import Tensors
 from fedvlm.data.federation import Member
 from fedvlm.deploy.keys import Signer, Verifier
@@ -43,7 +45,9 @@ class Remote(Flower):
     """Sites that are late are waited for, or let in when they come; each has to prove its key."""
 
     def __init__(self, grid: Any, kit: ServerKit, spec: Mapping[str, Any], reference: Tensors):
-        super().__init__(grid, {}, key_of(spec), kit.quorum, kit.deadline)
+        self.channel = Channel(**spec["identity"].get("channel", {}))
+        secure = self.channel.secure
+        super().__init__(grid, {}, key_of(spec), kit.quorum, kit.deadline, secure)
         self.kit, self.spec, self.reference = kit, spec, reference
         self.sign = Signer(kit.folder / "signing.key")
         self.keys = {name: Verifier(kit.folder / "sites" / f"{name}.pub") for name in kit.sites}
@@ -97,7 +101,10 @@ class Remote(Flower):
         first = {key[7:]: value for key, value in values.items() if key.startswith("shared/")}
         self.nodes[name] = node
         self.sites[name] = Opened(about, first, values.get("text"))
-        counts = (np.arange(int(about["rows"][part])) for part in PARTS)
+        counts = (
+            np.arange(plausible(about["rows"][part], self.channel, f"site {name}"))
+            for part in PARTS
+        )
         self.members[name] = Member(name, name, *counts)
 
     def _compare(self) -> None:

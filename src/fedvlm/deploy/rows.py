@@ -10,13 +10,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedvlm import evaluate
 from fedvlm.data.federation import Member, Rows, divide
 from fedvlm.data.table import Dataset, Embedded, listing, text
 from fedvlm.deploy.kits import SiteKit
+from fedvlm.descriptions import dealt
 from fedvlm.engines.flower_client import own_training
 from fedvlm.engines.work import World
 from fedvlm.errors import DataError, FederationError, SettingsError
-from fedvlm.load import encode, load, meet, opened, reach, skipped, towers
+from fedvlm.load import embedded, encode, load, opened, reach, skipped
 from fedvlm.record import write_tensors
 from fedvlm.runner import check, frozen
 from fedvlm.settings import Settings
@@ -38,12 +40,15 @@ def own_rows(
     """The world of one training at this site; classes and method are the server's to say."""
     seed = int(spec["seed"])
     if kit.plays:
-        rows, _ = load(settings, lambda what, done, total: None)
-        member = _member(divide(rows, settings.clients, seed, settings.target).members, kit.plays)
+        rows, _ = load(settings, quiet)
+        members = divide(rows, settings.clients, seed, settings.target).members
+        member = _member(members, kit.plays)
+        texts = dealt(rows.texts, members)
     else:
         rows, table = _site(kit, settings, spec["classes"])
         alone = replace(settings.clients, by="own")
         member = divide(table, alone, seed).members[kit.name]
+        texts = dealt(rows.texts, [kit.name])
     check(settings, rows)
     world = World(
         settings.method,
@@ -52,9 +57,10 @@ def own_rows(
         torch.from_numpy(rows.labels),
         {kit.name: member},
         seed,
-        texts={kit.name: rows.texts[member.id]} if member.id in rows.texts else {},
+        texts={kit.name: texts[member.id]} if texts else {},
         channel=settings.channel,
         entropy=not kit.plays,
+        metrics=settings.protocol == "source-target",
     )
     world = with_reference(own_training(world, kit.name).world, reference)
     labels = rows.labels[member.train]
@@ -72,7 +78,7 @@ def _member(members: Mapping[str, Member], plays: str) -> Member:
 
 def with_reference(world: World, reference: Tensor | None) -> World:
     """The rows everyone may see, behind the site's own."""
-    if not hasattr(world.method, "reference"):
+    if not evaluate.wants_reference(world.method):
         return world
     if reference is None:
         raise FederationError(
@@ -93,14 +99,18 @@ def with_reference(world: World, reference: Tensor | None) -> World:
     )
 
 
+def quiet(what: str, done: int, total: int) -> None:
+    """A site's process has nobody who watches a bar."""
+
+
 def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> tuple[Embedded, Rows]:
     """The site's own data through its own encoder, under the experiment's classes."""
+    settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
     if not kit.data and not kit.encoder.startswith("store:"):
         raise SettingsError(f"site {kit.name} has no data; name it, as --data IMAGES")
-    needs = settings.method.needs
     if kit.encoder.startswith("store:"):
         alone = replace(settings, encoder=kit.encoder, source=kit.source, smoke=False)
-        rows, _ = load(alone, lambda what, done, total: None)
+        rows, _ = load(alone, quiet)
         table = _table(rows, kit.name)
         return stored(rows, classes, kit.name), table
     source = {**kit.source}
@@ -108,13 +118,9 @@ def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> tuple[Embedde
         source["templates"] = settings.source["templates"]
     dataset = opened(kit.data, source)
     encoder, _ = reach(kit.encoder, kit.access)
-    meet(settings.method, encoder.name, encoder.offers)
     own = dataset.classes
     dataset = replace(dataset, classes=tuple(classes), labels=_labels(dataset, classes, kit.name))
-    quiet: Callable[[str, int, int], None] = lambda what, done, total: None  # noqa: E731
-    rows = encode(dataset, encoder, "patches" in needs, settings.precision, quiet).embedded
-    text_tower, image_tower = towers(encoder, dataset.classes, needs)
-    rows = replace(rows, text_tower=text_tower, image_tower=image_tower)
+    rows, _ = embedded(settings, dataset, encoder, quiet)
     back = {classes.index(named(name)): place for place, name in enumerate(own)}
     labels = np.array([back[label] for label in rows.labels.tolist()], dtype=np.int64)
     return rows, _table(replace(rows, classes=own, labels=labels), kit.name)

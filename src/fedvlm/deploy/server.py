@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from fedvlm import evaluate
+from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
-from fedvlm.data.federation import Division, divide
+from fedvlm.data.federation import Division, Member, divide
 from fedvlm.data.table import Embedded
 from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.remote import Remote, absent
@@ -26,7 +27,7 @@ from fedvlm.files import write
 from fedvlm.jobs import carry_out, finished, job_name
 from fedvlm.load import load
 from fedvlm.record import Record, read_json, read_tensors, write_json
-from fedvlm.runner import frozen, manifest
+from fedvlm.runner import frozen, jobs_of, manifest
 from fedvlm.settings import Settings, build
 
 REFERENCE = "reference.safetensors"  # in the server's folder, for methods that need one
@@ -37,23 +38,28 @@ def ready(kit: ServerKit, settings: Settings) -> None:
     """Refuses, before any site is asked, what a federation of sites cannot run."""
     if settings.smoke:
         raise SettingsError("smoke = true is for one process; set the method's rounds instead")
-    if settings.channel.secure:
+    if settings.warm_start is not None:
         raise SettingsError(
-            "channel.secure is a rehearsal in one process; between machines use channel.clip and "
-            "channel.noise, or Flower's SecAgg+ (docs/deploy.md says what it does not hide)"
+            "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
+    fits_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
             "the server has no pictures to take class names from; name the classes in the "
             "experiment, as [source] classes = ['cat', 'dog']"
         )
-    wants = hasattr(settings.method, "reference") and not kit.rehearsal
+    wants = evaluate.wants_reference(settings.method) and not kit.rehearsal
     if wants and not (kit.folder / REFERENCE).exists():
         raise DataError(
             f"the method {settings.method.name} needs public reference rows, and there is no "
             f"{kit.folder / REFERENCE}; make it: fedvlm deploy reference {kit.folder} --data "
             "PICTURES --encoder ENCODER"
         )
+
+
+def division(members: Mapping[str, Member]) -> Division:
+    """The sites as a run in one process knows its clients."""
+    return Division(dict(members), 0, np.zeros(0, np.int64))
 
 
 @dataclass
@@ -74,10 +80,9 @@ class Run:
     def seed(self, seed: int) -> evaluate.Table:
         settings = self.settings
         members = {name: absent(name) for name in self.kit.sites}
-        numbers = {"counts": settings.counts, "unseen": settings.unseen, "seed": seed}
         done = {}
         shares = settings.method.rounds == 0
-        for job in evaluate.jobs(settings.protocol, members, **numbers):  # type: ignore[arg-type]
+        for job in jobs_of(settings, division(members), seed):
             scores = finished(self.record, job_name(job, seed))
             done[job.name] = (job, self.job(job, seed) if scores is None else scores)
             path = self.record.folder / "jobs" / f"{job_name(job, seed)}.safetensors"
@@ -94,18 +99,15 @@ class Run:
         }
         engine = Remote(self.grid, self.kit, spec, self.reference(job, seed))
         engine.gather()
-        rows = self.rows(engine)
+        first, rows = engine.sites[min(engine.sites)], self.rows(engine)
         if not (self.record.folder / "manifest.json").exists():
-            divisions = {
-                one: Division(dict(engine.members), 0, np.zeros(0, np.int64))
-                for one in settings.seeds
-            }
+            divisions = dict.fromkeys(settings.seeds, division(engine.members))
             about = {"identity": settings.identity(), "memory": True, "notes": []}
-            whole = {**about, **manifest(settings, rows, divisions), "sites": list(self.kit.sites)}
-            self.record.begin(whole)
+            about |= manifest(settings, rows, divisions)
+            about |= {"sites": list(self.kit.sites), "local": first.about["local"]}
+            self.record.begin(about)
         else:
-            self.record.compare({"identity": settings.identity(), "encoder": rows.encoder})
-        first = engine.sites[min(engine.sites)]
+            self.record.compare({"identity": settings.identity()})
         fresh = {name: torch.zeros(0) for name in first.about["local"]}
         world = World(
             settings.method,

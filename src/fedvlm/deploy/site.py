@@ -12,11 +12,12 @@ from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any
 
+from fedvlm import tensors
 from fedvlm.core import Tensors
 from fedvlm.deploy.courier import DESK, receive, send_all
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
-from fedvlm.deploy.processes import Process, supernode
+from fedvlm.deploy.processes import Process, knock, supernode
 from fedvlm.deploy.rows import Own, own_rows
 from fedvlm.engines.flower_client import Desk, Training, arrays, unpack
 from fedvlm.engines.flower_wire import Parcel, to_bytes
@@ -130,6 +131,10 @@ class Site:
         """The site's own classifier, which is what all this was for."""
         own, world = self.rows[training.key], training.world
         place = self.kit.folder / "classifiers" / slug(own.title)
+        # A classifier sends what it holds once more: most methods send all of it, as it is.
+        if tensors.difference(sent, world.method.send(sent, training.id)) > 0:
+            self.say(f"{world.method.name} sends each client tensors of its own; none is kept")
+            return
         one = Personalised(world.method, world.frozen, sent, local, training.id, own.encoder)
         one.save_pretrained(place)
         self.say(f"its classifier is in {place}")
@@ -164,8 +169,11 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
         door.bind(str(Path(place) / "desk"))
         door.listen(8)
         door.settimeout(0.5)
-        node = _node(kit, bin, place)
         say(f"site {kit.name} is connecting to {kit.address}; stop it with Ctrl-C")
+        while not knock(kit.address, kit.folder / "ca.crt"):
+            if stop.wait(1.0):
+                return
+        node = _node(kit, bin, place)
         try:
             while not stop.is_set():
                 if not node.alive:
@@ -197,17 +205,7 @@ def _script(path: Path) -> None:
 
 def refusal(kit: SiteKit, node: Process) -> str:
     """Why a SuperNode ended, in words that help."""
-    said = node.log.read_text(errors="replace")[-20_000:]
-    for sign, why in (
-        ("certificate has expired", "the server's certificate has expired; make new kits"),
-        (
-            "CERTIFICATE_VERIFY_FAILED",
-            "the server's certificate is not of this federation; "
-            "ca.crt must be of the same `fedvlm deploy init` as the server's folder",
-        ),
-        ("WRONG_VERSION_NUMBER", "the server speaks no TLS at this port"),
-        ("nvalid", "the server does not know this site's key; is it a kit of this server?"),
-    ):
-        if sign in said:
-            return f"site {kit.name} cannot join {kit.address}: {why}\n{node.tail(4)}"
-    return f"the SuperNode of site {kit.name} ended:\n{node.tail()}"
+    return (
+        f"site {kit.name} cannot join {kit.address}; if its key is not known there, the kit is of "
+        f"another `fedvlm deploy init` than the server's folder. Flower says:\n{node.tail(6)}"
+    )

@@ -20,6 +20,7 @@ from fedvlm.errors import FederationError
 
 VERSION = "version of the local tensors, which are at their client"
 POLL = 0.1  # seconds between looks for replies
+LATE = 10.0  # seconds after the deadline until Flower forgets a message
 KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
 
 
@@ -33,12 +34,16 @@ class Flower:
         training: str,
         quorum: float = 1.0,  # share of the clients asked that must answer
         deadline: float | None = None,  # seconds; None waits for ever
+        secure: bool = False,  # uploads come as a sum, by SecAgg+
     ) -> None:
         self.grid = grid
         self.nodes = dict(nodes)  # by client id
         self.training = training
         self.quorum = quorum
         self.deadline = deadline
+        self.secure = secure
+        self.members: dict[str, Any] = {}  # how many rows each client has
+        self.sum: Tensors | None = None  # of the last round's uploads, if it is all there is
         self.missing: dict[str, str] = {}  # who did not answer the last time, and why
 
     def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
@@ -79,8 +84,14 @@ class Flower:
             )
             for task in tasks
         }
+        hidden = {task.id for task in tasks if task.trains and self.secure and kind == "round"}
+        self.missing, self.sum = {}, None
+        replies = self.exchange({id: parcels[id] for id in parcels if id not in hidden}, number)
+        if hidden:
+            masked, self.sum = self.exchange_masked({id: parcels[id] for id in hidden}, number)
+            replies |= masked
         done = {}
-        for id, reply in self.exchange(parcels, number).items():
+        for id, reply in replies.items():
             about = reply.about
             upload = unpack(reply.arrays) if about["uploads"] else None
             local = self.local(id, about["version"])
@@ -89,13 +100,9 @@ class Flower:
 
     def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:
         """Sends each client its parcel and returns the replies that fit; too few are an error."""
-        self.missing = {id: "it is not connected" for id in parcels if id not in self.nodes}
+        sealed = self._sealed(parcels)
         asked: dict[str, tuple[str, Parcel]] = {}
-        there = [id for id in parcels if id in self.nodes]
-        sealed = {
-            id: self.seal(Parcel({**parcels[id].about, "nonce": token_hex(16)}, parcels[id].arrays))
-            for id in there
-        }
+        there = list(sealed)
         messages = [self._message(sealed[id], self.nodes[id], number) for id in there]
         for id, sent in zip(there, self.grid.push_messages(messages), strict=True):
             if sent is None:
@@ -119,9 +126,51 @@ class Flower:
         self._count(parcels, replies, number)
         return {id: replies[id] for id in parcels if id in replies}
 
+    def exchange_masked(
+        self, parcels: Mapping[str, Parcel], number: int
+    ) -> tuple[dict[str, Parcel], Tensors]:
+        """The same for clients whose uploads only their sum is seen of."""
+        from fedvlm.engines.flower_secure import exchange
+
+        largest = max(len(self.members[id].train) for id in parcels)
+        told = {
+            id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
+        }
+        sealed = self._sealed(told)
+        if not 3 <= len(sealed) <= 1000:  # more could overflow whole numbers of 32 bits
+            raise FederationError(
+                f"round {number}: a secure sum hides a client among others, and takes three to a "
+                f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"
+            )
+        came = exchange(
+            self.grid, {self.nodes[id]: one for id, one in sealed.items()}, number, self.deadline
+        )
+        replies = {}
+        for id, request in sealed.items():
+            words = came.words.get(self.nodes[id])
+            if words is None:
+                why = came.failures.get(self.nodes[id], "it did not stay to the end of the sum")
+                self.missing[id] = f"client {id}, round {number}: {why}"
+            else:
+                replies[id] = self._fitting(Parcel(words), id, request)
+        self._count(parcels, replies, number)
+        if not replies:
+            raise FederationError(f"round {number}: nobody's upload is in the secure sum")
+        return replies, unpack(came.mean)
+
+    def _sealed(self, parcels: Mapping[str, Parcel]) -> dict[str, Parcel]:
+        """Requests to the clients that are there, each with a number that its reply must name."""
+        self.missing |= {id: "it is not connected" for id in parcels if id not in self.nodes}
+        return {
+            id: self.seal(Parcel({**one.about, "nonce": token_hex(16)}, one.arrays))
+            for id, one in parcels.items()
+            if id in self.nodes
+        }
+
     def _message(self, parcel: Parcel, node: int, number: int) -> Any:
+        ttl = None if self.deadline is None else self.deadline + LATE
         return self.grid.create_message(
-            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), self.deadline
+            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), ttl
         )
 
     def _accept(self, message: Any, id: str, request: Parcel) -> Parcel:
@@ -129,7 +178,11 @@ class Flower:
         where = f"client {id}, round {request.about['round']}"
         if message.has_error():
             raise FederationError(f"{where}: {message.error.reason}")
-        parcel = self.unseal(from_records(message.content, where), id, where)
+        return self._fitting(from_records(message.content, where), id, request)
+
+    def _fitting(self, parcel: Parcel, id: str, request: Parcel) -> Parcel:
+        where = f"client {id}, round {request.about['round']}"
+        parcel = self.unseal(parcel, id, where)
         if "error" in parcel.about:
             raise FederationError(f"{where}: {parcel.about['error']}")
         for key in ("kind", "training", "round", "nonce"):

@@ -17,6 +17,8 @@ import torch
 from fedvlm import seeds, tensors
 from fedvlm.channel import validate
 from fedvlm.channel.passage import join, leave, split
+from fedvlm.channel.secure import to_secagg
+from fedvlm.channel.settings import sums
 from fedvlm.core import Tensors
 from fedvlm.engines.flower_wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
@@ -137,13 +139,16 @@ class Desk:
         engine = Single(world)
         adapts = about["kind"] == "adapt"
         done = (engine.adapt if adapts else engine.round)(number, [task])[id]
-        after, upload = version, done.upload or {}
+        after, upload, masked = version, done.upload or {}, False
+        place = where(world, number, id)
         if done.upload is not None:
-            validate(upload, fresh, where(world, number, id))
+            validate(upload, fresh, place)
             draw = seeds.generator("channel noise", world.seed, id, number)
             if world.entropy:
                 draw.manual_seed(randbits(63))
             upload, kept = leave(world.channel, upload, sent, kept, draw)
+            if masked := world.channel.secure and bool(upload):
+                upload = to_secagg(upload, sent, share(world, id, about), world.channel, place)
         if task.trains:
             after = number + 1
             keep = {version, *about["held"]}
@@ -154,12 +159,27 @@ class Desk:
         reply = {
             **{key: about[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,
+            "masked": masked,
             "version": after,
             "uploads": upload is not None,
             "scores": done.scores,
             "told": told(world, sent, done, adapts) if task.trains else {},
         }
         return Parcel(reply, arrays(upload)), state
+
+
+def share(world: World, id: str, about: Mapping[str, Any]) -> float:
+    """What a client weighs in a secure sum, 1 at most: its own choice, or a server that gives the
+    others no weight would see this one's upload."""
+    rows = len(world.members[id].train)
+    if sums(world.method) != "rows":
+        return 1.0
+    if not 0 < rows <= about["largest"]:
+        raise FederationError(
+            f"{where(world, about['round'], id)}: the server says that no client has more than "
+            f"{about['largest']} rows, but this one has {rows}; it runs another version"
+        )
+    return float(rows / about["largest"])
 
 
 def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:

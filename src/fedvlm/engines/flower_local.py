@@ -2,10 +2,12 @@
 
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fedvlm.channel.passage import split
+from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
+from fedvlm.engines import flower_secure
 from fedvlm.engines.flower import Flower
 from fedvlm.engines.flower_client import (
     Desk,
@@ -25,9 +27,11 @@ class InProcess(Flower):
     """Every client in this process, each with its own rows and its own Context."""
 
     def __init__(self, world: World) -> None:
+        fits_secagg(world.channel, world.method)
         ids = sorted(world.members)
         grid = local_grid({id: Desk({"": own_training(world, id)}) for id in ids})
-        super().__init__(grid, grid.nodes, "")
+        super().__init__(grid, grid.nodes, "", secure=world.channel.secure)
+        self.members = dict(world.members)
         self.known: dict[str, Versions] = {id: {} for id in ids}
         self.planted = 0
 
@@ -52,7 +56,13 @@ class InProcess(Flower):
         return unpack_versions(unpack(state.arrays), state.about, "")
 
 
-def local_grid(desks: Mapping[str, Desk]) -> Any:
+class Answers(Protocol):
+    """A client: a desk, or a whole site."""
+
+    def answer(self, parcel: Parcel, state: Parcel) -> tuple[Parcel, Parcel]: ...
+
+
+def local_grid(desks: Mapping[str, Answers]) -> Any:
     """Flower's grid and ClientApp without processes: a message is a call."""
     app = flower()
     from flwr.clientapp import ClientApp
@@ -60,23 +70,28 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    client = ClientApp()
-    by_node = dict(enumerate(desks.values(), start=1000))
+    client = ClientApp(mods=[flower_secure.mask])
+    by_node = dict(enumerate(desks, start=1000))
 
     def train(message: Any, context: Any) -> Any:
-        parcel = unseal(from_records(message.content, "a client"), "a client")
+        hidden = flower_secure.request(message.content)
+        parcel = unseal(hidden or from_records(message.content, "a client"), "a client")
+        reply, after = desks[by_node[context.node_id]].answer(parcel, read_state(context))
+        write_state(context, after)
+        return app.Message(flower_secure.records(seal(reply), hidden is not None), reply_to=message)
+
+    def call(message: Any, context: Any) -> Any:
         try:
-            reply, after = by_node[context.node_id].answer(parcel, read_state(context))
+            return client(message, context)
         except Exception as error:
             return app.Message(app.Error(2, explain(error)), reply_to=message)
-        write_state(context, after)
-        return app.Message(to_records(seal(reply)), reply_to=message)
 
     client.train()(train)
+    client.query()(train)
 
     class LocalGrid(Grid):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
-            self.nodes = dict(zip(desks, by_node, strict=True))
+            self.nodes = {id: node for node, id in by_node.items()}
             self.messages: list[Any] = []  # every message of the last exchange, both ways
             self.contexts = {
                 node: app.Context(1, node, {}, app.RecordDict(), {}) for node in by_node
@@ -110,7 +125,7 @@ def local_grid(desks: Mapping[str, Desk]) -> Any:
 
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]:
             asked = [one for one in self.messages if one.metadata.message_id in message_ids]
-            replies = [client(one, self.contexts[one.metadata.dst_node_id]) for one in asked]
+            replies = [call(one, self.contexts[one.metadata.dst_node_id]) for one in asked]
             self.messages = [*self.messages, *replies]
             return replies
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.channel.secure import SECAGG
-from fedvlm.engines.flower_wire import Arrays, Parcel, flower, from_bytes, to_bytes
+from fedvlm.engines.flower_wire import Arrays, Parcel, flower, from_bytes, to_bytes, to_records
+from fedvlm.errors import FederationError
 
 STAGE = "secaggplus_configs"  # the record by which Flower knows a message of SecAgg+
+RANGE = 8.0  # SecAgg+ cuts larger numbers off, silently; `to_secagg` refuses them before
 KEEP = 2 / 3  # share of the sites that must stay to the end; fewer cannot lift the masks
 
 
@@ -24,8 +25,12 @@ def mask(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> An
     """A mod of the ClientApp: SecAgg+ for its own messages, and nothing for the others."""
     if STAGE not in message.content.config_records:
         return call_next(message, context)
+    app = flower()
     from flwr.client.mod import secaggplus_mod
 
+    # It takes its record apart, which is everybody's where a message is just a call.
+    own = {STAGE: app.ConfigRecord(dict(message.content[STAGE]))}
+    message.content = app.RecordDict({**message.content, **own})
     return secaggplus_mod(message, context, call_next)
 
 
@@ -36,32 +41,45 @@ def request(content: Any) -> Parcel | None:
     return from_bytes(content["fitins.config"]["parcel"])
 
 
-def answer(reply: Parcel) -> Any:
-    """A reply as SecAgg+ takes it; an error is raised, because it must not enter the sum."""
+def records(reply: Parcel, hidden: bool) -> Any:
+    """A reply as it travels: as it is, or (`hidden`) as SecAgg+ takes it and masks its arrays."""
     app = flower()
-    if "error" in reply.about:
-        raise RuntimeError(reply.about["error"])
-    arrays = [np.asarray(reply.arrays[name], np.float64) for name in sorted(reply.arrays)]
+    if not hidden:
+        if reply.about.get("masked"):  # whatever the server asks: this site's upload goes masked
+            raise FederationError("the upload of a secure sum was asked for without a mask")
+        return to_records(reply)
+    if "error" in reply.about:  # raised, because it must not enter the sum
+        raise FederationError(str(reply.about["error"]))
+    names = sorted(reply.arrays)
+    arrays = [np.asarray(reply.arrays[name], np.float64) for name in names]
     return app.RecordDict(
         {
             "fitres.parameters": app.ArrayRecord(arrays),
             "fitres.num_examples": app.MetricRecord({"num_examples": 1}),
             "fitres.metrics": app.ConfigRecord(
-                {"about": json.dumps({**reply.about, "names": sorted(reply.arrays)})}
+                {"about": json.dumps(reply.about), "names": json.dumps(names)}
             ),
             "fitres.status": app.ConfigRecord({"code": 0, "message": ""}),
         }
     )
 
 
+@dataclass(frozen=True)
+class Node:
+    """What Flower takes for a client's proxy."""
+
+    node_id: int
+
+
 @dataclass
 class Exchange:
-    """What Flower takes for a strategy: whom to ask, and what came of it."""
+    """What Flower takes for a strategy and a grid: whom to ask, and what came of it."""
 
+    grid: Any
     parcels: Mapping[int, Parcel]  # by node
     words: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each node said
     mean: Arrays = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
 
     def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
         from flwr.common import FitIns, Parameters
@@ -74,21 +92,20 @@ class Exchange:
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         from flwr.common import parameters_to_ndarrays
 
-        self.words = {node.node_id: json.loads(one.metrics["about"]) for node, one in results}
-        names = {tuple(one["names"]) for one in self.words.values()}
-        if len(names) == 1:
-            [order] = names
-            arrays = parameters_to_ndarrays(results[0][1].parameters)
-            self.mean = dict(zip(order, arrays, strict=True))
-        self.failures = [str(one) for one in failures]
+        said = {node.node_id: one.metrics for node, one in results}
+        [names] = {one["names"] for one in said.values()}
+        self.words = {node: json.loads(one["about"]) for node, one in said.items()}
+        arrays = parameters_to_ndarrays(results[0][1].parameters)
+        self.mean = dict(zip(json.loads(names), arrays, strict=True))
         return None, {}
 
-
-@dataclass(frozen=True)
-class Node:
-    """What Flower takes for a client's proxy."""
-
-    node_id: int
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Any]:
+        """Flower forgets why a site did not answer; we do not."""
+        replies = list(self.grid.send_and_receive(messages, timeout=timeout))
+        for one in replies:
+            if one.has_error():
+                self.failures[one.metadata.src_node_id] = one.error.reason
+        return replies
 
 
 def exchange(
@@ -99,16 +116,19 @@ def exchange(
     from flwr.server import LegacyContext
     from flwr.server.workflow import SecAggPlusWorkflow
 
-    asked = Exchange(parcels)
+    asked = Exchange(grid, parcels)
+    both: Any = asked
     state = app.RecordDict(
         {"config": app.ConfigRecord({"current_round": number}), "parameters": app.ArrayRecord()}
     )
-    strategy: Any = asked
-    context = LegacyContext(app.Context(1, 1, {}, state, {}), strategy=strategy)
+    context = LegacyContext(app.Context(1, 1, {}, state, {}), strategy=both)
     # As fine as whole numbers of 32 bits allow for the sum of so many sites.
     levels = 1 << max(22, 30 - (len(parcels) + 1).bit_length())
     work = SecAggPlusWorkflow(
-        1.0, KEEP, max_weight=1.0, clipping_range=SECAGG, quantization_range=levels, timeout=timeout
+        1.0, KEEP, max_weight=1.0, clipping_range=RANGE, quantization_range=levels, timeout=timeout
     )
-    work(grid, context)
+    try:
+        work(both, context)
+    except Exception as error:  # whatever sums that do not fit together make it raise
+        raise FederationError(f"round {number}: the secure sum failed: {error}") from error
     return asked

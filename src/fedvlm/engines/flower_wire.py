@@ -55,7 +55,8 @@ def checksum(parcel: Parcel) -> str:
     """Of the words and of names, types, shapes and bytes of the arrays, whatever their order."""
     words = {key: value for key, value in parcel.about.items() if key not in SEALS}
     total = sha256(json.dumps(words, sort_keys=True).encode())
-    for name in sorted(parcel.arrays):
+    # What a secure sum masks on its way cannot be checked where it arrives: only the words are.
+    for name in () if parcel.about.get("masked") else sorted(parcel.arrays):
         array = np.asarray(parcel.arrays[name], order="C")
         total.update(f"\n{name} {array.dtype} {array.shape}\n".encode())
         total.update(array.tobytes())

@@ -8,6 +8,7 @@ import torch
 
 from fedvlm.engines.work import Done, Task, World, client, measure
 from fedvlm.errors import FederationError, FedVLMError
+from fedvlm.machine import give_back
 
 
 class Single:
@@ -45,6 +46,8 @@ def one(world: World, number: int, task: Task) -> Done:
         upload, local = world.method.update(
             world.frozen, task.sent, task.local, client(world, task.id, number)
         )
+        if "image tower" in world.method.needs:
+            give_back()
         return Done(upload, local, scores)
 
 

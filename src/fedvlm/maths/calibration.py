@@ -43,3 +43,16 @@ def fuse(first: Tensor, second: Tensor) -> Tensor:
 def average(first: Tensor, second: Tensor) -> Tensor:
     """log of (p + q)/2."""
     return torch.logaddexp(first.log_softmax(1), second.log_softmax(1)) - log(2)
+
+
+def without_bias(weight: Tensor, bias: Tensor, means: Tensor, there: Tensor) -> Tensor:
+    """(classes, dim): a linear classifier of rows that share a mean, as sure as a head should be.
+
+    A bias b_c becomes b_c (μ·x)/|μ|², which is b_c but for the rows' spread around the mean μ of
+    the class means. The temperature is that of the class means, each a row of its class.
+    """
+    centre = means.sum(0) / there.sum().clamp(min=1)
+    lift = centre / centre.square().sum().clamp(min=1e-9)
+    out = weight + torch.where(there, bias, 0.0)[:, None] * lift
+    y = torch.where(there, torch.arange(len(means), device=means.device), -1)
+    return out / heat(means @ out.mT, y).exp()

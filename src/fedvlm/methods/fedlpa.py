@@ -22,7 +22,7 @@ from fedvlm.methods.promptfl import PromptFL, class_features
 @register
 @dataclass(frozen=True)
 class FedLPA:
-    damping: float = 1e-3  # added to a factor's diagonal, as a share of its mean
+    damping: float = 1.0  # added to a factor's diagonal, as a share of its mean
     iterations: int = 100  # of conjugate gradients, from the mean prompt
     vectors: int = 16  # M
     rate: float = 1e-3  # η

@@ -198,6 +198,7 @@ class TOFA:
             total["counts"].double(),
             gaussian.from_fixed(total["sums"], self.most),
             gaussian.unpack(gaussian.from_fixed(total["moments"], self.most), dim),
+            gaussian.quantum(self.most),
         )
         rule = gaussian.discriminant(known, gaussian.ridge(known, self.shrinkage))
         out = {
@@ -256,6 +257,14 @@ class TOFA:
         if not self.fusion:
             return calibration.average(seen, said)
         return calibration.fuse(seen / local["heat"][0].exp(), said / local["heat"][1].exp())
+
+    def head(self, frozen: Frozen, shared: Tensors) -> Tensor:
+        """(classes, dim): what a head over scaled cosines can start from."""
+        if not self.visual:
+            return prompts(frozen, shared)
+        means, there = shared["means"], shared["counts"] > 0
+        seen = calibration.without_bias(shared["weight"], shared["bias"], means, there)
+        return seen / frozen.scale
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         names = ("visual temperature", "text temperature")

@@ -7,11 +7,13 @@ from dataclasses import asdict
 from json import dumps, loads
 
 from fedvlm import evaluate
+from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.metrics import METRICS
 from fedvlm.result import Result
 
 FORMS = ("text", "markdown", "latex", "csv")
+TRAFFIC = ("exchanges", "kB per client")
 MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
@@ -24,12 +26,18 @@ def label(result: Result) -> str:
     name = told.pop("name")
     method = make(name, **told)
     if small := result.manifest["identity"].get("allow_small", False):
-        del told["smallest"]
+        told.pop("smallest", None)
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
     odd = [f"{key}={value}" for key, value in told.items() if usual[key] != value]
+    odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
+    if first := result.manifest["identity"].get("warm_start"):
+        odd.append(f"warm start by {first['name']}")
     if evaluate.wants_reference(method) and method.reference == "target":
         odd.remove("reference=target")
         odd.append("TRANSDUCTIVE: adapts to the test rows")
+    plain = asdict(Channel())
+    through = result.manifest["identity"].get("channel", plain)
+    odd += [f"channel.{key}={value}" for key, value in through.items() if plain[key] != value]
     chosen = result.manifest["identity"]["selection"]
     if chosen == "oracle":
         odd.append("ORACLE: best test round")
@@ -56,9 +64,11 @@ def compare(
     form: str = "text",
     every: bool = False,
     paper: Mapping[str, Mapping[str, float]] | None = None,
+    traffic: bool = False,
 ) -> str:
     """One row per run, in per cent; `every` adds the columns per domain or client.
 
+    `traffic` adds the exchanges of a client and its kilobytes up and down over all of them.
     `paper` has what was published, by row and column; its numbers stand below ours.
     """
     if form not in FORMS:
@@ -69,15 +79,17 @@ def compare(
     columns = list(dict.fromkeys(key for one in found for key in one))
     if not every and (main := [key for key in columns if key in MAIN]):
         columns = main
-    seeds = [len(result.tables) for result in results]
-    head = ["method", *columns, "seeds"]
-    body = [
-        [label(result), *(cell(*one.get(key, (None, None)), form) for key in columns), f"{count}"]
-        for result, one, count in zip(results, found, seeds, strict=True)
-    ]
+    last = [*(TRAFFIC if traffic else ()), "seeds"]
+    head = ["method", *columns, *last]
+    body = []
+    for result, one in zip(results, found, strict=True):
+        cells = [cell(*one.get(key, (None, None)), form) for key in columns]
+        exchanges, moved = result.traffic if traffic else (0, 0.0)
+        more = [f"{exchanges}", f"{moved / 1000:.1f}"] if traffic else []
+        body.append([label(result), *cells, *more, f"{len(result.tables)}"])
     for name, numbers in (paper or {}).items():
         cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
-        body.append([f"published: {name}", *cells, "-"])
+        body.append([f"published: {name}", *cells, *("-" for _ in last)])
     return render(head, body, form)
 
 

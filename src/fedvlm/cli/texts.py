@@ -1,0 +1,79 @@
+"""Commands of the one-shot methods: a client that joins late, and sentences about the classes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedvlm.cli.data import Source, options
+from fedvlm.cli.progress import progress
+
+
+def join(
+    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
+    data: Annotated[str, typer.Argument(help="The new client's pictures.")],
+    out: Annotated[Path, typer.Option(help="Where its classifier goes.")],
+    client: Annotated[str, typer.Option(help="What the client is called.")] = "new",
+    source: Source = None,
+    encoder: Annotated[str, typer.Option(help="Where the run's encoder is now.")] = "",
+    access: Annotated[
+        list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Which training; the first if left out.")] = None,
+    share: Annotated[float, typer.Option(help="Of the rows to learn from.")] = 0.8,
+) -> None:
+    """Give one more client its own classifier, without any other client taking part."""
+    from fedvlm.joining import join as adapt
+    from fedvlm.joining import rows_for
+    from fedvlm.result import Result
+
+    result = Result(run)
+    with progress() as told:
+        rows, notes = rows_for(result, data, options(source), encoder, options(access), told)
+    for note in notes:
+        typer.echo(note, err=True)
+    done = adapt(result, rows, client, job=job, share=share)
+    done.classifier.save_pretrained(out)
+    if not done.adapted:
+        name = done.classifier.method.name
+        typer.echo(f"{name} has no adaptation of its own: {client} gets what every unseen one does")
+    typer.echo(
+        f"{client}: {100 * done.accuracy:.2f} % of {done.held} held-out rows "
+        f"({100 * done.unseen:.2f} % without adapting), learnt from {done.rows}; in {out}"
+    )
+
+
+def describe(
+    data: Annotated[str, typer.Argument(help="`fedvlm list datasets`, or a path.")],
+    model: Annotated[Path, typer.Option(help="Folder of a text-generation model.")],
+    out: Annotated[Path, typer.Option(help="The JSON file of sentences by class.")],
+    source: Source = None,
+    about: Annotated[str, typer.Option(help="What the data are, in a few words.")] = "",
+    questions: Annotated[int, typer.Option(help="How many the model asks itself.")] = 4,
+) -> None:
+    """Let a local language model describe the classes, for a run's `descriptions`."""
+    import json
+
+    from fedvlm.describing import describe as write
+    from fedvlm.describing import local_writer
+    from fedvlm.files import write as save
+    from fedvlm.load import opened
+
+    dataset = opened(data, options(source))
+    said = about or f"an image data set called {dataset.name}"
+    with progress() as told:
+        found = write(
+            dataset.classes,
+            said,
+            local_writer(model),
+            questions,
+            lambda done, total: told("describing", done, total),
+        )
+    save(out, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
+    silent = [name for name, one in found.items() if not one]
+    typer.echo(
+        f"{sum(map(len, found.values()))} sentences about {len(found)} classes are in {out}; "
+        f"use them: --set descriptions={out}"
+    )
+    if silent:
+        typer.echo(f"nothing was said of {', '.join(silent)}: the template stays alone", err=True)

@@ -1,0 +1,28 @@
+"""Whether an aggregate that says a sum of the uploads will do gives the same from that sum."""
+
+from fedvlm import tensors
+from fedvlm.channel import Channel
+from fedvlm.channel.passage import Passage
+from fedvlm.channel.settings import sums
+from fedvlm.engines.work import World, client
+
+
+def sum_gap(world: World) -> float:
+    """How far it is from that, in one round; 0 if the method does not say so."""
+    method = world.method
+    if sums(method) is None:
+        return 0.0
+    shared, local = method.init(world.frozen)
+    sent = {id: method.send(shared, id) for id in sorted(world.members)}
+    uploads = {
+        id: method.update(world.frozen, sent[id], local, client(world, id, 0))[0] for id in sent
+    }
+    own = set(getattr(method, "uneven", ()))  # what no sum is said of
+    if not any(uploads.values()) or any(own & one.keys() for one in uploads.values()):
+        return 0.0
+    rows = {id: len(world.members[id].train) for id in sent}
+    results = []
+    for channel in (Channel(), Channel(secure=True)):
+        came = Passage(channel, method, list(local), 0).carry(0, uploads, sent, rows, {}, (), str)
+        results.append(method.aggregate(shared, came.uploads, came.weights, came.ids))
+    return tensors.difference(*results)

@@ -1,0 +1,91 @@
+"""How sure, how useful and how soon: a run's reliability, decision curve and rounds as one picture.
+
+Clients' own test rows are taken together, and so are those of unseen clients.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.errors import DataError, unknown
+from fedvlm.report.pictures import INK, PALE, canvas, save
+from fedvlm.result import Result, slug
+
+Floats = NDArray[np.float64]
+KINDS = (("clients", "train", "#1f6fb4"), ("unseen", "unseen", "#c2571a"))
+CURVES = (("accuracy", "unseen", "accuracy", "-"), ("clients F1", "target F1", "macro-F1", ":"))
+
+
+def draw_diagrams(
+    result: Result, out: str | Path, job: str | None = None, seed: int | None = None
+) -> Path:
+    """One training's three diagrams to a PNG file; the first job and seed if none is named."""
+    jobs = result.jobs(seed)
+    name = job or result.manifest["jobs"][0]
+    if name not in jobs:
+        raise unknown("job of this run", name, jobs)
+    about = jobs[name]
+    figure = canvas(13.2, 4.3)
+    panels = figure.subplots(1, 3)
+    for label, key, colour in KINDS:
+        scores = [about["scores"][id] for id in about[key] if "decision" in about["scores"][id]]
+        if scores:
+            _reliability(panels[0], scores, label, colour)
+            _decision(panels[1], scores, label, colour)
+    if not panels[1].lines:
+        raise DataError(f"{result.folder} has no metrics of test rows; run it again to have them")
+    seed = result.manifest["identity"]["seeds"][0] if seed is None else seed
+    lines = [line for line in result.rounds if line["job"] == f"{seed}-{slug(name)}"]
+    _rounds(panels[2], lines)
+    told = "".join(f", {id} unseen" for id in about["unseen"][:3])
+    figure.suptitle(
+        f"{result.manifest['identity']['method']['name']} on {result.manifest['data']}{told}",
+        fontsize=11,
+        color=INK,
+    )
+    for panel in panels:
+        panel.tick_params(labelsize=8, colors=INK)
+        panel.spines[["top", "right"]].set_visible(False)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8, frameon=False)
+    return save(figure, out)
+
+
+def _reliability(panel: Any, scores: Sequence[Any], label: str, colour: str) -> None:
+    bins: Floats = np.array([one["reliability"] for one in scores])  # (clients, bins, 3)
+    rows = bins[:, :, 0].sum(0)
+    sure, right = ((bins[:, :, 0] * bins[:, :, i]).sum(0) / rows.clip(1) for i in (1, 2))
+    error = (rows * abs(sure - right)).sum() / rows.sum()
+    there = rows > 0
+    panel.plot([0, 1], [0, 1], color=PALE, zorder=0)
+    panel.plot(sure[there], right[there], color=colour, alpha=0.6)
+    size = 6 + 90 * rows[there] / rows.max()
+    panel.scatter(sure[there], right[there], size, colour, label=f"{label}, ECE {error:.1%}")
+    panel.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel="confidence", ylabel="share of hits")
+    panel.set_title("reliability (15 bins, a dot as large as its rows)", fontsize=9, color=INK)
+
+
+def _decision(panel: Any, scores: Sequence[Any], label: str, colour: str) -> None:
+    curves: Floats = np.array([one["decision"] for one in scores])
+    rows = np.array([one["test_rows"] for one in scores])
+    benefit = (rows[:, None] * curves[:, :, 1]).sum(0) / rows.sum()
+    panel.plot(curves[0, :, 0], benefit, color=colour, label=label)
+    panel.axhline(0, color=PALE, zorder=0)
+    panel.set(xlabel="threshold", ylabel="net benefit")
+    panel.set_title("decision curve (one vs rest, mean over classes)", fontsize=9, color=INK)
+
+
+def _rounds(panel: Any, lines: Sequence[Any]) -> None:
+    panel.set(xlabel="round", ylabel="on test rows")
+    panel.set_title("before each round's update", fontsize=9, color=INK)
+    if not lines:
+        panel.text(0.5, 0.5, "no rounds", ha="center", color=INK, transform=panel.transAxes)
+    for *keys, name, style in CURVES:
+        for key, (label, _, colour) in zip(keys, KINDS, strict=True):
+            if lines and lines[0].get(key) is not None:
+                values = [line[key] for line in lines]
+                places = [line["round"] for line in lines]
+                panel.plot(places, values, style, color=colour, label=f"{name}, {label}")

@@ -1,0 +1,162 @@
+"""Kits hold what a site needs and nothing of another's; certificates are refused in words."""
+
+import http.server
+import os
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from fedvlm.deploy.keys import Signer, Verifier, certificates
+from fedvlm.deploy.kits import init, keep_site, read_server, read_site
+from fedvlm.deploy.processes import knock
+from fedvlm.engines.flower_wire import Parcel
+from fedvlm.errors import FederationError, SettingsError
+
+SECRETS = ("key", "signing.key", "server.key")
+
+
+@pytest.fixture
+def kits(tmp_path):
+    return init(tmp_path / "fed", ["a", "b", "clinic 3"], "127.0.0.1", 8443)
+
+
+def test_private_keys_are_their_owners_and_in_one_kit_only(kits):
+    private = [path for kit in kits for path in kit.rglob("*") if b"PRIVATE" in content(path)]
+    assert sorted(path.name for path in private) == ["key"] * 3 + ["server.key", "signing.key"]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
+    assert len({content(path) for path in private}) == len(private)
+    sites = [kit for kit in kits if kit.name != "server"]
+    for kit in sites:
+        assert not any((kit / name).exists() for name in ("signing.key", "server.key"))
+        assert len((kit / "README.txt").read_text().splitlines()) == 3
+        assert "fedvlm deploy site" in (kit / "README.txt").read_text()
+
+
+def content(path):
+    return path.read_bytes() if path.is_file() else b""
+
+
+def test_kits_are_read_as_they_were_written(kits):
+    server = read_server(kits[0])
+    assert server.sites == ("a", "b", "clinic 3") and server.address == "127.0.0.1:8443"
+    site = read_site(kits[3])
+    assert (site.name, site.address) == ("clinic 3", server.address)
+    kept = keep_site(site, {"data": str(kits[0]), "encoder": "demo", "source": {"layout": "class"}})
+    assert read_site(kits[3]) == kept and kept.source == {"layout": "class"}
+
+
+def test_kits_are_never_overwritten(kits):
+    with pytest.raises(SettingsError, match="is not empty; kits hold keys"):
+        init(kits[0].parent, ["a"], "127.0.0.1", 8443)
+
+
+@pytest.mark.parametrize(
+    ("sites", "said"),
+    [([], "no sites"), (["a/b"], "'a/b' does not fit"), (["a", "A"], "not all different")],
+)
+def test_site_names_that_make_no_folder_are_refused(tmp_path, sites, said):
+    with pytest.raises(SettingsError, match=said):
+        init(tmp_path / "x", sites, "127.0.0.1", 8443)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("quorum = 2.0", "outside"),
+        ("quorums = 0.5", "no setting of .*did you mean 'quorum'"),
+        ("deadline = 'soon'", "does not fit"),
+    ],
+)
+def test_a_mistake_in_a_kit_is_named(kits, line, said):
+    path = kits[0] / "server.toml"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(SettingsError, match=said):
+        read_server(kits[0])
+
+
+def test_a_signature_is_of_one_parcel_and_one_key(kits):
+    sign, check = Signer(kits[1] / "key"), Verifier(kits[1] / "key.pub")
+    parcel = sign(Parcel({"round": 1}, {"head": np.ones(3)}))
+    check(parcel, "site a")
+    for other in (
+        Parcel({**parcel.about, "round": 2}, parcel.arrays),
+        Parcel(parcel.about, {"head": np.ones(3) * 2}),
+        Parcel({**parcel.about, "signature": ""}, parcel.arrays),
+    ):
+        with pytest.raises(FederationError, match="not signed by site a of this federation"):
+            check(other, "site a")
+    with pytest.raises(FederationError, match="not signed"):
+        Verifier(kits[2] / "key.pub")(parcel, "site b")
+
+
+class Listener:
+    """A server with a certificate, on a free port of this machine, for as long as a test."""
+
+    def __init__(self, folder, papers):
+        for name, data in papers.items():
+            (folder / name).write_bytes(data)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "server.pem", folder / "server.key")
+        self.door = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.door.getsockname()[1]}"
+        Thread(target=self._serve, args=[context], daemon=True).start()
+
+    def _serve(self, context):
+        while True:
+            try:
+                stream, _ = self.door.accept()
+                context.wrap_socket(stream, server_side=True).close()
+            except ssl.SSLError:
+                continue
+            except OSError:
+                return
+
+
+def test_an_expired_certificate_is_refused_with_the_remedy(tmp_path):
+    listener = Listener(tmp_path, certificates("127.0.0.1", datetime(2020, 1, 1, tzinfo=UTC), 30))
+    with listener.door, pytest.raises(FederationError, match="expired.*make new kits"):
+        knock(listener.address, tmp_path / "ca.crt")
+
+
+def test_a_certificate_of_another_federation_or_host_is_refused(tmp_path, kits):
+    listener = Listener(tmp_path, certificates("127.0.0.1"))
+    with listener.door:
+        assert knock(listener.address, tmp_path / "ca.crt")
+        with pytest.raises(FederationError, match="made for another federation"):
+            knock(listener.address, kits[0] / "ca.crt")
+    (tmp_path / "b").mkdir()
+    named = Listener(tmp_path / "b", certificates("clinic.example"))
+    with named.door, pytest.raises(FederationError, match="--host"):
+        knock(named.address, tmp_path / "b" / "ca.crt")
+
+
+def test_plain_http_is_refused(kits):
+    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    Thread(target=server.handle_request, daemon=True).start()
+    with pytest.raises(FederationError, match="does not answer with TLS.*plain HTTP is refused"):
+        knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
+    server.server_close()
+    assert not knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
+
+
+def test_a_certificate_lasts_a_year():
+    from cryptography.x509 import load_pem_x509_certificate
+
+    one = load_pem_x509_certificate(certificates("127.0.0.1")["server.pem"])
+    left = one.not_valid_after_utc - datetime.now(UTC)
+    assert timedelta(days=364) < left < timedelta(days=366)
+
+
+def test_a_clients_process_imports_no_torch():
+    code = "import sys, fedvlm.deploy.courier as c; c.client_app(); print('torch' in sys.modules)"
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert out.stdout == "False\n", out.stderr

@@ -1,0 +1,271 @@
+"""Sites and server without their processes: whole runs, with kits, keys, policies and ledgers."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedvlm import tensors
+from fedvlm.deploy.kits import init, keep_site, read_server, read_site
+from fedvlm.deploy.server import REFERENCE, Run, ready
+from fedvlm.deploy.site import Site
+from fedvlm.engines.flower_local import local_grid
+from fedvlm.engines.flower_wire import Parcel, seal
+from fedvlm.errors import DataError, FederationError, SettingsError
+from fedvlm.ledger import Ledger
+from fedvlm.policy import EXAMPLE, give_consent
+from fedvlm.record import Record, read_tensors, write_tensors
+from fedvlm.result import Personalised, Result
+from fedvlm.runner import execute
+from fedvlm.settings import build
+
+NAMES = ["art", "photo", "sketch"]
+CLASSES = ["ant", "bee", "cat", "dog"]
+METHOD = {"name": "fedot", "rounds": 3, "rate": 1e-3}
+
+
+def store(path, rows, keep, **other):
+    columns = {
+        "x": rows.x[keep].numpy(),
+        "y": rows.labels[keep],
+        "classes": np.array(rows.classes),
+        "content": np.array([rows.content[i] for i in np.flatnonzero(keep)]),
+        "text": rows.text.numpy(),
+        "scale": np.array(rows.scale),
+        "encoder": np.array("toy@0"),
+    }
+    np.savez(path, **{**columns, **other})
+    return path
+
+
+class Place:
+    """Kits of three sites whose rows are the domains of the toy data, in stores."""
+
+    def __init__(self, folder, rows):
+        self.folder, self.rows = folder, rows
+        init(folder / "kits", NAMES, "127.0.0.1", 8443, deadline=60.0, wait=0.0)
+        self.kit = read_server(folder / "kits" / "server")
+        for name in NAMES:
+            self.give(name, store(folder / f"{name}.npz", rows, rows.domains == name))
+        self.desks = {name: Site(read_site(self.site(name))) for name in NAMES}
+
+    def site(self, name):
+        return self.folder / "kits" / f"site-{name}"
+
+    def give(self, name, path):
+        keep_site(read_site(self.site(name)), {"encoder": f"store:{path}"})
+
+    def settings(self, method=METHOD, **more):
+        source = {"classes": CLASSES}
+        return build({"method": method, "protocol": "own-test", "source": source, **more})
+
+    def run(self, settings=None, out="run", grid=None):
+        settings = settings or self.settings()
+        ready(self.kit, settings)
+        record = Record(self.folder / out)
+        grid = grid or local_grid(self.desks)
+        Run(grid, self.kit, settings, record, lambda *words: None).all()
+        return Result(record.folder)
+
+    def alone(self, settings=None):
+        settings = settings or self.settings()
+        return execute(
+            replace(settings, engine="single", source={}), self.folder / "alone", embedded=self.rows
+        )
+
+
+@pytest.fixture
+def place(tmp_path, rows):
+    return Place(tmp_path, rows)
+
+
+def head(result):
+    return {"": read_tensors(result.folder / "jobs/0-all.safetensors")[0]["shared/head"]}
+
+
+def test_sites_with_their_own_rows_give_what_one_process_gives(place):
+    deployed, alone = place.run(), place.alone()
+    assert deployed.tables == alone.tables
+    assert tensors.difference(head(deployed), head(alone)) < 1e-6
+    told = deployed.manifest["clients"]
+    assert told == alone.manifest["clients"] and deployed.manifest["sites"] == NAMES
+    unseen = deployed.unseen().logits(place.rows.x[:5])
+    assert torch.allclose(unseen, alone.unseen().logits(place.rows.x[:5]), atol=1e-4)
+    own = Personalised.from_pretrained(place.site("photo") / "classifiers" / "fedot-all-0")
+    wanted = alone.personalised("photo")
+    assert tensors.difference(own.local, wanted.local) < 1e-6
+    assert own.predict(place.rows.x[:9]) == wanted.predict(place.rows.x[:9])
+
+
+def test_the_channel_is_applied_at_the_sites(place):
+    settings = place.settings(channel={"clip": 0.01, "quantise": True})
+    deployed, alone = place.run(settings), place.alone(settings)
+    assert tensors.difference(head(deployed), head(alone)) < 1e-5
+    sizes = [line["clients"]["art"]["bytes_up"] for line in deployed.rounds]
+    assert sizes == [line["clients"]["art"]["bytes_up"] for line in alone.rounds]
+    assert sizes[0] < alone.rounds[0]["clients"]["art"]["bytes_down"] / 2
+
+
+def test_personal_state_survives_a_restart_between_any_two_messages(place):
+    """A new process and an empty Context for every message: the files alone go on."""
+    grid = local_grid(place.desks)
+    push = grid.push_messages
+
+    def restart(messages):
+        for name in NAMES:
+            place.desks[name] = Site(read_site(place.site(name)))
+            grid.keep(name, Parcel({}))
+        return push(messages)
+
+    grid.push_messages = restart
+    deployed = place.run(grid=grid)
+    alone = place.alone()
+    assert tensors.difference(head(deployed), head(alone)) < 1e-6
+    assert deployed.tables == alone.tables
+
+
+def test_a_second_run_goes_on_from_the_files_of_the_first(place, monkeypatch):
+    """The server is stopped in round 2; another Flower run, with other Contexts, ends the same."""
+    grid, seen = local_grid(place.desks), []
+    push = grid.push_messages
+
+    def stop(messages):
+        messages = list(messages)
+        seen.append(messages[0].metadata.group_id)
+        if seen[-1] == "2":
+            raise KeyboardInterrupt
+        return push(messages)
+
+    grid.push_messages = stop
+    with pytest.raises(KeyboardInterrupt):
+        place.run(grid=grid)
+    folders = list((place.site("art") / "state").iterdir())
+    assert len(folders) == 1 and (folders[0] / "local.safetensors").exists()
+    result = place.run()
+    assert tensors.difference(head(result), head(place.alone())) < 1e-6
+    assert [line["round"] for line in result.rounds] == [0, 1, 2]
+
+
+def test_nothing_local_is_in_any_message_or_in_the_server_record(place):
+    place.run()
+    for name in NAMES:
+        ledger = Ledger(place.site(name)).read()
+        out = [line for line in ledger.lines if line["direction"] == "out"]
+        assert not ledger.broken and len(out) == 5  # open, three rounds, adapt
+        assert all("skew" not in field for line in out for field in line["fields"])
+        assert [line["round"] for line in out] == [0, 0, 1, 2, 3]
+    saved, _ = read_tensors(place.folder / "run" / "jobs" / "0-all.safetensors")
+    assert list(saved) == ["shared/head"]
+    with pytest.raises(SettingsError, match="skew of 'photo' never left its site"):
+        Result(place.folder / "run").personalised("photo")
+
+
+def test_a_site_may_lack_a_class(place, rows):
+    keep = (rows.domains == "photo") & (rows.labels != 2)
+    path = store(place.folder / "fewer.npz", rows, keep)
+    place.give("photo", path)
+    place.desks["photo"] = Site(read_site(place.site("photo")))
+    result = place.run()
+    assert result.manifest["clients"]["photo"]["train"] < result.manifest["clients"]["art"]["train"]
+
+
+def spoil(place, name, **columns):
+    rows = place.rows
+    place.give(name, store(place.folder / "other.npz", rows, rows.domains == name, **columns))
+    place.desks[name] = Site(read_site(place.site(name)))
+    place.kit = replace(place.kit, quorum=1.0)
+
+
+def test_a_site_with_another_class_is_refused(place):
+    spoil(place, "photo", classes=np.array(["ant", "bee", "cow", "dog"]))
+    with pytest.raises(
+        FederationError, match="site photo has pictures of 'cow', which is no class"
+    ):
+        place.run()
+
+
+def test_a_site_with_another_encoder_is_refused(place):
+    spoil(place, "sketch", encoder=np.array("toy@1"))
+    with pytest.raises(FederationError, match="art and sketch do not have the same encoder: '0'"):
+        place.run()
+
+
+def test_a_site_whose_class_texts_differ_is_refused(place):
+    spoil(place, "sketch", text=place.rows.text.roll(1, 0).numpy())
+    with pytest.raises(FederationError, match="art and sketch start from different tensors"):
+        place.run()
+
+
+def test_a_reference_goes_with_the_first_message_and_is_asked_for_if_missing(place):
+    method = {"name": "faa-clip", "rounds": 1}
+    settings = place.settings(method)
+    with pytest.raises(DataError, match="needs public reference rows.*deploy reference"):
+        place.run(settings)
+    write_tensors(place.kit.folder / REFERENCE, {"image": place.rows.x[:20]}, {})
+    grid = local_grid(place.desks)
+    sizes = []
+    push = grid.push_messages
+    grid.push_messages = lambda messages: (
+        sizes.append([len(m.content["arrays"]) for m in messages]),
+        push(messages),
+    )[1]
+    place.run(settings, grid=grid)
+    kept, _ = read_tensors(next((place.site("art") / "state").iterdir()) / "reference.safetensors")
+    assert torch.equal(kept["reference"], place.rows.x[:20]) and sizes[0] == [1, 1, 1]
+
+
+def test_a_request_that_the_server_did_not_sign_is_not_answered(place):
+    site = place.desks["art"]
+    asked = {"kind": "open", "training": "0", "round": 0, "nonce": "x", "spec": {}}
+    reply, _ = site.answer(seal(Parcel(asked)), Parcel({}))
+    assert "not signed by the server of this federation" in reply.about["error"]
+    assert not reply.arrays
+
+
+def test_a_site_that_signs_with_another_key_is_left_out(place):
+    place.desks["art"].sign = place.desks["photo"].sign
+    place.run()
+    assert sorted(Result(place.folder / "run").rounds[0]["clients"]) == ["photo", "sketch"]
+
+
+def test_consent_is_asked_for_at_the_site_and_the_server_is_told_why(place):
+    (place.site("art") / "policy.toml").write_text(
+        EXAMPLE.replace("consent = false", "consent = true")
+    )
+    place.kit = replace(place.kit, quorum=1.0)
+    with pytest.raises(FederationError, match="refused by its policy: nobody at this site has"):
+        place.run()
+    assert Ledger(place.site("art")).read().lines[-1]["direction"] == "refused"
+    give_consent(place.site("art"), "A. Person")
+    place.run()
+
+
+def test_a_large_upload_is_kept_back(place):
+    text = EXAMPLE.replace("largest_upload = 0", "largest_upload = 10")
+    (place.site("art") / "policy.toml").write_text(text)
+    place.kit = replace(place.kit, quorum=1.0)
+    with pytest.raises(FederationError, match="but this site sends 10 at most"):
+        place.run()
+
+
+def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place):
+    for more, said in (
+        ({"smoke": True}, "smoke"),
+        ({"source": {}}, "name the classes in the experiment"),
+        ({"channel": {"secure": True}, "method": "tofa"}, "channel.secure"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            ready(place.kit, place.settings(**{"method": METHOD, **more}))
+
+
+def test_a_training_is_known_by_what_it_is(place):
+    """The same experiment finds its files again; another has files of its own."""
+    place.run()
+    place.run(place.settings({**METHOD, "rate": 1e-4}), out="other")
+    assert len(list((place.site("art") / "state").iterdir())) == 2
+    told = [
+        json.loads(path.read_text()) for path in place.site("art").glob("state/*/training.json")
+    ]
+    assert {one["identity"]["method"]["rate"] for one in told} == {1e-3, 1e-4}

@@ -1,0 +1,132 @@
+"""A run that trains the image tower, from pictures on disk to its table."""
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from PIL import Image
+from torch.nn.functional import normalize
+
+import fedvlm
+from fedvlm import machine, room
+from fedvlm.core import make
+from fedvlm.errors import SettingsError
+from fedvlm.load import load
+from fedvlm.settings import Settings, build
+from fedvlm.testing import toy_world
+
+DOMAINS, CLASSES, ROWS = ("art", "photo", "sketch"), ("cat", "dog"), 10
+NOW = {"batch": 8, "rounds": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_models.clip(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Three domains of two classes; one of the sixty pictures is damaged."""
+    root = tmp_path_factory.mktemp("pictures")
+    draw = np.random.Generator(np.random.PCG64(0))
+    for domain in DOMAINS:
+        for label in CLASSES:
+            (root / domain / label).mkdir(parents=True)
+            for row in range(ROWS):
+                noise = draw.integers(0, 256, (20, 20, 3), np.uint8)
+                Image.fromarray(noise).save(root / domain / label / f"{row}.png")
+    whole = (root / "art" / "dog" / "3.png").read_bytes()
+    (root / "art" / "dog" / "3.png").write_bytes(whole[:50])
+    return root
+
+
+def settings_of(model, pictures, **more):
+    return {"data": str(pictures), "encoder": f"hf:{model}", **more}
+
+
+def test_pictures_stay_beside_their_embeddings_when_one_is_damaged(model, pictures):
+    settings = build({"method": "fedavg-tower", **settings_of(model, pictures)})
+    rows, notes = load(settings, lambda *told: None)
+    assert len(rows.pictures) == len(rows.x) == 59
+    assert len(notes) == 1 and "art/dog/3.png" in notes[0]
+    features = rows.image_tower({}, rows.pictures[torch.arange(59)])
+    assert torch.allclose(normalize(features, dim=1), rows.x, atol=1e-5)
+
+
+def test_a_run_of_two_processes_is_a_run_of_one(model, pictures, tmp_path):
+    def ran(workers):
+        return fedvlm.run(
+            {"name": "moon-tower", "rate": 1e-2, **NOW},
+            **settings_of(model, pictures, workers=workers),
+            out=tmp_path / str(workers),
+        )
+
+    one, two = ran(1), ran(2)
+    lines = [one_line for one_line in one.rounds if one_line["job"] == "0-art"]
+    assert len(lines) == 2
+    assert one.tables == two.tables
+    assert [line["loss"] for line in one.rounds] == [line["loss"] for line in two.rounds]
+    assert lines[1]["loss"] != lines[0]["loss"]
+    logits = two.personalised("photo").logits(torch.zeros(2, 3, 16, 16))
+    assert logits.shape == (2, len(CLASSES)) and logits.isfinite().all()
+
+
+def test_a_smoke_run_takes_few_pictures(model, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedvlm.load.FEW_ROWS", 30)
+    made = fedvlm.run(
+        {"name": "lora", **NOW}, **settings_of(model, pictures, smoke=True), out=tmp_path / "run"
+    )
+    sizes = made.manifest["clients"].values()
+    assert sum(sum(one.values()) for one in sizes) <= 30
+    assert "lora trains 2,496 parameters" in made.manifest["notes"][-1]
+
+
+def test_rows_without_pictures_are_refused(rows, tmp_path):
+    with pytest.raises(SettingsError, match="fedavg-tower needs image tower of the encoder"):
+        fedvlm.run("fedavg-tower", embedded=rows, out=tmp_path / "run")
+
+
+def test_what_does_not_fit_is_refused_before_the_work(model, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "free_memory", lambda: 1_000_000)
+    with pytest.raises(SettingsError, match=r"would take about 0\.\d\d GB and 0\.00 GB are free"):
+        fedvlm.run(
+            {"name": "fedavg-tower", **NOW}, **settings_of(model, pictures), out=tmp_path / "run"
+        )
+    assert not (tmp_path / "run" / "rounds.jsonl").exists()
+    monkeypatch.setattr(room, "free_memory", lambda: None)  # nobody says, so nobody refuses
+    fedvlm.run(
+        {"name": "vpt", "batch": 8, "rounds": 1},
+        **settings_of(model, pictures),
+        out=tmp_path / "other",
+    )
+
+
+def estimate(name, clients=10, workers=1, **settings):
+    world = toy_world(make(name, **settings), sizes=(3,))
+    run = Settings(world.method, workers=workers)
+    return room.estimate(run, world.frozen, world.x.shape[1:], clients)
+
+
+def test_the_estimate_grows_with_what_is_held():
+    whole, part = estimate("fedavg-tower"), estimate("fedavg-tower", blocks=1)
+    assert part.trained < whole.trained and part.graph < whole.graph
+    assert estimate("fedavg-tower", batch=64).graph > 1.9 * whole.graph
+    assert estimate("fedavg-tower", clients=20).total == whole.total + 10 * whole.upload
+    assert estimate("fedavg-tower", workers=2).total > whole.total
+    moon = estimate("moon-tower")
+    assert 2 * moon.local == moon.upload and moon.total > whole.total
+    lora = estimate("lora", average="products")
+    assert lora.upload == lora.trained < lora.shared
+    assert estimate("lora", rank=0).total == 0
+
+
+def test_this_machine_has_memory(monkeypatch, tmp_path):
+    free = machine.free_memory()
+    assert free is None or free > 1 << 20
+    for word, told in (("max", "5000000"), ("current", "4000000"), ("stat", "inactive_file 7\n")):
+        (tmp_path / f"memory.{word}").write_text(told)
+    monkeypatch.setattr(machine, "GROUP", tmp_path)
+    assert machine.free_memory() == 1_000_007
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.free_memory() != 1_000_007
+    machine.give_back()
