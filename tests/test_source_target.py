@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import fedvlm
-from fedvlm import evaluate
+from fedvlm import cli, evaluate
 from fedvlm.core import make
 from fedvlm.data.federation import Clients, divide
 from fedvlm.errors import DataError, SettingsError
@@ -192,5 +193,7 @@ def test_a_run_is_drawn_and_an_unknown_job_is_refused(rows, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     zero = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b", protocol="own-test")
     assert draw_diagrams(zero, tmp_path / "two.png").stat().st_size > 10_000
+    told = CliRunner().invoke(cli.app, ["plot", str(tmp_path / "a")], catch_exceptions=False)
+    assert f"picture: {tmp_path / 'a' / 'diagrams.png'}" in told.output
     with pytest.raises(SettingsError, match="did you mean 'sketch'"):
         draw_diagrams(found, tmp_path / "three.png", job="sketsh")

@@ -77,7 +77,7 @@ def execute(
             jobs = (job for seed in divisions for job in jobs_of(settings, divisions[seed], seed))
             most = max(len(job.train) for job in jobs)
             ready = frozen(rows, settings.seeds[0])
-            room.check(settings, ready, rows.pictures.shape[1:], most)
+            notes = [*notes, room.check(settings, ready, rows.pictures.shape[1:], most)]
         about = manifest(settings, rows, divisions)
         members = divisions[settings.seeds[0]].members
         for one in (settings.warm_start, settings.method):

@@ -201,6 +201,7 @@ class TOFA:
             total["counts"].double(),
             gaussian.from_fixed(total["sums"], self.most),
             gaussian.unpack(gaussian.from_fixed(total["moments"], self.most), dim),
+            gaussian.quantum(self.most),
         )
         rule = gaussian.discriminant(known, gaussian.ridge(known, self.shrinkage))
         out = {
