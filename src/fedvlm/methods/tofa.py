@@ -61,8 +61,7 @@ class TOFA:
             )
 
     @property
-    def exchanges(self) -> int:
-        """Without the one that counts contributors."""
+    def exchanges(self) -> int:  # without the one that counts contributors
         return self.rounds - (self.contributors > 1)
 
     @property
@@ -169,8 +168,8 @@ class TOFA:
         """(classes, dim) what the upload says of the class means, for an audit."""
         if "sums" not in upload:
             return None
-        sums = gaussian.from_fixed(upload["sums"], self.most)
-        return sums / upload["counts"].clamp(min=1)[:, None]
+        counts = upload["counts"].clamp(min=1)[:, None]
+        return gaussian.from_fixed(upload["sums"], self.most) / counts
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
