@@ -116,6 +116,15 @@ def test_a_memorised_head_is_recognised_by_its_loss(rows_like, tmp_path):
     assert max(upload_areas(first)) < min(line["AUC personal"] for line in last)
 
 
+def test_a_warm_start_is_audited_too(rows, tmp_path):
+    run = {"warm_start": "tofa", "protocol": "own-test"}
+    done = fedvlm.run({"name": "fedavg", "rounds": 2}, embedded=rows, out=tmp_path / "a", **run)
+    lines = audit(done.folder, embedded=rows)
+    assert [line["exchange"] for line in lines] == ["warm start"] * 3 + ["next"] * 3
+    assert set(lines[0]["fields"]) >= {"counts", "sums", "moments"}
+    assert set(lines[3]["fields"]) == {"head"}
+
+
 def test_zero_shot_uploads_nothing(rows, tmp_path):
     done = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "a")
     assert audit(done.folder, embedded=rows) == []

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ ONNX = "classifier.onnx"
 def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False) -> Personalised:
     """Writes one client's classifier; `Personalised.from_pretrained` reads it again."""
     result, place = Result(Path(run)), Path(folder)
-    classifier = result.personalised(client)
+    classifier = whole(result.personalised(client), client)
     head = to_onnx(classifier) if onnx else None  # refused before anything is written
     if place.is_dir() and any(place.iterdir()) and not (place / "classifier.safetensors").exists():
         raise DataError(f"{place} holds other files; choose a new or an empty directory")
@@ -33,6 +33,17 @@ def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False)
         (place / ONNX).unlink(missing_ok=True)  # of an earlier export, which this one replaces
     write(place / "README.md", card(classifier, result, place, onnx).encode())
     return classifier
+
+
+def whole(classifier: Personalised, client: str) -> Personalised:
+    """Refused if the client's own tensors are not here: after a deployment they are at its site."""
+    _, first = classifier.method.init(classifier.frozen)
+    if missing := sorted(first.keys() - classifier.local.keys()):
+        raise DataError(
+            f"the local tensor {missing[0]!r} of {client} never left its site; the classifier is "
+            "there, in the kit's folder classifiers"
+        )
+    return replace(classifier, local={key: classifier.local[key] for key in first})
 
 
 def card(classifier: Personalised, result: Result, place: Path, onnx: bool) -> str:
@@ -54,6 +65,12 @@ def card(classifier: Personalised, result: Result, place: Path, onnx: bool) -> s
         + (", changed since" if told["dirty"] else ""),
     }
     about = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    private = (
+        "It holds tensors that were fitted to this client's rows and had not left the client: "
+        "treat the\nfolder as you treat the rows."
+        if classifier.local
+        else "It holds no tensor of this client's own: all clients of the run have the same."
+    )
     head = (
         f"\n`{ONNX}` takes embeddings (rows, {frozen.dim}) of that encoder, of any length, and "
         "gives `logits` and `probabilities`.\n"
@@ -72,8 +89,7 @@ client of a federation. It is of use with that encoder only: another fingerprint
 On {scores["test_rows"]} test rows of this client it was right {scores["test_hits"]} times
 ({scores["test_hits"] / max(1, scores["test_rows"]):.1%}). Nothing is known of rows from elsewhere.
 
-It holds tensors that were fitted to this client's rows and had not left the client: treat the
-folder as you treat the rows.
+{private}
 
 ## Use
 ```

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedvlm import evaluate
 from fedvlm.core import Tensors
+from fedvlm.engines.flower import VERSION
 from fedvlm.engines.rounds import Engine, Outcome, Plan, State, finish, train
 from fedvlm.engines.work import World
 from fedvlm.record import Record, pack, read_json, read_tensors, unpack, write_json, write_tensors
@@ -77,7 +78,7 @@ def _save(folder: Path, name: str, job: evaluate.Job, outcome: Outcome) -> None:
     tensors = {f"shared/{key}": value for key, value in outcome.shared.items()}
     for number, id in enumerate(job.train):  # numbered, because an id may hold anything
         own = outcome.local.get(id, {})  # none from a client that did not answer in the end
-        tensors |= {f"local/{number}/{key}": one for key, one in own.items()}
+        tensors |= {f"local/{number}/{key}": own[key] for key in own if key != VERSION}
     about = {"round": outcome.round, "train": job.train, "unseen": job.unseen}
     write_tensors(folder / f"{name}.safetensors", tensors, about)
     write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})

@@ -9,7 +9,10 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from fedvlm.core import Batch, Client, Frozen, Tensors
-from fedvlm.tensors import full
+from fedvlm.machine import give_back
+from fedvlm.tensors import count_bytes, full
+
+LARGE = 64 << 20  # bytes of weights
 
 # a tensor, its gradient and what was kept from its last step -> the tensor, and what to keep
 Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
@@ -219,7 +222,11 @@ def slopes_of(objective: Objective) -> Callable[[Tensors, Tensors, Batch], Any]:
             leaves = {key: value.detach().requires_grad_() for key, value in trained.items()}
             loss, remembered = objective(leaves, kept, batch)
             slopes = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-        after = {key: value.detach() for key, value in remembered.items()}
-        return dict(zip(leaves, slopes, strict=True)), (loss.detach(), after)
+            after = {key: value.detach() for key, value in remembered.items()}
+            told = loss.detach()
+        del loss, remembered
+        if count_bytes(trained) > LARGE:
+            give_back()  # what the minibatch held, before the step takes its own
+        return dict(zip(leaves, slopes, strict=True)), (told, after)
 
     return of

@@ -212,6 +212,11 @@ class Result:
 
     def personalised(self, client: str, seed: int | None = None) -> Personalised:
         """A client's own classifier, from the first job in which it trained."""
+        if names := self.manifest.get("local"):
+            raise SettingsError(
+                f"{', '.join(names)} of {client!r} never left its site; its classifier is there, "
+                "in the folder classifiers of its kit"
+            )
         for job in self.manifest["jobs"]:
             shared, local = self.outcome(job, seed)
             if client in local:

@@ -39,13 +39,15 @@ class Room:
         return kept + self.clients * self.local + self.processes * each
 
 
-def check(settings: Settings, frozen: Frozen, picture: Sequence[int], clients: int) -> None:
-    """Refuses a training that would not fit; `picture` is (3, height, width)."""
+def check(settings: Settings, frozen: Frozen, picture: Sequence[int], clients: int) -> str:
+    """Says what a training takes, or refuses it if it would not fit; a picture is (3, h, w)."""
     room = estimate(settings, frozen, picture, clients)
-    free = free_memory()
+    free, method = free_memory(), settings.method
     if free is None or room.total <= free:
-        return
-    method = settings.method
+        return (
+            f"{method.name} trains {room.trained // 4:,} parameters and takes about "
+            f"{_gb(room.total)} beside the encoder"
+        )
     raise SettingsError(
         f"{method.name} would take about {_gb(room.total)} and {_gb(free)} are free: "
         f"{room.takers} clients send {_gb(room.upload)} each, {room.processes} train at once on "

@@ -77,10 +77,11 @@ def execute(
             jobs = (job for seed in divisions for job in jobs_of(settings, divisions[seed], seed))
             most = max(len(job.train) for job in jobs)
             ready = frozen(rows, settings.seeds[0])
-            room.check(settings, ready, rows.pictures.shape[1:], most)
+            notes = [*notes, room.check(settings, ready, rows.pictures.shape[1:], most)]
         about = manifest(settings, rows, divisions)
         members = divisions[settings.seeds[0]].members
-        notes = [*notes, *withheld(settings.method, members, rows.labels, len(rows.classes))]
+        for one in (settings.warm_start, settings.method):
+            notes = [*notes, *withheld(one, members, rows.labels, len(rows.classes))]
         memory = embedded is not None
         record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
         if again:

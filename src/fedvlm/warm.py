@@ -4,6 +4,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fedvlm.core import Frozen
 from fedvlm.engines.rounds import Plan, State, open_engine, start, train
 from fedvlm.engines.work import World
@@ -51,4 +53,6 @@ def begin(
         done = train(before, engine, plan, done, fresh, on_round)
     scale = world.frozen.scale
     head = scale / getattr(world.method, "tau", scale) * first.head(world.frozen, done.shared)
+    known = head.abs().amax(1, keepdim=True) > 0  # nobody may have told of a class
+    head = torch.where(known, head, state.shared["head"])
     return replace(state, shared={**state.shared, "head": head})

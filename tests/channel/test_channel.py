@@ -56,6 +56,20 @@ def test_a_channel_that_is_off_returns_the_very_tensors():
     assert kept == {}
 
 
+def test_a_run_with_a_channel_says_so_in_its_table_and_line(rows, tmp_path):
+    import fedvlm
+
+    method = {"name": "fedavg", "rounds": 1}
+    through = {"clip": 0.5, "noise": 2.0, "secure": True}
+    result = fedvlm.run(method, embedded=rows, out=tmp_path / "a", channel=through)
+    assert "channel.clip=0.5, channel.noise=2.0, channel.secure=True" in result.table()
+    assert result.manifest["identity"]["channel"]["noise"] == 2.0
+    assert result.rounds[0]["epsilon"] > 0
+    plain = fedvlm.run(method, embedded=rows, out=tmp_path / "b")
+    assert "channel" not in plain.table()
+    assert "channel" not in plain.manifest["identity"]
+
+
 def test_a_channel_that_is_off_leaves_settings_and_records_as_they_were():
     plain = build({"method": "fedavg"})
     assert "channel" not in plain.identity()

@@ -143,7 +143,7 @@ def test_two_clients_are_too_few_to_hide_among():
     world = toy_world(make("fedavg", rounds=1))
     members = {id: world.members[id] for id in ("client-0", "client-1")}
     world = replace(world, members=members, channel=SECURE)
-    with pytest.raises(FederationError, match="takes three or more; 2 are there"):
+    with pytest.raises(FederationError, match="takes three to a thousand; 2 are there"):
         run_one(world, InProcess(world), *start(world))
 
 

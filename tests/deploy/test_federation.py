@@ -41,11 +41,17 @@ class Federation:
 
     def __init__(self, place, data, running):
         self.place, self.data, self.running = place, data, running
-        rules = {"quorum": 0.6, "deadline": 30.0, "wait": 120.0}
+        rules = {"quorum": 0.6, "deadline": 240.0, "wait": 240.0}
         self.kit = stage(self.settings({"name": "fedot"}), place, lambda *words: None, **rules)
         self.link = superlink(self.kit)
         running.append(self.link)
         self.sites = {name: self.start(name) for name in SITES}
+        self.pace = 0.0  # seconds of a round on this machine, as long as nothing is disturbed
+
+    def run(self, settings, out):
+        result = run(self.kit, settings, out)
+        self.pace = max([self.pace, *(line["seconds"] for line in result.rounds)])
+        return result
 
     def settings(self, method, **more):
         told = {"data": str(self.data), "encoder": "demo", "protocol": "own-test"}
@@ -102,7 +108,7 @@ def lines(folder):
     return Record(folder).lines()
 
 
-def wait_for(what, seconds=240.0):
+def wait_for(what, seconds=600.0):
     end = monotonic() + seconds
     while not what():
         assert monotonic() < end, "it did not happen in time"
@@ -127,7 +133,7 @@ class Running(Thread):
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one["name"])
 def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_path, method):
     settings = federation.settings(method)
-    deployed = run(federation.kit, settings, tmp_path / "deployed")
+    deployed = federation.run(settings, tmp_path / "deployed")
     alone = execute(replace(settings, engine="single"), tmp_path / "alone")
     for key, value in alone.tables[0].items():
         assert deployed.tables[0][key] == pytest.approx(value, abs=1e-6)
@@ -153,7 +159,9 @@ def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_pat
 
 def test_a_killed_site_and_a_straggler_are_left_out_and_come_back(federation, tmp_path):
     """More than 30 % of the sites are missing in several rounds, and the run goes on."""
-    federation.rules(deadline=12.0)
+    if not federation.pace:
+        federation.run(federation.settings({"name": "fedavg", "rounds": 2}), tmp_path / "first")
+    federation.rules(deadline=max(12.0, 2 * federation.pace))
     out = tmp_path / "run"
     going = Running(federation, federation.settings({"name": "fedot", "rounds": 7}), out)
     wait_for(lambda: lines(out))
@@ -168,16 +176,16 @@ def test_a_killed_site_and_a_straggler_are_left_out_and_come_back(federation, tm
         wait_for(lambda: any("sketch" in line.get("missing", {}) for line in lines(out)))
     finally:
         os.kill(straggler, signal.SIGCONT)
-    going.join(240)
+    going.join(600)
     assert going.error is None and going.result is not None
     told = lines(out)
     late = [line["missing"]["sketch"] for line in told if "sketch" in line.get("missing", {})]
-    assert "did not answer within 12 s" in late[0]
+    assert "did not answer within" in late[0]
     assert [line["round"] for line in told] == list(range(7))
     for name in SITES:
         ledger = Ledger(federation.place / f"site-{name}").read()
         assert not ledger.broken and ledger.lines
-    federation.rules(deadline=30.0)
+    federation.rules(deadline=240.0)
 
 
 def test_a_killed_server_is_resumed_to_the_same_tensors(federation, tmp_path):
@@ -241,7 +249,7 @@ def test_plain_http_gets_no_answer_from_the_server(federation):
 
 
 def test_below_the_quorum_the_run_stops_and_names_the_missing(federation, tmp_path):
-    federation.rules(wait=3.0)
+    federation.rules(wait=3.0, deadline=12.0)
     for name in ("photo", "sketch"):
         federation.sites[name].stop()
     with pytest.raises(FederationError, match="1 of 3 clients answered, and 2 must") as error:

@@ -157,7 +157,9 @@ def test_nothing_local_is_in_any_message_or_in_the_server_record(place):
         assert all("skew" not in field for line in out for field in line["fields"])
         assert [line["round"] for line in out] == [0, 0, 1, 2, 3]
     saved, _ = read_tensors(place.folder / "run" / "jobs" / "0-all.safetensors")
-    assert not any("skew" in key for key in saved)
+    assert list(saved) == ["shared/head"]
+    with pytest.raises(SettingsError, match="skew of 'photo' never left its site"):
+        Result(place.folder / "run").personalised("photo")
 
 
 def test_a_site_may_lack_a_class(place, rows):
@@ -252,10 +254,10 @@ def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place)
     for more, said in (
         ({"smoke": True}, "smoke"),
         ({"source": {}}, "name the classes in the experiment"),
-        ({"channel": {"secure": True}}, "channel.secure"),
+        ({"channel": {"secure": True}, "method": "tofa"}, "channel.secure"),
     ):
         with pytest.raises(SettingsError, match=said):
-            ready(place.kit, place.settings(**more))
+            ready(place.kit, place.settings(**{"method": METHOD, **more}))
 
 
 def test_a_training_is_known_by_what_it_is(place):

@@ -78,6 +78,7 @@ def test_a_smoke_run_takes_few_pictures(model, pictures, tmp_path, monkeypatch):
     )
     sizes = made.manifest["clients"].values()
     assert sum(sum(one.values()) for one in sizes) <= 30
+    assert "lora trains 2,496 parameters" in made.manifest["notes"][-1]
 
 
 def test_rows_without_pictures_are_refused(rows, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedvlm import tensors
+from fedvlm.channel import Channel
 from fedvlm.core import make, methods
 from fedvlm.engines.flower_client import own_training, unpack
 from fedvlm.engines.flower_local import InProcess
@@ -233,3 +234,35 @@ def test_flower_is_imported_late_and_without_telemetry():
     late = "import flwr.app\nfrom fedvlm.engines.flower_wire import flower\nflower()\n"
     out = subprocess.run([sys.executable, "-c", late], env=env, capture_output=True, text=True)
     assert "set FLWR_TELEMETRY_ENABLED=0 before importing flwr" in out.stderr
+
+
+def test_a_run_goes_on_with_a_third_of_the_clients_missing_in_each_round():
+    world = toy_world(make("fedot", rounds=6), sizes=(30,) * 10)
+    draw = torch.Generator().manual_seed(1)
+    gone = [set(torch.randperm(9, generator=draw)[:3].tolist()) for _ in range(7)]
+
+    def spoil(message):
+        number = int(message.metadata.group_id)
+        return None if message.metadata.src_node_id - 1000 in gone[number] else message
+
+    lines = []
+    outcome = learn(world, Faulty(world, spoil, quorum=0.6, deadline=0.0), lines)
+    for line, missing in zip(lines, gone, strict=False):
+        assert sorted(line["missing"]) == [f"client-{number}" for number in sorted(missing)]
+    assert outcome.shared["head"].isfinite().all() and len(outcome.scores) == 7
+
+
+@pytest.mark.parametrize(
+    "channel", [Channel(clip=0.05), Channel(clip=0.05, noise=0.5), Channel(quantise=True)]
+)
+def test_the_channel_does_the_same_at_the_clients_as_in_one_process(channel):
+    world = replace(toy_world(make("fedot", rounds=3, rate=1e-3)), channel=channel)
+    plain, sent = [], []
+    alone = learn(world, Single(world), plain)
+    through = learn(world, InProcess(world), sent)
+    check_same(through, alone, 1e-5, "flower and single engines differ")
+    for a, b in zip(plain, sent, strict=True):
+        assert a.get("epsilon") == b.get("epsilon")
+        assert [one["bytes_up"] for one in a["clients"].values()] == [
+            one["bytes_up"] for one in b["clients"].values()
+        ]

@@ -117,6 +117,15 @@ def test_the_wires_fixed_point_predicts_what_float64_does():
     assert ((ours - exact)[:, :4].abs().max() / exact[:, :4].abs().max()) < 1e-4
 
 
+def test_one_row_per_class_leaves_no_scatter_and_no_confidence():
+    """Left out, a class's only row is a miss: the visual classifier is as good as a guess."""
+    frozen, x, y = setting(5, classes=5, dim=256)
+    clients = {str(i): one(x[i : i + 1], y[i : i + 1]) for i in range(5)}
+    shared, local = exchange(tofa(), frozen, clients)
+    assert (shared["scatter"] == 0).all()
+    assert all(own["heat"][0] > 4 for own in local.values())  # near chance: it hardly counts
+
+
 def test_the_order_of_clients_does_not_matter():
     frozen, x, y = setting(texts=3)
     clients = dealt(x, y, 6)

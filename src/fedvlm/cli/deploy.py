@@ -175,6 +175,7 @@ def _stop_gently() -> None:
     """A kill with SIGTERM ends the children, too."""
 
     def interrupt(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)

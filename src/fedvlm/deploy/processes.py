@@ -54,7 +54,7 @@ class Process:
     """A child with a log file, in a group of its own that ends with it."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]):
-        self.name, self.log = name, log
+        self.name, self.log, self.asked = name, log, False
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as file:
             self.child = subprocess.Popen(
@@ -75,7 +75,9 @@ class Process:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def ask_to_stop(self) -> None:
-        self._signal(signal.SIGTERM)
+        if not self.asked:  # a second signal would disturb its leaving
+            self.asked = True
+            self._signal(signal.SIGTERM)
 
     def stop(self) -> None:
         self.ask_to_stop()

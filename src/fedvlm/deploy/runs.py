@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -59,7 +60,8 @@ def run(
 ) -> Result:
     """Runs an experiment over the sites; one that was stopped goes on where it was."""
     ready(kit, settings)
-    folder = out or kit.folder / "runs" / default_name(settings, None)
+    about = settings if kit.rehearsal else replace(settings, data="sites")
+    folder = out or kit.folder / "runs" / default_name(about, None)
     record = Record(folder)
     if record.result() is not None and not again:
         record.compare({"identity": settings.identity()})

@@ -99,15 +99,15 @@ class Run:
         }
         engine = Remote(self.grid, self.kit, spec, self.reference(job, seed))
         engine.gather()
-        rows = self.rows(engine)
+        first, rows = engine.sites[min(engine.sites)], self.rows(engine)
         if not (self.record.folder / "manifest.json").exists():
             divisions = dict.fromkeys(settings.seeds, division(engine.members))
             about = {"identity": settings.identity(), "memory": True, "notes": []}
-            whole = {**about, **manifest(settings, rows, divisions), "sites": list(self.kit.sites)}
-            self.record.begin(whole)
+            about |= manifest(settings, rows, divisions)
+            about |= {"sites": list(self.kit.sites), "local": first.about["local"]}
+            self.record.begin(about)
         else:
             self.record.compare({"identity": settings.identity()})
-        first = engine.sites[min(engine.sites)]
         fresh = {name: torch.zeros(0) for name in first.about["local"]}
         world = World(
             settings.method,

@@ -17,7 +17,8 @@ def sum_gap(world: World) -> float:
     uploads = {
         id: method.update(world.frozen, sent[id], local, client(world, id, 0))[0] for id in sent
     }
-    if not any(uploads.values()):
+    own = set(getattr(method, "uneven", ()))  # what no sum is said of
+    if not any(uploads.values()) or any(own & one.keys() for one in uploads.values()):
         return 0.0
     rows = {id: len(world.members[id].train) for id in sent}
     results = []

@@ -20,6 +20,7 @@ from fedvlm.errors import FederationError
 
 VERSION = "version of the local tensors, which are at their client"
 POLL = 0.1  # seconds between looks for replies
+LATE = 10.0  # seconds after the deadline until Flower forgets a message
 KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
 
 
@@ -136,10 +137,10 @@ class Flower:
             id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
         }
         sealed = self._sealed(told)
-        if len(sealed) < 3:
+        if not 3 <= len(sealed) <= 1000:  # more could overflow whole numbers of 32 bits
             raise FederationError(
-                f"round {number}: a secure sum hides a client among others, and takes three or "
-                f"more; {len(sealed)} are there. Set channel.secure = false, or wait for the others"
+                f"round {number}: a secure sum hides a client among others, and takes three to a "
+                f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"
             )
         came = exchange(
             self.grid, {self.nodes[id]: one for id, one in sealed.items()}, number, self.deadline
@@ -167,8 +168,9 @@ class Flower:
         }
 
     def _message(self, parcel: Parcel, node: int, number: int) -> Any:
+        ttl = None if self.deadline is None else self.deadline + LATE
         return self.grid.create_message(
-            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), self.deadline
+            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), ttl
         )
 
     def _accept(self, message: Any, id: str, request: Parcel) -> Parcel:

@@ -15,6 +15,7 @@ from fedvlm.engines.single import Single, where
 from fedvlm.engines.work import Done, Scores, Task, World, minibatches
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import accuracy, metric
+from fedvlm.machine import give_back
 from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
 from fedvlm.metrics import METRICS
 
@@ -115,8 +116,7 @@ def train(
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            own = {id: done[id] for id in ids}
-            line |= disagreement(world, state.shared, came.uploads, own)
+            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
             t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
         }
@@ -130,14 +130,10 @@ def train(
             line["epsilon"] = spent_epsilon(world.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
-        del (
-            done,
-            tasks,
-            trained,
-            came,
-            shared,
-            local,
-        )  # a tower of every client is large, a state is not
+        # A tower of every client is large, a state is not.
+        del done, tasks, trained, came, shared, local
+        if "image tower" in method.needs:
+            give_back()
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 

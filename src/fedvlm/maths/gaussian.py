@@ -34,12 +34,18 @@ def raw(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     return one_hot.sum(0), one_hot.mT @ rows, rows.mT @ rows
 
 
-def centred(counts: Tensor, sums: Tensor, second: Tensor) -> Moments:
-    """Moments from sums over all clients; rounding or noise cannot make the scatter indefinite."""
+def centred(counts: Tensor, sums: Tensor, second: Tensor, step: float = 0.0) -> Moments:
+    """Moments from sums over all clients; rounding or noise cannot make the scatter indefinite.
+
+    `step` is that of the sums' fixed point: directions in which the scatter is no larger than what
+    rounding does to it count as empty, so that one row per class leaves a scatter of exactly 0.
+    """
     means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
     scatter = second - (means * counts[:, None]).mT @ means
     values, vectors = torch.linalg.eigh((scatter + scatter.mT) / 2)
-    return Moments(counts, means, (vectors * values.clamp(min=0)) @ vectors.mT)
+    floor = 4 * step * (counts.sum() * len(values)) ** 0.5  # every row a client of its own
+    values = torch.where(values > floor, values, 0.0)
+    return Moments(counts, means, (vectors * values) @ vectors.mT)
 
 
 def posterior(prior: Moments, x: Tensor, y: Tensor, alpha: float) -> Moments:

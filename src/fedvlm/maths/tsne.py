@@ -20,8 +20,8 @@ def tsne(points: NDArray[np.floating], perplexity: float = 30.0, steps: int = 60
     wanted = np.log(max(1.0, min(perplexity, (len(x) - 1) / 3)))
     near = neighbours(squares(x), wanted)
     joint = np.maximum((near + near.T) / (2 * len(x)), 1e-12)
-    left, size, _ = np.linalg.svd(x, full_matrices=False)
-    place = (left * size)[:, :2] if size.size > 1 else np.column_stack([left[:, 0], 0 * left[:, 0]])
+    left, size, _ = np.linalg.svd(np.column_stack([x, 0 * x]), full_matrices=False)
+    place = (left * size)[:, :2]
     place = 1e-2 * place / max(float(place.std(0).max()), 1e-300)  # principal axes, made small
     speed, gain = np.zeros_like(place), np.ones_like(place)
     for step in range(steps):
@@ -32,8 +32,7 @@ def tsne(points: NDArray[np.floating], perplexity: float = 30.0, steps: int = 60
         slope = 4 * (pull.sum(1)[:, None] * place - pull @ place)
         gain = np.maximum(np.where(slope * speed < 0, gain + 0.2, 0.8 * gain), 0.01)
         speed = (0.5 if early else 0.8) * speed - max(len(x) / 12, 2.0) * gain * slope
-        place = place + speed
-        place = place - place.mean(0)
+        place = place + speed - (place + speed).mean(0)
     spread: Floats = place / max(float(place.std()), 1e-300)
     return spread
 

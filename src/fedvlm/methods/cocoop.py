@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.methods.fedot_blocks import one_by_one
-from fedvlm.methods.promptfl import class_features, first_prompt, tower_of
+from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt, tower_of
 
 NARROW = 16  # the network's hidden layer is this many times narrower than an embedding
 TOKENS = 1 << 15  # token vectors in the text tower at once: every picture has prompts of its own
@@ -54,13 +54,9 @@ class CoCoOp:
             logits.append(frozen.scale * (text @ some[:, :, None]).squeeze(-1))
         return torch.cat(logits)
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     name = "cocoop"
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    loss = PromptFL.loss
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     # Stacked clients would hold all their prompts in memory at once and gain nothing.
     update_many = one_by_one

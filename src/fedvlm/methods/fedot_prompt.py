@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths import cayley
 from fedvlm.methods.fedot import FedOT
 from fedvlm.methods.fedot_blocks import identity
 from fedvlm.methods.prompt_steps import sgd_together
-from fedvlm.methods.promptfl import class_features, first_prompt
+from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt
 
 
 @register
@@ -38,13 +38,8 @@ class FedOTPrompt:
         head = class_features(frozen, sent["prompt"])
         return frozen.scale * x @ cayley.rotate(-local["skew"], head).mT
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     name = "fedot-prompt"
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
-    describe = FedOT.describe
+    loss, describe = PromptFL.loss, FedOT.describe
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
     update_many = sgd_together

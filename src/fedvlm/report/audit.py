@@ -1,10 +1,12 @@
 """What each client has uploaded in a run, and how much it says of single rows.
 
-A record keeps no uploads. The first one is computed again from the start, exactly as it was; for a
-method of several rounds also the next one, which would follow the recorded end.
+A record keeps no uploads. The first one (of a warm start, if there is one) is computed again from
+the start, exactly as it was; for a method of several rounds also the next one, which would follow
+the recorded end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,31 +52,46 @@ def audit(
     chosen = jobs[job] if job is not None else next(iter(jobs.values()))
     shared, local = result.outcome(chosen.name, seed)
     world = world_of(settings, rows, division, chosen, seed)
-    state, fresh = start(world)
+    fresh = start(world)[1]
     spent = _epsilons(result, chosen.name, seed)
-    exchanges: list[tuple[str, int, Tensors, Mapping[str, Tensors]]] = []
-    if world.method.rounds:
-        exchanges.append(("first", 0, state.shared, {}))
-    if world.method.rounds > 1:
-        exchanges.append(("next", world.method.rounds, shared, local))
     lines = []
-    for which, number, before, own in exchanges:
+    for which, at, number, before, own in exchanges(settings, rows, world, shared, local):
+        blank = start(at)[1]
         tasks = [
-            Task(id, world.method.send(before, id), own.get(id, fresh), True)
+            Task(id, at.method.send(before, id), own.get(id, blank), True)
             for id in sorted(chosen.train)
         ]
-        done = Single(world).round(number, tasks)
-        uploads = {task.id: done[task.id].upload or {} for task in tasks}
-        seen = {task.id: passed(world, number, task, uploads[task.id]) for task in tasks}
+        done = Single(at).round(number, tasks)
+        seen = {task.id: passed(at, number, task, done[task.id].upload or {}) for task in tasks}
         for task in tasks:
-            final = (world.method.send(shared, task.id), local[task.id], fresh)
+            sent = world.method.send(shared, task.id)
             line: Line = {"job": chosen.name, "client": task.id, "exchange": which}
-            line |= contents(world, task.id, seen)
-            line["AUC upload"] = upload_auc(world, task, seen, fresh)
-            line["AUC shared"] = loss_auc(world, final[0], final[2], task.id)
-            line["AUC personal"] = loss_auc(world, final[0], final[1], task.id)
+            line |= contents(at, task.id, seen)
+            line["AUC upload"] = upload_auc(at, task, seen, blank)
+            line["AUC shared"] = loss_auc(world, sent, fresh, task.id)
+            line["AUC personal"] = loss_auc(world, sent, local[task.id], task.id)
             lines.append({**line, "epsilon": spent.get(task.id)})
     return lines
+
+
+Exchange = tuple[str, World, int, Tensors, Mapping[str, Tensors]]
+
+
+def exchanges(
+    settings: Settings,
+    rows: Embedded,
+    world: World,
+    shared: Tensors,
+    local: Mapping[str, Tensors],
+) -> Iterator[Exchange]:
+    """Which, where, its number, and the shared and local tensors that it started from."""
+    if (warm := settings.warm_start) is not None:
+        at = replace(world, method=warm, x=rows.view(warm.needs))
+        yield "warm start", at, 0, start(at)[0].shared, {}
+    elif world.method.rounds:
+        yield "first", world, 0, start(world)[0].shared, {}
+    if world.method.rounds > 1:
+        yield "next", world, world.method.rounds, shared, local
 
 
 def reopen(result: Result, embedded: Embedded | None, told: Progress) -> tuple[Settings, Embedded]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from json import dumps, loads
 
 from fedvlm import evaluate
+from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.metrics import METRICS
 from fedvlm.result import Result
@@ -34,6 +35,9 @@ def label(result: Result) -> str:
     if evaluate.wants_reference(method) and method.reference == "target":
         odd.remove("reference=target")
         odd.append("TRANSDUCTIVE: adapts to the test rows")
+    plain = asdict(Channel())
+    through = result.manifest["identity"].get("channel", plain)
+    odd += [f"channel.{key}={value}" for key, value in through.items() if plain[key] != value]
     chosen = result.manifest["identity"]["selection"]
     if chosen == "oracle":
         odd.append("ORACLE: best test round")

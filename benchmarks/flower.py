@@ -1,0 +1,214 @@
+"""What fedvlm adds to a round of Flower, and rounds of both between real processes in one sitting.
+
+    python benchmarks/flower.py              # the milliseconds we add, without processes
+    python benchmarks/flower.py --deployed   # with a SuperLink and SuperNodes: ours and a bare app
+
+A head of 65 classes on embeddings of 512, 200 rows a site, 5 steps: FedOT, whose map of 512 x 512
+stays at its site. The bare app averages the same head with numpy and does nothing else.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+
+import numpy as np
+import torch
+
+from fedvlm.deploy.kits import init, keep_site, read_server, read_site, toml
+from fedvlm.deploy.processes import (
+    LINK,
+    Process,
+    environment,
+    flwr,
+    free_port,
+    home,
+    superlink,
+    tool,
+)
+from fedvlm.deploy.runs import processes, run, start_site
+from fedvlm.deploy.server import Run
+from fedvlm.deploy.site import Site
+from fedvlm.engines.flower_local import local_grid
+from fedvlm.engines.single import one
+from fedvlm.engines.work import Task
+from fedvlm.files import write
+from fedvlm.record import Record
+from fedvlm.settings import build
+
+CLASSES, DIM, ROWS, SITES = 65, 512, 200, ["a", "b", "c"]
+
+
+def rows(folder: Path, name: str) -> Path:
+    draw = np.random.default_rng(SITES.index(name))
+    same = np.random.default_rng(9)
+    text = same.standard_normal((CLASSES, DIM), dtype=np.float32)
+    y = np.arange(ROWS * 5 // 3) % CLASSES
+    x = text[y] + draw.standard_normal((len(y), DIM), dtype=np.float32)
+    classes = np.array([f"class {i}" for i in range(CLASSES)])
+    path = folder / f"{name}.npz"
+    np.savez(path, x=x, y=y, classes=classes, text=text, encoder=np.array("made@0"))
+    return path
+
+
+def settings(rounds: int):
+    method = {"name": "fedot", "rounds": rounds, "batch": 40, "rate": 1e-4}
+    source = {"classes": [f"class {i}" for i in range(CLASSES)]}
+    return build({"method": method, "protocol": "own-test", "source": source})
+
+
+def kits(folder: Path):
+    init(folder / "fed", SITES, "127.0.0.1", free_port(), deadline=120.0)
+    for name in SITES:
+        kit = read_site(folder / "fed" / f"site-{name}")
+        keep_site(kit, {"encoder": f"store:{rows(folder, name)}"})
+    return read_server(folder / "fed" / "server")
+
+
+def added(folder: Path, rounds: int = 20) -> None:
+    """A round of three sites with signatures, checksums, ledger, policy and files, against none."""
+    kit = kits(folder)
+    sites = {name: Site(read_site(folder / "fed" / f"site-{name}")) for name in SITES}
+    record = Record(folder / "run")
+    Run(local_grid(sites), kit, settings(rounds), record, lambda *words: None).all()
+    ours = median(line["seconds"] for line in record.lines())
+    training = next(iter(sites["a"].desk.trainings.values()))
+    world = training.world
+    shared, local = world.method.init(world.frozen)
+    times = []
+    for number in range(rounds):
+        begin = perf_counter()
+        one(world, number, Task("a", shared, local, True))
+        times.append(perf_counter() - begin)
+    work = median(times) * len(SITES)
+    print(
+        f"three sites, one after the other: {1e3 * ours:.0f} ms a round, of which {1e3 * work:.0f}"
+    )
+    print(
+        f"the method itself; {1e3 * (ours - work) / len(SITES):.0f} ms are added per site and round"
+    )
+
+
+BARE = {
+    "pyproject.toml": """\
+[project]
+name = "bare"
+version = "1.0.0"
+description = "the least a Flower app can be"
+license = "Apache-2.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "bench"
+[tool.flwr.app.components]
+serverapp = "bare.server:app"
+clientapp = "bare.client:app"
+[tool.flwr.app.config]
+out = ""
+rounds = 3
+""",
+    "bare/__init__.py": "",
+    "bare/server.py": """\
+import json, time
+import numpy as np
+from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    head, seconds = np.zeros((65, 512), np.float32), []
+    while len(list(grid.get_node_ids())) < 3:
+        time.sleep(0.2)
+    for number in range(int(context.run_config["rounds"])):
+        begin = time.perf_counter()
+        content = RecordDict({"head": ArrayRecord({"w": Array(head)})})
+        nodes = list(grid.get_node_ids())
+        waiting = set(grid.push_messages(
+            [grid.create_message(content, "train", node, str(number)) for node in nodes]))
+        heads = []
+        while waiting:
+            for reply in grid.pull_messages(waiting):
+                waiting.discard(reply.metadata.reply_to_message_id)
+                heads.append(reply.content["head"]["w"].numpy())
+            time.sleep(0.1)
+        head = np.mean(heads, axis=0)
+        seconds.append(time.perf_counter() - begin)
+    open(context.run_config["out"], "w").write(json.dumps(seconds))
+""",
+    "bare/client.py": """\
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message, context):
+    head = message.content["head"]["w"].numpy()
+    draw = np.random.default_rng(context.node_id % 1000)
+    x, y = draw.standard_normal((200, 512)).astype(np.float32), draw.integers(0, 65, 200)
+    for _ in range(5):
+        z = x @ head.T
+        p = np.exp(z - z.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        p[np.arange(200), y] -= 1
+        head = head - 0.1 / 200 * p.T @ x
+    answer = RecordDict({"head": ArrayRecord({"w": Array(head)})})
+    return Message(answer, reply_to=message)
+""",
+}
+
+
+def bare(folder: Path, rounds: int) -> list[float]:
+    """The same SuperLink and SuperNodes as ours, with nothing of ours in the ClientApp."""
+    kit = kits(folder)
+    for name, text in BARE.items():
+        write(folder / "app" / name, text.encode())
+    out = folder / "seconds.json"
+    with processes() as running:
+        running.append(superlink(kit))
+        for name in SITES:
+            site = folder / "fed" / f"site-{name}"
+            command = [tool("flower-supernode"), "--root-certificates", str(site / "ca.crt")]
+            command += ["--auth-supernode-private-key", str(site / "key")]
+            command += ["--superlink", kit.address, "--port", str(free_port())]
+            env = environment(site / "flwr")
+            running.append(Process(name, command, site / "supernode.log", env))
+        config = toml({"out": str(out), "rounds": rounds}).replace("\n", " ").replace(" = ", "=")
+        answer = flwr(kit, "run", str(folder / "app"), LINK, "--run-config", config.strip())
+        assert "run-id" in answer, (answer, home(kit))
+        while not out.exists() or not out.read_text():
+            sleep(0.2)
+    return list(json.loads(out.read_text()))
+
+
+def ours(folder: Path, rounds: int) -> list[float]:
+    kit = kits(folder)
+    with processes() as running:
+        running.append(superlink(kit))
+        running += [start_site(folder / "fed" / f"site-{name}") for name in SITES]
+        return [line["seconds"] for line in run(kit, settings(rounds)).rounds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deployed", action="store_true")
+    parser.add_argument("--rounds", type=int, default=6)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as place:
+        added(Path(place))
+    if given.deployed:
+        for name, go in (("bare app", bare), ("fedvlm", ours)):
+            with tempfile.TemporaryDirectory() as place:
+                times = go(Path(place), given.rounds)
+            print(f"{name}: {median(times):.2f} s a round ({', '.join(f'{t:.2f}' for t in times)})")
+
+
+if __name__ == "__main__":
+    main()
