@@ -247,3 +247,8 @@ def test_two_clients_of_a_class_are_too_few_for_a_secure_sum(rows_like, tmp_path
     assert shared["open"].tolist() == [1, 1, 1, 0]
     assert (shared["counts"] > 0).tolist() == [True, True, True, False]
     assert len(done.rounds) == 2
+
+
+def test_texts_of_the_clients_own_have_no_secure_sum():
+    with pytest.raises(SettingsError, match="aggregates single uploads"):
+        build({"method": {"name": "tofa", "rounds": 2}, "channel": {"secure": True}})

@@ -18,14 +18,16 @@ def margins(means: Tensor, present: Tensor, texts: Tensor, scale: float) -> Tens
     """
     classes = len(means)
     flat = texts.reshape(-1, texts.shape[-1])
-    scores = scale * (means.to(texts.dtype) @ flat.mT).reshape(classes, *texts.shape[:2])
+    scaled = (scale * means).to(texts.dtype)
+    scores = (scaled @ flat.mT).reshape(classes, *texts.shape[:2])
     mine = scores.diagonal(dim1=0, dim2=1).mT.double()
     # Not -inf: a client of one class has no others, and a maximum over nothing is NaN later.
     absent = torch.where(present, 0.0, GONE)[:, None]
     self_ = torch.zeros(classes, classes, dtype=scores.dtype, device=scores.device)
     others = scores + (absent + self_.fill_diagonal_(GONE)).to(scores.dtype)[:, :, None]
-    best, all_others = others.amax(0).double(), others.logsumexp(0).double()
-    total = torch.logaddexp(mine, all_others)
+    best = others.amax(0)
+    all_others = best.double() + (others - best).exp().sum(0).double().log()
+    best, total = best.double(), torch.logaddexp(mine, all_others)
     return torch.where(present[:, None], (mine - total).exp() - (best - total).exp(), -1.0)
 
 

@@ -55,19 +55,21 @@ class TOFA:
         if self.noise_multiplier:
             epsilon(self.noise_multiplier, 1, delta=self.delta)  # a missing library is found now
         if self.exchanges not in (1, 2):
-            more = ", and one more that counts contributors" if self.contributors > 1 else ""
             raise SettingsError(
-                f"tofa: rounds = {self.rounds}; it takes 1, or 2 for own texts{more}"
+                f"tofa: rounds = {self.rounds}; it takes 1, 2 for own texts, and one more if "
+                "contributors is above 1"
             )
 
     @property
-    def exchanges(self) -> int:
-        """Without the one that counts contributors."""
+    def exchanges(self) -> int:  # without the one that counts contributors
         return self.rounds - (self.contributors > 1)
 
     @property
-    def batch(self) -> int:
-        """All rows are one minibatch, so that noise is drawn once."""
+    def sums(self) -> str | None:  # of uploads, which is all it needs; texts have none
+        return None if self.text and self.exchanges == 2 else "total"
+
+    @property
+    def batch(self) -> int:  # all rows in one minibatch, so that noise is drawn once
         return self.most
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
@@ -159,8 +161,8 @@ class TOFA:
 
     def covers(self, upload: Tensors) -> Tensor:
         """(classes,) True where the upload tells of rows of the class."""
-        told = [upload[key] for key in ("counts", "holders", "voters") if key in upload]
-        return torch.stack(told).sum(0) > 0
+        keys = {"counts", "holders", "voters"} & upload.keys()
+        return torch.stack([upload[key] for key in keys]).sum(0) > 0
 
     def means(self, upload: Tensors) -> Tensor | None:
         """(classes, dim) what the upload says of the class means, for an audit."""
@@ -270,14 +272,14 @@ class TOFA:
         names = ("visual temperature", "text temperature")
         out = dict(zip(names, local.get("heat", torch.zeros(0)).exp().tolist(), strict=False))
         if self.noise_multiplier:
-            spent = epsilon(self.noise_multiplier, self.rounds, delta=self.delta)
-            out |= {"epsilon": spent, "delta": self.delta}
+            out["epsilon"] = epsilon(self.noise_multiplier, self.rounds, delta=self.delta)
+            out["delta"] = self.delta
         return out
 
     name = "tofa"
     needs, memory = frozenset({"image"}), frozenset[str]()
     send = parts.everything
-    sums, uneven = "total", frozenset({"texts"})  # of clients that bring more or fewer
+    uneven = frozenset({"texts"})  # of clients that bring more or fewer
 
 
 def texts(frozen: Frozen) -> Tensor:
