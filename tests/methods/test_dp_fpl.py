@@ -97,7 +97,8 @@ def test_without_noise_and_clip_at_full_rank_it_is_plain_sgd():
     upload, own = method.update(world.frozen, sent, local, one)
 
     class Plain:
-        memory, rate = frozenset({"noisy steps", "passes"}), method.rate
+        needs, memory = method.needs, method.memory
+        rate = method.rate
         predict = method.predict
 
         def loss(self, frozen, shared, local, batch, start):
