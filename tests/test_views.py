@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
 from fedvlm import core, parts, seeds
 from fedvlm.core import Frozen, Tensors
+from fedvlm.data.federation import Division
 from fedvlm.engines.work import client, pad, predict
 from fedvlm.evaluate import Job, reference
 from fedvlm.methods.fedavg import FedAvg
@@ -120,7 +122,9 @@ def test_public_references_are_nobody_s_test_rows_and_targets_are():
     ids = sorted(world.members)
     job = Job("", tuple(ids[:-1]), (ids[-1],))
     away = world.members[ids[-1]]
-    public = set(reference(Tuned(), world.members, job).tolist())
-    assert public == {*away.train.tolist(), *away.validation.tolist()}
-    assert set(reference(Tuned(reference="target"), world.members, job)) == set(away.test.tolist())
-    assert not len(reference(Prompted(), world.members, job))
+    aside = np.array([10_000])
+    dealt = Division(dict(world.members), 0, aside)
+    public = set(reference(Tuned(), dealt, job).tolist())
+    assert public == {*away.train.tolist(), *away.validation.tolist(), *aside.tolist()}
+    assert set(reference(Tuned(reference="target"), dealt, job)) == set(away.test.tolist())
+    assert not len(reference(Prompted(), dealt, job))
