@@ -16,11 +16,11 @@ from PIL import Image
 from fedvlm import tensors
 from fedvlm.deploy.keys import key_pair
 from fedvlm.deploy.kits import read_server
+from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.processes import superlink
 from fedvlm.deploy.runs import processes, run, stage, start_site
 from fedvlm.errors import FederationError
-from fedvlm.ledger import Ledger
-from fedvlm.policy import EXAMPLE
 from fedvlm.record import Record, read_tensors
 from fedvlm.result import Personalised
 from fedvlm.runner import execute

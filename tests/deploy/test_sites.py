@@ -9,13 +9,13 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
+from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.policy import EXAMPLE, give_consent
 from fedvlm.deploy.server import REFERENCE, Run, ready
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower_local import local_grid
 from fedvlm.engines.flower_wire import Parcel, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
-from fedvlm.ledger import Ledger
-from fedvlm.policy import EXAMPLE, give_consent
 from fedvlm.record import Record, read_tensors, write_tensors
 from fedvlm.result import Personalised, Result
 from fedvlm.runner import execute

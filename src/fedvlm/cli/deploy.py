@@ -161,7 +161,7 @@ def consent(
     withdraw: Annotated[bool, typer.Option(help="Take it back.")] = False,
 ) -> None:
     """Let training start at a site whose policy asks for a person's consent."""
-    from fedvlm.policy import give_consent, withdraw_consent
+    from fedvlm.deploy.policy import give_consent, withdraw_consent
 
     if withdraw:
         withdraw_consent(folder)

@@ -10,10 +10,10 @@ from typing import Any
 
 from fedvlm.core import check_type
 from fedvlm.deploy.keys import certificates, key_pair
+from fedvlm.deploy.policy import EXAMPLE
+from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.files import write
-from fedvlm.policy import EXAMPLE
-from fedvlm.policy import NAME as POLICY
 from fedvlm.settings import read_toml
 
 NAME = re.compile(r"\w[\w .-]{0,62}")

@@ -17,13 +17,13 @@ from fedvlm.core import Tensors
 from fedvlm.deploy.courier import DESK, receive, send_all
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
+from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.policy import Refused, read_policy
 from fedvlm.deploy.processes import Process, knock, supernode
 from fedvlm.deploy.rows import Own, own_rows
 from fedvlm.engines.flower_client import Desk, Training, arrays, unpack
 from fedvlm.engines.flower_wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.ledger import Ledger
-from fedvlm.policy import Refused, read_policy
 from fedvlm.record import read_json, read_tensors, write_json, write_tensors
 from fedvlm.result import Personalised, slug
 from fedvlm.settings import build

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from fedvlm.deploy.ledger import Ledger
 from fedvlm.errors import DataError
-from fedvlm.ledger import Ledger
 
 TENSORS = {"head": torch.zeros(4, 6), "n": torch.zeros(4, dtype=torch.int64)}
 
@@ -52,7 +52,7 @@ def test_a_line_changed_or_moved_or_taken_out_is_found(tmp_path, harm, says):
 
 
 def test_a_line_rewritten_with_a_new_hash_is_found_by_the_next(tmp_path):
-    from fedvlm.ledger import _hash
+    from fedvlm.deploy.ledger import _hash
 
     ledger = filled(tmp_path)
     lines = [json.loads(text) for text in ledger.path.read_text().splitlines()]
@@ -97,7 +97,7 @@ def test_long_lines_are_followed_too(tmp_path):
 
 def test_several_processes_write_one_chain(tmp_path):
     code = (
-        "import sys\nfrom fedvlm.ledger import Ledger\n"
+        "import sys\nfrom fedvlm.deploy.ledger import Ledger\n"
         "for n in range(30): Ledger(sys.argv[1]).add('out', n, who=sys.argv[2])"
     )
     many = [subprocess.Popen([sys.executable, "-c", code, tmp_path, str(i)]) for i in range(3)]

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from fedvlm.channel import Channel
+from fedvlm.deploy.policy import (
+    EXAMPLE,
+    Policy,
+    Refused,
+    give_consent,
+    read_policy,
+    withdraw_consent,
+)
 from fedvlm.errors import SettingsError
-from fedvlm.policy import EXAMPLE, Policy, Refused, give_consent, read_policy, withdraw_consent
 
 LABELS = np.array([0, 0, 0, 1, 1, 1, 3])
 
