@@ -77,7 +77,8 @@ def estimate(settings: Settings, frozen: Frozen, picture: Sequence[int], clients
         upload=tensors.count_bytes(uploaded),
         local=tensors.count_bytes(local),
         trained=tensors.count_bytes(trained),
-        graph=each[0] + (batch - 1) * (each[1] - each[0]),
+        # what does not grow with the rows is as large as weights, and held as often (LoRA's sums)
+        graph=COPIES * max(0, 2 * each[0] - each[1]) + batch * (each[1] - each[0]),
         clients=clients,
         takers=takers,
         processes=1 if alone else min(settings.workers or cores(), takers),
