@@ -58,7 +58,7 @@ class Batched:
 
     def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
         if self.pool is not None:
-            return self.pool.round(number, [[task] for task in tasks], last=True)
+            return self.pool.round(number, chunks(self.world, tasks), last=True)
         return Single(self.world).adapt(number, tasks)
 
     def close(self) -> None:

@@ -66,7 +66,8 @@ class Pool:
     def _give(
         self, connection: "Connection[Any, Any]", number: int, tasks: Sequence[Task], last: bool
     ) -> "Connection[Any, Any]":
-        bare = [replace(t, sent=_arrays(t.sent), local=_arrays(t.local)) for t in tasks]
+        seen: dict[int, Any] = {}  # what several clients are sent travels once
+        bare = [replace(t, sent=_arrays(t.sent, seen), local=_arrays(t.local)) for t in tasks]
         try:
             connection.send((number, bare, last))
         except OSError as error:
@@ -119,8 +120,9 @@ def serve(
 
 
 # Plain arrays on the wire: tensors would travel by file handles, which a long run exhausts.
-def _arrays(tensors: Tensors) -> Any:
-    return {key: value.numpy() for key, value in tensors.items()}
+def _arrays(tensors: Tensors, seen: dict[int, Any] | None = None) -> Any:
+    known = {} if seen is None else seen
+    return {key: known.setdefault(id(value), value.numpy()) for key, value in tensors.items()}
 
 
 def _tensors(arrays: Any) -> Tensors:
