@@ -13,7 +13,7 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, make
-from fedvlm.engines.work import bare
+from fedvlm.testing import bare
 
 DIM, BATCH = 512, 32
 

@@ -26,9 +26,9 @@ from fedvlm.core import Client, Frozen, make
 from fedvlm.encoders.mapped import opened
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.rounds import Plan, start, train
-from fedvlm.engines.work import World, bare
+from fedvlm.engines.work import World
 from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower
-from fedvlm.testing import Part
+from fedvlm.testing import Part, bare
 
 WIDTH, LAYERS, LENGTH, PATCHES, BATCH = 512, 12, 77, 196, 32
 

@@ -7,9 +7,9 @@ import torch
 
 from fedvlm import parts, tensors
 from fedvlm.core import make
-from fedvlm.engines.work import bare, client
+from fedvlm.engines.work import client
 from fedvlm.methods.fedavg import FedAvg
-from fedvlm.testing import learn, toy_world
+from fedvlm.testing import bare, learn, toy_world
 
 
 def uploads(*values):

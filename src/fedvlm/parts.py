@@ -31,6 +31,13 @@ def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
     return (kept / real.sum(dim=-1).clamp(min=1)).sum()
 
 
+def misfit(
+    self: Any, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+) -> Tensor:
+    """loss: the cross-entropy of what the method predicts."""
+    return fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+
 def minibatch(client: Client, step: int) -> Batch:
     rows = client.order[step]
     real = rows >= 0

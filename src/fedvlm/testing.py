@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedvlm import tensors
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.encoders.tower import ImageTower
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.claims import sum_gap
@@ -59,6 +59,21 @@ def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16
     last = members[f"client-{len(sizes) - 1}"]
     reference = last.train if hasattr(method, "reference") else last.train[:0]
     return World(method, frozen, seen, torch.cat(y), members, seed=3, reference=reference)
+
+
+def bare(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    order: torch.Tensor,
+    held_x: torch.Tensor,
+    held_y: torch.Tensor,
+) -> Client:
+    """A client, or several with a leading axis, of rows alone."""
+    lead = y.shape[:-1]
+    none = x.new_zeros(*lead, 0, *x.shape[len(lead) + 1 :])
+    no_noise = x.new_zeros(*order.shape[:-1], 0)
+    texts = x.new_zeros(*lead, 0, 0, x.shape[-1])
+    return Client(x, y, order, held_x, held_y, none, order[..., :0], texts, no_noise)
 
 
 def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:

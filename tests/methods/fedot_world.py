@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.engines.work import bare
+from fedvlm.testing import bare
 
 torch.set_num_threads(1)
 DIM, CLASSES = 64, 3

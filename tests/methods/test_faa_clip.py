@@ -8,12 +8,12 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, tensors
 from fedvlm.core import Batch, Client, Frozen, make
-from fedvlm.engines.work import bare, client
+from fedvlm.engines.work import client
 from fedvlm.errors import SettingsError
 from fedvlm.maths.layers import through
 from fedvlm.maths.reversal import reverse
 from fedvlm.methods.faa_clip import JUDGE
-from fedvlm.testing import learn, toy_world
+from fedvlm.testing import bare, learn, toy_world
 
 DIM = 512
 

@@ -6,8 +6,9 @@ from fedot_world import frozen, one_by_one, pick, stacked, unit
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, make
-from fedvlm.engines.work import bare, pad
+from fedvlm.engines.work import pad
 from fedvlm.maths import cayley
+from fedvlm.testing import bare
 
 
 def searching(seed: int, truth: int, rows: int, wrong: float) -> Client:

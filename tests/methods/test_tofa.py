@@ -7,10 +7,10 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, make
-from fedvlm.engines.work import bare, client
+from fedvlm.engines.work import client
 from fedvlm.errors import FedVLMError
 from fedvlm.maths import gaussian
-from fedvlm.testing import check_method, check_same, learn, toy_world
+from fedvlm.testing import bare, check_method, check_same, learn, toy_world
 
 unit = torch.nn.functional.normalize
 CLASSES, DIM = 5, 12

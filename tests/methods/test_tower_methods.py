@@ -11,11 +11,11 @@ from fedvlm.core import Frozen, make
 from fedvlm.encoders.tower import ImageTower
 from fedvlm.engines.rounds import Plan, start, train
 from fedvlm.engines.single import Single
-from fedvlm.engines.work import bare, client
+from fedvlm.engines.work import client
 from fedvlm.errors import SettingsError
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.methods.moon_tower import moved, restored
-from fedvlm.testing import learn, toy_world
+from fedvlm.testing import bare, learn, toy_world
 
 SIZES = (12, 5, 9)
 FEW = {"rounds": 2, "batch": 8}

@@ -8,13 +8,12 @@ answer was lost, or a server that was resumed, is answered as if nothing had hap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from secrets import randbits
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from fedvlm import seeds, tensors
+from fedvlm import tensors
 from fedvlm.channel import validate
 from fedvlm.channel.passage import join, leave, split
 from fedvlm.channel.secure import to_secagg
@@ -22,7 +21,7 @@ from fedvlm.channel.settings import sums
 from fedvlm.core import Tensors
 from fedvlm.engines.flower_wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
-from fedvlm.engines.work import Done, Part, Task, World
+from fedvlm.engines.work import Done, Part, Task, World, drawing
 from fedvlm.errors import FederationError
 from fedvlm.record import read_tensors, write_tensors
 
@@ -143,9 +142,7 @@ class Desk:
         place = where(world, number, id)
         if done.upload is not None:
             validate(upload, fresh, place)
-            draw = seeds.generator("channel noise", world.seed, id, number)
-            if world.entropy:
-                draw.manual_seed(randbits(63))
+            draw = drawing(world, "channel noise", id, number)
             upload, kept = leave(world.channel, upload, sent, kept, draw)
             if masked := world.channel.secure and bool(upload):
                 upload = to_secagg(upload, sent, share(world, id, about), world.channel, place)
@@ -161,7 +158,7 @@ class Desk:
             "client": id,
             "masked": masked,
             "version": after,
-            "uploads": upload is not None,
+            "uploads": done.upload is not None,
             "scores": done.scores,
             "told": told(world, sent, done, adapts) if task.trains else {},
         }

@@ -120,10 +120,13 @@ def client(world: World, id: str, number: int) -> Client:
 
 
 def _noise(world: World, id: str, number: int, steps: int, count: int) -> Tensor:
-    generator = seeds.generator("noise", world.seed, id, number)
-    if world.entropy:
-        generator.manual_seed(randbits(63))
-    return torch.randn(steps, count, generator=generator)
+    return torch.randn(steps, count, generator=drawing(world, "noise", id, number))
+
+
+def drawing(world: World, purpose: str, id: str, number: int) -> torch.Generator:
+    """For noise: by seed in a simulation, from the system's entropy at a deployed site."""
+    generator = seeds.generator(purpose, world.seed, id, number)
+    return generator.manual_seed(randbits(63)) if world.entropy else generator
 
 
 def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tensor:
@@ -135,15 +138,6 @@ def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tenso
     rounds = -(-order.numel() // rows)
     drawn = [torch.randperm(rows, generator=generator) for _ in range(rounds)]
     return torch.cat(drawn)[: order.numel()].reshape(order.shape)
-
-
-def bare(x: Tensor, y: Tensor, order: Tensor, held_x: Tensor, held_y: Tensor) -> Client:
-    """A client, or several with a leading axis, of rows alone."""
-    lead = y.shape[:-1]
-    none = x.new_zeros(*lead, 0, *x.shape[len(lead) + 1 :])
-    no_noise = x.new_zeros(*order.shape[:-1], 0)
-    texts = x.new_zeros(*lead, 0, 0, x.shape[-1])
-    return Client(x, y, order, held_x, held_y, none, order[..., :0], texts, no_noise)
 
 
 def pad(clients: Sequence[Client]) -> Client:

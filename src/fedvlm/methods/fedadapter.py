@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.methods.fedavg import first_head
 
 
@@ -42,11 +42,7 @@ class FedAdapter:
         turned = x + torch.relu(x @ local["down"].mT) @ local["up"].mT
         return self.tau * normalize(turned, dim=-1) @ sent["head"].mT
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     name = "fedadapter"
     needs, memory = frozenset({"image"}), frozenset[str]()
+    loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

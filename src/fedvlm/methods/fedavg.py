@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 
 
@@ -50,11 +50,7 @@ class FedAvg:
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return frozen.scale * x @ sent["head"].mT
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     name = "fedavg"
     needs, memory = frozenset({"image"}), frozenset[str]()
+    loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

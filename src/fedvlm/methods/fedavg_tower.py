@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.encoders.tower import ImageTower
 
 
@@ -50,14 +50,10 @@ class FedAvgTower:
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return by_text(frozen, tower_of(frozen)(sent, x))
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         return sizes(frozen, sum(value.numel() for value in sent.values()))
 
     name = "fedavg-tower"
     needs, memory = frozenset({"image tower", "text"}), frozenset[str]()
+    loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths import cayley
 from fedvlm.methods.fedavg import first_head
 
@@ -34,11 +34,6 @@ class FedLT:
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return self.tau * normalize(x @ local["map"].mT, dim=-1) @ sent["head"].mT
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """The numbers of the paper's tables for one client's map."""
         return {
@@ -53,4 +48,5 @@ class FedLT:
 
     name = "fedlt"
     needs, memory = frozenset({"image"}), frozenset[str]()
+    loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from fedvlm import parts, tensors
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.maths import cayley, cayley_steps
 from fedvlm.methods.fedavg import first_head
 from fedvlm.methods.fedot_blocks import chosen, first_lanes, identity, one_by_one, race
@@ -40,11 +40,6 @@ class FedOT:
         every = {**sent, **local}  # the variants hold head and skew elsewhere
         # W (Q h) = (W Q) h: turning the few rows of the head costs less than turning those of x.
         return self.tau * x @ cayley.rotate(-chosen(every), every["head"]).mT
-
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
 
     def update(
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
@@ -86,4 +81,5 @@ class FedOT:
 
     name = "fedot"
     needs, memory = frozenset({"image"}), frozenset({"leader", "age"})
+    loss = parts.misfit
     send, aggregate, adapt = parts.everything, parts.uniform, parts.nothing

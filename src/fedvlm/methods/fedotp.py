@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths.transport import Kind, check, plan
 from fedvlm.methods.prompt_steps import sgd_together
 from fedvlm.methods.promptfl import features_of_both, first_prompt
@@ -55,12 +55,8 @@ class FedOTP:
         similarity = self.similarity(frozen, sent, local, x)
         return frozen.scale * (self.match(similarity) * similarity).sum(dim=(-2, -1))
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     name = "fedotp"
     needs, memory = frozenset({"patches", "text tower"}), frozenset[str]()
+    loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods.fedavg_tower import by_text, sizes, tower_of
 
@@ -69,11 +69,6 @@ class LoRA:
                 weights[key] = weights[key] + sent[f"{key} B"] @ sent[f"{key} A"]
         return by_text(frozen, tower(weights, x))
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     def update(
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
     ) -> tuple[Tensors, Tensors]:
@@ -103,4 +98,5 @@ class LoRA:
 
     name = "lora"
     needs, memory = frozenset({"image tower", "text"}), frozenset({"change"})
+    loss = parts.misfit
     send, adapt = parts.everything, parts.nothing

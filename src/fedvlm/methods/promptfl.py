@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.prompts import TextTower
 from fedvlm.methods.prompt_steps import sgd_together
@@ -72,12 +72,8 @@ class PromptFL:
         prompt = {**sent, **local}["prompt"]  # CoOp holds it locally
         return frozen.scale * x @ class_features(frozen, prompt).mT
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     name = "promptfl"
     needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

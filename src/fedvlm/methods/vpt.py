@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods.fedavg_tower import sizes, tower_of
 
@@ -52,14 +52,10 @@ class VPT:
         features = tower_of(frozen)({}, x, local.get("prompts"))
         return self.tau * normalize(features, dim=-1) @ sent["head"].mT
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
-
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         return sizes(frozen, sum(value.numel() for value in (*sent.values(), *local.values())))
 
     name = "vpt"
     needs, memory = frozenset({"image tower", "text"}), frozenset[str]()
+    loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
