@@ -1,84 +1,25 @@
 """Sites and server without their processes: whole runs, with kits, keys, policies and ledgers."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from fedvlm import tensors
-from fedvlm.deploy.kits import init, keep_site, read_server, read_site
+from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import EXAMPLE, give_consent
-from fedvlm.deploy.server import REFERENCE, Run, ready
+from fedvlm.deploy.server import REFERENCE, ready
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower_local import local_grid
 from fedvlm.engines.flower_wire import Parcel, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
-from fedvlm.record import Record, read_tensors, write_tensors
+from fedvlm.record import read_tensors, write_tensors
 from fedvlm.result import Personalised, Result
-from fedvlm.runner import execute
-from fedvlm.settings import build
 
 NAMES = ["art", "photo", "sketch"]
-CLASSES = ["ant", "bee", "cat", "dog"]
 METHOD = {"name": "fedot", "rounds": 3, "rate": 1e-3}
-
-
-def store(path, rows, keep, **other):
-    columns = {
-        "x": rows.x[keep].numpy(),
-        "y": rows.labels[keep],
-        "classes": np.array(rows.classes),
-        "content": np.array([rows.content[i] for i in np.flatnonzero(keep)]),
-        "text": rows.text.numpy(),
-        "scale": np.array(rows.scale),
-        "encoder": np.array("toy@0"),
-    }
-    np.savez(path, **{**columns, **other})
-    return path
-
-
-class Place:
-    """Kits of three sites whose rows are the domains of the toy data, in stores."""
-
-    def __init__(self, folder, rows):
-        self.folder, self.rows = folder, rows
-        init(folder / "kits", NAMES, "127.0.0.1", 8443, deadline=60.0, wait=0.0)
-        self.kit = read_server(folder / "kits" / "server")
-        for name in NAMES:
-            self.give(name, store(folder / f"{name}.npz", rows, rows.domains == name))
-        self.desks = {name: Site(read_site(self.site(name))) for name in NAMES}
-
-    def site(self, name):
-        return self.folder / "kits" / f"site-{name}"
-
-    def give(self, name, path):
-        keep_site(read_site(self.site(name)), {"encoder": f"store:{path}"})
-
-    def settings(self, method=METHOD, **more):
-        source = {"classes": CLASSES}
-        return build({"method": method, "protocol": "own-test", "source": source, **more})
-
-    def run(self, settings=None, out="run", grid=None):
-        settings = settings or self.settings()
-        ready(self.kit, settings)
-        record = Record(self.folder / out)
-        grid = grid or local_grid(self.desks)
-        Run(grid, self.kit, settings, record, lambda *words: None).all()
-        return Result(record.folder)
-
-    def alone(self, settings=None):
-        settings = settings or self.settings()
-        return execute(
-            replace(settings, engine="single", source={}), self.folder / "alone", embedded=self.rows
-        )
-
-
-@pytest.fixture
-def place(tmp_path, rows):
-    return Place(tmp_path, rows)
 
 
 def head(result):
@@ -163,23 +104,14 @@ def test_nothing_local_is_in_any_message_or_in_the_server_record(place):
 
 
 def test_a_site_may_lack_a_class(place, rows):
-    keep = (rows.domains == "photo") & (rows.labels != 2)
-    path = store(place.folder / "fewer.npz", rows, keep)
-    place.give("photo", path)
-    place.desks["photo"] = Site(read_site(place.site("photo")))
+    place.change("photo", keep=rows.labels != 2)
     result = place.run()
     assert result.manifest["clients"]["photo"]["train"] < result.manifest["clients"]["art"]["train"]
 
 
-def spoil(place, name, **columns):
-    rows = place.rows
-    place.give(name, store(place.folder / "other.npz", rows, rows.domains == name, **columns))
-    place.desks[name] = Site(read_site(place.site(name)))
-    place.kit = replace(place.kit, quorum=1.0)
-
-
 def test_a_site_with_another_class_is_refused(place):
-    spoil(place, "photo", classes=np.array(["ant", "bee", "cow", "dog"]))
+    place.rules(quorum=1.0)
+    place.change("photo", classes=np.array(["ant", "bee", "cow", "dog"]))
     with pytest.raises(
         FederationError, match="site photo has pictures of 'cow', which is no class"
     ):
@@ -187,13 +119,15 @@ def test_a_site_with_another_class_is_refused(place):
 
 
 def test_a_site_with_another_encoder_is_refused(place):
-    spoil(place, "sketch", encoder=np.array("toy@1"))
+    place.rules(quorum=1.0)
+    place.change("sketch", encoder=np.array("toy@1"))
     with pytest.raises(FederationError, match="art and sketch do not have the same encoder: '0'"):
         place.run()
 
 
 def test_a_site_whose_class_texts_differ_is_refused(place):
-    spoil(place, "sketch", text=place.rows.text.roll(1, 0).numpy())
+    place.rules(quorum=1.0)
+    place.change("sketch", text=place.rows.text.roll(1, 0).numpy())
     with pytest.raises(FederationError, match="art and sketch start from different tensors"):
         place.run()
 
@@ -231,10 +165,8 @@ def test_a_site_that_signs_with_another_key_is_left_out(place):
 
 
 def test_consent_is_asked_for_at_the_site_and_the_server_is_told_why(place):
-    (place.site("art") / "policy.toml").write_text(
-        EXAMPLE.replace("consent = false", "consent = true")
-    )
-    place.kit = replace(place.kit, quorum=1.0)
+    place.asks_for_consent("art")
+    place.rules(quorum=1.0)
     with pytest.raises(FederationError, match="refused by its policy: nobody at this site has"):
         place.run()
     assert Ledger(place.site("art")).read().lines[-1]["direction"] == "refused"
@@ -245,7 +177,7 @@ def test_consent_is_asked_for_at_the_site_and_the_server_is_told_why(place):
 def test_a_large_upload_is_kept_back(place):
     text = EXAMPLE.replace("largest_upload = 0", "largest_upload = 10")
     (place.site("art") / "policy.toml").write_text(text)
-    place.kit = replace(place.kit, quorum=1.0)
+    place.rules(quorum=1.0)
     with pytest.raises(FederationError, match="but this site sends 10 at most"):
         place.run()
 

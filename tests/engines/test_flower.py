@@ -85,10 +85,12 @@ def test_a_client_has_its_own_rows_and_no_others():
         assert torch.equal(own.x, world.x[torch.from_numpy(rows)]) and list(own.members) == [id]
 
 
-def test_a_stopped_run_goes_on_to_the_same_tensors(rows, tmp_path, monkeypatch):
-    """The server's checkpoint plants local tensors where the clients have lost theirs."""
+@pytest.mark.parametrize("channel", [{}, {"quantise": True}], ids=["plain", "quantised"])
+def test_a_stopped_run_goes_on_to_the_same_tensors(rows, tmp_path, monkeypatch, channel):
+    """The server's checkpoint plants what clients have lost: local tensors, left-over rounding."""
     monkeypatch.setattr("fedvlm.jobs.EVERY", 0.0)
     told = {"method": {"name": "fedot", "rounds": 4}, "protocol": "own-test", "engine": "flower"}
+    told["channel"] = channel
     whole = execute(build(told), tmp_path / "whole", embedded=rows)
     ask, calls = InProcess.round, []
 

@@ -15,7 +15,7 @@ from fedvlm.core import Tensors
 from fedvlm.data.federation import Member
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
-from fedvlm.deploy.site import key_of
+from fedvlm.deploy.site import fingerprint, key_of
 from fedvlm.engines.flower import Flower
 from fedvlm.engines.flower_client import arrays, unpack
 from fedvlm.engines.flower_wire import Parcel
@@ -24,6 +24,7 @@ from fedvlm.errors import FederationError
 
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN = 600.0  # seconds a site has to open a training: it may have to embed its pictures first
+AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
 PARTS = ("train", "validation", "test")
 
 
@@ -53,7 +54,8 @@ class Remote(Flower):
         self.keys = {name: Verifier(kit.folder / "sites" / f"{name}.pub") for name in kit.sites}
         self.sites: dict[str, Opened] = {}
         self.members = {name: absent(name) for name in kit.sites}
-        self.strangers: dict[int, str] = {}  # nodes that could not open the training, and why
+        self.turned_away: dict[int, float] = {}  # nodes of sites that took no part, and when
+        self.strangers: dict[int, str] = {}  # nodes that are nobody's here; never asked again
 
     def seal(self, parcel: Parcel) -> Parcel:
         return self.sign(parcel)
@@ -72,34 +74,46 @@ class Remote(Flower):
         """Waits for the sites, as long as the kit says, and opens the training at each."""
         end = monotonic() + self.kit.wait
         while True:
-            self.join()
+            self.join(OPEN)
             late = set(self.kit.sites) - set(self.nodes)
-            if not late or monotonic() > end or len(self.strangers) >= len(late):
+            if late <= self.absent.keys() or monotonic() > end:
                 break
             sleep(0.5)
-        self.missing = {id: "it is not connected" for id in sorted(late)}
+        self.missing = {id: self.absent.get(id, "it is not connected") for id in sorted(late)}
         self.missing |= {f"node {node}": why for node, why in self.strangers.items()}
         self._count(self.kit.sites, self.nodes, 0)
-        self._compare()
+        for name in sorted(self.nodes):
+            if why := self._differs(name):
+                raise FederationError(why)
 
-    def join(self) -> None:
-        """Opens the training at nodes that have not been asked yet."""
-        seen = {*self.nodes.values(), *self.strangers}
-        new = {f"node {one}": one for one in self.grid.get_node_ids() if one not in seen}
+    def join(self, patience: float) -> None:
+        """Opens the training at nodes that have not been asked, or were turned away a while ago."""
+        past = {*self.nodes.values(), *self.strangers}
+        past |= {node for node, when in self.turned_away.items() if monotonic() - when < AGAIN}
+        new = {f"node {one}": one for one in self.grid.get_node_ids() if one not in past}
         if not new:
             return
         about = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
         parcel = Parcel(about, arrays(self.reference))
-        first = Door(self, new)
-        for id, reply in first.exchange(dict.fromkeys(new, parcel), 0).items():
+        door = Door(self, new, patience)
+        for id, reply in door.exchange(dict.fromkeys(new, parcel), 0).items():
             self._welcome(reply, new[id])
-        self.strangers |= {new[id]: why for id, why in first.missing.items()}
+        for id, why in door.missing.items():
+            if id in door.names:
+                self._turn_away(new[id], door.names[id], why)
+            else:
+                self.strangers[new[id]] = why
+
+    def _turn_away(self, node: int, name: str, why: str) -> None:
+        self.absent[name] = why
+        self.turned_away[node] = monotonic()
 
     def _welcome(self, reply: Parcel, node: int) -> None:
         about, values = reply.about, unpack(reply.arrays)
         name = about["client"]
         first = {key[7:]: value for key, value in values.items() if key.startswith("shared/")}
         self.nodes[name] = node
+        self.absent.pop(name, None)
         self.sites[name] = Opened(about, first, values.get("text"))
         counts = (
             np.arange(plausible(about["rows"][part], self.channel, f"site {name}"))
@@ -107,40 +121,53 @@ class Remote(Flower):
         )
         self.members[name] = Member(name, name, *counts)
 
-    def _compare(self) -> None:
-        """One encoder, one list of classes and one first state, or no training at all."""
-        names = sorted(self.sites)
-        one = self.sites[names[0]]
-        for name in names[1:]:
-            other = self.sites[name]
-            for key in ("encoder", "classes", "dim"):
-                mine, theirs = (_told(site.about, key) for site in (one, other))
-                if mine != theirs:
-                    raise FederationError(
-                        f"sites {names[0]} and {name} do not have the same {key}: {mine!r} and "
-                        f"{theirs!r}; all sites need the same, to the fingerprint"
-                    )
-            if tensors.difference(one.first, other.first) > SAME:
-                raise FederationError(
-                    f"sites {names[0]} and {name} start from different tensors, though their "
-                    "encoders are the same; do they have the same templates and versions?"
+    def _differs(self, name: str) -> str | None:
+        """How a site differs from the first: one encoder, one list of classes, one first state."""
+        first = min(self.nodes)
+        one, other = self.sites[first], self.sites[name]
+        for key in ("encoder", "classes", "dim"):
+            mine, theirs = one.about[key], other.about[key]
+            if key == "encoder":
+                mine, theirs = fingerprint(mine), fingerprint(theirs)
+            if mine != theirs:
+                return (
+                    f"sites {first} and {name} do not have the same {key}: {mine!r} and "
+                    f"{theirs!r}; all sites need the same, to the fingerprint"
                 )
+        if tensors.difference(one.first, other.first) > SAME:
+            return (
+                f"sites {first} and {name} start from different tensors, though their "
+                "encoders are the same; do they have the same templates and versions?"
+            )
+        return None
 
     def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
-        if any(task.id not in self.nodes for task in tasks):
-            self.join()
+        """Sites that were not there are let in if they fit those that were."""
+        there = set(self.nodes)
+        if any(task.id not in there for task in tasks):
+            self.join(self.kit.deadline)
+        for name in self.nodes.keys() - there:
+            if why := self._differs(name):
+                self._turn_away(self.nodes.pop(name), name, why)
         return super().round(number, tasks)
 
 
 class Door(Flower):
-    """Asks nodes that have not said who they are; whoever does not answer is not missed."""
+    """Asks nodes who they are and to open the training; who does not answer is not missed."""
 
-    def __init__(self, remote: Remote, nodes: Mapping[str, int]) -> None:
-        super().__init__(remote.grid, nodes, remote.training, 0.0, OPEN)
-        self.seal = remote.seal  # type: ignore[method-assign]
-        self.unseal = remote.unseal  # type: ignore[method-assign]
+    def __init__(self, remote: Remote, nodes: Mapping[str, int], patience: float) -> None:
+        super().__init__(remote.grid, nodes, remote.training, 0.0, patience)
+        self.remote = remote
+        self.names: dict[str, str] = {}  # the sites behind the nodes, as far as they have answered
 
+    def seal(self, parcel: Parcel) -> Parcel:
+        return self.remote.seal(parcel)
 
-def _told(about: Mapping[str, Any], key: str) -> Any:
-    value = about[key]
-    return value.rpartition("@")[2] if key == "encoder" else value
+    def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
+        parcel = self.remote.unseal(parcel, id, where)
+        self.names[id] = str(parcel.about["client"])
+        return parcel
+
+    def enough(self) -> bool:
+        """Whoever else is connected to the server cannot hold a run up."""
+        return {*self.names.values(), *self.remote.nodes} >= set(self.remote.kit.sites)

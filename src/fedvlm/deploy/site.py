@@ -81,7 +81,9 @@ class Site:
         own = own_rows(self.kit, settings, spec, sent.get("reference"), self.say)
         policy.admit(self.kit.folder, settings.method.name, settings.channel, own.labels)
         folder = self._folder(key)
-        write_json(folder / "training.json", spec)
+        if (folder / "training.json").exists():
+            _same_encoder(read_json(folder / "training.json"), own)
+        write_json(folder / "training.json", {**spec, "encoder": own.encoder})
         write_tensors(folder / "reference.safetensors", sent, {})
         self._know(key, own)
         shared, local = settings.method.init(own.world.frozen)
@@ -110,7 +112,9 @@ class Site:
             spec = read_json(folder / "training.json")
             sent, _ = read_tensors(folder / "reference.safetensors")
             settings = build(spec["identity"])
-            self._know(key, own_rows(self.kit, settings, spec, sent.get("reference"), self.say))
+            own = own_rows(self.kit, settings, spec, sent.get("reference"), self.say)
+            _same_encoder(spec, own)
+            self._know(key, own)
 
     def _know(self, key: str, own: Own) -> None:
         self.rows[key] = own
@@ -143,6 +147,19 @@ class Site:
 def key_of(spec: Mapping[str, Any]) -> str:
     """One training of one experiment, whoever asks for it: its file names at a site."""
     return sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def fingerprint(encoder: str) -> str:
+    """What counts of an encoder: machines may know the same one by different names."""
+    return encoder.rpartition("@")[2]
+
+
+def _same_encoder(noted: Mapping[str, Any], own: Own) -> None:
+    if fingerprint(noted["encoder"]) != fingerprint(own.encoder):
+        raise FederationError(
+            f"this site began this training with the encoder {noted['encoder']}, and now has "
+            f"{own.encoder}; give it the first one again, or start another experiment"
+        )
 
 
 def _notes(words: Mapping[str, Any]) -> dict[str, str | int | float | None]:

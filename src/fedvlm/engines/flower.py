@@ -44,6 +44,7 @@ class Flower:
         self.secure = secure
         self.members: dict[str, Any] = {}  # how many rows each client has
         self.sum: Tensors | None = None  # of the last round's uploads, if it is all there is
+        self.absent: dict[str, str] = {}  # why a client has no node, if it is known
         self.missing: dict[str, str] = {}  # who did not answer the last time, and why
 
     def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
@@ -118,13 +119,17 @@ class Flower:
                     replies[id] = self._accept(message, id, request)
                 except FederationError as error:
                     self.missing[id] = str(error)
-            if not asked or (end is not None and monotonic() > end):
+            if not asked or self.enough() or (end is not None and monotonic() > end):
                 break
             sleep(POLL)
         for id, _ in asked.values():
             self.missing[id] = f"it did not answer within {self.deadline:g} s"
         self._count(parcels, replies, number)
         return {id: replies[id] for id in parcels if id in replies}
+
+    def enough(self) -> bool:
+        """Whether nobody else is worth waiting for."""
+        return False
 
     def exchange_masked(
         self, parcels: Mapping[str, Parcel], number: int
@@ -160,7 +165,8 @@ class Flower:
 
     def _sealed(self, parcels: Mapping[str, Parcel]) -> dict[str, Parcel]:
         """Requests to the clients that are there, each with a number that its reply must name."""
-        self.missing |= {id: "it is not connected" for id in parcels if id not in self.nodes}
+        for id in parcels.keys() - self.nodes.keys():
+            self.missing[id] = self.absent.get(id, "it is not connected")
         return {
             id: self.seal(Parcel({**one.about, "nonce": token_hex(16)}, one.arrays))
             for id, one in parcels.items()
@@ -175,13 +181,13 @@ class Flower:
 
     def _accept(self, message: Any, id: str, request: Parcel) -> Parcel:
         """The reply as a parcel, if it is whole, from this client, and to this very request."""
-        where = f"client {id}, round {request.about['round']}"
+        where = _where(id, request)
         if message.has_error():
             raise FederationError(f"{where}: {message.error.reason}")
         return self._fitting(from_records(message.content, where), id, request)
 
     def _fitting(self, parcel: Parcel, id: str, request: Parcel) -> Parcel:
-        where = f"client {id}, round {request.about['round']}"
+        where = _where(id, request)
         parcel = self.unseal(parcel, id, where)
         if "error" in parcel.about:
             raise FederationError(f"{where}: {parcel.about['error']}")
@@ -204,3 +210,7 @@ class Flower:
                 f"round {number}: {len(replies)} of {asked} clients answered, and {least} must "
                 f"(quorum {self.quorum:g}); the run can be resumed once they are back\n{why}"
             )
+
+
+def _where(id: str, request: Parcel) -> str:
+    return id if request.about["kind"] == "open" else f"client {id}, round {request.about['round']}"

@@ -4,7 +4,6 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from fedvlm.channel.passage import split
 from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
 from fedvlm.engines import flower_secure
@@ -48,7 +47,7 @@ class InProcess(Flower):
 
     def local(self, id: str, version: int) -> Tensors:
         there, known = self._there(id), self.known[id]
-        self.known[id] = {one: known.get(one, split(there[one])[0]) for one in there}
+        self.known[id] = {one: known.get(one, there[one]) for one in there}
         return self.known[id][version]
 
     def _there(self, id: str) -> Versions:

@@ -1,0 +1,75 @@
+"""Sites that come late, come back changed, or are nobody's."""
+
+import numpy as np
+import pytest
+
+from fedvlm.deploy.policy import give_consent
+from fedvlm.engines.flower_local import local_grid
+from fedvlm.errors import FederationError
+
+NAMES = ["art", "photo", "sketch"]
+
+
+def at_round(grid, number, act):
+    """Calls `act` before the messages of a round are sent."""
+    push = grid.push_messages
+
+    def watch(messages):
+        messages = list(messages)
+        about = messages[0].metadata
+        if about.group_id == str(number) and about.message_type == "train":
+            act()
+        return push(messages)
+
+    grid.push_messages = watch
+    return grid
+
+
+def test_a_site_whose_people_consent_later_is_let_in_later(place, monkeypatch):
+    monkeypatch.setattr("fedvlm.deploy.remote.AGAIN", 0.0)
+    place.asks_for_consent("art")
+    grid = at_round(
+        local_grid(place.desks), 0, lambda: give_consent(place.site("art"), "A. Person")
+    )
+    rounds = place.run(grid=grid).rounds
+    assert "nobody at this site has consented" in rounds[0]["missing"]["art"]
+    assert [sorted(line["clients"]) for line in rounds] == [NAMES[1:], NAMES, NAMES]
+
+
+def test_a_site_that_comes_later_with_another_encoder_is_left_out_by_name(place, monkeypatch):
+    monkeypatch.setattr("fedvlm.deploy.remote.AGAIN", 0.0)
+    place.change("sketch", encoder=np.array("toy@1"))
+    place.asks_for_consent("sketch")
+    grid = at_round(
+        local_grid(place.desks), 0, lambda: give_consent(place.site("sketch"), "A. Person")
+    )
+    rounds = place.run(grid=grid).rounds
+    assert all(sorted(line["clients"]) == NAMES[:2] for line in rounds)
+    assert "do not have the same encoder: '0' and '1'" in rounds[1]["missing"]["sketch"]
+
+
+def test_a_site_cannot_go_on_with_another_encoder_than_it_began_with(place):
+    """Its own `local` tensors are of the first one, also if all sites have changed."""
+    grid = at_round(local_grid(place.desks), 1, stop)
+    with pytest.raises(KeyboardInterrupt):
+        place.run(grid=grid)
+    for name in NAMES:
+        place.change(name, encoder=np.array("toy@1"))
+    with pytest.raises(FederationError, match="began this training with the encoder toy@0, and"):
+        place.run()
+
+
+def stop():
+    raise KeyboardInterrupt
+
+
+def test_a_node_that_is_nobodys_and_never_answers_does_not_hold_a_run_up(place, monkeypatch):
+    grid = local_grid({**place.desks, "ghost": place.desks["art"]})
+    pull, ghost = grid.pull_messages, grid.nodes["ghost"]
+    grid.pull_messages = lambda ids: [one for one in pull(ids) if one.metadata.src_node_id != ghost]
+
+    def waits(seconds):
+        raise AssertionError("the server waits for a node that is no site's")
+
+    monkeypatch.setattr("fedvlm.engines.flower.sleep", waits)
+    assert all(sorted(line["clients"]) == NAMES for line in place.run(grid=grid).rounds)
