@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from fedvlm.engines import flower_secure
@@ -78,6 +79,10 @@ def client_app() -> Any:
 def main() -> None:
     """`flwr-clientapp` at a site, as Flower's SuperExec calls it."""
     flower()
+    # The package of Flower's command would import a whole SuperNode first: half a second a message.
+    command = ModuleType("flwr.supernode.cli")
+    command.__path__ = [f"{one}/cli" for one in import_module("flwr.supernode").__path__]
+    sys.modules.setdefault(command.__name__, command)
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
     # What came with the run is neither unpacked nor imported.
