@@ -1,6 +1,7 @@
 """Files appear whole or not at all: written beside their place, synced, and renamed."""
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,3 +49,16 @@ def draft(path: Path) -> Iterator[Path]:
 def write(path: Path, data: bytes) -> None:
     with draft(path) as beside:
         beside.write_bytes(data)
+
+
+@contextmanager
+def alone(lock: Path, busy: str) -> Iterator[None]:
+    """One process at a time; `busy` is what another is told. The lock goes with the process."""
+    with disk(lock):
+        file = open(lock, "w")  # noqa: SIM115
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(busy) from error
+        yield

@@ -1,6 +1,5 @@
 """What a run leaves on disk: a manifest, one line per round, checksummed tensors, a result."""
 
-import fcntl
 import json
 import platform
 import subprocess
@@ -9,7 +8,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,7 +17,7 @@ from fedvlm.channel.wire import Damaged, opened, seal
 from fedvlm.core import Tensors
 from fedvlm.engines.rounds import State
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.files import disk, write
+from fedvlm.files import alone, disk, write
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -150,21 +149,16 @@ class Record:
                     f"{self.folder} is no run directory and holds {sorted(others)[0]}; "
                     "choose a new or an empty directory"
                 )
-            handle = open(lock, "w")  # noqa: SIM115
         try:
-            with handle:
-                self._claim(handle)
+            with alone(lock, f"another process is working in {self.folder}; wait for it"):
+                self._tidy()
                 yield
         finally:
             if new and not manifest.exists():  # refused before anything was written
                 lock.unlink(missing_ok=True)
                 self.folder.rmdir()
 
-    def _claim(self, handle: IO[str]) -> None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another process is working in {self.folder}; wait for it") from error
+    def _tidy(self) -> None:
         for folder in (self.folder, self.folder / "jobs"):
             for left in folder.glob(".*"):  # drafts of a process that was killed
                 if left.suffix[1:].isdigit():

@@ -1,15 +1,23 @@
-"""A federation of three sites without their processes, for tests that look at every message."""
+"""Federations of three sites: one without processes, to look at every message, and a real one."""
 
+import os
+import signal
 from dataclasses import replace
+from threading import Thread
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
 from fedvlm.deploy.policy import EXAMPLE
+from fedvlm.deploy.processes import superlink
+from fedvlm.deploy.runs import processes, run, stage, start_site
 from fedvlm.deploy.server import Run, ready
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower_local import local_grid
+from fedvlm.errors import FederationError
 from fedvlm.record import Record
 from fedvlm.result import Result
 from fedvlm.runner import execute
@@ -86,3 +94,124 @@ class Place:
 @pytest.fixture
 def place(tmp_path, rows):
     return Place(tmp_path, rows)
+
+
+class Federation:
+    """A SuperLink, and three sites that play the domains of one small folder of pictures."""
+
+    def __init__(self, place, data, running):
+        self.place, self.data, self.running = place, data, running
+        rules = {"quorum": 0.6, "deadline": 240.0, "wait": 240.0}
+        self.kit = stage(self.settings({"name": "fedot"}), place, lambda *words: None, **rules)
+        self.link = self.start_link()
+        begin = monotonic()
+        self.sites = {name: self.start(name) for name in NAMES}
+        for name in NAMES:
+            self.wait_for(name)
+        self.joining = monotonic() - begin  # seconds three sites take on this machine
+
+    def settings(self, method, **more):
+        told = {"data": str(self.data), "encoder": "demo", "protocol": "own-test"}
+        return build({**told, "method": method, **more})
+
+    def site(self, name):
+        return self.place / f"site-{name}"
+
+    def start_link(self):
+        self.link = superlink(self.kit)
+        self.running.append(self.link)
+        return self.link
+
+    def start(self, name):
+        self.running.append(start_site(self.site(name)))
+        return self.running[-1]
+
+    def joined(self, name):
+        """When the server has let a site in the last time."""
+        note = self.site(name) / ".node"
+        return note.stat().st_mtime_ns if note.exists() else 0
+
+    def wait_for(self, name, since=0, seconds=120.0):
+        end = monotonic() + seconds
+        while self.joined(name) <= since:
+            assert self.sites[name].alive and monotonic() < end, self.sites[name].tail()
+            sleep(0.05)
+
+    def received(self, name, number):
+        """Waits until a site's connection has taken the request of a round of the last run."""
+        log = self.site(name) / "supernode.log"
+        wanted = f"ROUND {number}]"
+        while wanted not in log.read_text().rpartition("ROUND 0]")[2]:
+            sleep(0.05)
+
+    def restart(self, name):
+        """Kills a site and starts it again, and waits until it is back."""
+        since = self.joined(name)
+        self.kill(self.sites[name])
+        self.sites[name] = self.start(name)
+        self.wait_for(name, since)
+
+    def kill(self, process):
+        os.killpg(process.child.pid, signal.SIGKILL)
+        process.child.wait()
+
+    def rules(self, **values):
+        """Other rules, from the next run on."""
+        path = self.place / "server" / "server.toml"
+        lines = [line for line in path.read_text().splitlines() if line.split(" ")[0] not in values]
+        lines += [f"{key} = {value}" for key, value in values.items()]
+        path.write_text("\n".join(lines) + "\n")
+        self.kit = read_server(self.place / "server")
+
+
+class Going(Thread):
+    """A run in the background, so that a test can disturb it."""
+
+    def __init__(self, federation, settings, out):
+        super().__init__(daemon=True)
+        self.all, self.error, self.result = (federation.kit, settings, out), None, None
+        self.start()
+
+    def run(self):
+        try:
+            self.result = run(*self.all)
+        except FederationError as error:
+            self.error = error
+
+    def lines(self):
+        return Record(self.all[2]).lines()
+
+    def wait_for(self, what, seconds=300.0):
+        """The lines of the rounds so far, once `what` holds of them."""
+        end = monotonic() + seconds
+        while not what(lines := self.lines()):
+            assert self.is_alive() and monotonic() < end, (self.error, lines)
+            sleep(0.05)
+        return lines
+
+
+def pictures(root):
+    """DOMAIN/CLASS/PICTURE: a class is a colour, a domain a brightness, and all differ a little."""
+    for d, domain in enumerate(NAMES):
+        for c, name in enumerate(CLASSES):
+            for row in range(10):
+                colour = [20 + 40 * d + 3 * row] * 3
+                colour[c % 3] += 90 + c
+                path = root / domain / name / f"{row}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (8, 8), tuple(colour)).save(path)
+    return root
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory):
+    place = tmp_path_factory.mktemp("fed")
+    with pytest.MonkeyPatch.context() as patch, processes() as running:
+        # As every test has it; here before the first, because the sites' processes inherit it.
+        patch.setenv("FEDVLM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield Federation(place / "kits", pictures(place / "pictures"), running)
+
+
+@pytest.fixture
+def going():
+    return Going

@@ -5,236 +5,190 @@ import os
 import shutil
 import signal
 import socket
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from threading import Thread
-from time import monotonic, sleep
+from datetime import UTC, datetime
 
 import pytest
-import torch
-from PIL import Image
 
 from fedvlm import tensors
-from fedvlm.deploy.keys import key_pair
-from fedvlm.deploy.kits import read_server
+from fedvlm.deploy import processes
+from fedvlm.deploy.keys import certificates, key_pair
+from fedvlm.deploy.kits import keep_site, read_server, read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import EXAMPLE
-from fedvlm.deploy.processes import superlink
-from fedvlm.deploy.runs import processes, run, stage, start_site
+from fedvlm.deploy.runs import run, start_site
+from fedvlm.engines.single import Single
 from fedvlm.errors import FederationError
-from fedvlm.record import Record, read_tensors
+from fedvlm.record import read_tensors
 from fedvlm.result import Personalised
 from fedvlm.runner import execute
-from fedvlm.settings import build
 
 pytestmark = [pytest.mark.deployed, pytest.mark.timeout(900)]
-SITES = ["art", "photo", "sketch"]
+NAMES = ["art", "photo", "sketch"]
 METHODS = [
-    {"name": "fedot", "rounds": 2, "rate": 1e-3},
     {"name": "faa-clip", "rounds": 1, "reference": "target"},
     {"name": "fedotp", "rounds": 1},
     {"name": "tofa"},
 ]
 
 
-class Federation:
-    """Three sites that play the domains of one small folder of pictures."""
-
-    def __init__(self, place, data, running):
-        self.place, self.data, self.running = place, data, running
-        rules = {"quorum": 0.6, "deadline": 240.0, "wait": 240.0}
-        self.kit = stage(self.settings({"name": "fedot"}), place, lambda *words: None, **rules)
-        self.link = superlink(self.kit)
-        running.append(self.link)
-        self.sites = {name: self.start(name) for name in SITES}
-        self.pace = 0.0  # seconds of a round on this machine, as long as nothing is disturbed
-
-    def run(self, settings, out):
-        result = run(self.kit, settings, out)
-        self.pace = max([self.pace, *(line["seconds"] for line in result.rounds)])
-        return result
-
-    def settings(self, method, **more):
-        told = {"data": str(self.data), "encoder": "demo", "protocol": "own-test"}
-        return build({**told, "method": method, **more})
-
-    def start(self, name):
-        site = start_site(self.place / f"site-{name}")
-        self.running.append(site)
-        return site
-
-    def rules(self, **values):
-        """Other rules, from the next run on."""
-        path = self.place / "server" / "server.toml"
-        lines = [line for line in path.read_text().splitlines() if line.split(" ")[0] not in values]
-        lines += [f"{key} = {value}" for key, value in values.items()]
-        path.write_text("\n".join(lines) + "\n")
-        self.kit = read_server(self.place / "server")
+def saved(result):
+    return read_tensors(result.folder / "jobs/0-all.safetensors")[0]
 
 
-def pictures(root):
-    """DOMAIN/CLASS/PICTURE: a class is a colour, a domain a brightness, and all differ a little."""
-    for d, domain in enumerate(SITES):
-        for c, name in enumerate(["ant", "bee", "cat", "dog"]):
-            for row in range(10):
-                colour = [20 + 40 * d + 3 * row] * 3
-                colour[c % 3] += 90 + c
-                path = root / domain / name / f"{row}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                Image.new("RGB", (8, 8), tuple(colour)).save(path)
-    return root
+def shared(result):
+    return {key: value for key, value in saved(result).items() if key.startswith("shared/")}
 
 
-@pytest.fixture(scope="module")
-def federation(tmp_path_factory):
-    place = tmp_path_factory.mktemp("fed")
-    cache = os.environ.get("FEDVLM_CACHE")
-    os.environ["FEDVLM_CACHE"] = str(place / "cache")
-    data = pictures(place / "pictures")
-    try:
-        with processes() as running:
-            yield Federation(place / "kits", data, running)
-    finally:
-        os.environ.pop("FEDVLM_CACHE")
-        if cache is not None:
-            os.environ["FEDVLM_CACHE"] = cache
-
-
-@pytest.fixture(autouse=True)
-def own_cache():
-    """The sites' cache is the module's: what one test embeds is there for the next."""
-
-
-def lines(folder):
-    return Record(folder).lines()
-
-
-def wait_for(what, seconds=600.0):
-    end = monotonic() + seconds
-    while not what():
-        assert monotonic() < end, "it did not happen in time"
-        sleep(0.05)
-
-
-class Running(Thread):
-    """A run in the background, so that a test can disturb it."""
-
-    def __init__(self, federation, settings, out):
-        super().__init__(daemon=True)
-        self.all, self.error, self.result = (federation.kit, settings, out), None, None
-        self.start()
-
-    def run(self):
-        try:
-            self.result = run(*self.all)
-        except FederationError as error:
-            self.error = error
+def check_as_alone(federation, settings, deployed, folder):
+    """The table, the bytes and the tensors of a run in one process; `local` is at its site."""
+    alone = execute(replace(settings, engine="single"), folder)
+    for key, value in alone.tables[0].items():
+        assert deployed.tables[0][key] == pytest.approx(value, abs=1e-6)
+    assert tensors.difference(shared(deployed), shared(alone)) < 1e-5
+    for here, there in zip(deployed.rounds, alone.rounds, strict=True):
+        for id in NAMES:
+            for key in ("bytes_up", "bytes_down", "test_rows"):
+                assert here["clients"][id][key] == there["clients"][id][key]
+    local = alone.personalised("photo").local
+    assert not {key.split("/")[-1] for key in saved(deployed)} & set(local)
+    if local:
+        place = federation.site("photo") / "classifiers" / f"{settings.method.name}-all-0"
+        assert tensors.difference(local, Personalised.from_pretrained(place).local) < 1e-5
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one["name"])
 def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_path, method):
     settings = federation.settings(method)
-    deployed = federation.run(settings, tmp_path / "deployed")
-    alone = execute(replace(settings, engine="single"), tmp_path / "alone")
-    for key, value in alone.tables[0].items():
-        assert deployed.tables[0][key] == pytest.approx(value, abs=1e-6)
-    ours, theirs = (
-        read_tensors(one.folder / "jobs/0-all.safetensors")[0] for one in (deployed, alone)
-    )
-    shared = {key: value for key, value in theirs.items() if key.startswith("shared/")}
-    assert set(shared) == {key for key in ours if key.startswith("shared/")}
-    assert tensors.difference(shared, ours) < 1e-5
-    for here, there in zip(deployed.rounds, alone.rounds, strict=True):
-        for id in SITES:
-            for key in ("bytes_up", "bytes_down", "test_rows"):
-                assert here["clients"][id][key] == there["clients"][id][key]
-    local = alone.personalised("photo").local
-    names = {key.split("/")[-1] for key in ours if key.startswith("local/")}
-    assert not names & set(local)  # they stayed at their sites
-    if local:
-        kept = Personalised.from_pretrained(
-            federation.place / "site-photo" / "classifiers" / f"{method['name']}-all-0"
-        )
-        assert tensors.difference(local, kept.local) < 1e-5
+    deployed = run(federation.kit, settings, tmp_path / "deployed")
+    check_as_alone(federation, settings, deployed, tmp_path / "alone")
 
 
-def test_a_killed_site_and_a_straggler_are_left_out_and_come_back(federation, tmp_path):
-    """More than 30 % of the sites are missing in several rounds, and the run goes on."""
-    if not federation.pace:
-        federation.run(federation.settings({"name": "fedavg", "rounds": 2}), tmp_path / "first")
-    federation.rules(deadline=max(12.0, 2 * federation.pace))
-    out = tmp_path / "run"
-    going = Running(federation, federation.settings({"name": "fedot", "rounds": 25}), out)
-    wait_for(lambda: lines(out))
-    os.killpg(federation.sites["photo"].child.pid, signal.SIGKILL)
-    wait_for(lambda: any("photo" in line.get("missing", {}) for line in lines(out)))
-    federation.sites["photo"] = federation.start("photo")
-    straggler = federation.sites["sketch"].child.pid
-    done = len(lines(out))
-    wait_for(lambda: "photo" in lines(out)[-1]["clients"] and len(lines(out)) > done)
-    os.kill(straggler, signal.SIGSTOP)
-    try:
-        wait_for(lambda: any("sketch" in line.get("missing", {}) for line in lines(out)))
-    finally:
-        os.kill(straggler, signal.SIGCONT)
-    going.join(600)
-    assert going.error is None and going.result is not None
-    told = lines(out)
-    late = [line["missing"]["sketch"] for line in told if "sketch" in line.get("missing", {})]
-    assert "did not answer within" in late[0]
-    assert [line["round"] for line in told] == list(range(25))
-    for name in SITES:
-        ledger = Ledger(federation.place / f"site-{name}").read()
-        assert not ledger.broken and ledger.lines
+def test_a_secure_sum_between_processes_is_the_mean_of_what_nobody_sees(federation, tmp_path):
+    method = {"name": "fedavg", "rounds": 1, "rate": 1e-3}
+    settings = federation.settings(method, channel={"clip": 0.5, "secure": True})
+    hidden = run(federation.kit, settings, tmp_path / "hidden")
+    plain = federation.settings(method, channel={"clip": 0.5}, engine="single")
+    assert tensors.difference(shared(hidden), shared(execute(plain, tmp_path / "plain"))) < 1e-6
+    assert "cosine" not in hidden.rounds[0]  # what only someone who has the uploads could tell
+
+
+def test_each_round_lacks_another_third_of_the_sites(federation, going, tmp_path, monkeypatch):
+    """One is killed in the middle of a round, one is late, one says no; all come back."""
+    deadline = max(20.0, 2 * federation.joining)
+    federation.rules(deadline=deadline)
+    settings = federation.settings({"name": "fedot", "rounds": 5, "rate": 1e-3})
+    one = going(federation, settings, tmp_path / "run")
+    one.wait_for(lambda lines: len(lines) == 1)
+    # Photo has the request of round 1 in its hands; and art keeps the round open for its return.
+    with frozen(federation.sites["art"]), frozen(federation.sites["photo"]):
+        federation.received("photo", 1)
+        federation.restart("photo")
+    one.wait_for(lambda lines: len(lines) == 2)
+    with frozen(federation.sites["sketch"]):
+        one.wait_for(lambda lines: len(lines) == 3)
+    policy = federation.site("art") / "policy.toml"
+    policy.write_text(EXAMPLE.replace("methods = []", 'methods = ["fedavg"]'))
+    one.wait_for(lambda lines: len(lines) == 4)
+    policy.write_text(EXAMPLE)
+    one.join(300)
     federation.rules(deadline=240.0)
+    assert one.error is None and one.result is not None
+    lines = one.lines()
+    assert [sorted(line.get("missing", {})) for line in lines] == [
+        [],
+        ["photo"],
+        ["sketch"],
+        ["art"],
+        [],
+    ]
+    assert f"did not answer within {deadline:g} s" in lines[2]["missing"]["sketch"]
+    assert "fedot is not allowed here" in lines[3]["missing"]["art"]
+    ledgers = {name: Ledger(federation.site(name)).read() for name in NAMES}
+    assert not any(ledger.broken for ledger in ledgers.values())
+    [refused] = [line for line in ledgers["art"].lines if line["direction"] == "refused"]
+    assert refused["round"] == 3 and "fedot is not allowed here" in refused["error"]
 
+    ask = Single.round
 
-def test_a_killed_server_is_resumed_to_the_same_tensors(federation, tmp_path):
-    settings = federation.settings({"name": "fedot", "rounds": 4, "rate": 2e-3})
-    out = tmp_path / "run"
-    going = Running(federation, settings, out)
-    wait_for(lambda: len(lines(out)) == 2)
-    os.killpg(federation.link.child.pid, signal.SIGKILL)
-    before = (out / "rounds.jsonl").read_bytes()
-    federation.link.child.wait()
-    federation.link = superlink(federation.kit)
-    federation.running.append(federation.link)
-    result = run(federation.kit, settings, out)
-    going.join(60)
-    assert (out / "rounds.jsonl").read_bytes().startswith(before)
+    def without(self, number, tasks):
+        return ask(self, number, [one for one in tasks if one.id in lines[number]["clients"]])
+
+    monkeypatch.setattr(Single, "round", without)
     alone = execute(replace(settings, engine="single"), tmp_path / "alone")
-    ours, theirs = (
-        read_tensors(one.folder / "jobs/0-all.safetensors")[0] for one in (result, alone)
-    )
-    assert tensors.difference({"": ours["shared/head"]}, {"": theirs["shared/head"]}) < 1e-6
-    assert torch.isfinite(ours["shared/head"]).all()
+    assert tensors.difference(shared(one.result), shared(alone)) < 1e-5
 
 
-def test_a_site_refuses_what_its_policy_forbids_and_says_why(federation, tmp_path):
-    path = federation.place / "site-art" / "policy.toml"
-    path.write_text(EXAMPLE.replace("methods = []", 'methods = ["fedavg"]'))
+@contextmanager
+def frozen(site):
+    """A site's process that stands still; its connection to the server is another, and goes on."""
+    os.kill(site.child.pid, signal.SIGSTOP)
     try:
-        out = tmp_path / "run"
-        run(federation.kit, federation.settings({"name": "fedot", "rounds": 1}), out)
-        assert sorted(lines(out)[0]["clients"]) == ["photo", "sketch"]
+        yield
     finally:
-        path.write_text(EXAMPLE)
-    refused = Ledger(federation.place / "site-art").read().lines[-1]
-    assert refused["direction"] == "refused" and "fedot is not allowed here" in refused["error"]
+        with suppress(ProcessLookupError):
+            os.kill(site.child.pid, signal.SIGCONT)
+
+
+def test_a_killed_server_is_resumed_to_the_same_tensors(federation, going, tmp_path):
+    settings = federation.settings({"name": "fedot", "rounds": 2, "rate": 2e-3})
+    one = going(federation, settings, tmp_path / "run")
+    one.wait_for(lambda lines: len(lines) == 1)
+    federation.kill(federation.link)
+    before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
+    federation.start_link()
+    result = run(federation.kit, settings, tmp_path / "run")
+    one.join(60)
+    assert (tmp_path / "run" / "rounds.jsonl").read_bytes().startswith(before)
+    check_as_alone(federation, settings, result, tmp_path / "alone")
+
+
+def said(kit):
+    """What a site that cannot join says before it ends."""
+    site = start_site(kit)
+    try:
+        site.child.wait(120)
+    finally:
+        site.stop()
+    return site.tail(20)
 
 
 def test_an_unregistered_key_cannot_join(federation, tmp_path):
-    kit = shutil.copytree(federation.place / "site-art", tmp_path / "site-art")
-    private, public = key_pair()
-    (kit / "key").write_bytes(private)
-    (kit / "key.pub").write_bytes(public)
-    stranger = start_site(kit)
+    kit = shutil.copytree(federation.site("art"), tmp_path / "site-art")
+    for name, data in zip(("key", "key.pub"), key_pair(), strict=True):
+        (kit / name).write_bytes(data)
+    told = said(kit)
+    assert "site art cannot join" in told and "its key is not known" in told
+
+
+def test_a_server_with_a_foreign_certificate_is_refused(federation, tmp_path):
+    kit = shutil.copytree(federation.site("art"), tmp_path / "site-art")
+    (kit / "ca.crt").write_bytes(certificates("127.0.0.1")["ca.crt"])
+    assert "it was made for another federation" in said(kit)
+
+
+def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, monkeypatch):
+    """By the server itself when it starts, and by a site that finds one that runs."""
+    folder = shutil.copytree(federation.kit.folder, tmp_path / "server")
+    site = shutil.copytree(federation.site("art"), tmp_path / "site-art")
+    address = f"127.0.0.1:{processes.free_port()}"
+    papers = certificates("127.0.0.1", datetime(2020, 1, 1, tzinfo=UTC), 30)
+    for name, data in papers.items():
+        (folder / name).write_bytes(data)
+    (site / "ca.crt").write_bytes(papers["ca.crt"])
+    keep_site(replace(read_site(site), address=address), {})
+    kit = replace(read_server(folder), address=address)
+    with pytest.raises(FederationError, match="expired.*make new kits"):
+        processes.superlink(kit)
+    monkeypatch.setattr(processes, "_wait", lambda kit, link: None)
+    monkeypatch.setattr(processes, "register", lambda kit, name: None)
+    link = processes.superlink(kit)
     try:
-        stranger.child.wait(120)
+        told = said(site)
     finally:
-        stranger.stop()
-    assert "site art cannot join" in stranger.tail(20) and "its key is not known" in stranger.tail(
-        20
-    )
+        link.stop()
+    assert "expired" in told and "make new kits with `fedvlm deploy init`" in told
 
 
 def test_plain_http_gets_no_answer_from_the_server(federation):
@@ -242,10 +196,10 @@ def test_plain_http_gets_no_answer_from_the_server(federation):
     with socket.create_connection((host, int(port)), 10) as stream:
         stream.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         try:
-            said = stream.recv(100)
+            answer = stream.recv(100)
         except ConnectionError:
-            said = b""
-    assert not said.startswith(b"HTTP/1.1 200")
+            answer = b""
+    assert not answer.startswith(b"HTTP/1.1 200")
 
 
 def test_below_the_quorum_the_run_stops_and_names_the_missing(federation, tmp_path):

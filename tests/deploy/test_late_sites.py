@@ -71,5 +71,5 @@ def test_a_node_that_is_nobodys_and_never_answers_does_not_hold_a_run_up(place, 
     def waits(seconds):
         raise AssertionError("the server waits for a node that is no site's")
 
-    monkeypatch.setattr("fedvlm.engines.flower.sleep", waits)
+    monkeypatch.setattr("fedvlm.engines.flower_wire.sleep", waits)
     assert all(sorted(line["clients"]) == NAMES for line in place.run(grid=grid).rounds)

@@ -14,6 +14,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from fedvlm.deploy.kits import ServerKit, SiteKit
+from fedvlm.deploy.node import NOTE
 from fedvlm.engines.flower_wire import QUIET
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.files import write
@@ -57,6 +58,7 @@ class Process:
         self.name, self.log, self.asked = name, log, False
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as file:
+            self.begin = file.tell()
             self.child = subprocess.Popen(
                 list(command),
                 stdout=file,
@@ -72,7 +74,9 @@ class Process:
         return self.child.poll() is None
 
     def tail(self, lines: int = 12) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        """The end of what this process has logged, and no other before it."""
+        text = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
 
     def ask_to_stop(self) -> None:
         if not self.asked:  # a second signal would disturb its leaving
@@ -211,12 +215,12 @@ def register(kit: ServerKit, name: str) -> None:
 def supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
     """Starts a site's SuperNode; ClientApps are `flwr-clientapp` of `bin`, and no other code."""
     command = [
-        tool("flower-supernode"),
+        *(sys.executable, "-m", "fedvlm.deploy.node"),
         *("--root-certificates", str(kit.folder / "ca.crt")),
         *("--auth-supernode-private-key", str(kit.folder / "key")),
         *("--superlink", kit.address),
         *("--host", "127.0.0.1"),
         *("--port", str(free_port())),
     ]
-    whole = {**environment(kit.folder / "flwr", bin), **env}
+    whole = {**environment(kit.folder / "flwr", bin), NOTE: str(kit.folder / ".node"), **env}
     return Process("supernode", command, kit.folder / "supernode.log", whole)

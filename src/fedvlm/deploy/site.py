@@ -24,6 +24,7 @@ from fedvlm.deploy.rows import Own, own_rows
 from fedvlm.engines.flower_client import Desk, Training, arrays, unpack
 from fedvlm.engines.flower_wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
+from fedvlm.files import alone
 from fedvlm.record import read_json, read_tensors, write_json, write_tensors
 from fedvlm.result import Personalised, slug
 from fedvlm.settings import build
@@ -179,7 +180,11 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
     """The life of a site's process: answers what its SuperNode brings, until it is stopped."""
     site = Site(kit, say)
     stop = stop or Event()
-    with TemporaryDirectory(prefix="fedvlm-") as place, socket.socket(socket.AF_UNIX) as door:
+    with (
+        alone(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"),
+        TemporaryDirectory(prefix="fedvlm-") as place,
+        socket.socket(socket.AF_UNIX) as door,
+    ):
         bin = Path(place) / "bin"
         bin.mkdir()
         _script(bin / "flwr-clientapp")
@@ -223,6 +228,7 @@ def _script(path: Path) -> None:
 def refusal(kit: SiteKit, node: Process) -> str:
     """Why a SuperNode ended, in words that help."""
     return (
-        f"site {kit.name} cannot join {kit.address}; if its key is not known there, the kit is of "
-        f"another `fedvlm deploy init` than the server's folder. Flower says:\n{node.tail(6)}"
+        f"site {kit.name} cannot join {kit.address}; either its key is not known there, because "
+        "the kit is of another `fedvlm deploy init` than the server's folder, or a copy of the kit "
+        f"is connected (or was, a minute ago). Flower says:\n{node.tail()}"
     )

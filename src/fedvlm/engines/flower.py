@@ -7,19 +7,17 @@ tensors; these stay with it, in its Context.state.
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from secrets import token_hex
-from time import monotonic, sleep
 from typing import Any
 
 import torch
 
 from fedvlm.core import Tensors
 from fedvlm.engines.flower_client import arrays, unpack
-from fedvlm.engines.flower_wire import Parcel, from_records, seal, to_records, unseal
+from fedvlm.engines.flower_wire import Parcel, collect, from_records, seal, to_records, unseal
 from fedvlm.engines.work import Done, Task
 from fedvlm.errors import FederationError
 
 VERSION = "version of the local tensors, which are at their client"
-POLL = 0.1  # seconds between looks for replies
 LATE = 10.0  # seconds after the deadline until Flower forgets a message
 KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
 
@@ -111,17 +109,12 @@ class Flower:
             else:
                 asked[sent] = (id, sealed[id])
         replies: dict[str, Parcel] = {}
-        end = None if self.deadline is None else monotonic() + self.deadline
-        while asked:
-            for message in self.grid.pull_messages(list(asked)):
-                id, request = asked.pop(message.metadata.reply_to_message_id)
-                try:
-                    replies[id] = self._accept(message, id, request)
-                except FederationError as error:
-                    self.missing[id] = str(error)
-            if not asked or self.enough() or (end is not None and monotonic() > end):
-                break
-            sleep(POLL)
+        for message in collect(self.grid, list(asked), self.deadline, self.enough):
+            id, request = asked.pop(message.metadata.reply_to_message_id)
+            try:
+                replies[id] = self._accept(message, id, request)
+            except FederationError as error:
+                self.missing[id] = str(error)
         for id, _ in asked.values():
             self.missing[id] = f"it did not answer within {self.deadline:g} s"
         self._count(parcels, replies, number)

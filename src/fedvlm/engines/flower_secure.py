@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.engines.flower_wire import Arrays, Parcel, flower, from_bytes, to_bytes, to_records
+from fedvlm.engines.flower_wire import (
+    Arrays,
+    Parcel,
+    collect,
+    flower,
+    from_bytes,
+    to_bytes,
+    to_records,
+)
 from fedvlm.errors import FederationError
 
 STAGE = "secaggplus_configs"  # the record by which Flower knows a message of SecAgg+
@@ -100,8 +108,8 @@ class Exchange:
         return None, {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Any]:
-        """Flower forgets why a site did not answer; we do not."""
-        replies = list(self.grid.send_and_receive(messages, timeout=timeout))
+        """Flower looks every three seconds, and forgets why a site did not answer; we do not."""
+        replies = list(collect(self.grid, self.grid.push_messages(messages), timeout))
         for one in replies:
             if one.has_error():
                 self.failures[one.metadata.src_node_id] = one.error.reason

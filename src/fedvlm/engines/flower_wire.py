@@ -5,9 +5,10 @@ Torch is not imported here, so that a process that only hands parcels on starts 
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from fedvlm.errors import FederationError, SettingsError
 
 Arrays = dict[str, NDArray[Any]]
+POLL = 0.1  # seconds between looks for replies
 # Flower reports its use and looks for updates unless told not to, before it is first imported.
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -100,6 +102,24 @@ def from_records(records: Any, where: str) -> Parcel:
             f"{where}: the message cannot be read ({type(error).__name__}: {error}); it is left out"
         ) from error
     return Parcel(about, arrays)
+
+
+def collect(
+    grid: Any,
+    ids: Iterable[str],
+    seconds: float | None,
+    enough: Callable[[], bool] = lambda: False,
+) -> Iterator[Any]:
+    """Replies to messages as they come, until all are there, or enough, or time is up."""
+    waiting = set(ids)
+    end = None if seconds is None else monotonic() + seconds
+    while waiting:
+        for message in grid.pull_messages(list(waiting)):
+            waiting.discard(message.metadata.reply_to_message_id)
+            yield message
+        if not waiting or enough() or (end is not None and monotonic() > end):
+            return
+        sleep(POLL)
 
 
 def to_bytes(parcel: Parcel) -> bytes:
