@@ -5,16 +5,13 @@ BIN := $(VENV)/bin
 # One thread per process is fastest for these sizes, and repeatable.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-deployed check bench clean
+.PHONY: demo test check bench clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
-
-test-deployed: $(VENV)/.dev
-	$(BIN)/python -m pytest -m deployed tests/deploy
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
