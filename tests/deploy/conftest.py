@@ -209,6 +209,10 @@ def federation(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, processes() as running:
         # As every test has it; here before the first, because the sites' processes inherit it.
         patch.setenv("FEDVLM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        # As after `git clone`: a folder that Flower could take for its app.
+        (place / "fedvlm").mkdir()
+        (place / "fedvlm" / "pyproject.toml").write_text("[project]\nname = 'fedvlm'\n")
+        patch.chdir(place)
         yield Federation(place / "kits", pictures(place / "pictures"), running)
 
 

@@ -48,8 +48,17 @@ class SiteKit:
     plays: str = ""  # in a rehearsal: the client of the whole data that this site is
 
 
+def _toml(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise SettingsError(
+            f"there is no {path}; name a folder that `fedvlm deploy init` wrote, as DIR/server or "
+            "DIR/site-NAME"
+        )
+    return read_toml(path)
+
+
 def read_server(folder: Path) -> ServerKit:
-    values = read_toml(folder / "server.toml")
+    values = _toml(folder / "server.toml")
     sites = values.pop("sites", None)
     if not isinstance(sites, list) or not all(isinstance(one, str) for one in sites):
         raise SettingsError(f"{folder / 'server.toml'}: sites = {sites!r}; write names, as ['a']")
@@ -63,16 +72,21 @@ def read_server(folder: Path) -> ServerKit:
 
 
 def read_site(folder: Path) -> SiteKit:
-    kit: SiteKit = _read(SiteKit, folder, "site.toml", read_toml(folder / "site.toml"))
+    kit: SiteKit = _read(SiteKit, folder, "site.toml", _toml(folder / "site.toml"))
     return kit
 
 
-def keep_site(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
-    """The kit with what was said on the command line, and a site.toml that says it, too."""
+def told_site(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
+    """The kit with what was said on the command line."""
     given = dict(given)
     if Path(str(given.get("data", ""))).exists() and given.get("data"):
         given["data"] = str(Path(given["data"]).resolve())
-    kit = replace(kit, **given)
+    return replace(kit, **given)
+
+
+def keep_site(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
+    """The same, and a site.toml that says it, too."""
+    kit = told_site(kit, given)
     values = {one.name: getattr(kit, one.name) for one in fields(kit) if one.name != "folder"}
     write(kit.folder / "site.toml", toml({k: v for k, v in values.items() if v}).encode())
     return kit

@@ -143,13 +143,18 @@ def connect(kit: ServerKit) -> None:
     write(home(kit) / "config.toml", text.encode())
 
 
-def _wait(kit: ServerKit, link: Process) -> None:
+def answers(kit: ServerKit) -> bool:
+    """Whether the server of this folder is up, on this machine."""
     _, _, port = kit.address.rpartition(":")
+    return knock(f"localhost:{port}", kit.folder / "ca.crt")
+
+
+def _wait(kit: ServerKit, link: Process) -> None:
     end = monotonic() + START
     while monotonic() < end:
         if not link.alive:
             raise FederationError(f"the SuperLink ended:\n{link.tail()}")
-        if knock(f"localhost:{port}", kit.folder / "ca.crt"):
+        if answers(kit):
             return
         sleep(0.1)
     raise FederationError(f"the SuperLink did not come up in {START:g} s:\n{link.tail()}")
@@ -191,6 +196,7 @@ def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
     """Flower's command line, answering in JSON."""
     done = subprocess.run(
         [tool("flwr"), *words, "--format", "json"],
+        cwd=home(kit),  # Flower takes the name of a connection for a folder of that name
         env=environment(home(kit)),
         capture_output=True,
         text=True,
@@ -205,7 +211,7 @@ def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
 
 
 def register(kit: ServerKit, name: str) -> None:
-    key = kit.folder / "sites" / f"{name}.pub"
+    key = kit.folder.resolve() / "sites" / f"{name}.pub"
     answer = flwr(kit, "supernode", "register", str(key), LINK)
     said = str(answer.get("error-message", ""))
     if not answer.get("success") and "already" not in said.lower():

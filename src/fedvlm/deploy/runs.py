@@ -10,7 +10,7 @@ from typing import Any
 
 from fedvlm.data.federation import divide
 from fedvlm.deploy.kits import ServerKit, init, read_server, toml
-from fedvlm.deploy.processes import LINK, Process, environment, flwr, free_port, superlink
+from fedvlm.deploy.processes import LINK, Process, answers, environment, flwr, free_port, superlink
 from fedvlm.deploy.server import FAILED, ready
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.files import write
@@ -68,18 +68,21 @@ def run(
         return Result(folder)
     if again:
         record.clear()
+    if not answers(kit):
+        raise FederationError(
+            f"no server answers at {kit.address}; start it: fedvlm deploy server {kit.folder}"
+        )
     for name, text in APP.items():
         write(kit.folder / "app" / name, text.encode())
     request = kit.folder.resolve() / "request.json"
     told = {"kit": str(kit.folder.resolve()), "out": str(folder.resolve())}
     write_json(request, {**told, "identity": settings.identity()})
     (kit.folder / FAILED).unlink(missing_ok=True)
-    words = ["run", str(kit.folder / "app"), LINK, "--run-config", f'request="{request}"']
+    words = ["run", str(kit.folder.resolve() / "app"), LINK, "--run-config", f'request="{request}"']
     answer = flwr(kit, *words)
     if "run-id" not in answer:
         raise FederationError(
-            f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}\n"
-            f"is the server running? fedvlm deploy server {kit.folder}"
+            f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"
         )
     _follow(kit, str(answer["run-id"]), record, progress or (lambda what, done, total: None))
     return Result(folder)
