@@ -268,7 +268,7 @@ def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys):
 
     ledger = Ledger(tmp_path)
     ledger.add("in", 0, {"head": torch.zeros(4, 6)}, b"abc")
-    head = ledger.add("refused", 0, reason="not allowed here")
+    head = ledger.add("refused", 0, error="not allowed here")  # as a site notes it
     done = call("ledger", tmp_path, "--head", head[:10])
     assert done.exit_code == 0
     assert "not allowed here" in done.stdout

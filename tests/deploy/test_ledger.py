@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from fedvlm.cli import app
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.errors import DataError
 
@@ -104,6 +106,18 @@ def test_several_processes_write_one_chain(tmp_path):
     assert [process.wait() for process in many] == [0, 0, 0]
     told = Ledger(tmp_path).read()
     assert (len(told.lines), told.broken, told.torn) == (90, (), ())
+
+
+def test_the_command_prints_names_shapes_and_refusals(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.add("out", 3, {"head": torch.zeros(4, 16)}, b"x" * 9, kind="round")
+    why = "refused by its policy: nobody at this site has consented to training"
+    ledger.add("refused", 4, {}, b"", kind="round", error=f"{why}\nand more")
+    told = CliRunner().invoke(app, ["ledger", str(tmp_path)])
+    assert told.exit_code == 0
+    _, _, sent, refused, *_ = told.stdout.splitlines()
+    assert "out        round  3      9" in sent and sent.endswith("head float32 [4, 16]")
+    assert refused.endswith(why)
 
 
 def test_a_folder_without_a_ledger_is_said(tmp_path):

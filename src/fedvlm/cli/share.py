@@ -4,7 +4,7 @@ import csv
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -78,13 +78,9 @@ def ledger(
     if as_json:
         typer.echo(json.dumps(told.lines, indent=1, ensure_ascii=False))
     else:
-        names = ["time", "direction", "round", "bytes", "content"]
+        names = ["time", "direction", "kind", "round", "bytes", "content"]
         rows = [
-            [
-                *(str(line[key])[:23] for key in names),
-                line.get("reason") or ", ".join(line["fields"]),
-            ]
-            for line in told.lines
+            [*(str(line.get(key, ""))[:23] for key in names), _what(line)] for line in told.lines
         ]
         typer.echo(render([*names, "what"], rows, "text", True), nl=False)
     for number in told.torn:
@@ -97,3 +93,10 @@ def ledger(
     if wrong:
         sys.exit(1)
     typer.echo(f"{len(told.lines)} lines, each follows the one before; head {told.head}", err=True)
+
+
+def _what(line: dict[str, Any]) -> str:
+    """Why nothing left, or what did: each name with its type and shape."""
+    if "error" in line:
+        return str(line["error"]).splitlines()[0]
+    return ", ".join(f"{name} {shape}" for name, shape in line["fields"].items())
