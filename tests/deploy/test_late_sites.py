@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from fedvlm.deploy.policy import give_consent
+from fedvlm.deploy.runs import absences
 from fedvlm.engines.flower_local import local_grid
 from fedvlm.errors import FederationError
+from fedvlm.result import Result
 
 NAMES = ["art", "photo", "sketch"]
 
@@ -34,6 +36,8 @@ def test_a_site_whose_people_consent_later_is_let_in_later(place, monkeypatch):
     rounds = place.run(grid=grid).rounds
     assert "nobody at this site has consented" in rounds[0]["missing"]["art"]
     assert [sorted(line["clients"]) for line in rounds] == [NAMES[1:], NAMES, NAMES]
+    [note] = absences(Result(place.folder / "run"))
+    assert note.startswith("art took no part in 1 of 3 rounds; the last time because: node 1000: ")
 
 
 def test_a_site_that_comes_later_with_another_encoder_is_left_out_by_name(place, monkeypatch):

@@ -123,6 +123,7 @@ def local(
 
 def _each(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
     """Every run of an experiment, and one table of them all."""
+    from fedvlm.deploy.runs import absences
     from fedvlm.experiments import find, runs
     from fedvlm.report.tables import compare
     from fedvlm.settings import build, override, read_toml
@@ -134,6 +135,8 @@ def _each(experiment: str, set_: list[str] | None, go: Any, out: Path | None) ->
     for number, one in enumerate(settings):
         place = out / f"{number}-{one.method.name}" if out and several else out
         results.append(go(number, one, place))
+        for note in absences(results[-1]):
+            typer.echo(note, err=True)
     typer.echo(compare(results, paper=values.get("paper")), nl=False)
     typer.echo("records: " + ", ".join(str(one.folder) for one in results))
 

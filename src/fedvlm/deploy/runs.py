@@ -112,6 +112,20 @@ def _follow(kit: ServerKit, id: str, record: Record, progress: Progress) -> None
     record.folder.with_suffix(".progress").unlink(missing_ok=True)
 
 
+def absences(result: Result) -> list[str]:
+    """Who was missing in how many rounds, and why: a table does not show it."""
+    lines = result.rounds
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        for name, why in line.get("missing", {}).items():
+            reasons.setdefault(name, []).append(why.strip().splitlines()[-1])
+    return [
+        f"{name} took no part in {len(whys)} of {len(lines)} rounds; the last time because: "
+        f"{whys[-1]}"
+        for name, whys in sorted(reasons.items())
+    ]
+
+
 def start_site(folder: Path) -> Process:
     command = [sys.executable, "-m", "fedvlm", "deploy", "site", str(folder)]
     return Process(folder.name, command, folder / "site.log", environment(folder / "flwr"))
