@@ -37,7 +37,7 @@ def test_a_site_whose_people_consent_later_is_let_in_later(place, monkeypatch):
     assert "nobody at this site has consented" in rounds[0]["missing"]["art"]
     assert [sorted(line["clients"]) for line in rounds] == [NAMES[1:], NAMES, NAMES]
     [note] = absences(Result(place.folder / "run"))
-    assert note.startswith("art took no part in 1 of 3 rounds; the last time because: node 1000: ")
+    assert note.startswith("art took no part in 1 of 3 rounds; the last time because: refused by")
 
 
 def test_a_site_that_comes_later_with_another_encoder_is_left_out_by_name(place, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedvlm import tensors
+from fedvlm.deploy import runs
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import EXAMPLE, give_consent
@@ -190,6 +191,20 @@ def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place)
     ):
         with pytest.raises(SettingsError, match=said):
             ready(place.kit, place.settings(**{"method": METHOD, **more}))
+
+
+def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
+    said = []
+    monkeypatch.setattr(runs, "answers", lambda kit: True)
+    monkeypatch.setattr(runs, "flwr", lambda kit, *words: said.append(words) or {"run-id": "17"})
+
+    def interrupt(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "_follow", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(place.kit, place.settings(), place.folder / "run")
+    assert said[0][0] == "run" and said[1] == ("stop", "17", runs.LINK)
 
 
 def test_a_training_is_known_by_what_it_is(place):

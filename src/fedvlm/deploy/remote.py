@@ -100,7 +100,7 @@ class Remote(Flower):
             self._welcome(reply, new[id])
         for id, why in door.missing.items():
             if id in door.names:
-                self._turn_away(new[id], door.names[id], why)
+                self._turn_away(new[id], door.names[id], why.removeprefix(f"{id}: "))
             else:
                 self.strangers[new[id]] = why
 

@@ -84,7 +84,11 @@ def run(
         raise FederationError(
             f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"
         )
-    _follow(kit, str(answer["run-id"]), record, progress or (lambda what, done, total: None))
+    try:
+        _follow(kit, str(answer["run-id"]), record, progress or (lambda what, done, total: None))
+    except KeyboardInterrupt:  # else it would go on without anybody who waits for it
+        flwr(kit, "stop", str(answer["run-id"]), LINK)
+        raise
     return Result(folder)
 
 
