@@ -167,3 +167,15 @@ def test_a_toml_typo_is_said_with_its_place(refused, tmp_path):
     assert "is not valid TOML" in refused("run", tmp_path / "bad.toml")
     (tmp_path / "worse.toml").write_text('metod = "fedot"\n')
     assert "did you mean 'method'" in refused("run", tmp_path / "worse.toml")
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+    def interrupt(*words, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedvlm.deploy.kits.init", interrupt)
+    monkeypatch.setattr(sys, "argv", ["fedvlm", "deploy", "init", "x", "--sites", "a"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 130
+    assert "the same command goes on" in capsys.readouterr().err

@@ -38,6 +38,9 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(deploy_app, name="deploy")
 
 
+STOPPED = 130  # what typer exits with after Ctrl-C
+
+
 def main() -> None:
     """Entry point: an error a person can put right is said in a few lines, with exit code 2."""
     from fedvlm.errors import FedVLMError
@@ -47,6 +50,7 @@ def main() -> None:
     except FedVLMError as error:
         typer.echo(f"fedvlm: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("fedvlm: stopped; `fedvlm resume` goes on where a run was", err=True)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == STOPPED:
+            typer.echo("fedvlm: stopped; the same command goes on where a run was", err=True)
+        raise
