@@ -15,7 +15,7 @@ import pytest
 
 from fedvlm.deploy.keys import Signer, Verifier, certificates
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
-from fedvlm.deploy.processes import knock
+from fedvlm.deploy.processes import knock, tool
 from fedvlm.engines.flower_wire import Parcel
 from fedvlm.errors import FederationError, SettingsError
 
@@ -144,6 +144,14 @@ def test_plain_http_is_refused(kits):
         knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
     server.server_close()
     assert not knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
+
+
+def test_commands_of_flower_are_found_wherever_pip_puts_them(tmp_path, monkeypatch):
+    """A system's own Python is in /usr/bin, and what pip installs with it in /usr/local/bin."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    assert os.access(tool("flower-superlink"), os.X_OK)
+    with pytest.raises(SettingsError, match="flower-nothing is in none of .*pip install"):
+        tool("flower-nothing")
 
 
 def test_a_certificate_lasts_a_year():

@@ -1,12 +1,14 @@
-"""Flower's processes: found beside this Python, started quietly, and always stopped again."""
+"""Flower's processes: found where pip puts them, started quietly, and always stopped again."""
 
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,18 +26,25 @@ POLL = "0.1"  # seconds between looks of a SuperExec for work
 START = 60.0  # seconds a SuperLink has to come up
 
 
+def scripts() -> list[str]:
+    """Where pip puts commands: mostly beside Python, but not for a system's own or `--user`."""
+    user = sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
+    return [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), user]
+
+
 def tool(name: str) -> str:
-    path = Path(sys.executable).parent / name
-    if not path.exists():
+    path = shutil.which(name, path=os.pathsep.join(scripts()))
+    if path is None:
         raise SettingsError(
-            f"{name} is not beside {sys.executable}; pip install 'fedvlm[flower]' into it"
+            f"{name} is in none of {', '.join(scripts())}; pip install 'fedvlm[flower]' with "
+            f"{sys.executable}"
         )
-    return str(path)
+    return path
 
 
 def environment(home: Path, first: Path | None = None) -> dict[str, str]:
     """Flower's own folder, its telemetry off, and its tools found before any others."""
-    places = [str(one) for one in (first, Path(sys.executable).parent) if one is not None]
+    places = [*([] if first is None else [str(first)]), *scripts()]
     path = os.pathsep.join([*places, os.environ.get("PATH", "")])
     own = {
         "FLWR_HOME": str(home.resolve()),
