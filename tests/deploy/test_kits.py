@@ -99,13 +99,13 @@ def test_a_signature_is_of_one_parcel_and_one_key(kits):
 class Listener:
     """A server with a certificate, on a free port of this machine, for as long as a test."""
 
-    def __init__(self, folder, papers):
+    def __init__(self, folder, papers, host="127.0.0.1"):
         for name, data in papers.items():
             (folder / name).write_bytes(data)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "server.pem", folder / "server.key")
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.door.getsockname()[1]}"
+        self.door = socket.create_server((host, 0))
+        self.address = f"{host}:{self.door.getsockname()[1]}"
         Thread(target=self._serve, args=[context], daemon=True).start()
 
     def _serve(self, context):
@@ -132,9 +132,16 @@ def test_a_certificate_of_another_federation_or_host_is_refused(tmp_path, kits):
         with pytest.raises(FederationError, match="made for another federation"):
             knock(listener.address, kits[0] / "ca.crt")
     (tmp_path / "b").mkdir()
-    named = Listener(tmp_path / "b", certificates("clinic.example"))
+    named = Listener(tmp_path / "b", certificates("clinic.example"), "127.0.0.2")
     with named.door, pytest.raises(FederationError, match="--host"):
         knock(named.address, tmp_path / "b" / "ca.crt")
+
+
+@pytest.mark.parametrize("near", ["127.0.0.1", "localhost"])
+def test_a_server_with_a_name_is_believed_by_flowers_own_processes_beside_it(tmp_path, near):
+    listener = Listener(tmp_path, certificates("clinic.example"))
+    with listener.door:
+        assert knock(listener.address.replace("127.0.0.1", near), tmp_path / "ca.crt")
 
 
 def test_plain_http_is_refused(kits):

@@ -54,7 +54,8 @@ def certificates(host: str, begin: datetime | None = None, days: int = DAYS) -> 
     ca = build("fedvlm federation", root, True).add_extension(usage, critical=True)
     ca = ca.add_extension(identifier, critical=False)
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
-    names = x509.SubjectAlternativeName([_name(one) for one in sorted({host, "localhost"})])
+    near = {"localhost", "127.0.0.1"}  # Flower's own processes on the server reach it there
+    names = x509.SubjectAlternativeName([_name(one) for one in sorted({host, *near})])
     server = build(host, own, False).add_extension(names, critical=False)
     server = server.add_extension(issuer, critical=False)
     pem = serialization.Encoding.PEM

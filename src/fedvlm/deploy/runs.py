@@ -48,6 +48,7 @@ request = ""
     "fedvlm_app/client.py": "from fedvlm.deploy.courier import client_app\n\napp = client_app()\n",
 }
 LOOK = 20.0  # seconds between questions to Flower whether a run still runs
+PENDING = 60.0  # seconds a server takes at most to begin one
 Progress = Callable[[str, int, int], None]
 
 
@@ -94,7 +95,7 @@ def run(
 
 def _follow(kit: ServerKit, id: str, record: Record, progress: Progress) -> None:
     """Waits for the result; the server's process says why if there is none."""
-    looked = monotonic()
+    begin = looked = monotonic()
     while record.result() is None:
         if (kit.folder / FAILED).exists():
             raise FederationError((kit.folder / FAILED).read_text())
@@ -105,6 +106,12 @@ def _follow(kit: ServerKit, id: str, record: Record, progress: Progress) -> None
             looked = monotonic()
             told: Any = flwr(kit, "list", LINK, "--run-id", id)
             status = str((told.get("runs") or [{}])[0].get("status", told))
+            if "pending" in status and monotonic() - begin > PENDING:
+                flwr(kit, "stop", id, LINK)
+                raise FederationError(
+                    f"the server has not begun the run in {PENDING:g} s; stop it and start it "
+                    f"again, and see {kit.folder / 'superlink.log'}"
+                )
             if "running" not in status and "starting" not in status and "pending" not in status:
                 sleep(1.0)
                 if record.result() is None and not (kit.folder / FAILED).exists():
