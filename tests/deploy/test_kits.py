@@ -7,15 +7,17 @@ import ssl
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from threading import Thread
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 
 from fedvlm.deploy.keys import Signer, Verifier, certificates
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
-from fedvlm.deploy.processes import knock, tool
+from fedvlm.deploy.processes import Unreachable, knock, tool
+from fedvlm.deploy.site import serve
 from fedvlm.engines.flower_wire import Parcel
 from fedvlm.errors import FederationError, SettingsError
 
@@ -128,7 +130,7 @@ def test_an_expired_certificate_is_refused_with_the_remedy(tmp_path):
 def test_a_certificate_of_another_federation_or_host_is_refused(tmp_path, kits):
     listener = Listener(tmp_path, certificates("127.0.0.1"))
     with listener.door:
-        assert knock(listener.address, tmp_path / "ca.crt")
+        knock(listener.address, tmp_path / "ca.crt")
         with pytest.raises(FederationError, match="made for another federation"):
             knock(listener.address, kits[0] / "ca.crt")
     (tmp_path / "b").mkdir()
@@ -141,7 +143,7 @@ def test_a_certificate_of_another_federation_or_host_is_refused(tmp_path, kits):
 def test_a_server_with_a_name_is_believed_by_flowers_own_processes_beside_it(tmp_path, near):
     listener = Listener(tmp_path, certificates("clinic.example"))
     with listener.door:
-        assert knock(listener.address.replace("127.0.0.1", near), tmp_path / "ca.crt")
+        knock(listener.address.replace("127.0.0.1", near), tmp_path / "ca.crt")
 
 
 def test_plain_http_is_refused(kits):
@@ -150,7 +152,21 @@ def test_plain_http_is_refused(kits):
     with pytest.raises(FederationError, match="does not answer with TLS.*plain HTTP is refused"):
         knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
     server.server_close()
-    assert not knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
+    with pytest.raises(Unreachable, match="nobody answers at 127.0.0.1:.*refused"):
+        knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
+
+
+def test_a_site_waits_for_its_server_and_says_why(kits):
+    kit = replace(read_site(kits[1]), address="nobody.invalid:8443")
+    stop, said = Event(), []
+
+    def say(text):
+        said.append(text)
+        if len(said) == 2:
+            stop.set()
+
+    serve(kit, say, stop)
+    assert "nobody answers at nobody.invalid:8443 (" in said[1] and "trying again" in said[1]
 
 
 def test_commands_of_flower_are_found_wherever_pip_puts_them(tmp_path, monkeypatch):

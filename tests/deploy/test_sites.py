@@ -207,6 +207,17 @@ def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
     assert said[0][0] == "run" and said[1] == ("stop", "17", runs.LINK)
 
 
+def test_a_run_that_the_server_does_not_begin_is_given_up(place, monkeypatch):
+    """As when Flower's own process on the server has ended."""
+    monkeypatch.setattr(runs, "answers", lambda kit: True)
+    monkeypatch.setattr(runs, "LOOK", 0.0)
+    monkeypatch.setattr(runs, "PENDING", 0.0)
+    told = {"run-id": "17", "runs": [{"status": "pending"}]}
+    monkeypatch.setattr(runs, "flwr", lambda kit, *words: told)
+    with pytest.raises(FederationError, match="has not begun the run.*superlink.log"):
+        runs.run(place.kit, place.settings(), place.folder / "run")
+
+
 def test_a_training_is_known_by_what_it_is(place):
     """The same experiment finds its files again; another has files of its own."""
     place.run()

@@ -155,7 +155,11 @@ def connect(kit: ServerKit) -> None:
 def answers(kit: ServerKit) -> bool:
     """Whether the server of this folder is up, on this machine."""
     _, _, port = kit.address.rpartition(":")
-    return knock(f"localhost:{port}", kit.folder / "ca.crt")
+    try:
+        knock(f"localhost:{port}", kit.folder / "ca.crt")
+    except Unreachable:
+        return False
+    return True
 
 
 def _wait(kit: ServerKit, link: Process) -> None:
@@ -169,8 +173,12 @@ def _wait(kit: ServerKit, link: Process) -> None:
     raise FederationError(f"the SuperLink did not come up in {START:g} s:\n{link.tail()}")
 
 
-def knock(address: str, ca: Path) -> bool:
-    """Whether the server is there; that it is, and is not ours, is an error."""
+class Unreachable(FederationError):
+    """Nobody answers there, yet."""
+
+
+def knock(address: str, ca: Path) -> None:
+    """Returns if our server is there; that somebody else is, or nobody, are different errors."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context(cafile=str(ca))
     try:
@@ -178,7 +186,7 @@ def knock(address: str, ca: Path) -> bool:
             socket.create_connection((host, int(port)), 5) as plain,
             context.wrap_socket(plain, server_hostname=host),
         ):
-            return True
+            return
     except ssl.SSLCertVerificationError as error:
         said = error.verify_message
         remedy = (
@@ -197,8 +205,8 @@ def knock(address: str, ca: Path) -> bool:
             f"{address} does not answer with TLS ({error.reason}); is another program listening "
             "there? plain HTTP is refused"
         ) from error
-    except OSError:
-        return False
+    except OSError as error:
+        raise Unreachable(f"nobody answers at {address} ({error})") from error
 
 
 def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:

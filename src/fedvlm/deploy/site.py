@@ -19,7 +19,7 @@ from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Refused, read_policy
-from fedvlm.deploy.processes import Process, knock, supernode
+from fedvlm.deploy.processes import Process, Unreachable, knock, supernode
 from fedvlm.deploy.rows import Own, own_rows
 from fedvlm.engines.flower_client import Desk, Training, arrays, unpack
 from fedvlm.engines.flower_wire import Parcel, to_bytes
@@ -192,9 +192,8 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
         door.listen(8)
         door.settimeout(0.5)
         say(f"site {kit.name} is connecting to {kit.address}; stop it with Ctrl-C")
-        while not knock(kit.address, kit.folder / "ca.crt"):
-            if stop.wait(1.0):
-                return
+        if not _reach(kit, say, stop):
+            return
         node = _node(kit, bin, place)
         try:
             while not stop.is_set():
@@ -212,6 +211,20 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
                         say(f"a request was given up before it was answered ({error})")
         finally:
             node.stop()
+
+
+def _reach(kit: SiteKit, say: Say, stop: Event) -> bool:
+    """Waits for the server as long as it takes, and says why it is not reached."""
+    said = ""
+    while not stop.is_set():
+        try:
+            knock(kit.address, kit.folder / "ca.crt")
+            return True
+        except Unreachable as error:
+            if said != (said := str(error)):
+                say(f"{said}; trying again every second")
+        stop.wait(1.0)
+    return False
 
 
 def _node(kit: SiteKit, bin: Path, place: str) -> Process:
