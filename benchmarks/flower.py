@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -66,7 +67,7 @@ def kits(folder: Path):
     init(folder / "fed", SITES, "127.0.0.1", free_port(), deadline=120.0)
     for name in SITES:
         kit = read_site(folder / "fed" / f"site-{name}")
-        keep_site(kit, {"encoder": f"store:{rows(folder, name)}"})
+        keep_site(replace(kit, encoder=f"store:{rows(folder, name)}"))
     return read_server(folder / "fed" / "server")
 
 

@@ -57,7 +57,7 @@ class Place:
         return self.folder / "kits" / f"site-{name}"
 
     def give(self, name, path):
-        keep_site(read_site(self.site(name)), {"encoder": f"store:{path}"})
+        keep_site(replace(read_site(self.site(name)), encoder=f"store:{path}"))
 
     def rules(self, **values):
         self.kit = replace(self.kit, **values)

@@ -177,7 +177,7 @@ def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, m
     for name, data in papers.items():
         (folder / name).write_bytes(data)
     (site / "ca.crt").write_bytes(papers["ca.crt"])
-    keep_site(replace(read_site(site), address=address), {})
+    keep_site(replace(read_site(site), address=address))
     kit = replace(read_server(folder), address=address)
     with pytest.raises(FederationError, match="expired.*make new kits"):
         processes.superlink(kit)

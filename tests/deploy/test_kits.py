@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedvlm.deploy.keys import Signer, Verifier, certificates
-from fedvlm.deploy.kits import init, keep_site, read_server, read_site
+from fedvlm.deploy.kits import init, keep_site, read_server, read_site, told_site
 from fedvlm.deploy.processes import Unreachable, knock, tool
 from fedvlm.deploy.site import serve
 from fedvlm.engines.flower_wire import Parcel
@@ -50,7 +50,9 @@ def test_kits_are_read_as_they_were_written(kits):
     assert server.sites == ("a", "b", "clinic 3") and server.address == "127.0.0.1:8443"
     site = read_site(kits[3])
     assert (site.name, site.address) == ("clinic 3", server.address)
-    kept = keep_site(site, {"data": str(kits[0]), "encoder": "demo", "source": {"layout": "class"}})
+    told = {"data": str(kits[0]), "encoder": "demo", "source": {"layout": "class"}}
+    kept = told_site(site, told)
+    keep_site(kept)
     assert read_site(kits[3]) == kept and kept.source == {"layout": "class"}
 
 
@@ -185,8 +187,11 @@ def test_a_certificate_lasts_a_year():
     assert timedelta(days=364) < left < timedelta(days=366)
 
 
-def test_a_clients_process_imports_no_torch():
-    code = "import sys, fedvlm.deploy.courier as c; c.client_app(); print('torch' in sys.modules)"
+def test_processes_of_flower_at_a_site_import_no_torch():
+    code = (
+        "import sys, fedvlm.deploy.node, fedvlm.deploy.courier as c; c.client_app(); "
+        "print('torch' in sys.modules)"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
     )

@@ -71,7 +71,7 @@ def site(
     with progress() as told:
         for note in prepare(kit, told):
             typer.echo(note, err=True)
-    keep_site(kit, {})  # now that it has worked
+    keep_site(kit)  # now that it has worked
     try:
         serve(kit, lambda text: typer.echo(text))
     except KeyboardInterrupt:

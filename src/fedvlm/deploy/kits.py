@@ -84,12 +84,10 @@ def told_site(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
     return replace(kit, **given)
 
 
-def keep_site(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
-    """The same, and a site.toml that says it, too."""
-    kit = told_site(kit, given)
+def keep_site(kit: SiteKit) -> None:
+    """Writes what a kit says into its site.toml."""
     values = {one.name: getattr(kit, one.name) for one in fields(kit) if one.name != "folder"}
     write(kit.folder / "site.toml", toml({k: v for k, v in values.items() if v}).encode())
-    return kit
 
 
 def _read(kind: Any, folder: Path, file: str, values: Mapping[str, Any]) -> Any:

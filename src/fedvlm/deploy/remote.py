@@ -82,8 +82,9 @@ class Remote(Flower):
         self.missing = {id: self.absent.get(id, "it is not connected") for id in sorted(late)}
         self.missing |= {f"node {node}": why for node, why in self.strangers.items()}
         self._count(self.kit.sites, self.nodes, 0)
-        for name in sorted(self.nodes):
-            if why := self._differs(name):
+        first, *others = sorted(self.nodes)
+        for name in others:
+            if why := self._differs(first, name):
                 raise FederationError(why)
 
     def join(self, patience: float) -> None:
@@ -121,9 +122,8 @@ class Remote(Flower):
         )
         self.members[name] = Member(name, name, *counts)
 
-    def _differs(self, name: str) -> str | None:
-        """How a site differs from the first: one encoder, one list of classes, one first state."""
-        first = min(self.nodes)
+    def _differs(self, first: str, name: str) -> str | None:
+        """How a site differs from another: one encoder, one list of classes, one first state."""
         one, other = self.sites[first], self.sites[name]
         for key in ("encoder", "classes", "dim"):
             mine, theirs = one.about[key], other.about[key]
@@ -147,7 +147,7 @@ class Remote(Flower):
         if any(task.id not in there for task in tasks):
             self.join(self.kit.deadline)
         for name in self.nodes.keys() - there:
-            if why := self._differs(name):
+            if why := self._differs(min(there), name):
                 self._turn_away(self.nodes.pop(name), name, why)
         return super().round(number, tasks)
 
