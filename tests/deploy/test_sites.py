@@ -41,6 +41,21 @@ def test_sites_with_their_own_rows_give_what_one_process_gives(place):
     assert own.predict(place.rows.x[:9]) == wanted.predict(place.rows.x[:9])
 
 
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        {"protocol": "leave-one-domain-out"},
+        {"protocol": "cross-device", "counts": [2], "unseen": 1},
+        {"protocol": "source-target", "target": "photo"},
+    ],
+    ids=lambda one: one["protocol"],
+)
+@pytest.mark.parametrize("selection", ["last", "validation"])
+def test_every_protocol_gives_what_one_process_gives(place, protocol, selection):
+    settings = place.settings(selection=selection, **protocol)
+    assert place.run(settings).tables == place.alone(settings).tables
+
+
 def test_the_channel_is_applied_at_the_sites(place):
     settings = place.settings(channel={"clip": 0.01, "quantise": True})
     deployed, alone = place.run(settings), place.alone(settings)
