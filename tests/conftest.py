@@ -1,7 +1,9 @@
 """What many tests stand on: a small federation in memory, and a cache of their own."""
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,3 +56,17 @@ def rows() -> Embedded:
 @pytest.fixture
 def rows_like() -> Callable[..., Embedded]:
     return make_rows
+
+
+def run_files(folder: Path) -> tuple[list[dict], dict[str, bytes], dict]:
+    """What a run says, without the times."""
+    lines = [json.loads(text) for text in (folder / "rounds.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["seconds"]
+    jobs = {path.name: path.read_bytes() for path in sorted((folder / "jobs").iterdir())}
+    return lines, jobs, json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture
+def files() -> Callable[[Path], tuple]:
+    return run_files

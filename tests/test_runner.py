@@ -1,13 +1,6 @@
-"""A run from settings to tables: repeatable, resumable after any kill, and refusing bad input."""
+"""A run from settings to tables: repeatable, on record, and refusing bad input."""
 
-import errno
-import json
-import os
-import random
-import subprocess
-import sys
 from dataclasses import replace
-from time import sleep
 
 import numpy as np
 import pytest
@@ -16,7 +9,6 @@ import torch
 import fedvlm
 from fedvlm import jobs
 from fedvlm.core import make
-from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.record import read_tensors
 from fedvlm.report.tables import compare
@@ -24,16 +16,7 @@ from fedvlm.report.tables import compare
 QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
 
 
-def files(folder):
-    """What a run says, without the times."""
-    lines = [json.loads(text) for text in (folder / "rounds.jsonl").read_text().splitlines()]
-    for line in lines:
-        del line["seconds"]
-    jobs = {path.name: path.read_bytes() for path in sorted((folder / "jobs").iterdir())}
-    return lines, jobs, json.loads((folder / "result.json").read_text())
-
-
-def test_a_run_gives_g_p_c_and_the_same_files_every_time(rows, tmp_path):
+def test_a_run_gives_g_p_c_and_the_same_files_every_time(rows, files, tmp_path):
     first = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", seeds=[0, 1])
     again = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "b", seeds=[0, 1], workers=2)
     assert files(first.folder) == files(again.folder)
@@ -81,7 +64,7 @@ def test_the_manifest_says_where_the_numbers_come_from(rows, tmp_path):
     assert told["clients"]["art"] == {"train": 48, "validation": 16, "test": 16}
 
 
-def test_a_finished_run_is_not_run_again_unless_asked(rows, tmp_path, monkeypatch):
+def test_a_finished_run_is_not_run_again_unless_asked(rows, files, tmp_path, monkeypatch):
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     before = files(tmp_path / "a")
     calls = []
@@ -111,69 +94,6 @@ def test_another_runs_directory_is_refused(rows, rows_like, tmp_path):
         SettingsError, match="its rows is 'toy-240-16-0', here it is 'toy-240-32-0'"
     ):
         fedvlm.run(QUICK, embedded=rows_like(dim=32), out=tmp_path / "a")
-
-
-SCRIPT = """
-import sys
-from fedvlm import jobs, runner
-jobs.EVERY = 0.05
-folder, store = sys.argv[1:]
-settings = dict(seeds=[0, 1], encoder=f"store:{store}", selection="validation", fraction=0.7)
-runner.run(dict(name="fedot", rounds=60, rate=1e-3), out=folder, **settings)
-"""
-
-
-def test_kill_and_resume_give_the_same_bits(rows_like, tmp_path):
-    store = save_store(tmp_path / "rows.safetensors", rows_like(dim=64))
-    command = [sys.executable, "-c", SCRIPT]
-    subprocess.run([*command, tmp_path / "whole", store], check=True)
-    moments = random.Random(5)
-    killed = 0
-    for _ in range(5):
-        process = subprocess.Popen([*command, tmp_path / "torn", store])
-        manifest = tmp_path / "torn" / "manifest.json"
-        while not manifest.exists() and process.poll() is None:
-            sleep(0.01)
-        sleep(moments.uniform(0, 1.5))
-        process.kill()
-        killed += process.wait() == -9
-    assert killed >= 2, "the run was over before it could be killed"
-    result = fedvlm.resume(tmp_path / "torn")
-    assert files(result.folder) == files(tmp_path / "whole")
-    leftovers = [
-        path.name for path in (tmp_path / "torn").rglob("*") if path.suffix == ".checkpoint"
-    ]
-    assert leftovers == []
-
-
-def test_resume_of_rows_in_memory_says_what_to_do(rows, tmp_path):
-    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
-    (tmp_path / "a" / "result.json").unlink()
-    with pytest.raises(SettingsError, match="took its rows from memory; call fedvlm.run again"):
-        fedvlm.resume(tmp_path / "a")
-
-
-def test_resume_of_nothing_is_refused(tmp_path):
-    with pytest.raises(DataError, match="is .* a run directory"):
-        fedvlm.resume(tmp_path / "nothing")
-
-
-def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "EVERY", 0.0)
-
-    def stop(*all):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(jobs, "finish", stop)
-    with pytest.raises(KeyboardInterrupt):
-        fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
-    monkeypatch.undo()
-    path = next((tmp_path / "a" / "jobs").glob("*.checkpoint"))
-    body = bytearray(path.read_bytes())
-    body[-5] ^= 1
-    path.write_bytes(body)
-    with pytest.raises(DataError, match="checkpoint is damaged"):
-        fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
 
 
 def test_a_personalised_classifier_survives_saving(rows, tmp_path):
@@ -323,24 +243,3 @@ def test_cross_device_gives_a_column_for_every_count(rows, tmp_path):
     ]
     assert [len(job["scores"]) for job in result.jobs().values()] == [5, 8, 12]
     assert "unseen, n=8" in result.table()
-
-
-def test_a_disk_that_fills_up_in_mid_run_is_said_and_the_run_goes_on_later(
-    rows, tmp_path, monkeypatch
-):
-    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "whole")
-    left = [3]
-
-    def filling(handle, sync=os.fsync):
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(handle)
-
-    with monkeypatch.context() as full:
-        full.setattr(os, "fsync", filling)
-        with pytest.raises(DataError, match="the disk is full at .* free some space and resume"):
-            fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
-    assert not (tmp_path / "a" / "result.json").exists()
-    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
-    assert files(tmp_path / "a") == files(tmp_path / "whole")
