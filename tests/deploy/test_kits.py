@@ -14,12 +14,14 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
+from fedvlm.cli import main
 from fedvlm.deploy.keys import Signer, Verifier, certificates
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site, told_site
 from fedvlm.deploy.processes import Unreachable, knock, tool
 from fedvlm.deploy.site import serve
 from fedvlm.engines.flower_wire import Parcel
 from fedvlm.errors import FederationError, SettingsError
+from fedvlm.files import alone
 
 SECRETS = ("key", "signing.key", "server.key")
 
@@ -68,6 +70,31 @@ def test_kits_are_never_overwritten(kits):
 def test_site_names_that_make_no_folder_are_refused(tmp_path, sites, said):
     with pytest.raises(SettingsError, match=said):
         init(tmp_path / "x", sites, "127.0.0.1", 8443)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "said"),
+    [
+        ("my server", 8443, "host = 'my server'"),
+        ("https://server", 8443, "host = 'https://server'"),
+        ("::1", 8443, "host = '::1'"),
+        ("server", 99999, "port = 99999"),
+    ],
+)
+def test_an_address_that_cannot_be_one_is_refused_and_nothing_is_written(
+    tmp_path, host, port, said
+):
+    with pytest.raises(SettingsError, match=said):
+        init(tmp_path / "x", ["a"], host, port)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_server_is_started_once(kits, monkeypatch, capsys):
+    monkeypatch.setattr("fedvlm.cli.deploy._stop_gently", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["fedvlm", "deploy", "server", str(kits[0])])
+    with alone(kits[0] / ".lock", ""), pytest.raises(SystemExit):
+        main()
+    assert "is already running" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

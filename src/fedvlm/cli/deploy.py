@@ -36,18 +36,21 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.processes import superlink
     from fedvlm.errors import FederationError
+    from fedvlm.files import alone
 
     _stop_gently()
     kit = read_server(folder)
-    link = superlink(kit)
-    typer.echo(f"the server is up at {kit.address} for {', '.join(kit.sites)}; stop it with Ctrl-C")
-    try:
-        link.child.wait()
-        raise FederationError(f"the SuperLink ended:\n{link.tail()}")
-    except KeyboardInterrupt:
-        typer.echo("the server is stopped", err=True)
-    finally:
-        link.stop()
+    with alone(folder / ".lock", f"the server of {folder} is already running"):
+        link = superlink(kit)
+        names = ", ".join(kit.sites)
+        typer.echo(f"the server is up at {kit.address} for {names}; stop it with Ctrl-C")
+        try:
+            link.child.wait()
+            raise FederationError(f"the SuperLink ended:\n{link.tail()}")
+        except KeyboardInterrupt:
+            typer.echo("the server is stopped", err=True)
+        finally:
+            link.stop()
 
 
 @deploy_app.command()

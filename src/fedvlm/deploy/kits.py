@@ -17,6 +17,7 @@ from fedvlm.files import write
 from fedvlm.settings import read_toml
 
 NAME = re.compile(r"\w[\w .-]{0,62}")
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ def _read(kind: Any, folder: Path, file: str, values: Mapping[str, Any]) -> Any:
 def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
     """Writes the server's folder and a kit per site; no secret is in two of them."""
     _check(folder, sites)
+    if not HOST.fullmatch(host) or not 0 < port < 65536:
+        raise SettingsError(
+            f"host = {host!r} and port = {port} are no address; name the server as the sites reach "
+            "it, as clinic.example or 192.0.2.7, and a port up to 65535"
+        )
     address = f"{host}:{port}"
     signing, server_pub = key_pair()
     papers = certificates(host)
