@@ -32,7 +32,7 @@ from fedvlm.deploy.processes import (
     superlink,
     tool,
 )
-from fedvlm.deploy.runs import processes, run, start_site
+from fedvlm.deploy.runs import APP, processes, run, start_site
 from fedvlm.deploy.server import Run
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower_local import local_grid
@@ -96,22 +96,9 @@ def added(folder: Path, rounds: int = 20) -> None:
 
 
 BARE = {
-    "pyproject.toml": """\
-[project]
-name = "bare"
-version = "1.0.0"
-description = "the least a Flower app can be"
-license = "Apache-2.0"
-dependencies = []
-[tool.flwr.app]
-publisher = "bench"
-[tool.flwr.app.components]
-serverapp = "bare.server:app"
-clientapp = "bare.client:app"
-[tool.flwr.app.config]
-out = ""
-rounds = 3
-""",
+    "pyproject.toml": APP["pyproject.toml"]
+    .replace("fedvlm_app", "bare")
+    .replace('request = ""', 'out = ""\nrounds = 3'),
     "bare/__init__.py": "",
     "bare/server.py": """\
 import json, time

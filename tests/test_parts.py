@@ -143,3 +143,8 @@ def test_a_loss_may_return_new_memory_which_is_kept_and_not_trained():
             "client-1": 18,
             "client-2": 140,
         }
+
+
+def test_no_difference_is_small_where_a_number_is_missing():
+    one = {"a": torch.ones(3), "b": torch.ones(3)}
+    assert tensors.difference(one, {**one, "b": torch.tensor([1.0, torch.nan, 1.0])}) == torch.inf

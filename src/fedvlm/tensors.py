@@ -1,6 +1,7 @@
 """Small operations over flat dicts of tensors."""
 
 from collections.abc import Sequence
+from math import inf, isnan
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ def difference(a: Tensors, b: Tensors) -> float:
 
     sizes = {key: max(largest(a[key]), largest(b[key])) for key in a}
     least = max(1e-2 * max(sizes.values(), default=0.0), 1e-30)
-    gaps = (
+    gaps = [
         largest(a[key].double() - b[key].double()) / max(size, least) for key, size in sizes.items()
-    )
-    return max(gaps, default=0.0)
+    ]
+    return inf if any(isnan(gap) for gap in gaps) else max(gaps, default=0.0)

@@ -103,7 +103,7 @@ class Federation:
         self.place, self.data, self.running = place, data, running
         rules = {"quorum": 0.6, "deadline": 240.0, "wait": 240.0}
         self.kit = stage(self.settings({"name": "fedot"}), place, lambda *words: None, **rules)
-        self.link = self.start_link()
+        self.start_link()
         begin = monotonic()
         self.sites = {name: self.start(name) for name in NAMES}
         for name in NAMES:
@@ -120,7 +120,6 @@ class Federation:
     def start_link(self):
         self.link = superlink(self.kit)
         self.running.append(self.link)
-        return self.link
 
     def start(self, name):
         self.running.append(start_site(self.site(name)))
