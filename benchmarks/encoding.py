@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fedvlm.data.table import Dataset
-from fedvlm.encoders.cache import use
-from fedvlm.encoders.embed import BATCH, embed
+from fedvlm.encoders.cache.embed import BATCH, embed
+from fedvlm.encoders.cache.folder import use
 from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import EncoderError
 

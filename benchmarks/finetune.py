@@ -21,17 +21,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedvlm import room
 from fedvlm.core import Frozen, make
+from fedvlm.encoders.cache.stream import stream
 from fedvlm.encoders.preprocess import Pixels
-from fedvlm.encoders.stream import stream
-from fedvlm.encoders.tower import ImageTower
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.rounds import Plan, start, train
-from fedvlm.engines.work import World
-from fedvlm.record import pack, write_tensors
-from fedvlm.settings import Settings
-from fedvlm.testing import Part
+from fedvlm.engines.client import Part, World
+from fedvlm.engines.loop import start, train
+from fedvlm.engines.state import Plan
+from fedvlm.maths.towers import ImageTower
+from fedvlm.record import pack
+from fedvlm.runner import memory as room
+from fedvlm.runner.settings import Settings
+from fedvlm.storage.sealed import write_tensors
 
 METHODS = ("fedavg-tower", "moon-tower", "fedavg-tower blocks=2", "lora", "vpt")
 CLASSES, HELD = 7, 2

@@ -20,9 +20,7 @@ from time import perf_counter, sleep
 import numpy as np
 import torch
 
-from fedvlm.deploy.kits import init, keep_site, read_server, read_site, toml
-from fedvlm.deploy.node import NOTE
-from fedvlm.deploy.processes import (
+from fedvlm.deploy.flower.processes import (
     LINK,
     Process,
     environment,
@@ -32,15 +30,17 @@ from fedvlm.deploy.processes import (
     superlink,
     tool,
 )
+from fedvlm.deploy.flower.supernode import NOTE
+from fedvlm.deploy.kits import init, keep_site, read_server, read_site, toml
 from fedvlm.deploy.runs import APP, processes, run, start_site
 from fedvlm.deploy.server import Run
 from fedvlm.deploy.site import Site
-from fedvlm.engines.flower_local import local_grid
+from fedvlm.engines.client import Task
+from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.single import one
-from fedvlm.engines.work import Task
-from fedvlm.files import write
 from fedvlm.record import Record
-from fedvlm.settings import build
+from fedvlm.runner.settings import build
+from fedvlm.storage.files import write
 
 CLASSES, DIM, ROWS, SITES = 65, 512, 200, ["a", "b", "c"]
 
@@ -201,7 +201,7 @@ def main() -> None:
             place, given.rounds, [tool("flower-supernode")]
         ),
         "bare app on our SuperNode": lambda place: bare(
-            place, given.rounds, [sys.executable, "-m", "fedvlm.deploy.node"]
+            place, given.rounds, [sys.executable, "-m", "fedvlm.deploy.flower.supernode"]
         ),
         "fedvlm": lambda place: ours(place, given.rounds),
     }

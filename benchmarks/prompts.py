@@ -23,12 +23,13 @@ from transport import scaling
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, make
-from fedvlm.encoders.mapped import opened
+from fedvlm.encoders.cache.mapped import opened
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.rounds import Plan, start, train
-from fedvlm.engines.work import World
+from fedvlm.engines.client import Part, World
+from fedvlm.engines.loop import start, train
+from fedvlm.engines.state import Plan
 from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower
-from fedvlm.testing import Part, bare
+from fedvlm.testing import bare
 
 WIDTH, LAYERS, LENGTH, PATCHES, BATCH = 512, 12, 77, 196, 32
 

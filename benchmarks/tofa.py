@@ -15,9 +15,10 @@ from federation import Memory, made
 from fedvlm import tensors
 from fedvlm.core import make
 from fedvlm.data.federation import Member
-from fedvlm.engines.rounds import Plan, finish, open_engine, start, train
-from fedvlm.engines.work import World
-from fedvlm.runner import frozen
+from fedvlm.engines.client import World
+from fedvlm.engines.loop import finish, open_engine, start, train
+from fedvlm.engines.state import Plan
+from fedvlm.runner.run import frozen
 
 CLASSES, ROWS, TESTED = 100, 160, 40
 

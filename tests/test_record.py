@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from fedvlm import record
-from fedvlm.engines.rounds import State
+from fedvlm.engines.state import State
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.files import write
-from fedvlm.record import Record, pack, read_tensors, unpack, write_tensors
+from fedvlm.record import Record, pack, unpack
+from fedvlm.storage.files import write
+from fedvlm.storage.sealed import read_tensors, write_tensors
 
 TENSORS = {"head": torch.arange(12.0).reshape(3, 4), "count": torch.tensor(3)}
 

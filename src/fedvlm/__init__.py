@@ -4,21 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedvlm.classifier.join import join
+    from fedvlm.classifier.personalised import Personalised
     from fedvlm.core import make, methods, register
-    from fedvlm.joining import join
-    from fedvlm.result import Personalised, Result
-    from fedvlm.runner import resume, run
+    from fedvlm.result import Result, resume, run
 
 __version__ = "0.1.0"
 __all__ = ["Personalised", "Result", "join", "make", "methods", "register", "resume", "run"]
 
 # Looked up when first used, so that `fedvlm --help` does not wait for torch.
 _HOMES = {
-    "join": "joining",
-    "Personalised": "result",
+    "join": "classifier.join",
+    "Personalised": "classifier.personalised",
     "Result": "result",
-    "resume": "runner",
-    "run": "runner",
+    "resume": "result",
+    "run": "result",
 }
 
 

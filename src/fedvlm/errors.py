@@ -1,6 +1,6 @@
 """The errors a person may cause, each saying what is wrong, the value, and the remedy."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -30,3 +30,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> SettingsError:
     near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return SettingsError(f"no {kind} is called {name!r}; {hint}there is: {', '.join(names)}")
+
+
+def listing(names: Sequence[str], most: int = 12) -> str:
+    """Names in a message, cut where nobody reads on."""
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -3,56 +3,22 @@
 import json
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-import fedvlm
-from fedvlm.channel.wire import Damaged, opened, seal
 from fedvlm.core import Tensors
-from fedvlm.engines.rounds import State
-from fedvlm.errors import DataError, SettingsError
-from fedvlm.files import alone, disk, write
-
-
-def write_json(path: Path, value: Any) -> None:
-    write(path, json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n")
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise DataError(f"there is no {path}; is {path.parent} a run directory?") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path} is damaged ({error}); delete it, or the run, and run again"
-        ) from error
-
-
-def write_tensors(path: Path, tensors: Tensors, about: Mapping[str, Any]) -> None:
-    write(path, seal(tensors, about))
-
-
-def read_tensors(path: Path) -> tuple[Tensors, Any]:
-    """The tensors and what was said about them; a single flipped bit is refused."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            note = (file.metadata() or {})["fedvlm"]
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise DataError(f"there is no {path}") from error
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path} is not a whole safetensors file ({error}); delete it") from error
-    try:
-        return tensors, opened(note, tensors)
-    except Damaged as error:
-        raise DataError(f"{path} is damaged: {error}; delete it and resume") from error
+from fedvlm.engines.state import State
+from fedvlm.errors import SettingsError
+from fedvlm.evaluate.scores import Table
+from fedvlm.storage.files import alone, disk, slug, write
+from fedvlm.storage.sealed import read_json, read_tensors, write_json
 
 
 def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
@@ -99,6 +65,9 @@ def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
         group("best_local") if chosen else None,
         group("channel"),
     )
+
+
+DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 
 
 class Record:
@@ -191,12 +160,78 @@ class Record:
         path = self.folder / "result.json"
         return read_json(path) if path.exists() else None
 
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        return dict(read_json(self.folder / "manifest.json"))
+
+    @cached_property
+    def descriptions(self) -> Tensor | None:
+        """(classes, texts, dim) of the sentences that all clients had, if there were any."""
+        path = self.folder / DESCRIPTIONS
+        return read_tensors(path)[0]["common"] if path.exists() else None
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """One table per seed, in the order of the seeds."""
+        return list(read_json(self.folder / "result.json")["tables"])
+
+    @property
+    def traffic(self) -> tuple[int, float]:
+        """Exchanges of a client with the server, and the bytes both ways over all of them.
+
+        The most of any client, and the mean over clients and jobs. A round's download is what it
+        starts from, so the last download stands for the first, which everyone has by `init`.
+        """
+        moved: dict[tuple[str, str], list[int]] = {}
+        for line in self.lines():
+            for id, one in line["clients"].items():
+                if size := one["bytes_up"] + one["bytes_down"]:
+                    moved.setdefault((line["job"], id), []).append(size)
+        totals = [sum(sizes) for sizes in moved.values()]
+        most = max(map(len, moved.values()), default=0)
+        return most, sum(totals) / len(totals) if totals else 0.0
+
+    def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
+        """Scores and map diagnostics of every training of one seed (the first one if none)."""
+        return {
+            job: dict(read_json(self.path_of(job, seed, "json"))) for job in self.manifest["jobs"]
+        }
+
+    def outcome(self, job: str, seed: int | None = None) -> tuple[Tensors, dict[str, Tensors]]:
+        """What a job ended with: the shared tensors, and the local ones of each client."""
+        tensors, about = read_tensors(self.path_of(job, seed, "safetensors"))
+
+        def group(name: str) -> Tensors:
+            return {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
+
+        local = {id: group(f"local/{number}/") for number, id in enumerate(about["train"])}
+        return group("shared/"), local
+
+    def local(self, job: str | None = None, seed: int | None = None) -> dict[str, Tensors]:
+        """What each client that trained in a job (the first one if none) keeps at home."""
+        tensors, about = read_tensors(
+            self.path_of(job or self.manifest["jobs"][0], seed, "safetensors")
+        )
+        out: dict[str, Tensors] = {id: {} for id in about["train"]}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition("/")
+            if kind == "local":
+                number, _, key = rest.partition("/")
+                out[about["train"][int(number)]][key] = value
+        return out
+
+    def path_of(self, job: str, seed: int | None, ending: str) -> Path:
+        seeds: Sequence[int] = self.manifest["identity"]["seeds"]
+        if seed is not None and seed not in seeds:
+            raise SettingsError(f"the run has no seed {seed}; it has {list(seeds)}")
+        return self.folder / "jobs" / f"{seeds[0] if seed is None else seed}-{slug(job)}.{ending}"
+
 
 def provenance() -> dict[str, Any]:
     """When a run was started, and by which versions of this code and of what it stands on."""
     return {
         "versions": {
-            "fedvlm": fedvlm.__version__,
+            "fedvlm": version("fedvlm"),
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "numpy", "transformers")},
         },

@@ -6,7 +6,7 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
-from fedvlm.core import Tensors
+Tensors = dict[str, Tensor]
 
 
 def stack(many: Sequence[Tensors]) -> Tensors:

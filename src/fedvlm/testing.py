@@ -11,14 +11,16 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Tensors, register
-from fedvlm.encoders.tower import ImageTower
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.claims import sum_gap
-from fedvlm.engines.rounds import Outcome, Plan, State, finish, start, train
+from fedvlm.engines.client import Part, World, client
+from fedvlm.engines.loop import Outcome, finish, start, train
 from fedvlm.engines.single import Single
-from fedvlm.engines.work import Part, World, client
+from fedvlm.engines.state import Plan, State
 from fedvlm.maths.prompts import Affine, Layer, TextTower
-from fedvlm.record import pack, read_tensors, unpack, write_tensors
+from fedvlm.maths.towers import ImageTower
+from fedvlm.record import pack, unpack
+from fedvlm.storage.sealed import read_tensors, write_tensors
 
 CLOSE = 1e-5  # relative, between engines
 
@@ -201,7 +203,7 @@ def check_order(world: World, reference: Outcome) -> None:
 
 def check_padding(world: World) -> None:
     """What lies in padded rows, and how many there are, is nobody's business."""
-    from fedvlm.engines.work import pad
+    from fedvlm.engines.client import pad
 
     method, frozen = world.method, world.frozen
     shared, local = method.init(frozen)

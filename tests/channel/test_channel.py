@@ -10,19 +10,21 @@ import torch
 from fedvlm import parts, seeds, tensors
 from fedvlm.channel import Channel, secure
 from fedvlm.channel.clip import add_noise, change, clip, norm
-from fedvlm.channel.passage import arrive, leave, spend
 from fedvlm.channel.quantise import LOSS, dequantise, quantise
 from fedvlm.channel.settings import fits, sums
+from fedvlm.channel.uploads import arrive, leave, spend
 from fedvlm.channel.validate import longest
 from fedvlm.core import make, methods
 from fedvlm.engines.claims import sum_gap
-from fedvlm.engines.rounds import Plan, start, train
+from fedvlm.engines.loop import start, train
 from fedvlm.engines.single import Single
+from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError, SettingsError
+from fedvlm.maths.accounting import epsilon
 from fedvlm.methods.fedavg import FedAvg
-from fedvlm.privacy import epsilon
-from fedvlm.record import pack, read_tensors, unpack, write_tensors
-from fedvlm.settings import build
+from fedvlm.record import pack, unpack
+from fedvlm.runner.settings import build
+from fedvlm.storage.sealed import read_tensors, write_tensors
 from fedvlm.testing import toy_world
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fedvlm.channel import Channel
-from fedvlm.channel.passage import arrive
 from fedvlm.channel.quantise import quantise
+from fedvlm.channel.uploads import arrive
 from fedvlm.channel.validate import Inbox, message
-from fedvlm.channel.wire import Damaged, seal, unseal
 from fedvlm.core import make
 from fedvlm.errors import FederationError
+from fedvlm.storage.sealed import Damaged, seal, unseal
 
 WHERE = "method fedavg, client b, round 3"
 SENT = {"head": torch.zeros(4, 6)}

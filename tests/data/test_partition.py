@@ -6,8 +6,9 @@ from PIL import Image
 from test_splits import make_rows
 
 from fedvlm.data.federation import Clients, divide
-from fedvlm.data.partition import count_table, draw
+from fedvlm.data.partition import count_table
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.report.partition import draw
 
 
 def test_the_table_counts_every_row_once():

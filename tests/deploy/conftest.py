@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedvlm.deploy.flower.processes import superlink
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
 from fedvlm.deploy.policy import EXAMPLE
-from fedvlm.deploy.processes import superlink
 from fedvlm.deploy.runs import processes, run, stage, start_site
 from fedvlm.deploy.server import Run, ready
 from fedvlm.deploy.site import Site
-from fedvlm.engines.flower_local import local_grid
+from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
 from fedvlm.record import Record
 from fedvlm.result import Result
-from fedvlm.runner import execute
-from fedvlm.settings import build
+from fedvlm.runner.run import execute
+from fedvlm.runner.settings import build
 
 NAMES = ["art", "photo", "sketch"]
 CLASSES = ["ant", "bee", "cat", "dog"]

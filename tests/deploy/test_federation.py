@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 import pytest
 
 from fedvlm import tensors
-from fedvlm.deploy import processes
+from fedvlm.classifier.personalised import Personalised
+from fedvlm.deploy.flower import processes
 from fedvlm.deploy.keys import certificates, key_pair
 from fedvlm.deploy.kits import keep_site, read_server, read_site
 from fedvlm.deploy.ledger import Ledger
@@ -19,9 +20,8 @@ from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.runs import run, start_site
 from fedvlm.engines.single import Single
 from fedvlm.errors import FederationError
-from fedvlm.record import read_tensors
-from fedvlm.result import Personalised
-from fedvlm.runner import execute
+from fedvlm.runner.run import execute
+from fedvlm.storage.sealed import read_tensors
 
 pytestmark = [pytest.mark.deployed, pytest.mark.timeout(900)]
 NAMES = ["art", "photo", "sketch"]

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from fedvlm.cli import main
+from fedvlm.deploy.flower.processes import Unreachable, knock, tool
 from fedvlm.deploy.keys import Signer, Verifier, certificates
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site, told_site
-from fedvlm.deploy.processes import Unreachable, knock, tool
 from fedvlm.deploy.site import serve
-from fedvlm.engines.flower_wire import Parcel
+from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.files import alone
+from fedvlm.storage.files import alone
 
 SECRETS = ("key", "signing.key", "server.key")
 
@@ -216,7 +216,8 @@ def test_a_certificate_lasts_a_year():
 
 def test_processes_of_flower_at_a_site_import_no_torch():
     code = (
-        "import sys, fedvlm.deploy.node, fedvlm.deploy.courier as c; c.client_app(); "
+        "import sys, fedvlm.deploy.flower.supernode, fedvlm.deploy.flower.client_app as c; "
+        "c.client_app(); "
         "print('torch' in sys.modules)"
     )
     out = subprocess.run(

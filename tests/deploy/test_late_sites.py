@@ -5,7 +5,7 @@ import pytest
 
 from fedvlm.deploy.policy import give_consent
 from fedvlm.deploy.runs import absences
-from fedvlm.engines.flower_local import local_grid
+from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
 from fedvlm.result import Result
 
@@ -74,5 +74,5 @@ def test_a_node_that_is_nobodys_and_never_answers_does_not_hold_a_run_up(place, 
     def waits(seconds):
         raise AssertionError("the server waits for a node that is no site's")
 
-    monkeypatch.setattr("fedvlm.engines.flower_wire.sleep", waits)
+    monkeypatch.setattr("fedvlm.engines.flower.wire.sleep", waits)
     assert all(sorted(line["clients"]) == NAMES for line in place.run(grid=grid).rounds)

@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from fedvlm import tensors
+from fedvlm.classifier.personalised import Personalised
 from fedvlm.deploy import runs
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import EXAMPLE, give_consent
 from fedvlm.deploy.server import REFERENCE, ready
 from fedvlm.deploy.site import Site
-from fedvlm.engines.flower_local import local_grid
-from fedvlm.engines.flower_wire import Parcel, seal
+from fedvlm.engines.flower.local import local_grid
+from fedvlm.engines.flower.wire import Parcel, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
-from fedvlm.record import read_tensors, write_tensors
-from fedvlm.result import Personalised, Result
+from fedvlm.result import Result
+from fedvlm.storage.sealed import read_tensors, write_tensors
 
 NAMES = ["art", "photo", "sketch"]
 METHOD = {"name": "fedot", "rounds": 3, "rate": 1e-3}

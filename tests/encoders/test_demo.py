@@ -14,8 +14,8 @@ from PIL import Image
 from fedvlm.data import open_dataset
 from fedvlm.data.federation import Clients, divide
 from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
+from fedvlm.encoders.cache.embed import embed
 from fedvlm.encoders.demo import demo_directory
-from fedvlm.encoders.embed import embed
 from fedvlm.encoders.preprocess import Pixels
 
 MEGABYTE = 1_000_000

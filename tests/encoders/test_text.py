@@ -11,7 +11,8 @@ from counting import (
     run,
 )
 
-from fedvlm.encoders.text import clean, sentences
+from fedvlm.data.table import clean
+from fedvlm.encoders.text import sentences
 from fedvlm.errors import SettingsError
 
 

@@ -8,11 +8,12 @@ from PIL import Image
 from torch.nn.functional import normalize
 
 import fedvlm
-from fedvlm import machine, room
+from fedvlm import machine
 from fedvlm.core import make
 from fedvlm.errors import SettingsError
-from fedvlm.load import load
-from fedvlm.settings import Settings, build
+from fedvlm.runner import memory as room
+from fedvlm.runner.load import load
+from fedvlm.runner.settings import Settings, build
 from fedvlm.testing import toy_world
 
 DOMAINS, CLASSES, ROWS = ("art", "photo", "sketch"), ("cat", "dog"), 10
@@ -72,7 +73,7 @@ def test_a_run_of_two_processes_is_a_run_of_one(model, pictures, tmp_path):
 
 
 def test_a_smoke_run_takes_few_pictures(model, pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedvlm.load.FEW_ROWS", 30)
+    monkeypatch.setattr("fedvlm.runner.load.FEW_ROWS", 30)
     made = fedvlm.run(
         {"name": "lora", **NOW}, **settings_of(model, pictures, smoke=True), out=tmp_path / "run"
     )

@@ -13,7 +13,7 @@ from counting import (
     run,
 )
 
-from fedvlm.encoders import cache
+from fedvlm.encoders.cache import folder as cache
 from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import EncoderError
 

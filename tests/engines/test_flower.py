@@ -12,14 +12,15 @@ import torch
 from fedvlm import tensors
 from fedvlm.channel import Channel
 from fedvlm.core import make, methods
-from fedvlm.engines.flower_client import own_training, unpack
-from fedvlm.engines.flower_local import InProcess
-from fedvlm.engines.flower_wire import Parcel, from_records, seal, to_records, unseal
-from fedvlm.engines.rounds import Plan, finish, start, train
+from fedvlm.engines.flower.client import own_training, unpack
+from fedvlm.engines.flower.local import InProcess
+from fedvlm.engines.flower.wire import Parcel, from_records, seal, to_records, unseal
+from fedvlm.engines.loop import finish, start, train
 from fedvlm.engines.single import Single
+from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError
-from fedvlm.runner import execute
-from fedvlm.settings import build
+from fedvlm.runner.run import execute
+from fedvlm.runner.settings import build
 from fedvlm.testing import check_same, short, toy_world
 
 CLOSE = 1e-6
@@ -88,7 +89,7 @@ def test_a_client_has_its_own_rows_and_no_others():
 @pytest.mark.parametrize("channel", [{}, {"quantise": True}], ids=["plain", "quantised"])
 def test_a_stopped_run_goes_on_to_the_same_tensors(rows, tmp_path, monkeypatch, channel):
     """The server's checkpoint plants what clients have lost: local tensors, left-over rounding."""
-    monkeypatch.setattr("fedvlm.jobs.EVERY", 0.0)
+    monkeypatch.setattr("fedvlm.runner.training.EVERY", 0.0)
     told = {"method": {"name": "fedot", "rounds": 4}, "protocol": "own-test", "engine": "flower"}
     told["channel"] = channel
     whole = execute(build(told), tmp_path / "whole", embedded=rows)
@@ -223,9 +224,9 @@ def test_parcels_keep_types_shapes_and_every_bit():
 
 def test_flower_is_imported_late_and_without_telemetry():
     code = (
-        "import os, sys, fedvlm.runner, fedvlm.engines.flower\n"
+        "import os, sys, fedvlm.runner.run, fedvlm.engines.flower.engine\n"
         "assert 'flwr' not in sys.modules\n"
-        "from fedvlm.engines.flower_wire import flower\n"
+        "from fedvlm.engines.flower.wire import flower\n"
         "flower()\n"
         "from flwr.supercore import telemetry\n"
         "print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ['FLWR_DISABLE_UPDATE_CHECK'])\n"
@@ -233,7 +234,7 @@ def test_flower_is_imported_late_and_without_telemetry():
     env = {key: value for key, value in os.environ.items() if not key.startswith("FLWR")}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert out.stdout == "0 1\n", out.stderr
-    late = "import flwr.app\nfrom fedvlm.engines.flower_wire import flower\nflower()\n"
+    late = "import flwr.app\nfrom fedvlm.engines.flower.wire import flower\nflower()\n"
     out = subprocess.run([sys.executable, "-c", late], env=env, capture_output=True, text=True)
     assert "set FLWR_TELEMETRY_ENABLED=0 before importing flwr" in out.stderr
 

@@ -10,11 +10,11 @@ from torch.func import grad, vmap
 
 from fedvlm import parts
 from fedvlm.core import make
-from fedvlm.engines.work import client
+from fedvlm.engines.client import client
 from fedvlm.errors import SettingsError
+from fedvlm.maths.accounting import epsilon
 from fedvlm.maths.private import blurred, carried, clipped_sum, factors
 from fedvlm.methods.dp_fpl import row_gradients
-from fedvlm.privacy import epsilon
 from fedvlm.testing import learn, toy_world
 
 

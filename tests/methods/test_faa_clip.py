@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, tensors
 from fedvlm.core import Batch, Client, Frozen, make
-from fedvlm.engines.work import client
+from fedvlm.engines.client import client
 from fedvlm.errors import SettingsError
 from fedvlm.maths.layers import through
 from fedvlm.maths.reversal import reverse

@@ -6,7 +6,7 @@ from fedot_world import frozen, one_by_one, pick, stacked, unit
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, make
-from fedvlm.engines.work import pad
+from fedvlm.engines.client import pad
 from fedvlm.maths import cayley
 from fedvlm.testing import bare
 

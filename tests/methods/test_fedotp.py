@@ -9,8 +9,9 @@ from torch.func import grad
 import fedvlm
 from fedvlm import tensors
 from fedvlm.core import make
-from fedvlm.engines.rounds import Plan, participants, start, train
+from fedvlm.engines.loop import participants, start, train
 from fedvlm.engines.single import Single
+from fedvlm.engines.state import Plan
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.maths.transport import plan
 from fedvlm.testing import check_method, learn, toy_text_tower, toy_world

@@ -8,13 +8,14 @@ import torch
 from fedvlm import tensors
 from fedvlm.core import make
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.rounds import Plan, start, train
+from fedvlm.engines.client import client
+from fedvlm.engines.loop import start, train
 from fedvlm.engines.single import Single
-from fedvlm.engines.work import client
+from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths.gaussian import pack
+from fedvlm.methods._prompt import class_features
 from fedvlm.methods.fens import HOLDS, NETWORK
-from fedvlm.methods.promptfl import class_features
 from fedvlm.testing import check_same, learn, toy_world
 
 VECTORS, WIDTH, CLASSES, DIM = 4, 8, 4, 16  # of the toy world

@@ -7,7 +7,7 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import make
-from fedvlm.engines.work import client
+from fedvlm.engines.client import client
 from fedvlm.methods import cocoop
 from fedvlm.testing import check_method, check_same, learn, toy_text_tower, toy_world
 

@@ -7,7 +7,7 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, make
-from fedvlm.engines.work import client
+from fedvlm.engines.client import client
 from fedvlm.errors import FedVLMError
 from fedvlm.maths import gaussian
 from fedvlm.testing import bare, check_method, check_same, learn, toy_world

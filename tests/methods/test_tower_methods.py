@@ -8,11 +8,12 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, tensors
 from fedvlm.core import Frozen, make
-from fedvlm.encoders.tower import ImageTower
-from fedvlm.engines.rounds import Plan, start, train
+from fedvlm.engines.client import client
+from fedvlm.engines.loop import start, train
 from fedvlm.engines.single import Single
-from fedvlm.engines.work import client
+from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
+from fedvlm.maths.towers import ImageTower
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.methods.moon_tower import moved, restored
 from fedvlm.testing import bare, learn, toy_world

@@ -8,9 +8,9 @@ from typing import Any
 from fedvlm.channel.clip import change, norm
 from fedvlm.channel.quantise import LOSS
 from fedvlm.channel.settings import Channel, sums
-from fedvlm.channel.wire import Damaged, seal, unseal
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
+from fedvlm.storage.sealed import Damaged, seal, unseal
 
 Schema = Mapping[str, str]
 

@@ -17,8 +17,8 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """What each client uploaded, and how well it tells who was in the training rows (AUC)."""
-    from fedvlm.report.audit import audit as look
     from fedvlm.report.audit import table
+    from fedvlm.runner.audit import audit as look
 
     with progress() as told:
         lines = look(run, job, seed, progress=told)

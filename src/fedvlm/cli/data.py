@@ -15,7 +15,7 @@ Source = Annotated[list[str] | None, typer.Option("--source", help="key=value: h
 
 
 def options(pairs: list[str] | None) -> dict[str, Any]:
-    from fedvlm.settings import override
+    from fedvlm.runner.settings import override
 
     return override({}, pairs or [])
 
@@ -33,7 +33,7 @@ def embed(
     ] = False,
 ) -> None:
     """Encode every picture once and keep it in the cache."""
-    from fedvlm.load import encode, opened, reach, skipped
+    from fedvlm.runner.load import encode, opened, reach, skipped
 
     dataset = opened(data, options(source))
     begin = monotonic()
@@ -60,9 +60,10 @@ def partition(
     """Rows per class and client, before anything is encoded."""
     from fedvlm.data import open_dataset
     from fedvlm.data.federation import divide, rows_of
-    from fedvlm.data.partition import count_table, draw
+    from fedvlm.data.partition import count_table
+    from fedvlm.report.partition import draw
     from fedvlm.report.tables import render
-    from fedvlm.settings import clients_of, override
+    from fedvlm.runner.settings import clients_of, override
 
     rows = rows_of(open_dataset(data, **options(source)))
     clients = clients_of(override({}, set_ or []).get("clients", {}))
@@ -113,7 +114,7 @@ def cache_ls(
     """What is in the cache, one line per encoder."""
     from dataclasses import asdict
 
-    from fedvlm.encoders.cache import directory, ls
+    from fedvlm.encoders.cache.folder import directory, ls
     from fedvlm.report.tables import render
 
     found = [asdict(one) for one in ls(directory())]
@@ -129,7 +130,7 @@ def cache_ls(
 @cache_app.command("rm")
 def cache_rm(fingerprint: str) -> None:
     """Remove what one encoder has in the cache."""
-    from fedvlm.encoders.cache import directory, rm
+    from fedvlm.encoders.cache.folder import directory, rm
 
     gone = rm(directory(), fingerprint)
     typer.echo(f"removed {gone.rows} rows of {gone.encoder} ({gone.bytes / 1e6:.1f} MB)")
@@ -143,7 +144,7 @@ def cache_verify(
     ] = False,
 ) -> None:
     """Check every cached row against its checksum."""
-    from fedvlm.encoders.cache import directory, verify
+    from fedvlm.encoders.cache.folder import directory, verify
 
     bad = [
         (name, one) for name, rows in verify(directory(), fingerprint, drop).items() for one in rows

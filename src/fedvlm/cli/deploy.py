@@ -33,10 +33,10 @@ def init(
 @deploy_app.command()
 def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     """Start the server; sites may connect from then on. Ctrl-C stops it."""
+    from fedvlm.deploy.flower.processes import superlink
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.processes import superlink
     from fedvlm.errors import FederationError
-    from fedvlm.files import alone
+    from fedvlm.storage.files import alone
 
     _stop_gently()
     kit = read_server(folder)
@@ -127,9 +127,9 @@ def local(
 def _each(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
     """Every run of an experiment, and one table of them all."""
     from fedvlm.deploy.runs import absences
-    from fedvlm.experiments import find, runs
     from fedvlm.report.tables import compare
-    from fedvlm.settings import build, override, read_toml
+    from fedvlm.runner.experiments import find, runs
+    from fedvlm.runner.settings import build, override, read_toml
 
     values = read_toml(find(experiment))
     settings = [build(override(one, set_ or [])) for one in runs(values)]

@@ -9,7 +9,7 @@ import typer
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
-    from fedvlm.result import Result
+    from fedvlm.record import Record
 
 Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
 
@@ -36,10 +36,10 @@ def run(
 ) -> None:
     """Run a method, or an experiment of several, and print its table."""
     from fedvlm.errors import SettingsError
-    from fedvlm.experiments import find, runs
     from fedvlm.report.tables import compare
-    from fedvlm.runner import execute
-    from fedvlm.settings import build, override, read_toml
+    from fedvlm.runner.experiments import find, runs
+    from fedvlm.runner.run import execute
+    from fedvlm.runner.settings import build, override, read_toml
 
     if file is None and method is None:
         raise SettingsError("nothing to run; name a TOML file, or --method (`fedvlm list methods`)")
@@ -52,7 +52,7 @@ def run(
     values |= {key: value for key, value in given.items() if value is not None}
     every = runs(values)
     settings = [build(override(one, set_ or [])) for one in every]
-    results: list[Result] = []
+    results: list[Record] = []
     with progress() as told:
         for number, one in enumerate(settings):
             place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
@@ -68,7 +68,7 @@ def run(
 def resume(folder: Path) -> None:
     """Go on with a run that was stopped or killed."""
     from fedvlm.report.tables import compare
-    from fedvlm.runner import resume as go_on
+    from fedvlm.runner.run import resume as go_on
 
     with progress() as told:
         result = go_on(folder, told)
@@ -82,10 +82,10 @@ def compare(
     traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
 ) -> None:
     """Runs side by side: mean ± deviation over seeds, in per cent."""
+    from fedvlm.record import Record
     from fedvlm.report.tables import compare as render
-    from fedvlm.result import Result
 
-    table = render([Result(path) for path in runs], form, every, traffic=traffic)
+    table = render([Record(path) for path in runs], form, every, traffic=traffic)
     typer.echo(table, nl=False)
 
 
@@ -96,10 +96,10 @@ def plot(
     out: Annotated[Path | None, typer.Option(help="The PNG file.")] = None,
 ) -> None:
     """Draw a run's reliability, its decision curve and its curves over the rounds."""
+    from fedvlm.record import Record
     from fedvlm.report.diagrams import draw_diagrams
-    from fedvlm.result import Result
 
-    path = draw_diagrams(Result(run), out or run / "diagrams.png", job, seed)
+    path = draw_diagrams(Record(run), out or run / "diagrams.png", job, seed)
     typer.echo(f"picture: {path}")
 
 

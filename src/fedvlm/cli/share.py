@@ -19,7 +19,7 @@ def export(
     onnx: Annotated[bool, typer.Option("--onnx", help="Also the head as ONNX.")] = False,
 ) -> None:
     """Write one client's classifier: tensors, settings, class names, encoder and a card."""
-    from fedvlm.export import export as write
+    from fedvlm.classifier.export import export as write
 
     classifier = write(run, client, folder, onnx)
     typer.echo(
@@ -40,8 +40,8 @@ def predict(
     """The likeliest class of each picture, as CSV; exit code 1 if a picture could not be read."""
     from io import StringIO
 
-    from fedvlm.files import write
-    from fedvlm.predict import predict as run
+    from fedvlm.classifier.predict import predict as run
+    from fedvlm.storage.files import write
 
     with progress() as told:
         found = run(

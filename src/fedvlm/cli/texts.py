@@ -23,8 +23,8 @@ def join(
     share: Annotated[float, typer.Option(help="Of the rows to learn from.")] = 0.8,
 ) -> None:
     """Give one more client its own classifier, without any other client taking part."""
-    from fedvlm.joining import join as adapt
-    from fedvlm.joining import rows_for
+    from fedvlm.classifier.join import join as adapt
+    from fedvlm.classifier.join import rows_for
     from fedvlm.result import Result
 
     result = Result(run)
@@ -54,10 +54,10 @@ def describe(
     """Let a local language model describe the classes, for a run's `descriptions`."""
     import json
 
-    from fedvlm.describing import describe as write
-    from fedvlm.describing import local_writer
-    from fedvlm.files import write as save
-    from fedvlm.load import opened
+    from fedvlm.data.describing import describe as write
+    from fedvlm.data.describing import local_writer
+    from fedvlm.runner.load import opened
+    from fedvlm.storage.files import write as save
 
     dataset = opened(data, options(source))
     said = about or f"an image data set called {dataset.name}"

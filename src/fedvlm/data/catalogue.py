@@ -12,8 +12,8 @@ import numpy as np
 
 from fedvlm.data.kinds import KINDS, call, kind_of
 from fedvlm.data.sources import Chosen
-from fedvlm.data.table import Dataset, listing, text
-from fedvlm.errors import DataError, SettingsError
+from fedvlm.data.table import Dataset, text
+from fedvlm.errors import DataError, SettingsError, listing
 
 PICTURE = ("a picture of a {}",)  # FedCLIP, FAA-CLIP, FedOT
 PHOTO = ("a photo of a {}.",)  # CoOp, FedOTP, TOFA: with the full stop

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedvlm.data import sources
-from fedvlm.data.table import SPLITS, Dataset, Source, listing, tabulate, text
-from fedvlm.errors import DataError, SettingsError
+from fedvlm.data.table import SPLITS, Dataset, Source, tabulate, text
+from fedvlm.errors import DataError, SettingsError, listing
 
 WORDS = ("class", "domain", "client", "split", "*")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.data.sources import Arrow
-from fedvlm.data.table import Dataset, listing, tabulate
-from fedvlm.errors import DataError
+from fedvlm.data.table import Dataset, tabulate
+from fedvlm.errors import DataError, listing
 
 LABELS = ("label", "labels", "class")  # what a column is called if nobody says
 DOMAINS = ("domain",)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.data.sources import Files
-from fedvlm.data.table import Dataset, listing, tabulate
-from fedvlm.errors import DataError
+from fedvlm.data.table import Dataset, tabulate
+from fedvlm.errors import DataError, listing
 
 NEEDED = ("path", "label")
 OPTIONAL = ("client", "domain", "split")

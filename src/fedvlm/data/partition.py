@@ -1,18 +1,11 @@
-"""Who has how many rows of which class: a table and a picture."""
+"""Who has how many rows of which class."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fedvlm.data.federation import Division, Table
 from fedvlm.data.splits import PARTS, Ints
-from fedvlm.errors import DataError, SettingsError
-from fedvlm.files import draft
-
-NAMED = 100  # more clients or classes than this are numbered on the axis, not named
-LARGEST, SMALLEST = 0.94, 0.3  # diameters of bubbles, in cells
 
 
 def count_table(division: Division, table: Table, parts: Sequence[str] = PARTS) -> Ints:
@@ -23,82 +16,3 @@ def count_table(division: Division, table: Table, parts: Sequence[str] = PARTS) 
             rows = getattr(member, part)
             counts[index] += np.bincount(table.labels[rows], minlength=len(table.classes))
     return counts
-
-
-def draw(
-    counts: Ints, clients: Sequence[str], classes: Sequence[str], path: str | Path, title: str = ""
-) -> Path:
-    """A bubble for each class and client, as large as it has rows; to a .png, .svg or .pdf."""
-    file = Path(path)
-    kind = file.suffix.lstrip(".").lower()
-    if kind not in ("png", "svg", "pdf"):
-        raise SettingsError(f"a picture cannot be drawn to {file}; end it in .png, .svg or .pdf")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SettingsError(
-            "drawing the partition needs matplotlib; install fedvlm[plot]"
-        ) from error
-    if not counts.any():
-        raise DataError("there is nothing to draw: no client has any rows")
-    cell = _inches(max(counts.shape))
-    size = (cell * len(clients) + 2.6, cell * len(classes) + 1.6)
-    figure = Figure(figsize=size, layout="constrained", dpi=150)
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(aspect="equal")
-    drawn = _bubbles(axes, counts)
-    bar = figure.colorbar(drawn, ax=axes, label="rows", shrink=min(1, 3 / size[1]), pad=0.02)
-    least, most = int(drawn.norm.vmin), int(drawn.norm.vmax)
-    ticks = np.unique(np.geomspace(least, most, 5).round().astype(int)).tolist()
-    bar.set_ticks(ticks, labels=[f"{tick:,}" for tick in ticks], minor=False)
-    bar.minorticks_off()
-    _label(axes.xaxis, clients, "client", cell)
-    _label(axes.yaxis, classes, "class", cell)
-    axes.set_xlim(-0.6, len(clients) - 0.4)
-    axes.set_ylim(len(classes) - 0.4, -0.6)
-    axes.set_title(title or f"{counts.sum():,} rows", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    with draft(file) as beside:
-        figure.savefig(beside, format=kind)
-    return file
-
-
-def _inches(count: int) -> float:
-    """The side of a cell: room for names on a short axis, 15 inches in all for a long one."""
-    return float(np.clip(15 / count, 0.02, 0.45))
-
-
-def _bubbles(axes: Any, counts: Ints) -> Any:
-    """Area and colour both say how many: area for large bubbles, colour for small ones."""
-    from matplotlib.collections import EllipseCollection
-    from matplotlib.colors import LogNorm
-
-    column, row = np.nonzero(counts)
-    rows = counts[column, row]
-    size = np.maximum(LARGEST * np.sqrt(rows / rows.max()), SMALLEST)
-    bubbles = EllipseCollection(
-        size,
-        size,
-        np.zeros(len(size)),
-        units="x",
-        offsets=np.column_stack([column, row]),
-        offset_transform=axes.transData,
-        cmap="viridis_r",
-        norm=LogNorm(rows.min(), max(rows.max(), rows.min() + 1)),
-    )
-    bubbles.set_array(rows)
-    return axes.add_collection(bubbles)
-
-
-def _label(axis: Any, names: Sequence[str], what: str, cell: float) -> None:
-    """Names at their rows and columns, turned where they would touch; numbers where too many."""
-    if len(names) > NAMED:
-        axis.set_label_text(f"{what} (0 to {len(names) - 1})")
-        return
-    font = min(9.0, 0.8 * 72 * cell)
-    touch = max(map(len, names), default=0) * 0.62 * font > 72 * cell
-    turn = 90 if touch and axis.axis_name == "x" else 0
-    axis.set_ticks(range(len(names)), names, rotation=turn, fontsize=font)
-    axis.set_tick_params(length=2)
-    axis.set_label_text(what)

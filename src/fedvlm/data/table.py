@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.errors import DataError
+from fedvlm.errors import DataError, listing
 
 if TYPE_CHECKING:
     from fedvlm.core import Rows
-    from fedvlm.encoders.tower import ImageTower
     from fedvlm.maths.prompts import TextTower
+    from fedvlm.maths.towers import ImageTower
 
 Strings = NDArray[np.str_]
 SPLITS = {  # the words people use for the three parts
@@ -175,12 +175,6 @@ def same_but_for_case(name: str, classes: Sequence[str]) -> None:
         seen[key] = one
 
 
-def listing(names: Sequence[str], most: int = 12) -> str:
-    """Names in a message, cut where nobody reads on."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def column(values: Sequence[str] | None, rows: int) -> Strings:
     return np.array([text(value) for value in values or [""] * rows], dtype=np.str_)
 
@@ -194,3 +188,8 @@ def split_column(name: str, source: Source, values: Sequence[str] | None, rows: 
                 "validation or test"
             )
     return np.array([SPLITS[word] for word in words], dtype=np.str_)
+
+
+def clean(name: str) -> str:
+    """`Alarm_Clock` as it would be said: "alarm clock"; camelCase is left alone but for case."""
+    return " ".join(name.replace("_", " ").split()).lower()

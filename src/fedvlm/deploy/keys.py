@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from fedvlm.engines.flower_wire import Parcel, checksum
+from fedvlm.engines.flower.wire import Parcel, checksum
 from fedvlm.errors import FederationError, SettingsError
 
 DAYS = 365  # a certificate lasts

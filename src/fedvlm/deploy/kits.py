@@ -13,8 +13,8 @@ from fedvlm.deploy.keys import certificates, key_pair
 from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.errors import SettingsError, unknown
-from fedvlm.files import write
-from fedvlm.settings import read_toml
+from fedvlm.runner.settings import read_toml
+from fedvlm.storage.files import write
 
 NAME = re.compile(r"\w[\w .-]{0,62}")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")

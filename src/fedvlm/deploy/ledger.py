@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from fedvlm.errors import DataError
-from fedvlm.files import disk
+from fedvlm.storage.files import disk
 
 NAME = "ledger.jsonl"
 START = "0" * 64  # what the first line says of the line before it

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from fedvlm.core import check_type
 from fedvlm.errors import FederationError, SettingsError, unknown
-from fedvlm.files import write
-from fedvlm.settings import read_toml
+from fedvlm.runner.settings import read_toml
+from fedvlm.storage.files import write
 
 NAME, CONSENT = "policy.toml", "consent.json"
 EXAMPLE = """\

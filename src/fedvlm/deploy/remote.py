@@ -16,10 +16,10 @@ from fedvlm.data.federation import Member
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
 from fedvlm.deploy.site import fingerprint, key_of
-from fedvlm.engines.flower import Flower
-from fedvlm.engines.flower_client import arrays, unpack
-from fedvlm.engines.flower_wire import Parcel
-from fedvlm.engines.work import Done, Task
+from fedvlm.engines.client import Done, Task
+from fedvlm.engines.flower.client import arrays, unpack
+from fedvlm.engines.flower.engine import Flower
+from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError
 
 SAME = 1e-4  # relative: what the encoders of two machines may differ by

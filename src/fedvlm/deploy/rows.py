@@ -10,18 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm import evaluate
+from fedvlm.data.descriptions import dealt
 from fedvlm.data.federation import Member, Rows, divide
-from fedvlm.data.table import Dataset, Embedded, listing, text
+from fedvlm.data.table import Dataset, Embedded, text
 from fedvlm.deploy.kits import SiteKit
-from fedvlm.descriptions import dealt
-from fedvlm.engines.flower_client import own_training
-from fedvlm.engines.work import World
-from fedvlm.errors import DataError, FederationError, SettingsError
-from fedvlm.load import embedded, encode, load, opened, reach, skipped
-from fedvlm.record import write_tensors
-from fedvlm.runner import check, frozen
-from fedvlm.settings import Settings
+from fedvlm.engines.client import World
+from fedvlm.engines.flower.client import own_training
+from fedvlm.errors import DataError, FederationError, SettingsError, listing
+from fedvlm.evaluate.reference import wants_reference
+from fedvlm.runner.load import embedded, encode, load, opened, reach, skipped
+from fedvlm.runner.run import check, frozen
+from fedvlm.runner.settings import Settings
+from fedvlm.storage.sealed import write_tensors
 
 Say = Callable[[str], None]
 
@@ -78,7 +78,7 @@ def _member(members: Mapping[str, Member], plays: str) -> Member:
 
 def with_reference(world: World, reference: Tensor | None) -> World:
     """The rows everyone may see, behind the site's own."""
-    if not evaluate.wants_reference(world.method):
+    if not wants_reference(world.method):
         return world
     if reference is None:
         raise FederationError(

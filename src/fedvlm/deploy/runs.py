@@ -9,16 +9,25 @@ from time import monotonic, sleep
 from typing import Any
 
 from fedvlm.data.federation import divide
+from fedvlm.deploy.flower.processes import (
+    LINK,
+    Process,
+    answers,
+    environment,
+    flwr,
+    free_port,
+    superlink,
+)
 from fedvlm.deploy.kits import ServerKit, init, read_server, toml
-from fedvlm.deploy.processes import LINK, Process, answers, environment, flwr, free_port, superlink
 from fedvlm.deploy.server import FAILED, ready
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.files import write
-from fedvlm.load import load
-from fedvlm.record import Record, read_json, write_json
+from fedvlm.record import Record
 from fedvlm.result import Result
-from fedvlm.runner import default_name
-from fedvlm.settings import Settings
+from fedvlm.runner.load import load
+from fedvlm.runner.run import default_name
+from fedvlm.runner.settings import Settings
+from fedvlm.storage.files import write
+from fedvlm.storage.sealed import read_json, write_json
 
 APP = {  # what Flower carries about as an app; sites run their own fedvlm and not this
     "pyproject.toml": """\
@@ -45,7 +54,9 @@ request = ""
 """,
     "fedvlm_app/__init__.py": "",
     "fedvlm_app/server.py": "from fedvlm.deploy.server import server_app\n\napp = server_app()\n",
-    "fedvlm_app/client.py": "from fedvlm.deploy.courier import client_app\n\napp = client_app()\n",
+    "fedvlm_app/client.py": (
+        "from fedvlm.deploy.flower.client_app import client_app\n\napp = client_app()\n"
+    ),
 }
 LOOK = 20.0  # seconds between questions to Flower whether a run still runs
 PENDING = 60.0  # seconds a server takes at most to begin one

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvlm import evaluate
 from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
 from fedvlm.data.federation import Division, Member, divide
@@ -18,17 +17,19 @@ from fedvlm.data.table import Embedded
 from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.remote import Remote, absent
 from fedvlm.deploy.rows import named
-from fedvlm.engines.flower import VERSION
-from fedvlm.engines.flower_wire import flower
-from fedvlm.engines.rounds import State
-from fedvlm.engines.work import World
+from fedvlm.engines.client import World
+from fedvlm.engines.flower.engine import VERSION
+from fedvlm.engines.flower.wire import flower
+from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError
-from fedvlm.files import write
-from fedvlm.jobs import carry_out, finished, job_name
-from fedvlm.load import load
-from fedvlm.record import Record, read_json, read_tensors, write_json
-from fedvlm.runner import frozen, jobs_of, manifest
-from fedvlm.settings import Settings, build
+from fedvlm.evaluate import protocols, reference, scores
+from fedvlm.record import Record
+from fedvlm.runner.load import load
+from fedvlm.runner.run import frozen, jobs_of, manifest
+from fedvlm.runner.settings import Settings, build
+from fedvlm.runner.training import carry_out, finished, job_name
+from fedvlm.storage.files import write
+from fedvlm.storage.sealed import read_json, read_tensors, write_json
 
 REFERENCE = "reference.safetensors"  # in the server's folder, for methods that need one
 FAILED = "error.txt"  # in the server's folder: why the last run ended
@@ -48,7 +49,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
             "the server has no pictures to take class names from; name the classes in the "
             "experiment, as [source] classes = ['cat', 'dog']"
         )
-    wants = evaluate.wants_reference(settings.method) and not kit.rehearsal
+    wants = reference.wants_reference(settings.method) and not kit.rehearsal
     if wants and not (kit.folder / REFERENCE).exists():
         raise DataError(
             f"the method {settings.method.name} needs public reference rows, and there is no "
@@ -77,7 +78,7 @@ class Run:
             tables = [self.seed(seed) for seed in self.settings.seeds]
             write_json(self.record.folder / "result.json", {"tables": tables})
 
-    def seed(self, seed: int) -> evaluate.Table:
+    def seed(self, seed: int) -> scores.Table:
         settings = self.settings
         members = {name: absent(name) for name in self.kit.sites}
         done = {}
@@ -87,9 +88,9 @@ class Run:
             done[job.name] = (job, self.job(job, seed) if scores is None else scores)
             path = self.record.folder / "jobs" / f"{job_name(job, seed)}.safetensors"
             shares = shares or any(key.startswith("shared/") for key in read_tensors(path)[0])
-        return evaluate.table(settings.protocol, members, done, shares)
+        return protocols.table(settings.protocol, members, done, shares)
 
-    def job(self, job: evaluate.Job, seed: int) -> evaluate.Results:
+    def job(self, job: protocols.Job, seed: int) -> scores.Results:
         settings = self.settings
         spec = {
             "identity": json.loads(json.dumps(settings.identity())),
@@ -151,15 +152,15 @@ class Run:
             fingerprint="at the sites",
         )
 
-    def reference(self, job: evaluate.Job, seed: int) -> Tensors:
+    def reference(self, job: protocols.Job, seed: int) -> Tensors:
         """The public rows that go with the first message, if the method wants them."""
         settings = self.settings
-        if not evaluate.wants_reference(settings.method):
+        if not reference.wants_reference(settings.method):
             return {}
         if self.kit.rehearsal:
             rows, _ = load(settings, lambda what, done, total: None)
             division = divide(rows, settings.clients, seed, settings.target)
-            index = evaluate.reference(settings.method, division, job)
+            index = reference.reference(settings.method, division, job)
             return {"reference": rows.view(settings.method.needs)[torch.from_numpy(index)]}
         values, _ = read_tensors(self.kit.folder / REFERENCE)
         view = "patches" if "patches" in settings.method.needs else "image"

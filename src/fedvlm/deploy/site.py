@@ -13,21 +13,21 @@ from threading import Event
 from typing import Any
 
 from fedvlm import tensors
+from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import Tensors
-from fedvlm.deploy.courier import DESK, receive, send_all
+from fedvlm.deploy.flower.client_app import DESK, receive, send_all
+from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Refused, read_policy
-from fedvlm.deploy.processes import Process, Unreachable, knock, supernode
 from fedvlm.deploy.rows import Own, own_rows
-from fedvlm.engines.flower_client import Desk, Training, arrays, unpack
-from fedvlm.engines.flower_wire import Parcel, to_bytes
+from fedvlm.engines.flower.client import Desk, Training, arrays, unpack
+from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.files import alone
-from fedvlm.record import read_json, read_tensors, write_json, write_tensors
-from fedvlm.result import Personalised, slug
-from fedvlm.settings import build
+from fedvlm.runner.settings import build
+from fedvlm.storage.files import alone, slug
+from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
 
 Say = Callable[[str], None]
 
@@ -234,7 +234,9 @@ def _node(kit: SiteKit, bin: Path, place: str) -> Process:
 
 
 def _script(path: Path) -> None:
-    path.write_text(f"#!{sys.executable}\nfrom fedvlm.deploy.courier import main\nmain()\n")
+    path.write_text(
+        f"#!{sys.executable}\nfrom fedvlm.deploy.flower.client_app import main\nmain()\n"
+    )
     path.chmod(0o700)
 
 

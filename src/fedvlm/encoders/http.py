@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from fedvlm.encoders.arrays import OFFERS, read_token, unpack
 from fedvlm.encoders.interface import Vectors
-from fedvlm.encoders.wire import OFFERS, read_token, unpack
 from fedvlm.errors import EncoderError
 
 TOKEN = "FEDVLM_ENCODER_TOKEN"

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
+from fedvlm.data.table import clean
 from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import Pixels
-from fedvlm.encoders.text import clean
-from fedvlm.encoders.tower import ImageTower
 from fedvlm.errors import EncoderError, SettingsError
 from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower, suffixes
+from fedvlm.maths.towers import ImageTower
 
 # The model class and the processor whose defaults hold where preprocessor_config.json is silent.
 # Fixed-size SigLIP 2 checkpoints are of type siglip.

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from fedvlm.encoders import fingerprint
+from fedvlm.encoders.arrays import OFFERS, pack, read_token
 from fedvlm.encoders.interface import Encoder
-from fedvlm.encoders.wire import OFFERS, pack, read_token
 from fedvlm.errors import DataError, EncoderError, SettingsError
 
 LOG = logging.getLogger("fedvlm.serve")
@@ -91,7 +91,7 @@ class Service:
         return values
 
     def _prepare(self, index: int, picture: str) -> Any:
-        from fedvlm.encoders.decode import decode
+        from fedvlm.encoders.cache.decode import decode
 
         try:
             data = b64decode(picture, validate=True)

@@ -31,7 +31,7 @@ from fedvlm.encoders.columns import (
 )
 from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import DataError, EncoderError, unknown
-from fedvlm.files import draft, write
+from fedvlm.storage.files import draft, write
 
 
 class Store:

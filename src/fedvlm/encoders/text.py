@@ -7,16 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from fedvlm.data.table import clean
+from fedvlm.encoders.cache.table import Rows
 from fedvlm.encoders.interface import Encoder
-from fedvlm.encoders.rows import Rows
 from fedvlm.errors import EncoderError, SettingsError
 
 SENTENCES = 256  # given to an encoder at once
-
-
-def clean(name: str) -> str:
-    """`Alarm_Clock` as it would be said: "alarm clock"; camelCase is left alone but for case."""
-    return " ".join(name.replace("_", " ").split()).lower()
 
 
 def sentences(classes: Sequence[str], template: str) -> list[str]:

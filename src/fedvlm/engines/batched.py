@@ -16,9 +16,9 @@ from torch.func import vmap
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors
+from fedvlm.engines.client import Done, Task, World, client, measure, pad
 from fedvlm.engines.pool import Pool
 from fedvlm.engines.single import Single, failure, one
-from fedvlm.engines.work import Done, Task, World, client, measure, pad
 from fedvlm.errors import FedVLMError
 from fedvlm.machine import cores
 

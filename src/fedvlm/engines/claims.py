@@ -2,9 +2,9 @@
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.passage import Passage
 from fedvlm.channel.settings import sums
-from fedvlm.engines.work import World, client
+from fedvlm.channel.uploads import Passage
+from fedvlm.engines.client import World, client
 
 
 def sum_gap(world: World) -> float:

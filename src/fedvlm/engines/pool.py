@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fedvlm.core import Tensors
-from fedvlm.engines.work import Done, Task, World
+from fedvlm.engines.client import Done, Task, World
 from fedvlm.errors import FederationError, FedVLMError
 
 

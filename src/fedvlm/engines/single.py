@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fedvlm.engines.work import Done, Task, World, client, measure
+from fedvlm.engines.client import Done, Task, World, client, measure
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import give_back
 

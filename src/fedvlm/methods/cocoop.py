@@ -15,8 +15,9 @@ from torch.nn.functional import linear
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods.fedot_blocks import one_by_one
-from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt, tower_of
+from fedvlm.methods._blocks import one_by_one
+from fedvlm.methods._prompt import class_features, first_prompt, tower_of
+from fedvlm.methods.promptfl import PromptFL
 
 NARROW = 16  # the network's hidden layer is this many times narrower than an embedding
 TOKENS = 1 << 15  # token vectors in the text tower at once: every picture has prompts of its own

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods.prompt_steps import sgd_together
-from fedvlm.methods.promptfl import PromptFL, first_prompt
+from fedvlm.methods._prompt import first_prompt, sgd_together
+from fedvlm.methods.promptfl import PromptFL
 
 
 @register

@@ -16,10 +16,11 @@ from torch.func import vjp, vmap
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
+from fedvlm.maths.accounting import epsilon
 from fedvlm.maths.private import blurred, carried, clipped_sum, factors
-from fedvlm.methods.fedot_blocks import one_by_one
-from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt, tower_of
-from fedvlm.privacy import epsilon
+from fedvlm.methods._blocks import one_by_one
+from fedvlm.methods._prompt import class_features, first_prompt, tower_of
+from fedvlm.methods.promptfl import PromptFL
 
 
 @register

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
-from fedvlm import fused, parts, seeds
+from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.maths.contrast import contrastive
 from fedvlm.maths.layers import first_values, statistics, through
 from fedvlm.maths.reversal import reverse
+from fedvlm.parts import fused
 
 LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the ablation
     "full": ("linear", "norm", "leaky", "linear"),

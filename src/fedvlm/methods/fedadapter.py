@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods.fedavg import first_head
+from fedvlm.methods._head import first_head
 
 
 @register

@@ -7,30 +7,11 @@ AISTATS 2017.
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from fedvlm import parts, seeds
+from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.errors import SettingsError
-
-
-def first_head(head: str, frozen: Frozen) -> Tensor:
-    """(classes, dim): the text embeddings, or short rows of random direction.
-
-    Rows as long as text embeddings would be a wrong answer that local maps learn to turn to,
-    each in its own way, before the head has learnt anything that clients could share.
-    """
-    if head == "random":
-        draw = torch.randn(
-            len(frozen.classes), frozen.dim, generator=seeds.generator("head", frozen.seed)
-        )
-        return 0.1 * torch.nn.functional.normalize(draw, dim=1)
-    if head != "text":
-        raise SettingsError(f"head = {head!r}; a head starts from 'text' or 'random'")
-    if frozen.text is None:
-        raise SettingsError("head = 'text', but the encoder has no text; set head = 'random'")
-    return frozen.text
+from fedvlm.methods._head import first_head
 
 
 @register

@@ -7,28 +7,10 @@ rate it is known to destroy a large CLIP: its place is in a table, beside what d
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.encoders.tower import ImageTower
-
-
-def tower_of(frozen: Frozen) -> ImageTower:
-    assert frozen.image_tower is not None  # promised by `needs`
-    return frozen.image_tower
-
-
-def by_text(frozen: Frozen, features: Tensor) -> Tensor:
-    """(rows, classes) logits of image features against the frozen class texts."""
-    assert frozen.text is not None  # promised by `needs`
-    return frozen.scale * normalize(features, dim=-1) @ frozen.text.mT
-
-
-def sizes(frozen: Frozen, trained: int) -> dict[str, float]:
-    """What a table says of the size of a fine-tuning."""
-    whole = sum(value.numel() for value in tower_of(frozen).weights.values())
-    return {"trained parameters": trained, "share of the tower": trained / whole}
+from fedvlm.methods._tower import by_text, sizes, tower_of
 
 
 @register

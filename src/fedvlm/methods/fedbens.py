@@ -16,8 +16,8 @@ from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.curvature import mode
+from fedvlm.methods._prompt import class_features, first_prompt
 from fedvlm.methods.fedlpa import FedLPA, samples
-from fedvlm.methods.promptfl import class_features, first_prompt
 
 SHARPEST = 1e6  # a variance is 1e-6 at least
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm import fused, parts, seeds
+from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.maths.contrast import contrastive
 from fedvlm.maths.layers import first_values, through
+from fedvlm.parts import fused
 
 LAYERS = ("linear", "tanh", "linear")  # before the softmax
 

@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 
 from fedvlm import parts
 from fedvlm.core import SMALLEST, Batch, Client, Frozen, Tensors, register
-from fedvlm.methods.fedavg import first_head
+from fedvlm.methods._head import first_head
 
 
 @register

@@ -16,7 +16,8 @@ from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.curvature import blend, probe
 from fedvlm.maths.gaussian import pack, unpack
-from fedvlm.methods.promptfl import PromptFL, class_features
+from fedvlm.methods._prompt import class_features
+from fedvlm.methods.promptfl import PromptFL
 
 
 @register

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths import cayley
-from fedvlm.methods.fedavg import first_head
+from fedvlm.methods._head import first_head
 
 
 @register

@@ -13,8 +13,8 @@ from torch import Tensor
 from fedvlm import parts, tensors
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.maths import cayley, cayley_steps
-from fedvlm.methods.fedavg import first_head
-from fedvlm.methods.fedot_blocks import chosen, first_lanes, identity, one_by_one, race
+from fedvlm.methods._blocks import chosen, first_lanes, identity, one_by_one, race
+from fedvlm.methods._head import first_head
 
 
 @register

@@ -12,10 +12,10 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths import cayley
+from fedvlm.methods._blocks import identity
+from fedvlm.methods._prompt import class_features, first_prompt, sgd_together
 from fedvlm.methods.fedot import FedOT
-from fedvlm.methods.fedot_blocks import identity
-from fedvlm.methods.prompt_steps import sgd_together
-from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt
+from fedvlm.methods.promptfl import PromptFL
 
 
 @register

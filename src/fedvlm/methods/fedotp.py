@@ -14,8 +14,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths.transport import Kind, check, plan
-from fedvlm.methods.prompt_steps import sgd_together
-from fedvlm.methods.promptfl import features_of_both, first_prompt
+from fedvlm.methods._prompt import features_of_both, first_prompt, sgd_together
 
 
 @register

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
-from fedvlm.methods.fedavg_tower import FedAvgTower, by_text, tower_of
+from fedvlm.methods._tower import by_text, tower_of
+from fedvlm.methods.fedavg_tower import FedAvgTower
 
 
 @register

@@ -16,7 +16,8 @@ from torch.func import grad
 from fedvlm import parts, seeds
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods.promptfl import PromptFL, class_features, first_prompt
+from fedvlm.methods._prompt import class_features, first_prompt
+from fedvlm.methods.promptfl import PromptFL
 
 NETWORK = ("hidden weight", "hidden bias", "out weight", "out bias")
 HOLDS = "holds all "  # the server's mark for a client that has all prompts: this and its id

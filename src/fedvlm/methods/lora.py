@@ -14,7 +14,7 @@ from torch import Tensor
 from fedvlm import parts, seeds
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods.fedavg_tower import by_text, sizes, tower_of
+from fedvlm.methods._tower import by_text, sizes, tower_of
 
 
 @register

@@ -12,7 +12,8 @@ from torch.nn.functional import cosine_similarity, softplus
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, register
-from fedvlm.methods.fedavg_tower import FedAvgTower, by_text, tower_of
+from fedvlm.methods._tower import by_text, tower_of
+from fedvlm.methods.fedavg_tower import FedAvgTower
 
 
 @register

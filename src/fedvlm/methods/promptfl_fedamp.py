@@ -14,7 +14,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods.prompt_steps import sgd_together
+from fedvlm.methods._prompt import sgd_together
 from fedvlm.methods.promptfl_ft import PromptFLFT
 
 HELD = "of "  # the server's name for a client's prompt: this and the client's id

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
-from fedvlm.methods.prompt_steps import sgd_together
+from fedvlm.methods._prompt import sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods.prompt_steps import sgd_together
-from fedvlm.methods.promptfl import PromptFL, features_of_both, first_prompt
+from fedvlm.methods._prompt import features_of_both, first_prompt, sgd_together
+from fedvlm.methods.promptfl import PromptFL
 
 
 @register

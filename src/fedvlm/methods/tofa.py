@@ -16,7 +16,7 @@ from fedvlm import parts
 from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, calibration, gaussian
-from fedvlm.privacy import epsilon
+from fedvlm.maths.accounting import epsilon
 
 TERMS = 8  # a bound on the size of a term of r, for its fixed point
 

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods.fedavg_tower import sizes, tower_of
+from fedvlm.methods._tower import sizes, tower_of
 
 
 @register

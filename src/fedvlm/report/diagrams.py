@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.errors import DataError, unknown
+from fedvlm.record import Record
 from fedvlm.report.pictures import INK, PALE, canvas, save
-from fedvlm.result import Result, slug
+from fedvlm.storage.files import slug
 
 Floats = NDArray[np.float64]
 KINDS = (("clients", "train", "#1f6fb4"), ("unseen", "unseen", "#c2571a"))
@@ -20,7 +21,7 @@ CURVES = (("accuracy", "unseen", "accuracy", "-"), ("clients F1", "target F1", "
 
 
 def draw_diagrams(
-    result: Result, out: str | Path, job: str | None = None, seed: int | None = None
+    result: Record, out: str | Path, job: str | None = None, seed: int | None = None
 ) -> Path:
     """One training's three diagrams to a PNG file; the first job and seed if none is named."""
     jobs = result.jobs(seed)
@@ -38,7 +39,7 @@ def draw_diagrams(
     if not panels[1].lines:
         raise DataError(f"{result.folder} has no metrics of test rows; run it again to have them")
     seed = result.manifest["identity"]["seeds"][0] if seed is None else seed
-    lines = [line for line in result.rounds if line["job"] == f"{seed}-{slug(name)}"]
+    lines = [line for line in result.lines() if line["job"] == f"{seed}-{slug(name)}"]
     _rounds(panels[2], lines)
     told = "".join(f", {id} unseen" for id in about["unseen"][:3])
     figure.suptitle(

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedvlm.classifier.personalised import of_client, reopen
 from fedvlm.core import make
-from fedvlm.encoders.decode import decode
+from fedvlm.encoders.cache.decode import decode
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.errors import DataError, EncoderError, SettingsError, unknown
 from fedvlm.maths.transport import plan
 from fedvlm.maths.tsne import tsne
-from fedvlm.result import Result, reopen
+from fedvlm.record import Record
 
 GAMMAS = (0.2, 0.5, 0.8, 1.0)
 FEWEST = 4  # local prompts that make a picture
@@ -38,7 +39,7 @@ class Explanation:
 
 
 def explain(
-    run: Result | str | Path,
+    run: Record | str | Path,
     image: str | Path,
     *,
     name: str | None = None,
@@ -51,7 +52,7 @@ def explain(
     The run is one of FedOTP. A γ is the share of the image that both prompts take together; left
     out, there are a few, with the run's own among them.
     """
-    result = run if isinstance(run, Result) else Result(Path(run))
+    result = run if isinstance(run, Record) else Record(Path(run))
     method = make(**result.manifest["identity"]["method"])
     if not hasattr(method, "similarity"):
         raise SettingsError(
@@ -59,7 +60,7 @@ def explain(
             "prompts; explain a run of fedotp"
         )
     pixels_of = read(Path(image))
-    classifier = result.personalised(client or next(iter(result.local(seed=seed))), seed)
+    classifier = of_client(result, client or next(iter(result.local(seed=seed))), seed)
     encoder, frozen = reopen(classifier.encoder), classifier.frozen
     assert isinstance(encoder.preprocess, Pixels)  # no other encoder has a text tower
     pixels = encoder.preprocess(pixels_of)
@@ -123,9 +124,9 @@ class PromptMap:
     places: Floats  # (clients, 2)
 
 
-def prompt_map(run: Result | str | Path, seed: int | None = None) -> PromptMap:
+def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
     """t-SNE of what the clients of a run's first job have learnt for themselves."""
-    result = run if isinstance(run, Result) else Result(Path(run))
+    result = run if isinstance(run, Record) else Record(Path(run))
     told = result.manifest["identity"]
     local = {id: one.get("own", one.get("prompt")) for id, one in result.local(seed=seed).items()}
     prompts = [value for value in local.values() if value is not None and value.ndim == 2]

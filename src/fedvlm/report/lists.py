@@ -50,8 +50,8 @@ def list_datasets() -> list[Row]:
 
 
 def list_experiments() -> list[Row]:
-    from fedvlm.experiments import experiments
-    from fedvlm.settings import read_toml
+    from fedvlm.runner.experiments import experiments
+    from fedvlm.runner.settings import read_toml
 
     return [
         {"experiment": name, "title": read_toml(path).get("title", "")}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvlm.errors import SettingsError
-from fedvlm.files import write
+from fedvlm.storage.files import write
 
 if TYPE_CHECKING:
     from fedvlm.report.explain import Explanation, PromptMap

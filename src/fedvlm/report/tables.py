@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from json import dumps, loads
 
-from fedvlm import evaluate
 from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError, unknown
-from fedvlm.metrics import METRICS
-from fedvlm.result import Result
+from fedvlm.evaluate import reference, scores
+from fedvlm.evaluate.metrics import METRICS
+from fedvlm.record import Record
 
 FORMS = ("text", "markdown", "latex", "csv")
 TRAFFIC = ("exchanges", "kB per client")
@@ -18,7 +18,7 @@ MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest i
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 
-def label(result: Result) -> str:
+def label(result: Record) -> str:
     """The method, with the settings in which it differs from its defaults."""
     from fedvlm.core import make
 
@@ -32,7 +32,7 @@ def label(result: Result) -> str:
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
     if first := result.manifest["identity"].get("warm_start"):
         odd.append(f"warm start by {first['name']}")
-    if evaluate.wants_reference(method) and method.reference == "target":
+    if reference.wants_reference(method) and method.reference == "target":
         odd.remove("reference=target")
         odd.append("TRANSDUCTIVE: adapts to the test rows")
     plain = asdict(Channel())
@@ -60,7 +60,7 @@ def cell(mean: float | None, deviation: float | None, form: str) -> str:
 
 
 def compare(
-    results: Sequence[Result],
+    results: Sequence[Record],
     form: str = "text",
     every: bool = False,
     paper: Mapping[str, Mapping[str, float]] | None = None,
@@ -75,7 +75,7 @@ def compare(
         raise unknown("table form", form, FORMS)
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
-    found = [evaluate.spread(result.tables) for result in results]
+    found = [scores.spread(result.tables) for result in results]
     columns = list(dict.fromkeys(key for one in found for key in one))
     if not every and (main := [key for key in columns if key in MAIN]):
         columns = main

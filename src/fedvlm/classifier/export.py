@@ -1,0 +1,209 @@
+"""A client's classifier as a folder of its own: tensors, a card, and on request an ONNX head."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvlm.classifier.personalised import Personalised, of_client
+from fedvlm.core import Frozen
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.record import Record
+from fedvlm.storage.files import write
+
+CLOSE = 1e-4  # relative to the largest logit
+ONNX = "classifier.onnx"
+
+
+def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False) -> Personalised:
+    """Writes one client's classifier; `Personalised.from_pretrained` reads it again."""
+    result, place = Record(Path(run)), Path(folder)
+    classifier = whole(of_client(result, client), client)
+    head = to_onnx(classifier) if onnx else None  # refused before anything is written
+    if place.is_dir() and any(place.iterdir()) and not (place / "classifier.safetensors").exists():
+        raise DataError(f"{place} holds other files; choose a new or an empty directory")
+    classifier.save_pretrained(place)
+    if head is not None:
+        write(place / ONNX, head)
+    else:
+        (place / ONNX).unlink(missing_ok=True)  # of an earlier export, which this one replaces
+    write(place / "README.md", card(classifier, result, place, onnx).encode())
+    return classifier
+
+
+def whole(classifier: Personalised, client: str) -> Personalised:
+    """Refused if the client's own tensors are not here: after a deployment they are at its site."""
+    _, first = classifier.method.init(classifier.frozen)
+    if missing := sorted(first.keys() - classifier.local.keys()):
+        raise DataError(
+            f"the local tensor {missing[0]!r} of {client} never left its site; the classifier is "
+            "there, in the kit's folder classifiers"
+        )
+    return replace(classifier, local={key: classifier.local[key] for key in first})
+
+
+def card(classifier: Personalised, result: Record, place: Path, onnx: bool) -> str:
+    """What a reader must know before using the classifier."""
+    told, frozen = result.manifest, classifier.frozen
+    job, scores = _measured(result, classifier.client)
+    settings = "\n".join(
+        f"| `{key}` | {json.dumps(value)} |" for key, value in asdict(classifier.method).items()
+    )
+    channel = told["identity"].get("channel")
+    facts = {
+        "method": f"`{classifier.method.name}`",
+        "client": f"`{classifier.client}`",
+        "encoder": f"`{classifier.encoder}` (name and fingerprint)",
+        "data": f"`{told['data']}`, rows `{told['rows'][:16]}`",
+        "training": f"`{job}`, seed {frozen.seed}",
+        "channel": f"`{json.dumps(channel)}`" if channel else "off",
+        "fedvlm": f"{told['versions']['fedvlm']}, commit {told['commit'] or 'unknown'}"
+        + (", changed since" if told["dirty"] else ""),
+    }
+    about = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    private = (
+        "It holds tensors that were fitted to this client's rows and had not left the client: "
+        "treat the\nfolder as you treat the rows."
+        if classifier.local
+        else "It holds no tensor of this client's own: all clients of the run have the same."
+    )
+    head = (
+        f"\n`{ONNX}` takes embeddings (rows, {frozen.dim}) of that encoder, of any length, and "
+        "gives `logits` and `probabilities`.\n"
+        if onnx
+        else ""
+    )
+    return f"""# {classifier.method.name} for {classifier.client}
+
+A classifier over {len(frozen.classes)} classes on top of a frozen encoder, personalised for one
+client of a federation. It is of use with that encoder only: another fingerprint is refused.
+
+| | |
+|---|---|
+{about}
+
+On {scores["test_rows"]} test rows of this client it was right {scores["test_hits"]} times
+({scores["test_hits"] / max(1, scores["test_rows"]):.1%}). Nothing is known of rows from elsewhere.
+
+{private}
+
+## Use
+```
+fedvlm predict {place.name} IMAGES
+```
+```python
+from fedvlm import Personalised
+classifier = Personalised.from_pretrained("{place.name}")
+classifier.predict(embeddings)  # (rows, {frozen.dim}) from the encoder above
+```
+{head}
+## Classes
+{", ".join(frozen.classes)}
+
+## Settings
+| setting | value |
+|---|---|
+{settings}
+"""
+
+
+def _measured(result: Record, client: str) -> tuple[str, Mapping[str, Any]]:
+    """The training the classifier is from, and the client's scores at its end."""
+    for job, told in result.jobs().items():
+        if client in told["train"]:
+            return job, told["scores"][client]
+    raise DataError(f"no training of {result.folder} has scores of {client!r}; run it again")
+
+
+def linear(classifier: Personalised) -> tuple[Tensor, Tensor]:
+    """(classes, dim) and (classes,) that give the logits of unit-norm rows; refused if none do."""
+    method, frozen = classifier.method, classifier.frozen
+    if odd := method.needs & {"patches", "image tower"}:
+        raise SettingsError(
+            f"{method.name} predicts from {min(odd)}, and ONNX holds a head over pooled embeddings "
+            "only; leave --onnx out"
+        )
+    basis = torch.eye(frozen.dim)
+    ahead, behind = classifier.logits(basis).double(), classifier.logits(-basis).double()
+    bias = (ahead + behind).mean(dim=0) / 2
+    weight = ((ahead - behind) / 2).T
+    x = rows(frozen)
+    wanted = classifier.logits(x).double()
+    gap = (x.double() @ weight.T + bias - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)
+    if not gap < CLOSE:
+        raise SettingsError(
+            f"{method.name} is not linear in the embedding (off by {float(gap):.1e} of the largest "
+            "logit), and only linear heads are written as ONNX; leave --onnx out"
+        )
+    return weight.float(), bias.float()
+
+
+def rows(frozen: Frozen) -> Tensor:
+    """Unit-norm rows to compare two heads on."""
+    draw = torch.randn(256, frozen.dim, generator=torch.Generator().manual_seed(0))
+    near = torch.nn.functional.normalize(draw, dim=1)
+    if frozen.text is None:
+        return near
+    return torch.cat([near, torch.nn.functional.normalize(frozen.text.float(), dim=1)])
+
+
+def to_onnx(classifier: Personalised) -> bytes:
+    """The head, with any map folded in, as ONNX; checked against torch before it is returned."""
+    try:
+        import onnx
+        import onnxruntime
+        from onnx import TensorProto, helper, numpy_helper
+    except ImportError as error:
+        raise SettingsError(
+            f"an ONNX head needs {error.name}; pip install 'fedvlm[onnx]'"
+        ) from error
+    weight, bias = linear(classifier)
+    classes, dim = weight.shape
+    least = np.float32(1e-12)
+    graph = helper.make_graph(
+        [
+            helper.make_node("ReduceL2", ["embeddings"], ["length"], axes=[1], keepdims=1),
+            helper.make_node("Max", ["length", "least"], ["divisor"]),
+            helper.make_node("Div", ["embeddings", "divisor"], ["unit"]),
+            helper.make_node("Gemm", ["unit", "weight", "bias"], ["logits"], transB=1),
+            helper.make_node("Softmax", ["logits"], ["probabilities"], axis=1),
+        ],
+        "classifier",
+        [helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, ["rows", dim])],
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", classes])
+            for name in ("logits", "probabilities")
+        ],
+        [
+            numpy_helper.from_array(value, name)
+            for name, value in (
+                ("weight", weight.numpy()),
+                ("bias", bias.numpy()),
+                ("least", least.reshape(1)),
+            )
+        ],
+    )
+    # Versions that runtimes of the last years read.
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    about = {
+        "classes": json.dumps(classifier.frozen.classes, ensure_ascii=False),
+        "encoder": classifier.encoder,
+        "client": classifier.client,
+        "method": classifier.method.name,
+    }
+    helper.set_model_props(model, about)
+    onnx.checker.check_model(model)
+    data = bytes(model.SerializeToString())
+    x = 3 * rows(classifier.frozen)
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(["logits"], {"embeddings": x.numpy()})[0])
+    wanted = classifier.logits(x)
+    gap = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
+    if not gap < CLOSE:
+        raise DataError(f"the ONNX head differs from torch by {gap:.1e}; it is not written")
+    return data

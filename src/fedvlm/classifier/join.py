@@ -1,0 +1,118 @@
+"""A client that comes after the run: its own classifier, without any other client taking part."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedvlm.classifier.personalised import Personalised, of_newcomer
+from fedvlm.data.federation import Clients, Member, divide
+from fedvlm.data.table import Embedded
+from fedvlm.encoders.store import open_store
+from fedvlm.engines.client import World, client
+from fedvlm.errors import DataError, SettingsError, unknown
+from fedvlm.parts import nothing
+from fedvlm.record import Record
+from fedvlm.runner.load import Told, encode, opened, reach, skipped
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The new client's classifier, and how it does on rows that it has not learnt from."""
+
+    classifier: Personalised
+    adapted: bool  # False: the method has no adaptation, so it is what every unseen client gets
+    rows: int  # that it learnt from
+    held: int  # rows kept back
+    accuracy: float  # on them
+    unseen: float  # what a client that does not adapt has on them
+
+
+def join(
+    run: Record | str | Path,
+    rows: Embedded,
+    client_id: str = "new",
+    *,
+    job: str | None = None,
+    seed: int | None = None,
+    share: float = 0.8,
+) -> Joined:
+    """Adapts the server's statistics to the rows of one more client; nothing is sent back.
+
+    The data's own test rows are kept back, or all but `share` of the rows where it marks none.
+    """
+    result = run if isinstance(run, Record) else Record(Path(run))
+    common = of_newcomer(result, job, seed)
+    method = common.method
+    if not method.needs <= {"image", "text"}:
+        raise SettingsError(
+            f"{result.folder} is a run of {method.name}, which needs more than pooled embeddings; "
+            "a client can join a run of tofa, or of a method that needs image and text only"
+        )
+    rows = fitted(rows, common)
+    own = member(rows, client_id, common.frozen.seed, share)
+    labels = torch.from_numpy(rows.labels)
+    world = World(method, common.frozen, rows.x, labels, {client_id: own}, common.frozen.seed)
+    adapted = type(method).adapt is not nothing
+    local = common.local
+    if adapted:
+        sent = method.send(common.shared, client_id)
+        local = method.adapt(common.frozen, sent, local, client(world, client_id, method.rounds))
+    mine = replace(common, local=local, client=client_id)
+    held = torch.from_numpy(own.test)
+
+    def hits(one: Personalised) -> float:
+        return float((one.logits(rows.x[held]).argmax(dim=1) == labels[held]).float().mean())
+
+    return Joined(mine, adapted, len(own.train), len(held), hits(mine), hits(common))
+
+
+def rows_for(
+    run: Record,
+    data: str,
+    source: Mapping[str, Any],
+    encoder: str,
+    access: Mapping[str, Any],
+    told: Told,
+) -> tuple[Embedded, list[str]]:
+    """A data set as the run's own encoder sees it; `encoder` says where that is, if it moved."""
+    known = run.manifest["identity"]
+    name = encoder or known["encoder"]
+    if name.startswith("store:"):
+        return open_store(name.removeprefix("store:"), **source), []
+    box, notes = reach(name, access)
+    done = encode(opened(data, source), box, False, known["precision"], told)
+    return done.embedded, [*notes, *skipped(done)]
+
+
+def fitted(rows: Embedded, common: Personalised) -> Embedded:
+    """The rows with labels that are numbers of the run's classes; the encoder must be the same."""
+    if rows.encoder != common.encoder:
+        raise DataError(
+            f"the rows are of {rows.encoder}, the run is of {common.encoder}; encode the pictures "
+            "with the run's encoder"
+        )
+    classes = common.frozen.classes
+    for name in rows.classes:
+        if name not in classes:
+            raise unknown("class of the run", name, classes)
+    number = np.array([classes.index(name) for name in rows.classes])
+    return replace(rows, classes=classes, labels=number[rows.labels])
+
+
+def member(rows: Embedded, id: str, seed: int, share: float) -> Member:
+    """Rows to learn from and rows to test on; no picture is in both."""
+    if not 0 < share < 1:
+        raise SettingsError(f"share = {share} is outside (0, 1); it is what the client learns from")
+    present, labels = np.unique(rows.labels, return_inverse=True)
+    alone = replace(
+        rows,
+        classes=tuple(rows.classes[i] for i in present),
+        labels=labels,
+        clients=np.full(len(labels), id),
+    )
+    ways = Clients(by="own", shares=(share, 0.0, 1 - share))
+    return divide(alone, ways, seed).members[id]

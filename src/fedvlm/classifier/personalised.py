@@ -1,0 +1,180 @@
+"""One client's classifier: its tensors, and the encoder it goes with."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import Frozen, Tensors, make
+from fedvlm.encoders import fingerprint, open_encoder
+from fedvlm.errors import DataError, FedVLMError, SettingsError
+from fedvlm.record import Record
+from fedvlm.runner.load import towers
+from fedvlm.storage.sealed import read_tensors, write_tensors
+
+
+@dataclass(frozen=True)
+class Personalised:
+    """One client's classifier: frozen, shared and local tensors, and the encoder it goes with."""
+
+    method: Any
+    frozen: Frozen
+    shared: Tensors
+    local: Tensors
+    client: str
+    encoder: str  # name and fingerprint
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(rows, classes) for what the encoder this was trained on makes of pictures.
+
+        Rows are pooled embeddings, or what the method needs instead: patches or pixels.
+        """
+        wanted: tuple[int | str, ...] = ("rows", self.frozen.dim)
+        if "image tower" in self.method.needs:
+            wanted = ("rows", 3, "height", "width")
+        elif "patches" in self.method.needs:
+            wanted = ("rows", "patches", self.frozen.dim)
+        fits = x.ndim == len(wanted) and all(
+            size == want
+            for size, want in zip(x.shape, wanted, strict=True)
+            if isinstance(want, int)
+        )
+        if not fits:
+            raise DataError(
+                f"rows of shape {tuple(x.shape)} do not fit; this classifier takes "
+                f"({', '.join(map(str, wanted))}) from {self.encoder}"
+            )
+        if not x.isfinite().all():
+            raise DataError("the rows hold NaN or infinite numbers; look at their source")
+        x = torch.nn.functional.normalize(x.float(), dim=1) if len(wanted) == 2 else x.float()
+        sent = self.method.send(self.shared, self.client)
+        out: Tensor = self.method.predict(self.frozen, sent, self.local, x)
+        return out
+
+    def predict(self, x: Tensor) -> list[str]:
+        """The name of the likeliest class of each row."""
+        return [self.frozen.classes[i] for i in self.logits(x).argmax(dim=1).tolist()]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        tensors = {f"shared/{key}": value for key, value in self.shared.items()}
+        tensors |= {f"local/{key}": value for key, value in self.local.items()}
+        if self.frozen.text is not None:
+            tensors["frozen/text"] = self.frozen.text
+        if self.frozen.descriptions is not None:
+            tensors["frozen/descriptions"] = self.frozen.descriptions
+        about = {
+            "method": {"name": self.method.name, **asdict(self.method)},
+            "classes": self.frozen.classes,
+            "dim": self.frozen.dim,
+            "scale": self.frozen.scale,
+            "seed": self.frozen.seed,
+            "client": self.client,
+            "encoder": self.encoder,
+        }
+        write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, encoder: str = "") -> "Personalised":
+        """A saved classifier; `encoder` says where its encoder is now, if the method needs it."""
+        path = Path(folder) / "classifier.safetensors"
+        if not path.exists():
+            raise DataError(f"{folder} holds no classifier; `fedvlm export` writes one")
+        tensors, about = read_tensors(path)
+
+        def group(name: str) -> Tensors:
+            return {k.split("/", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}/")}
+
+        frozen = Frozen(
+            tuple(about["classes"]),
+            about["dim"],
+            about["scale"],
+            group("frozen").get("text"),
+            about["seed"],
+            descriptions=group("frozen").get("descriptions"),
+        )
+        method = make(**about["method"])
+        return cls(
+            method,
+            equip(frozen, method, about["encoder"], encoder),
+            group("shared"),
+            group("local"),
+            about["client"],
+            about["encoder"],
+        )
+
+
+def reopen(encoder: str, where: str = "", access: Mapping[str, Any] | None = None) -> Any:
+    """The very encoder something was trained on, by its name and fingerprint.
+
+    `where` is what it is called now, if that has changed.
+    """
+    name, _, wanted = encoder.rpartition("@")
+    try:
+        box = open_encoder(where or name, **(access or {}))
+    except FedVLMError as error:
+        raise type(error)(
+            f"{error} (the classifier goes with {encoder}; if that is called otherwise here, name "
+            "it with --encoder)"
+        ) from error
+    if not fingerprint(box).startswith(wanted):
+        raise SettingsError(
+            f"{where or name} is not the encoder this was trained on: its fingerprint is "
+            f"{fingerprint(box)[:16]}, not {wanted} ({name}); bring the old weights back, or train "
+            "again"
+        )
+    return box
+
+
+def equip(frozen: Frozen, method: Any, encoder: str, where: str = "") -> Frozen:
+    """The towers a method needs, from the very encoder it was trained on."""
+    if not method.needs & {"text tower", "image tower"}:
+        return frozen
+    text, image = towers(reopen(encoder, where), frozen.classes, method.needs)
+    return replace(frozen, text_tower=text, image_tower=image)
+
+
+def of_client(record: Record, client: str, seed: int | None = None) -> Personalised:
+    """A client's own classifier, from the first job in which it trained."""
+    if names := record.manifest.get("local"):
+        raise SettingsError(
+            f"{', '.join(names)} of {client!r} never left its site; its classifier is there, "
+            "in the folder classifiers of its kit"
+        )
+    for job in record.manifest["jobs"]:
+        shared, local = record.outcome(job, seed)
+        if client in local:
+            return _classifier(record, shared, local[client], client, seed)
+    raise SettingsError(
+        f"no client {client!r} trained in {record.folder}; "
+        f"its clients are {', '.join(record.manifest['clients'])}"
+    )
+
+
+def of_newcomer(record: Record, job: str | None = None, seed: int | None = None) -> Personalised:
+    """The classifier of a client that joins later: what is shared, and the first local."""
+    job = job or record.manifest["jobs"][0]
+    shared, _ = record.outcome(job, seed)
+    bare = _classifier(record, shared, {}, "", seed)
+    _, local = bare.method.init(bare.frozen)
+    return _classifier(record, shared, local, "", seed)
+
+
+def _classifier(
+    record: Record, shared: Tensors, local: Tensors, client: str, seed: int | None
+) -> Personalised:
+    told = record.manifest
+    text = None if told["text"] is None else torch.tensor(told["text"])
+    frozen = Frozen(
+        tuple(told["classes"]),
+        told["dim"],
+        told["scale"],
+        text,
+        told["identity"]["seeds"][0] if seed is None else seed,
+        descriptions=record.descriptions,
+    )
+    method = make(**told["identity"]["method"])
+    frozen = equip(frozen, method, told["encoder"])
+    return Personalised(method, frozen, shared, local, client, told["encoder"])

@@ -1,0 +1,116 @@
+"""The contract: three kinds of tensors and six verbs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from fedvlm.tensors import Tensors
+
+VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
+NEEDS = ("image", "text", "patches", "text tower", "image tower")
+SMALLEST = 16  # rows of a class below which its statistics stay at the client
+FEWEST = 3  # clients that have to share in the secure sum of a class's statistics
+
+
+class TextTower(Protocol):
+    """A frozen text tower: context vectors in, class features out."""
+
+    @property
+    def suffixes(self) -> Tensor: ...  # (classes, longest, width) of class name and what follows
+    @property
+    def ends(self) -> Tensor: ...  # (classes,) where the feature is read in the suffix
+    @property
+    def positions(self) -> Tensor: ...  # (length, width)
+    @property
+    def width(self) -> int: ...
+    @property
+    def room(self) -> int: ...  # for context vectors, beside the longest class
+    def __call__(self, context: Tensor) -> Tensor: ...
+
+
+class ImageTower(Protocol):
+    """A frozen image tower as a function of its weights."""
+
+    @property
+    def weights(self) -> Tensors: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    def __call__(
+        self, weights: Tensors, pixels: Tensor, prompts: Tensor | None = None
+    ) -> Tensor: ...
+    def last(self, blocks: int) -> list[str]: ...
+    def matrices(self, targets: Sequence[str]) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What everyone holds and no one trains or sends."""
+
+    classes: tuple[str, ...]
+    dim: int
+    scale: float  # the encoder's logit scale
+    text: Tensor | None  # (classes, dim) unit-norm text embeddings of the class names
+    seed: int = 0  # for initial values drawn in `init`
+    text_tower: TextTower | None = None  # context vectors -> class embeddings
+    image_tower: ImageTower | None = None  # weights and pixels -> image embeddings
+    descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
+
+
+class Rows(Protocol):
+    """Rows that are read when they are asked for, as a tensor's are by its first axis."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, index: Any) -> Tensor: ...
+    def take(self, index: Any) -> "Rows": ...
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client's rows and this round's minibatches; engines may add a leading client axis.
+
+    What a row is follows from the method's needs: with "image tower" the pixels (3, height, width),
+    with "patches" the patch embeddings (patches, dim) as the encoder gave them, and otherwise the
+    unit-norm image embedding (dim,).
+    """
+
+    x: Any  # (rows, ...) Tensor, or Rows where pictures are decoded on demand
+    y: Tensor  # (rows,) labels, -1 where there is no row
+    order: Tensor  # (steps, batch) rows of each minibatch, -1 where there is no row
+    held_x: Any  # (held, ...) validation rows, for choices a client makes for itself
+    held_y: Tensor  # (held,)
+    reference: Any  # (references, ...) unlabelled rows for methods with a `reference`
+    reference_order: Tensor  # (steps, batch) rows of the reference, -1 where there is no row
+    texts: Tensor  # (classes, texts, dim) descriptions of its own, zeros where there are fewer
+    noise: Tensor  # (steps, numbers) standard normal, as many as the method's `noise` asks for
+
+
+class Batch(NamedTuple):
+    x: Tensor  # (batch, ...)
+    y: Tensor  # (batch,) valid labels also where real is False
+    real: Tensor  # (batch,) False where the row is padding
+    reference: Tensor  # (batch, ...) unlabelled rows, none if the method has no `reference`
+
+
+class Method(Protocol):
+    """A frozen dataclass: its fields are its settings. `register` says what is missing."""
+
+    name: str
+    rounds: int  # 0 is zero-shot, 1 is one-shot
+    needs: frozenset[str]  # what it asks of the encoder: a subset of NEEDS
+    memory: frozenset[str]  # names of tensors that are kept but not trained
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]: ...
+    def send(self, shared: Tensors, id: str) -> Tensors: ...
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]: ...
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors: ...
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors: ...
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor: ...

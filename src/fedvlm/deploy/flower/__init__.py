@@ -1,0 +1,1 @@
+"""Flower's processes, as we start them."""

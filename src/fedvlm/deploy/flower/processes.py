@@ -1,0 +1,249 @@
+"""Flower's processes: found where pip puts them, started quietly, and always stopped again."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from fedvlm.deploy.flower.supernode import NOTE
+from fedvlm.deploy.kits import ServerKit, SiteKit
+from fedvlm.engines.flower.wire import QUIET
+from fedvlm.errors import FederationError, SettingsError
+from fedvlm.storage.files import write
+
+LINK = "fedvlm"  # the name of our connection in Flower's own settings
+POLL = "0.1"  # seconds between looks of a SuperExec for work
+START = 60.0  # seconds a SuperLink has to come up
+
+
+def scripts() -> list[str]:
+    """Where pip puts commands: mostly beside Python, but not for a system's own or `--user`."""
+    user = sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
+    return [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), user]
+
+
+def tool(name: str) -> str:
+    path = shutil.which(name, path=os.pathsep.join(scripts()))
+    if path is None:
+        raise SettingsError(
+            f"{name} is in none of {', '.join(scripts())}; pip install 'fedvlm[flower]' with "
+            f"{sys.executable}"
+        )
+    return path
+
+
+def environment(home: Path, first: Path | None = None) -> dict[str, str]:
+    """Flower's own folder, its telemetry off, and its tools found before any others."""
+    places = [*([] if first is None else [str(first)]), *scripts()]
+    path = os.pathsep.join([*places, os.environ.get("PATH", "")])
+    own = {
+        "FLWR_HOME": str(home.resolve()),
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL,
+        "PATH": path,
+    }
+    return {**os.environ, **QUIET, **own}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Process:
+    """A child with a log file, in a group of its own that ends with it."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]):
+        self.name, self.log, self.asked = name, log, False
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as file:
+            self.begin = file.tell()
+            self.child = subprocess.Popen(
+                list(command),
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                env=dict(env),
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self.child.poll() is None
+
+    def tail(self, lines: int = 12) -> str:
+        """The end of what this process has logged, and no other before it."""
+        text = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def ask_to_stop(self) -> None:
+        if not self.asked:  # a second signal would disturb its leaving
+            self.asked = True
+            self._signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        self.ask_to_stop()
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(8)
+        self._signal(signal.SIGKILL)  # also what the child left behind in its group
+        self.child.wait()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, number)
+
+
+def _end_with_parent() -> None:
+    """A child does not outlive a parent that was killed."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def superlink(kit: ServerKit) -> Process:
+    """Starts the server's SuperLink and waits until it answers; sites may connect from then on."""
+    host, _, port = kit.address.rpartition(":")
+    local = host in ("127.0.0.1", "localhost")
+    env = environment(home(kit))
+    command = [
+        tool("flower-superlink"),
+        *("--ssl-ca-certfile", str(kit.folder / "ca.crt")),
+        *("--ssl-certfile", str(kit.folder / "server.pem")),
+        *("--ssl-keyfile", str(kit.folder / "server.key")),
+        "--enable-supernode-auth",
+        *("--host", "127.0.0.1" if local else "0.0.0.0"),
+        *("--port", port),
+        *("--database", str(kit.folder / "superlink.db")),
+    ]
+    connect(kit)
+    link = Process("superlink", command, kit.folder / "superlink.log", env)
+    try:
+        _wait(kit, link)
+        for name in kit.sites:
+            register(kit, name)
+    except BaseException:
+        link.stop()
+        raise
+    return link
+
+
+def home(kit: ServerKit) -> Path:
+    return kit.folder / "flwr"
+
+
+def connect(kit: ServerKit) -> None:
+    """How Flower's command line finds this server."""
+    _, _, port = kit.address.rpartition(":")
+    text = (
+        f'[superlink]\ndefault = "{LINK}"\n[superlink.{LINK}]\n'
+        f'address = "localhost:{port}"\nroot-certificates = "{kit.folder.resolve()}/ca.crt"\n'
+    )
+    write(home(kit) / "config.toml", text.encode())
+
+
+def answers(kit: ServerKit) -> bool:
+    """Whether the server of this folder is up, on this machine."""
+    _, _, port = kit.address.rpartition(":")
+    try:
+        knock(f"localhost:{port}", kit.folder / "ca.crt")
+    except Unreachable:
+        return False
+    return True
+
+
+def _wait(kit: ServerKit, link: Process) -> None:
+    end = monotonic() + START
+    while monotonic() < end:
+        if not link.alive:
+            raise FederationError(f"the SuperLink ended:\n{link.tail()}")
+        if answers(kit):
+            return
+        sleep(0.1)
+    raise FederationError(f"the SuperLink did not come up in {START:g} s:\n{link.tail()}")
+
+
+class Unreachable(FederationError):
+    """Nobody answers there, yet."""
+
+
+def knock(address: str, ca: Path) -> None:
+    """Returns if our server is there; that somebody else is, or nobody, are different errors."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(ca))
+    try:
+        with (
+            socket.create_connection((host, int(port)), 5) as plain,
+            context.wrap_socket(plain, server_hostname=host),
+        ):
+            return
+    except ssl.SSLCertVerificationError as error:
+        said = error.verify_message
+        remedy = (
+            "it was made for another federation: ca.crt of this folder and the server's must be "
+            "of the same `fedvlm deploy init`"
+        )
+        if "expired" in said or "not yet valid" in said:
+            remedy = "look at the clocks, or make new kits with `fedvlm deploy init`"
+        elif "match" in said:
+            remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
+        raise FederationError(
+            f"the certificate of the server at {address} is refused ({said}); {remedy}"
+        ) from error
+    except ssl.SSLError as error:
+        raise FederationError(
+            f"{address} does not answer with TLS ({error.reason}); is another program listening "
+            "there? plain HTTP is refused"
+        ) from error
+    except OSError as error:
+        raise Unreachable(f"nobody answers at {address} ({error})") from error
+
+
+def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
+    """Flower's command line, answering in JSON."""
+    done = subprocess.run(
+        [tool("flwr"), *words, "--format", "json"],
+        cwd=home(kit),  # Flower takes the name of a connection for a folder of that name
+        env=environment(home(kit)),
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    said = done.stdout + done.stderr
+    try:
+        answer = json.loads(done.stdout[done.stdout.index("{") :])
+    except ValueError:
+        answer = {"success": False, "error-message": said}
+    return dict(answer)
+
+
+def register(kit: ServerKit, name: str) -> None:
+    key = kit.folder.resolve() / "sites" / f"{name}.pub"
+    answer = flwr(kit, "supernode", "register", str(key), LINK)
+    said = str(answer.get("error-message", ""))
+    if not answer.get("success") and "already" not in said.lower():
+        raise FederationError(f"the key of site {name} cannot be registered: {said.strip()}")
+
+
+def supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
+    """Starts a site's SuperNode; ClientApps are `flwr-clientapp` of `bin`, and no other code."""
+    command = [
+        *(sys.executable, "-m", "fedvlm.deploy.flower.supernode"),
+        *("--root-certificates", str(kit.folder / "ca.crt")),
+        *("--auth-supernode-private-key", str(kit.folder / "key")),
+        *("--superlink", kit.address),
+        *("--host", "127.0.0.1"),
+        *("--port", str(free_port())),
+    ]
+    whole = {**environment(kit.folder / "flwr", bin), NOTE: str(kit.folder / ".node"), **env}
+    return Process("supernode", command, kit.folder / "supernode.log", whole)

@@ -1,0 +1,222 @@
+"""Data to embeddings through the cache: each picture is encoded once, by whoever comes first."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedvlm.data.table import Dataset, Embedded
+from fedvlm.encoders.cache.folder import Entry, directory, use
+from fedvlm.encoders.cache.images import Pictures
+from fedvlm.encoders.cache.locks import Claims
+from fedvlm.encoders.cache.mapped import opened
+from fedvlm.encoders.cache.workers import Decoders, Prepared, refuse_in_start
+from fedvlm.encoders.interface import Encoder, Vectors
+from fedvlm.encoders.text import class_embeddings
+from fedvlm.errors import EncoderError
+from fedvlm.machine import cores
+
+BATCH = 32  # pictures given to the encoder at once: also what a kill can cost
+FEW_BYTES = 16_000_000  # of pictures; they are decoded before worker processes have started
+
+Precision = Literal["float32", "float16"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The embeddings, and what it took to get them."""
+
+    embedded: Embedded
+    encoded: int  # pictures this run encoded; the others were in the cache
+    skipped: list[tuple[str, str]]  # pictures that cannot be read: name and reason
+    rows: NDArray[np.int64]  # those of the data set that were not skipped
+
+
+def embed(
+    dataset: Dataset,
+    encoder: Encoder,
+    *,
+    fingerprint: str,
+    cache: Path | None = None,
+    patches: bool = False,
+    precision: Precision = "float32",
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Encodes what the cache lacks, then reads everything from it.
+
+    `workers` processes decode (0: this one does); left out, it is one core less than there are, or
+    0 for few pictures. `progress` is told how many of the pictures to encode are done.
+    """
+    if patches and "patches" not in encoder.offers:
+        raise EncoderError(
+            f"{encoder.name} has no patch embeddings; it offers {', '.join(sorted(encoder.offers))}"
+        )
+    refuse_in_start()
+    pictures = Pictures(dataset)
+    with use(cache or directory(), fingerprint, encoder.name) as (entry, claims):
+        tables = _Tables(entry, encoder, precision, patches)
+        todo = [digest for digest in pictures.first if not tables.have(digest)]
+        if workers is None:
+            few = pictures.size(todo) < FEW_BYTES
+            workers = 0 if few else min(8, max(1, cores() - 1))
+        run = _Run(pictures, encoder, tables, claims, progress or (lambda done, total: None))
+        with Decoders(encoder.preprocess, workers, ahead=2 * BATCH) as decoders:
+            run.all(todo, decoders)
+        rows, skipped = pictures.sound(), pictures.skipped()
+        content = [pictures.digests[row] for row in rows]
+        grid, text = tables.patches, None
+        if "text" in encoder.offers:
+            table = entry.need("text.float32", "float32", (encoder.dim,))
+            text = class_embeddings(encoder, table, dataset.classes, dataset.templates)
+        embedded = Embedded(
+            name=dataset.name,
+            classes=dataset.classes,
+            x=_unit(tables.pooled.read(content)),
+            labels=dataset.labels[rows],
+            domains=dataset.domains[rows],
+            clients=dataset.clients[rows],
+            splits=dataset.splits[rows],
+            content=[digest.hex() for digest in content],
+            scale=encoder.scale,
+            text=text,
+            patches=None if grid is None else opened(grid.mapped(content)),
+            encoder=f"{encoder.name}@{fingerprint[:16]}",
+            fingerprint="",
+        )
+    embedded = replace(embedded, fingerprint=_fingerprint(embedded, dataset.templates))
+    return Outcome(embedded, run.encoded, skipped, rows)
+
+
+class _Tables:
+    """The tables of the cache that one run needs."""
+
+    def __init__(self, entry: Entry, encoder: Encoder, precision: Precision, patches: bool) -> None:
+        self._entry, self.wants_patches = entry, patches
+        self.pooled = entry.need(f"pooled.{precision}", precision, (encoder.dim,))
+        # how many patches there are is not known before the encoder's first answer
+        self.patches = entry.table("patches.float16", "float16", None) if patches else None
+
+    def have(self, digest: bytes) -> bool:
+        there = not self.wants_patches or (self.patches is not None and digest in self.patches)
+        return there and digest in self.pooled
+
+    def refresh(self) -> None:
+        if self.wants_patches and self.patches is None:
+            self.patches = self._entry.table("patches.float16", "float16", None)
+        for table in (self.pooled, self.patches):
+            if table is not None:
+                table.refresh()
+
+    def append(self, digests: list[bytes], vectors: Vectors) -> None:
+        if vectors.patches is not None and self.wants_patches:
+            if self.patches is None:
+                shape = vectors.patches.shape[1:]
+                self.patches = self._entry.need("patches.float16", "float16", shape)
+            self.patches.append(digests, vectors.patches)
+        self.pooled.append(digests, vectors.pooled)
+
+
+@dataclass
+class _Run:
+    """The pictures still to encode, on their way through decoders, encoder and cache."""
+
+    pictures: Pictures
+    encoder: Encoder
+    tables: _Tables
+    claims: Claims
+    progress: Progress
+    encoded: int = 0
+    done: int = 0
+
+    def all(self, todo: list[bytes], decoders: Decoders) -> None:
+        total = len(todo)
+        self.progress(0, total)
+        while todo:
+            others: list[bytes] = []  # in the hands of other processes
+            prepared = decoders.stream(self._ask(todo, others))
+            while batch := list(islice(prepared, BATCH)):
+                self._encode(batch)
+                self.claims.release(one.digest for one in batch)
+                self.done += len(batch)
+                self.progress(self.done, total)
+            if others:
+                self.claims.wait(others[0])
+                self.tables.refresh()
+            todo = [digest for digest in others if not self.tables.have(digest)]
+            self.done = total - len(todo)
+            self.progress(self.done, total)
+
+    def _ask(self, todo: Iterable[bytes], others: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+        """Claims a picture just before it is decoded, and passes over what others are at."""
+        for digest in todo:
+            if not self.claims.take(digest):
+                others.append(digest)
+                continue
+            self.tables.refresh()
+            if self.tables.have(digest):
+                self.claims.release([digest])
+                self.done += 1
+            else:
+                yield digest, self.pictures.read(digest)
+
+    def _encode(self, batch: list[Prepared]) -> None:
+        good: list[Any] = [one.picture for one in batch if one.picture is not None]
+        digests = [one.digest for one in batch if one.picture is not None]
+        if good:
+            answer = self.encoder.embed(good, self.tables.wants_patches)
+            self.tables.append(digests, self._checked(answer, digests))
+            self.encoded += len(good)
+        for one in batch:
+            if one.picture is None:
+                self.pictures.refuse(one.digest, one.reason)
+
+    def _checked(self, answer: Vectors, digests: list[bytes]) -> Vectors:
+        """As the cache will keep it: in its precision, of the right shape, finite and not zero."""
+        with np.errstate(over="ignore"):
+            pooled = np.asarray(answer.pooled).astype(self.tables.pooled.dtype)
+            grid = None if answer.patches is None else answer.patches.astype(np.float16)
+        wanted = (len(digests), self.encoder.dim)
+        shapes = [pooled.shape]
+        if self.tables.wants_patches:
+            shapes.append((len(grid), *grid.shape[2:]) if grid is not None else ())
+        for shape in shapes:
+            if shape != wanted:
+                raise self._refuse(f"vectors of shape {shape} instead of {wanted}", digests[0])
+        for row, digest in enumerate(digests):
+            if not np.isfinite(pooled[row]).all():
+                raise self._refuse("NaN or inf", digest)
+            if not pooled[row].any():
+                raise self._refuse("a vector of zeros", digest)
+            if grid is not None and not np.isfinite(grid[row]).all():
+                raise self._refuse("NaN or inf in a patch", digest)
+        return Vectors(pooled, grid)
+
+    def _refuse(self, what: str, digest: bytes) -> EncoderError:
+        return EncoderError(
+            f"{self.encoder.name} answered with {what} for {self.pictures.name(digest)}; "
+            "the batches before it are kept: mend the encoder, or remove the picture, and run again"
+        )
+
+
+def _unit(values: NDArray[Any]) -> Tensor:
+    x: Tensor = torch.from_numpy(values).float()
+    lengths: Tensor = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64)
+    return x / lengths.float()
+
+
+def _fingerprint(embedded: Embedded, templates: tuple[str, ...]) -> str:
+    """Covers all that a run on these rows can depend on, but for the encoder."""
+    digest = sha256("\x1e".join(embedded.content).encode())
+    columns = (embedded.domains, embedded.clients, embedded.splits)
+    for words in (embedded.classes, templates, embedded.labels.astype(str), *columns):
+        digest.update("\x1e".join(["\x1d", *words]).encode())
+    return digest.hexdigest()

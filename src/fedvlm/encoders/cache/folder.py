@@ -1,0 +1,207 @@
+"""The embedding cache: what an encoder said about a picture, found by the two fingerprints.
+
+`DIR/<encoder fingerprint>/` holds `meta.json` and tables of rows (see rows.py), each found by the
+SHA-256 of a picture's bytes or of a sentence. The locks lie beside the entries, so that an entry
+can be removed while its locks are held.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedvlm.encoders.cache.locks import Claims, held
+from fedvlm.encoders.cache.table import Bad, Rows, writing
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.storage import files
+
+FORMAT = 1
+
+
+def directory() -> Path:
+    """FEDVLM_CACHE, or `fedvlm` in the user's cache directory."""
+    if own := os.environ.get("FEDVLM_CACHE"):
+        return Path(own).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "fedvlm"
+
+
+class Entry:
+    """All that is kept of one encoder."""
+
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        self.fingerprint, self.folder = fingerprint, root / fingerprint
+        self._lock = _lock(root, fingerprint, "append")
+        self.claims_path = _lock(root, fingerprint, "claims")
+
+    def meta(self) -> dict[str, Any]:
+        path = self.folder / "meta.json"
+        try:
+            meta = json.loads(path.read_text())
+            tables = {str(k): (str(d), [int(n) for n in s]) for k, (d, s) in meta["tables"].items()}
+            found = {"encoder": str(meta["encoder"]), "tables": tables}
+            if meta["format"] == FORMAT:
+                return found
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            reason = f"format {meta['format']}, not {FORMAT}"
+        raise DataError(
+            f"cannot read {path} ({reason}); "
+            f"`fedvlm cache rm {self.fingerprint[:16]}` removes the entry"
+        )
+
+    def tables(self) -> dict[str, Rows]:
+        return {
+            name: Rows(self.folder / name, self._lock, dtype, tuple(shape))
+            for name, (dtype, shape) in self.meta()["tables"].items()
+        }
+
+    def table(self, name: str, dtype: str, shape: tuple[int, ...] | None) -> Rows | None:
+        """A table by name, made if its shape is known; None if it is not there and not known."""
+        with held(self._lock):
+            meta = self.meta()
+            if name not in meta["tables"]:
+                if shape is None:
+                    return None
+                meta["tables"][name] = dtype, list(shape)
+                self._write(meta)
+            found_dtype, found = meta["tables"][name]
+        if shape is not None and (found_dtype, tuple(found)) != (dtype, shape):
+            raise DataError(
+                f"the cache holds {name} of shape {tuple(found)} for {meta['encoder']}, which now "
+                f"says {shape}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`"
+            )
+        return Rows(self.folder / name, self._lock, found_dtype, tuple(found))
+
+    def need(self, name: str, dtype: str, shape: tuple[int, ...]) -> Rows:
+        table = self.table(name, dtype, shape)
+        assert table is not None  # its shape is known
+        return table
+
+    def make(self, encoder: str) -> None:
+        with held(self._lock):
+            if not self.folder.exists():
+                with writing(self.folder):
+                    self.folder.mkdir(mode=0o700)
+            if not (self.folder / "meta.json").exists():
+                self._write({"encoder": encoder, "tables": {}})
+
+    def _write(self, meta: dict[str, Any]) -> None:
+        text = json.dumps({"format": FORMAT, **meta}, indent=1)
+        files.write(self.folder / "meta.json", text.encode())
+
+
+@contextmanager
+def use(root: Path, fingerprint: str, encoder: str) -> Iterator[tuple[Entry, Claims]]:
+    """An entry to read and append to, made if need be; it cannot be removed meanwhile."""
+    if not re.fullmatch("[0-9a-f]{16,64}", fingerprint):
+        raise SettingsError(
+            f"{fingerprint!r} is no fingerprint of an encoder; it takes 16 to 64 hex digits"
+        )
+    with writing(root):
+        (root / "locks").mkdir(parents=True, exist_ok=True, mode=0o700)
+    entry = Entry(root, fingerprint)
+    with held(_lock(root, fingerprint, "use"), shared=True):
+        entry.make(encoder)
+        claims = Claims(entry.claims_path)
+        try:
+            yield entry, claims
+        finally:
+            claims.close()
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One line of `fedvlm cache ls`."""
+
+    encoder: str
+    fingerprint: str
+    rows: int  # pictures with a pooled embedding
+    patches: int  # pictures with patch embeddings
+    bytes: int
+    problem: str = ""  # why the entry cannot be used, if so
+
+
+def ls(root: Path) -> list[Listed]:
+    return [_listed(entry) for entry in _entries(root)]
+
+
+def _listed(entry: Entry) -> Listed:
+    size = sum(file.stat().st_size for file in entry.folder.iterdir() if file.is_file())
+    try:
+        name, tables = entry.meta()["encoder"], entry.tables()
+    except DataError as error:
+        return Listed("?", entry.fingerprint, 0, 0, size, str(error))
+    count = {name: len(table) for name, table in tables.items()}
+    pooled = max((count.get(name, 0) for name in ("pooled.float32", "pooled.float16")), default=0)
+    return Listed(name, entry.fingerprint, pooled, count.get("patches.float16", 0), size)
+
+
+def rm(root: Path, prefix: str) -> Listed:
+    """Removes the entry whose fingerprint begins so; says what it was."""
+    entry = _one(root, prefix)
+    with _alone(root, entry):
+        listed = _listed(entry)
+        with writing(entry.folder):
+            # renamed first: a kill halfway must not leave half an entry under its name
+            entry.folder.rename(root / f".removed-{entry.fingerprint}-{os.getpid()}")
+            for doomed in root.glob(".removed-*"):
+                shutil.rmtree(doomed)
+    return listed
+
+
+def verify(root: Path, prefix: str = "", drop: bool = False) -> dict[str, list[Bad]]:
+    """The damaged rows of each entry whose fingerprint begins so; `drop` lets go of them."""
+    entries = [_one(root, prefix)] if prefix else _entries(root)
+    return {entry.fingerprint: _verify(root, entry, drop) for entry in entries}
+
+
+def _verify(root: Path, entry: Entry, drop: bool) -> list[Bad]:
+    found = []
+    for table in entry.tables().values():
+        bad = list(table.verify())
+        if bad and drop:
+            with _alone(root, entry):
+                table.refresh()
+                table.drop({bytes.fromhex(one.digest) for one in bad})
+        found += bad
+    return found
+
+
+def _entries(root: Path) -> list[Entry]:
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    names = [one.name for one in folders if re.fullmatch("[0-9a-f]{16,64}", one.name)]
+    return [Entry(root, name) for name in names]
+
+
+def _one(root: Path, prefix: str) -> Entry:
+    found = [entry for entry in _entries(root) if entry.fingerprint.startswith(prefix)]
+    if len(found) != 1:
+        names = ", ".join(entry.fingerprint[:16] for entry in found or _entries(root)) or "none"
+        raise DataError(
+            f"{len(found)} entries of the cache at {root} begin with {prefix!r}; "
+            f"give enough of one fingerprint: {names}"
+        )
+    return found[0]
+
+
+@contextmanager
+def _alone(root: Path, entry: Entry) -> Iterator[None]:
+    try:
+        with held(_lock(root, entry.fingerprint, "use"), wait=False):
+            yield
+    except BlockingIOError:
+        raise DataError(
+            f"the cache entry {entry.fingerprint[:16]} is in use by another process; "
+            "wait until it is done"
+        ) from None
+
+
+def _lock(root: Path, fingerprint: str, purpose: str) -> Path:
+    return root / "locks" / f"{fingerprint}.{purpose}"

@@ -1,0 +1,206 @@
+"""One table of the cache: rows of numbers found by a digest, appended and never moved.
+
+`NAME.rows` holds the raw rows. `NAME.index` holds one record per row: the digest, the row's
+number, the row's checksum and the record's own checksum. Rows reach the disk before their records
+do, so a record that is whole always points at a whole row; rows whose record never came, and
+the piece of a record at the end, are what a kill leaves behind, and nobody sees them.
+"""
+
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.encoders.cache.locks import held
+from fedvlm.errors import DataError
+from fedvlm.storage import files
+
+RECORD = struct.Struct("<32sQII")  # digest, row, checksum of the row, checksum of the record
+BODY = RECORD.size - 4  # what the record's own checksum covers
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One damaged row, or one damaged record (which names no row)."""
+
+    table: str
+    row: int | None
+    digest: str  # hex; empty for a damaged record
+    reason: str
+
+
+class Rows:
+    def __init__(self, stem: Path, lock: Path, dtype: str, shape: tuple[int, ...]) -> None:
+        self.name = stem.name
+        self.dtype, self.shape = np.dtype(dtype).newbyteorder("<"), shape
+        self.size = prod(shape) * self.dtype.itemsize  # bytes of one row
+        self._rows, self._index = Path(f"{stem}.rows"), Path(f"{stem}.index")
+        self._lock = lock
+        self._known: dict[bytes, tuple[int, int]] = {}  # digest -> row, checksum of the row
+        self._read = 0  # bytes of the index that are in `_known`
+        self._end = 0  # one past the last row of a record
+        self.damaged: list[int] = []  # numbers of the records whose checksum is wrong
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._known
+
+    def refresh(self) -> None:
+        """Takes in what other processes appended. Under the lock no append is half done."""
+        if self._index.exists() and self._index.stat().st_size >= self._read + RECORD.size:
+            with held(self._lock, shared=True):
+                self._take_in()
+
+    def _take_in(self) -> None:
+        if not self._index.exists():
+            return
+        with self._index.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        view = memoryview(data)
+        for start in range(0, len(data) - len(data) % RECORD.size, RECORD.size):
+            digest, row, checksum, own = RECORD.unpack_from(data, start)
+            if crc32(view[start : start + BODY]) != own:
+                self.damaged.append((self._read + start) // RECORD.size)
+                continue
+            self._known[digest] = row, checksum
+            self._end = max(self._end, row + 1)
+        self._read += len(data) - len(data) % RECORD.size
+
+    def append(self, digests: Sequence[bytes], values: NDArray[Any]) -> None:
+        """Adds the rows that are not there yet; when it returns, they survive a power failure."""
+        values = np.ascontiguousarray(values, dtype=self.dtype)
+        if values.shape != (len(digests), *self.shape):
+            raise DataError(f"{self.name} takes rows of {self.shape}, not {values.shape[1:]}")
+        with held(self._lock):
+            self._take_in()
+            fresh = {d: i for i, d in enumerate(digests) if d not in self._known}
+            if not fresh:
+                return
+            data = [values[i].tobytes() for i in fresh.values()]
+            size = self._rows.stat().st_size if self._rows.exists() else 0
+            # after the rows and pieces of rows a kill left, and never a number that was given out
+            first = max(-(-size // self.size), self._end)
+            records = [
+                _record(digest, row, crc32(body))
+                for row, (digest, body) in enumerate(zip(fresh, data, strict=True), first)
+            ]
+            _write(self._rows, first * self.size, data)
+            try:
+                _write(self._index, self._read, records)
+            except DataError:
+                os.truncate(self._rows, size)
+                raise
+            self._take_in()
+
+    def read(self, digests: Sequence[bytes]) -> NDArray[Any]:
+        """(digests, *shape), a copy in memory, each row checked."""
+        values: NDArray[Any] = self._map()[[self._known[digest][0] for digest in digests]]
+        flat = values.reshape(len(digests), prod(self.shape)).view(np.uint8)
+        for digest, row in zip(digests, flat, strict=True):
+            if crc32(row.data) != self._known[digest][1]:
+                raise DataError(
+                    f"row {self._known[digest][0]} of {self._rows} is damaged; "
+                    "`fedvlm cache verify --drop` removes damaged rows, the next run encodes them"
+                )
+        return values
+
+    def mapped(self, digests: Sequence[bytes]) -> NDArray[Any]:
+        """(digests, *shape), memory-mapped and unchecked, for rows that do not fit into memory.
+
+        Rows in another order than the file's are copied to a file without a name, which takes
+        disk and no memory, and is gone when the last one who maps it is.
+        """
+        rows = [self._known[digest][0] for digest in digests]
+        everything = self._map()
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return everything[rows[0] : rows[0] + len(rows)]
+        with writing(self._rows), tempfile.TemporaryFile(dir=self._rows.parent) as file:
+            for row in rows:
+                file.write(everything[row].data)
+            file.flush()
+            return np.memmap(file, self.dtype, "c", shape=(len(rows), *self.shape))
+
+    def _map(self) -> NDArray[Any]:
+        """All rows; changes to the array stay in memory and never reach the file."""
+        size = self._rows.stat().st_size if self._rows.exists() else 0
+        if size < self._end * self.size:
+            raise DataError(
+                f"{self._rows} has {size} bytes where its index speaks of {self._end * self.size}; "
+                "`fedvlm cache verify --drop` drops the rows that are lost"
+            )
+        if not self._end:
+            return np.empty((0, *self.shape), self.dtype)
+        return np.memmap(self._rows, self.dtype, "c", shape=(self._end, *self.shape))
+
+    def verify(self) -> Iterator[Bad]:
+        """Every row against its checksum."""
+        for record in self.damaged:
+            yield Bad(self.name, None, "", f"record {record} of the index is damaged")
+        with self._rows.open("rb") if self._rows.exists() else BytesIO() as file:
+            for digest, (row, checksum) in self._known.items():
+                file.seek(row * self.size)
+                data = file.read(self.size)
+                if len(data) < self.size:
+                    yield Bad(self.name, row, digest.hex(), "the file ends before this row does")
+                elif crc32(data) != checksum:
+                    yield Bad(self.name, row, digest.hex(), "the row is not what was written")
+
+    def drop(self, digests: set[bytes]) -> None:
+        """Rewrites the index without these rows and without damaged records."""
+        kept = [
+            _record(digest, *where)
+            for digest, where in self._known.items()
+            if digest not in digests
+        ]
+        with writing(self._index):
+            files.write(self._index, b"".join(kept))
+        self._known, self._read, self._end, self.damaged = {}, 0, 0, []
+        self._take_in()
+
+
+def _record(digest: bytes, row: int, checksum: int) -> bytes:
+    body = RECORD.pack(digest, row, checksum, 0)[:BODY]
+    return body + struct.pack("<I", crc32(body))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A disk that is full or read-only is something a person can put right."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write {path} ({error.strerror or error}); make room there, "
+            "or point FEDVLM_CACHE to another directory"
+        ) from error
+
+
+def _write(path: Path, place: int, parts: Sequence[bytes]) -> None:
+    """Writes at a place and waits for the disk; if that fails, the file ends at that place."""
+    data = memoryview(b"".join(parts))
+    with writing(path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(file, data[done:], place + done)
+            os.fsync(file)
+        except OSError:
+            os.ftruncate(file, place)
+            raise
+        finally:
+            os.close(file)

@@ -1,0 +1,1 @@
+"""The engine on Flower: the same verbs, as messages."""

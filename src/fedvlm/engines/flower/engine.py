@@ -1,0 +1,209 @@
+"""The same verbs through Flower's messages: the server's side.
+
+A client answers with what it uploads, its scores, and a number for the version of its `local`
+tensors; these stay with it, in its Context.state.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
+from secrets import token_hex
+from typing import Any
+
+import torch
+
+from fedvlm.core import Tensors
+from fedvlm.engines.client import Done, Task
+from fedvlm.engines.flower.client import arrays, unpack
+from fedvlm.engines.flower.wire import Parcel, collect, from_records, seal, to_records, unseal
+from fedvlm.errors import FederationError
+
+VERSION = "version of the local tensors, which are at their client"
+LATE = 10.0  # seconds after the deadline until Flower forgets a message
+KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
+
+
+class Flower:
+    """Sends tasks through a grid; who does not answer in time is left out above the quorum."""
+
+    def __init__(
+        self,
+        grid: Any,
+        nodes: Mapping[str, int],
+        training: str,
+        quorum: float = 1.0,  # share of the clients asked that must answer
+        deadline: float | None = None,  # seconds; None waits for ever
+        secure: bool = False,  # uploads come as a sum, by SecAgg+
+    ) -> None:
+        self.grid = grid
+        self.nodes = dict(nodes)  # by client id
+        self.training = training
+        self.quorum = quorum
+        self.deadline = deadline
+        self.secure = secure
+        self.members: dict[str, Any] = {}  # how many rows each client has
+        self.sum: Tensors | None = None  # of the last round's uploads, if it is all there is
+        self.absent: dict[str, str] = {}  # why a client has no node, if it is known
+        self.missing: dict[str, str] = {}  # who did not answer the last time, and why
+
+    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        return self._ask("round", number, tasks)
+
+    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        return self._ask("adapt", number, tasks)
+
+    def close(self) -> None:
+        pass
+
+    def version(self, id: str, local: Tensors) -> int:
+        return int(local[VERSION]) if VERSION in local else 0
+
+    def local(self, id: str, version: int) -> Tensors:
+        """What stands for a client's local tensors at the server."""
+        return {VERSION: torch.tensor(version)}
+
+    def seal(self, parcel: Parcel) -> Parcel:
+        return seal(parcel)
+
+    def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
+        return unseal(parcel, where)
+
+    def _ask(self, kind: str, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        parcels = {
+            task.id: Parcel(
+                {
+                    "kind": kind,
+                    "training": self.training,
+                    "round": number,
+                    "client": task.id,
+                    "trains": task.trains,
+                    "version": self.version(task.id, task.local),
+                    "held": [] if task.held is None else [self.version(task.id, task.held)],
+                },
+                arrays(task.sent),
+            )
+            for task in tasks
+        }
+        hidden = {task.id for task in tasks if task.trains and self.secure and kind == "round"}
+        self.missing, self.sum = {}, None
+        replies = self.exchange({id: parcels[id] for id in parcels if id not in hidden}, number)
+        if hidden:
+            masked, self.sum = self.exchange_masked({id: parcels[id] for id in hidden}, number)
+            replies |= masked
+        done = {}
+        for id, reply in replies.items():
+            about = reply.about
+            upload = unpack(reply.arrays) if about["uploads"] else None
+            local = self.local(id, about["version"])
+            done[id] = Done(upload, local, about["scores"], about["told"], passed=True)
+        return done
+
+    def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:
+        """Sends each client its parcel and returns the replies that fit; too few are an error."""
+        sealed = self._sealed(parcels)
+        asked: dict[str, tuple[str, Parcel]] = {}
+        there = list(sealed)
+        messages = [self._message(sealed[id], self.nodes[id], number) for id in there]
+        for id, sent in zip(there, self.grid.push_messages(messages), strict=True):
+            if sent is None:
+                self.missing[id] = "the server's SuperLink did not take the message"
+            else:
+                asked[sent] = (id, sealed[id])
+        replies: dict[str, Parcel] = {}
+        for message in collect(self.grid, list(asked), self.deadline, self.enough):
+            id, request = asked.pop(message.metadata.reply_to_message_id)
+            try:
+                replies[id] = self._accept(message, id, request)
+            except FederationError as error:
+                self.missing[id] = str(error)
+        for id, _ in asked.values():
+            self.missing[id] = f"it did not answer within {self.deadline:g} s"
+        self._count(parcels, replies, number)
+        return {id: replies[id] for id in parcels if id in replies}
+
+    def enough(self) -> bool:
+        """Whether nobody else is worth waiting for."""
+        return False
+
+    def exchange_masked(
+        self, parcels: Mapping[str, Parcel], number: int
+    ) -> tuple[dict[str, Parcel], Tensors]:
+        """The same for clients whose uploads only their sum is seen of."""
+        from fedvlm.engines.flower.secure import exchange
+
+        largest = max(len(self.members[id].train) for id in parcels)
+        told = {
+            id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
+        }
+        sealed = self._sealed(told)
+        if not 3 <= len(sealed) <= 1000:  # more could overflow whole numbers of 32 bits
+            raise FederationError(
+                f"round {number}: a secure sum hides a client among others, and takes three to a "
+                f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"
+            )
+        came = exchange(
+            self.grid, {self.nodes[id]: one for id, one in sealed.items()}, number, self.deadline
+        )
+        replies = {}
+        for id, request in sealed.items():
+            words = came.words.get(self.nodes[id])
+            if words is None:
+                why = came.failures.get(self.nodes[id], "it did not stay to the end of the sum")
+                self.missing[id] = f"client {id}, round {number}: {why}"
+            else:
+                replies[id] = self._fitting(Parcel(words), id, request)
+        self._count(parcels, replies, number)
+        if not replies:
+            raise FederationError(f"round {number}: nobody's upload is in the secure sum")
+        return replies, unpack(came.mean)
+
+    def _sealed(self, parcels: Mapping[str, Parcel]) -> dict[str, Parcel]:
+        """Requests to the clients that are there, each with a number that its reply must name."""
+        for id in parcels.keys() - self.nodes.keys():
+            self.missing[id] = self.absent.get(id, "it is not connected")
+        return {
+            id: self.seal(Parcel({**one.about, "nonce": token_hex(16)}, one.arrays))
+            for id, one in parcels.items()
+            if id in self.nodes
+        }
+
+    def _message(self, parcel: Parcel, node: int, number: int) -> Any:
+        ttl = None if self.deadline is None else self.deadline + LATE
+        return self.grid.create_message(
+            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), ttl
+        )
+
+    def _accept(self, message: Any, id: str, request: Parcel) -> Parcel:
+        """The reply as a parcel, if it is whole, from this client, and to this very request."""
+        where = _where(id, request)
+        if message.has_error():
+            raise FederationError(f"{where}: {message.error.reason}")
+        return self._fitting(from_records(message.content, where), id, request)
+
+    def _fitting(self, parcel: Parcel, id: str, request: Parcel) -> Parcel:
+        where = _where(id, request)
+        parcel = self.unseal(parcel, id, where)
+        if "error" in parcel.about:
+            raise FederationError(f"{where}: {parcel.about['error']}")
+        for key in ("kind", "training", "round", "nonce"):
+            if parcel.about.get(key) != request.about[key]:
+                raise FederationError(
+                    f"{where}: the reply is to another request (its {key} is "
+                    f"{parcel.about.get(key)!r}, not {request.about[key]!r}); it is left out"
+                )
+        if parcel.about.get("client") != id and request.about["kind"] != "open":
+            raise FederationError(f"{where}: the reply is from {parcel.about.get('client')!r}")
+        return parcel
+
+    def _count(self, parcels: Iterable[str], replies: Mapping[str, Any], number: int) -> None:
+        asked = len(list(parcels))
+        least = ceil(self.quorum * asked - 1e-9)
+        if len(replies) < least:
+            why = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
+            raise FederationError(
+                f"round {number}: {len(replies)} of {asked} clients answered, and {least} must "
+                f"(quorum {self.quorum:g}); the run can be resumed once they are back\n{why}"
+            )
+
+
+def _where(id: str, request: Parcel) -> str:
+    return id if request.about["kind"] == "open" else f"client {id}, round {request.about['round']}"

@@ -1,0 +1,254 @@
+"""The loop over rounds: choose participants, send, update, aggregate, and keep the chosen state."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from fedvlm import seeds, tensors
+from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
+from fedvlm.core import Tensors
+from fedvlm.engines.batched import Batched
+from fedvlm.engines.client import Done, Scores, Task, World, minibatches
+from fedvlm.engines.single import Single, where
+from fedvlm.engines.state import Plan, State
+from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import METRICS
+from fedvlm.evaluate.scores import accuracy, metric
+from fedvlm.machine import give_back
+from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
+
+
+class Engine(Protocol):
+    """An engine may leave out clients that do not answer, as long as enough of them do."""
+
+    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        """Everyone is measured with what it was sent; those that train then do."""
+        ...
+
+    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+        """The adaptation after the rounds; everyone is measured with what came of it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_engine(name: str, world: World, workers: int, rounds: int) -> Engine:
+    if name == "single":
+        return Single(world)
+    if name == "flower":
+        from fedvlm.engines.flower.local import InProcess  # takes a second to import
+
+        return InProcess(world)
+    return Batched(world, workers, rounds)
+
+
+def start(world: World) -> tuple[State, Tensors]:
+    """The state before the first round, and the local tensors of a client nobody has seen."""
+    shared, local = world.method.init(world.frozen)
+    if both := shared.keys() & local.keys():
+        raise SettingsError(
+            f"method {world.method.name}: {min(both)!r} is both shared and local; rename one"
+        )
+    return State(0, tensors.copy(shared), {}), tensors.copy(local)
+
+
+def participants(world: World, plan: Plan, number: int) -> list[str]:
+    """At least one client, drawn by seed; all of them for a fraction of 1."""
+    ids = sorted(plan.train)
+    count = max(1, round(plan.fraction * len(ids)))
+    if count == len(ids):
+        return ids
+    generator = seeds.generator("participants", world.seed, number)
+    return sorted(ids[i] for i in torch.randperm(len(ids), generator=generator)[:count].tolist())
+
+
+def train(
+    world: World,
+    engine: Engine,
+    plan: Plan,
+    state: State,
+    fresh: Tensors,
+    on_round: Callable[[State, dict[str, Any]], None],
+) -> State:
+    """Runs the rounds that are left; `on_round` gets each new state with the line to record."""
+    method = world.method
+    passage = Passage(world.channel, method, list(fresh), world.seed)
+    for number in range(state.round, method.rounds):
+        begin = perf_counter()
+        ids = participants(world, plan, number)
+        # A round is chosen by what all clients make of it; else only participants are measured.
+        known = ids if plan.selection == "last" else sorted(plan.train)
+        tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
+        done = engine.round(number, tasks)
+        ids = [id for id in ids if id in done]
+        total = getattr(engine, "sum", None)
+        trained = [task for task in tasks if task.id in ids]
+        came = _carry(world, passage, state, number, trained, done, total)
+        scores = {id: one.scores for id, one in done.items()}
+        state = choose(plan, state, scores)
+        line: dict[str, Any] = {"round": number, **means(plan, scores)}
+        if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
+            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
+        line["clients"] = {
+            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
+        }
+        if len(done) < len(tasks):
+            line["missing"] = dict(getattr(engine, "missing", {}))
+        shared = state.shared
+        if any(came.uploads):
+            shared = method.aggregate(shared, came.uploads, came.weights, came.ids)
+        kept = {**state.channel, **came.kept}
+        if world.channel.noise:
+            line["epsilon"] = spent_epsilon(world.channel, kept)
+        local = {**state.local, **{id: done[id].local for id in ids}}
+        state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
+        # A tower of every client is large, a state is not.
+        del done, tasks, trained, came, shared, local
+        if "image tower" in method.needs:
+            give_back()
+        on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
+    return state
+
+
+def _tasks(
+    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
+) -> list[Task]:
+    best = state.best_local or {}
+    return [
+        Task(
+            id,
+            method.send(state.shared, id),
+            state.local.get(id, fresh),
+            id in train,
+            best.get(id),
+        )
+        for id in ids
+    ]
+
+
+def _carry(
+    world: World,
+    passage: Passage,
+    state: State,
+    number: int,
+    tasks: Sequence[Task],
+    done: Mapping[str, Done],
+    total: Tensors | None,
+) -> Arrived:
+    """The uploads through the channel, or its second half where a client did the first."""
+    return passage.carry(
+        number,
+        {task.id: done[task.id].upload or {} for task in tasks},
+        {task.id: task.sent for task in tasks},
+        {task.id: len(world.members[task.id].train) for task in tasks},
+        state.channel,
+        {id for id, one in done.items() if one.passed},
+        lambda id: where(world, number, id),
+        total,
+    )
+
+
+def _line(task: Task, done: Done, size: int) -> dict[str, float]:
+    sent = tensors.count_bytes(task.sent) if task.trains else 0
+    return {**done.scores, "bytes_down": sent, "bytes_up": size}
+
+
+def disagreement(
+    world: World, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
+) -> dict[str, float]:
+    """How far the clients pull what is shared apart; nothing where uploads are no new values."""
+    if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
+        return {}
+    keys = sorted(key for key in shared if shared[key].is_floating_point())
+    each = [[one[key] for key in keys] for one in (shared, *uploads)]
+    out = {"cosine": mean_cosine(each[0], each[1:])}
+    condition = getattr(world.method, "condition", None)
+    if condition is not None:
+        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
+        steps = [len(minibatches(world, id, 0)) for id in done]
+        out["difference"] = largest_difference(start, ends, steps, world.method.rate)
+        conditions = [
+            condition(one.local) if one.told is None else one.told["condition"]
+            for one in done.values()
+        ]
+        out["difference_bound"] = difference_bound(world.method.tau, conditions)
+    return out
+
+
+def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
+    """What a curve shows: the state before this round's update, averaged over clients."""
+    own = [scores[id]["loss"] for id in sorted(scores) if id in plan.train]
+    more: dict[str, float | None] = {}
+    for name in METRICS[1:]:
+        both = {"clients": metric(scores, plan.train, name)}
+        both |= {"target": metric(scores, plan.unseen, name)}
+        more |= {f"{who} {name}": one for who, one in both.items() if one is not None}
+    return {
+        **more,
+        "loss": sum(own) / len(own) if own else None,
+        "validation": accuracy(scores, plan.train, "validation"),
+        "accuracy": accuracy(scores, plan.train, "test"),
+        "unseen": accuracy(scores, plan.unseen, "test"),
+    }
+
+
+def choose(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
+    """Keeps the state if it scores better than every one before it, as the selection says."""
+    if plan.selection == "last":
+        return state
+    if plan.selection == "validation":
+        score = accuracy(scores, plan.train, "validation") or 0.0
+    else:
+        score = accuracy(scores, {*plan.train, *plan.unseen}, "test") or 0.0
+    if score <= state.best:
+        return state
+    return replace(
+        state,
+        best=score,
+        best_round=state.round,
+        best_shared=state.shared,
+        best_local=dict(state.local),
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The chosen state after `adapt`, and how every client fares with it."""
+
+    round: int
+    shared: Tensors
+    local: Mapping[str, Tensors]  # of every training client
+    scores: Mapping[str, Scores]
+    maps: Mapping[str, Mapping[str, float]]  # what the method says of each client's local tensors
+
+
+def finish(world: World, engine: Engine, plan: Plan, state: State, fresh: Tensors) -> Outcome:
+    method = world.method
+    everyone = sorted({*plan.train, *plan.unseen})
+    if plan.selection != "last":
+        done = engine.round(method.rounds, _tasks(method, state, fresh, everyone, ()))
+        state = choose(plan, state, {id: one.scores for id, one in done.items()})
+        assert state.best_shared is not None and state.best_local is not None
+        state = replace(
+            state, round=state.best_round, shared=state.best_shared, local=state.best_local
+        )
+    done = engine.adapt(method.rounds, _tasks(method, state, fresh, everyone, plan.train))
+    own = {id: done[id] for id in sorted(plan.train) if id in done}
+    return Outcome(
+        state.round,
+        state.shared,
+        {id: one.local for id, one in own.items()},
+        {id: done[id].scores for id in sorted(done)},
+        {id: _describe(world, state.shared, one) for id, one in own.items()},
+    )
+
+
+def _describe(world: World, shared: Tensors, done: Done) -> Mapping[str, float]:
+    describe = getattr(world.method, "describe", None)
+    if done.told is not None or describe is None:
+        return done.told or {}
+    out: Mapping[str, float] = describe(world.frozen, shared, done.local)
+    return out

@@ -1,0 +1,33 @@
+"""What a training has learnt so far, and the plan it follows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fedvlm.core import Tensors
+
+Selection = Literal["last", "validation", "oracle"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who trains, who is only measured, and which round's state is kept."""
+
+    train: tuple[str, ...]
+    unseen: tuple[str, ...]
+    fraction: float = 1.0  # of the training clients in each round
+    selection: Selection = "last"
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a training has learnt; what is not in here is derived from the settings."""
+
+    round: int  # rounds done
+    shared: Tensors
+    local: Mapping[str, Tensors]  # by client id, for clients that have taken part
+    best: float = -1.0  # the chosen round's score
+    best_round: int = 0
+    best_shared: Tensors | None = None  # None: the current state is the chosen one
+    best_local: Mapping[str, Tensors] | None = None
+    channel: Mapping[str, Tensors] = field(default_factory=dict)  # what it keeps, by client id

@@ -1,0 +1,1 @@
+"""Protocols, scores and metrics: the one place where anything is measured."""

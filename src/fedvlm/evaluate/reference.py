@@ -1,0 +1,68 @@
+"""The unlabelled rows that some methods adapt to, and what may not be among them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.data.federation import Division
+from fedvlm.data.table import Embedded
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.evaluate.protocols import Job
+
+
+def wants_reference(method: Any) -> bool:
+    return hasattr(method, "reference") and getattr(method, "adaptation", True)
+
+
+def reference(method: Any, division: Division, job: Job) -> NDArray[np.int64]:
+    """The unlabelled rows a method with a `reference` adapts to; none for other methods.
+
+    "public": the unseen clients' rows that nobody is tested on, and rows set aside; "target": test
+    rows, which makes the method transductive.
+    """
+    if not wants_reference(method):
+        return np.zeros(0, np.int64)
+    members = division.members
+    if method.reference == "target":
+        rows = [members[id].test for id in job.unseen or job.train]
+    else:
+        rows = [part for id in job.unseen for part in (members[id].train, members[id].validation)]
+        rows.append(division.public)
+    return np.sort(np.concatenate(rows))
+
+
+def check(method: Any, table: Embedded, division: Division, job: Job) -> None:
+    """Refuses clients and reference rows a method cannot work with, before any work."""
+    least = getattr(method, "least", 1)
+    for id in job.train:
+        if (count := len(division.members[id].train)) < least:
+            raise DataError(
+                f"client {id} has {count} training rows, but {method.name} needs at least {least} "
+                "at every client; give it more rows, or leave it out"
+            )
+    if not wants_reference(method):
+        return
+    rows = reference(method, division, job)
+    if not len(rows):
+        raise SettingsError(
+            f"{method.name} adapts to an unlabelled reference set, and there is none: no client is "
+            "unseen and no rows are set aside; set clients.public to a share of the rows, as 0.1, "
+            "or method.reference = 'target' (transductive)"
+        )
+    if method.reference == "public":
+        tests = [division.members[id].test for id in (*job.train, *job.unseen)]
+        check_apart(table.content, rows, np.concatenate(tests))
+
+
+def check_apart(content: Sequence[str], rows: NDArray[np.int64], test: NDArray[np.int64]) -> None:
+    """No picture of a public reference set may be one that someone is tested on."""
+    tested = {content[i]: i for i in test.tolist()}
+    for row in rows.tolist():
+        if content[row] in tested:
+            raise DataError(
+                f"row {row} of the reference set is the same picture as the test row "
+                f"{tested[content[row]]}; take it out of either, or set reference = 'target', "
+                "which says that the method adapts to test rows"
+            )

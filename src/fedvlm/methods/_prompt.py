@@ -1,0 +1,117 @@
+"""What prompt methods share: first prompts, class features, and stacked training.
+
+The text tower takes prompts with leading axes, so nothing has to be vmapped: many clients' prompts
+are trained with one backward pass, and a step of small prompts costs little more for several
+clients than for one.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts, seeds
+from fedvlm.core import Batch, Client, Frozen, Tensors, TextTower
+from fedvlm.errors import SettingsError
+from fedvlm.tensors import full
+
+AT_ONCE = 1 << 19  # numbers in a layer of the tower; the backward pass keeps a few hundred as many
+
+
+def tower_of(frozen: Frozen) -> TextTower:
+    if frozen.text_tower is None:
+        raise SettingsError(
+            "prompts are learned through the text tower, which this encoder does not offer; "
+            "use a CLIP model: demo, or hf:NAME"
+        )
+    return frozen.text_tower
+
+
+def first_prompt(frozen: Frozen, vectors: int, purpose: str = "prompt") -> Tensor:
+    """(vectors, width) drawn from N(0, 0.02²); what does not fit the tower is refused."""
+    tower = tower_of(frozen)
+    if vectors < 1:
+        raise SettingsError(f"vectors = {vectors}; a prompt has 1 or more")
+    if vectors > tower.room:
+        longest = int(tower.ends.argmax())
+        name, tokens = frozen.classes[longest], int(tower.ends[longest]) + 1
+        raise SettingsError(
+            f"vectors = {vectors}, but the text tower reads {len(tower.positions)} tokens and the "
+            f"class {name!r} takes {tokens} of them, which leaves room for {max(tower.room, 0)}; "
+            "use fewer vectors, or shorten the class name"
+        )
+    generator = seeds.generator(purpose, frozen.seed)
+    return 0.02 * torch.randn(vectors, tower.width, generator=generator)
+
+
+def class_features(frozen: Frozen, prompt: Tensor) -> Tensor:
+    """(..., classes, dim) unit-norm: what the text tower makes of each class behind the prompt."""
+    return tower_of(frozen)(prompt)
+
+
+def features_of_both(frozen: Frozen, one: Tensor, other: Tensor) -> Tensor:
+    """(..., 2, classes, dim): of two prompts of one length, at once where both are in training."""
+    if one.requires_grad and other.requires_grad:
+        return class_features(frozen, torch.stack([one, other], dim=-3))
+    return torch.stack([class_features(frozen, one), class_features(frozen, other)], dim=-3)
+
+
+def sgd_together(
+    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+) -> tuple[Tensors, Tensors]:
+    """update_many: `parts.sgd` of stacked clients, for a `loss` that sums over a leading axis."""
+    tower = frozen.text_tower
+    assert tower is not None  # promised by `needs`
+    tokens = 1 + tower.room + tower.suffixes[..., 0].numel()
+    size = max(1, AT_ONCE // (2 * tokens * tower.width))
+    count = clients.order.shape[0]
+    done = []
+    for first in range(0, count, size):
+        some = slice(first, first + size)
+        done.append(
+            _walk(
+                self,
+                frozen,
+                {key: value[some] for key, value in sent.items()},
+                {key: value[some] for key, value in local.items()},
+                Client(*(getattr(clients, part.name)[some] for part in fields(Client))),
+            )
+        )
+    joined = ({key: torch.cat([one[i][key] for one in done]) for key in done[0][i]} for i in (0, 1))
+    return next(joined), next(joined)
+
+
+def _walk(
+    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+) -> tuple[Tensors, Tensors]:
+    now = {**sent, **local}
+    trained = [key for key in now if key not in self.memory]
+    step, states, none = parts.sgd_step(self), dict[str, Tensors](), torch.zeros(())
+    for index in range(clients.order.shape[1]):
+        batch = _minibatches(clients, index)
+        active = batch.real.any(dim=1)
+        now |= {key: now[key].detach().requires_grad_() for key in trained}
+        shared, own = ({key: now[key] for key in kind} for kind in (sent, local))
+        loss = self.loss(frozen, shared, own, batch, sent)
+        slopes = torch.autograd.grad(loss, [now[key] for key in trained])
+        for key, slope in zip(trained, slopes, strict=True):
+            state = states.get(key, {})
+            moved, after = step(now[key].detach(), slope, state)
+            now[key] = _where(active, moved, now[key].detach())
+            states[key] = {
+                name: _where(active, new, state.get(name, none)) for name, new in after.items()
+            }
+    return {key: now[key] for key in sent}, {key: now[key] for key in local}
+
+
+def _minibatches(clients: Client, step: int) -> Batch:
+    rows = clients.order[:, step]
+    who = torch.arange(len(rows))[:, None]
+    taken = rows.clamp(min=0)
+    others = clients.reference[:, :0]
+    return Batch(full(clients.x[who, taken]), clients.y[who, taken].clamp(min=0), rows >= 0, others)
+
+
+def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -1,0 +1,92 @@
+"""Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import Batch, Client, Frozen, Tensors
+from fedvlm.tensors import full
+
+
+def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
+    """Cross-entropy over the real rows; nothing at all where there are none.
+
+    With a leading axis of clients it is the sum of theirs, so that each has its own gradient.
+    """
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
+    kept = torch.where(real, losses.reshape(y.shape), 0.0).sum(dim=-1)
+    return (kept / real.sum(dim=-1).clamp(min=1)).sum()
+
+
+def misfit(
+    self: Any, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+) -> Tensor:
+    """loss: the cross-entropy of what the method predicts."""
+    return fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+
+
+def minibatch(client: Client, step: int) -> Batch:
+    rows = client.order[step]
+    real = rows >= 0
+    rows = rows.clamp(min=0)
+    others = client.reference_order[step].clamp(min=0)
+    return Batch(
+        full(client.x[rows]), client.y[rows].clamp(min=0), real, full(client.reference[others])
+    )
+
+
+def withhold(client: Client, counts: Tensor, smallest: int) -> Client:
+    """The client without the rows of classes whose `counts` are below `smallest`.
+
+    Sums over the rows that are left say nothing of the others, and clients' sums add up to those
+    over all rows that were left.
+    """
+    stays = (counts < smallest)[client.y.clamp(min=0)]
+    return replace(client, y=torch.where(stays, -1, client.y))
+
+
+def everything(self: Any, shared: Tensors, id: str) -> Tensors:
+    """send: every client gets all that is shared."""
+    return shared
+
+
+def nothing(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+    """adapt: what the rounds taught is kept as it is."""
+    return local
+
+
+def mean(
+    self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+) -> Tensors:
+    """aggregate: the mean of the uploads, each client weighing as many as it has rows."""
+    share = weights.double() / weights.double().sum()
+    return {
+        key: sum(
+            (w * upload[key].double() for w, upload in zip(share, uploads, strict=True)),
+            start=torch.zeros((), dtype=torch.float64),
+        ).to(value.dtype)
+        for key, value in shared.items()
+    }
+
+
+mean.sums = "rows"  # type: ignore[attr-defined]  # a secure sum of rows · upload is all it needs
+
+
+def uniform(
+    self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+) -> Tensors:
+    """aggregate: the mean of the uploads, every client weighing the same."""
+    return mean(self, shared, uploads, torch.ones_like(weights), ids)
+
+
+uniform.sums = "clients"  # type: ignore[attr-defined]
+
+
+def idle(
+    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+) -> tuple[Tensors, Tensors]:
+    """update: nothing is trained (methods with rounds = 0)."""
+    return sent, local

@@ -1,0 +1,1 @@
+"""Settings to a prepared run, its trainings, and a record."""

@@ -1,0 +1,199 @@
+"""What each client has uploaded in a run, and how much it says of single rows.
+
+A record keeps no uploads. The first one (of a warm start, if there is one) is computed again from
+the start, exactly as it was; for a method of several rounds also the next one, which would follow
+the recorded end.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedvlm import seeds, tensors
+from fedvlm.channel.uploads import arrive, leave
+from fedvlm.core import Tensors
+from fedvlm.data.federation import divide
+from fedvlm.data.table import Embedded
+from fedvlm.engines.client import Task, World, predict
+from fedvlm.engines.loop import start
+from fedvlm.engines.single import Single
+from fedvlm.errors import DataError, SettingsError, unknown
+from fedvlm.maths.membership import area_by_class, likeness
+from fedvlm.record import Record
+from fedvlm.runner.load import load, thin
+from fedvlm.runner.run import Progress, jobs_of, world_of
+from fedvlm.runner.settings import Settings, build
+
+Line = dict[str, Any]
+
+
+def audit(
+    folder: str | Path,
+    job: str | None = None,
+    seed: int | None = None,
+    embedded: Embedded | None = None,
+    progress: Progress | None = None,
+) -> list[Line]:
+    """One line per client and upload of a job (the first one if none is named)."""
+    result = Record(Path(folder))
+    settings, rows = reopen(result, embedded, progress or (lambda what, done, total: None))
+    seed = settings.seeds[0] if seed is None else seed
+    division = divide(rows, settings.clients, seed)
+    jobs = {one.name: one for one in jobs_of(settings, division, seed)}
+    if job is not None and job not in jobs:
+        raise unknown("job of this run", job, jobs)
+    chosen = jobs[job] if job is not None else next(iter(jobs.values()))
+    shared, local = result.outcome(chosen.name, seed)
+    world = world_of(settings, rows, division, chosen, seed)
+    fresh = start(world)[1]
+    spent = _epsilons(result, chosen.name, seed)
+    lines = []
+    for which, at, number, before, own in exchanges(settings, rows, world, shared, local):
+        blank = start(at)[1]
+        tasks = [
+            Task(id, at.method.send(before, id), own.get(id, blank), True)
+            for id in sorted(chosen.train)
+        ]
+        done = Single(at).round(number, tasks)
+        seen = {task.id: passed(at, number, task, done[task.id].upload or {}) for task in tasks}
+        for task in tasks:
+            sent = world.method.send(shared, task.id)
+            line: Line = {"job": chosen.name, "client": task.id, "exchange": which}
+            line |= contents(at, task.id, seen)
+            line["AUC upload"] = upload_auc(at, task, seen, blank)
+            line["AUC shared"] = loss_auc(world, sent, fresh, task.id)
+            line["AUC personal"] = loss_auc(world, sent, local[task.id], task.id)
+            lines.append({**line, "epsilon": spent.get(task.id)})
+    return lines
+
+
+Exchange = tuple[str, World, int, Tensors, Mapping[str, Tensors]]
+
+
+def exchanges(
+    settings: Settings,
+    rows: Embedded,
+    world: World,
+    shared: Tensors,
+    local: Mapping[str, Tensors],
+) -> Iterator[Exchange]:
+    """Which, where, its number, and the shared and local tensors that it started from."""
+    if (warm := settings.warm_start) is not None:
+        at = replace(world, method=warm, x=rows.view(warm.needs))
+        yield "warm start", at, 0, start(at)[0].shared, {}
+    elif world.method.rounds:
+        yield "first", world, 0, start(world)[0].shared, {}
+    if world.method.rounds > 1:
+        yield "next", world, world.method.rounds, shared, local
+
+
+def reopen(result: Record, embedded: Embedded | None, told: Progress) -> tuple[Settings, Embedded]:
+    """The settings and the very rows of a finished run."""
+    about = result.manifest
+    _ = result.tables  # refuses a run that is not finished
+    settings = build(about["identity"])
+    if about["memory"] and embedded is None:
+        raise SettingsError(
+            f"{result.folder} took its rows from memory; call fedvlm.runner.audit.audit with them"
+        )
+    rows = embedded if embedded is not None else load(settings, told)[0]
+    if settings.smoke:
+        settings, rows = thin(settings, rows)
+    if rows.fingerprint != about["rows"]:
+        raise DataError(
+            f"{result.folder} is of the rows {about['rows'][:12]}, but there are now "
+            f"{rows.fingerprint[:12]}; audit it with the data it was run on"
+        )
+    return settings, rows
+
+
+def _epsilons(result: Record, job: str, seed: int) -> dict[str, float]:
+    """ε by client as the record has it, from the method or from the channel; no noise, no entry."""
+    maps = result.jobs(seed)[job]["maps"]
+    out = {id: float(one["epsilon"]) for id, one in maps.items() if "epsilon" in one}
+    noised = [line for line in result.lines() if "epsilon" in line]
+    return out or ({id: float(noised[-1]["epsilon"]) for id in maps} if noised else {})
+
+
+def passed(world: World, number: int, task: Task, upload: Tensors) -> Tensors:
+    """An upload as the server has it, behind the channel; a secure sum would hide it."""
+    draw = seeds.generator("channel noise", world.seed, task.id, number)
+    travels, _ = leave(world.channel, upload, task.sent, {}, draw)
+    return arrive(world.channel, travels, task.sent)
+
+
+def contents(world: World, id: str, seen: Mapping[str, Tensors]) -> Line:
+    """The fields of an upload, its bytes, and the rows of the smallest class it tells of."""
+    upload = seen[id]
+    labels = world.y[torch.from_numpy(world.members[id].train)]
+    counts = torch.bincount(labels, minlength=len(world.frozen.classes))
+    covers = getattr(world.method, "covers", None)
+    told = covers(upload) & (counts > 0) if covers else counts > 0
+    return {
+        "fields": {
+            key: {
+                "shape": list(value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "bytes": tensors.count_bytes({key: value}),
+            }
+            for key, value in upload.items()
+        },
+        "bytes": tensors.count_bytes(upload),
+        "classes": int(told.sum()),
+        "smallest class": int(counts[told].min()) if told.any() else None,
+    }
+
+
+def upload_auc(
+    world: World, task: Task, seen: Mapping[str, Tensors], fresh: Tensors
+) -> float | None:
+    """By the upload alone: likeness to its class means, or the loss of the model that it is."""
+    upload = seen[task.id]
+    means = getattr(world.method, "means", None)
+    if means is not None and (mine := means(upload)) is not None:
+        others = torch.stack(
+            [means(one) for id, one in seen.items() if id != task.id] or [0 * mine]
+        )
+        there = (others != 0).any(dim=2)
+        known = others.sum(dim=0) / there.sum(dim=0).clamp(min=1)[:, None]
+        return _means_auc(world, task.id, mine, known)
+    if upload and upload.keys() == task.sent.keys():
+        return loss_auc(world, upload, fresh, task.id)
+    return None
+
+
+def _means_auc(world: World, id: str, mine: Tensor, known: Tensor) -> float | None:
+    there = (mine != 0).any(dim=1)
+
+    def scores(rows: NDArray[np.int64]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        index = torch.from_numpy(rows)
+        index = index[there[world.y[index]]]
+        x, y = tensors.full(world.x[index]), world.y[index]
+        return likeness(x, y, mine.float(), known.float()), y
+
+    member = world.members[id]
+    (inside, labels), (outside, other_labels) = scores(member.train), scores(member.test)
+    areas = [
+        area_by_class(a, labels, b, other_labels) for a, b in zip(inside, outside, strict=True)
+    ]
+    return max((one for one in areas if one is not None), default=None)
+
+
+def loss_auc(world: World, sent: Tensors, local: Tensors, id: str) -> float | None:
+    """Rows that were trained on have a smaller loss: how well that tells them from test rows."""
+    member = world.members[id]
+
+    def scores(rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        y = world.y[torch.from_numpy(rows)]
+        logits = predict(world, sent, local, rows)
+        return -torch.nn.functional.cross_entropy(logits, y, reduction="none"), y
+
+    if not len(member.train) or not len(member.test):
+        return None
+    return area_by_class(*scores(member.train), *scores(member.test))

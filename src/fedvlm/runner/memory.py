@@ -1,0 +1,122 @@
+"""Whether the training of an image tower fits into memory, asked before it begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvlm import tensors
+from fedvlm.core import Batch, Frozen, Tensors
+from fedvlm.errors import SettingsError
+from fedvlm.machine import cores, free_memory
+from fedvlm.runner.settings import Settings
+
+# Of what one client trains: the weights, their gradient, two moments, what a loss holds for a
+# moment (MOON's older model, LoRA's sums), and what the C library does not give back at once.
+COPIES = 6
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes a round takes beyond the encoder itself."""
+
+    shared: int  # what the server holds and sends
+    upload: int  # of one client
+    local: int  # of one client
+    trained: int  # weights that one client trains
+    graph: int  # what a minibatch keeps for its gradient
+    clients: int  # that know this model
+    takers: int  # of them that take part in a round
+    processes: int  # that train at once
+
+    @property
+    def total(self) -> int:
+        piped = 2 * (self.shared + self.upload) if self.processes > 1 else 0
+        each = COPIES * self.trained + self.graph + piped
+        kept = 2 * self.shared + self.takers * (self.upload + self.local)
+        return kept + self.clients * self.local + self.processes * each
+
+
+def check(settings: Settings, frozen: Frozen, picture: Sequence[int], clients: int) -> str:
+    """Says what a training takes, or refuses it if it would not fit; a picture is (3, h, w)."""
+    room = estimate(settings, frozen, picture, clients)
+    free, method = free_memory(), settings.method
+    if free is None or room.total <= free:
+        return (
+            f"{method.name} trains {room.trained // 4:,} parameters and takes about "
+            f"{_gb(room.total)} beside the encoder"
+        )
+    raise SettingsError(
+        f"{method.name} would take about {_gb(room.total)} and {_gb(free)} are free: "
+        f"{room.takers} clients send {_gb(room.upload)} each, {room.processes} train at once on "
+        f"{_gb(COPIES * room.trained)} of weights and {_gb(room.graph)} for batch = "
+        f"{getattr(method, 'batch', 32)}; train fewer blocks (blocks = 2), use lora or vpt, a "
+        "smaller batch, workers = 1, or a smaller fraction"
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def estimate(settings: Settings, frozen: Frozen, picture: Sequence[int], clients: int) -> Room:
+    method = settings.method
+    shared, local = method.init(frozen)
+    factors = getattr(method, "factors", None)  # LoRA uploads these, whatever the server keeps
+    uploaded = factors(frozen) if factors and shared else shared
+    every = {**shared, **uploaded, **local}
+    trained = {key: value for key, value in every.items() if key not in method.memory}
+    takers = max(1, round(settings.fraction * clients))
+    alone = settings.engine != "batched"
+    each = [graph_bytes(method, frozen, picture, every, local, rows) for rows in (1, 2)]
+    batch = getattr(method, "batch", 32)
+    return Room(
+        shared=tensors.count_bytes(shared),
+        upload=tensors.count_bytes(uploaded),
+        local=tensors.count_bytes(local),
+        trained=tensors.count_bytes(trained),
+        # what does not grow with the rows is as large as weights, and held as often (LoRA's sums)
+        graph=COPIES * max(0, 2 * each[0] - each[1]) + batch * (each[1] - each[0]),
+        clients=clients,
+        takers=takers,
+        processes=1 if alone else min(settings.workers or cores(), takers),
+    )
+
+
+def graph_bytes(
+    method: Any,
+    frozen: Frozen,
+    picture: Sequence[int],
+    every: Tensors,
+    local: Tensors,
+    rows: int,
+) -> int:
+    """What a gradient over so many rows keeps on the way forward, beside weights that are there."""
+    if not every:
+        return 0
+    leaves = {
+        key: value.detach().requires_grad_(key not in method.memory) for key, value in every.items()
+    }
+    tower = frozen.image_tower
+    assert tower is not None
+    known = {
+        value.untyped_storage().data_ptr() for value in (*every.values(), *tower.weights.values())
+    }
+    found: dict[int, int] = {}
+
+    def note(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    x, y = torch.zeros(rows, *picture), torch.zeros(rows, dtype=torch.int64)
+    batch = Batch(x, y, torch.ones(rows, dtype=torch.bool), x[:0])
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+        shared = {key: value for key, value in leaves.items() if key not in local}
+        own = {key: leaves[key] for key in local}
+        kept = method.loss(frozen, shared, own, batch, {key: every[key] for key in shared})
+    del kept
+    return sum(found.values())

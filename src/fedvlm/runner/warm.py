@@ -1,0 +1,59 @@
+"""A start for a head: one exchange without training, before the rounds that train."""
+
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fedvlm.core import Frozen
+from fedvlm.engines.client import World
+from fedvlm.engines.loop import open_engine, start, train
+from fedvlm.engines.state import Plan, State
+from fedvlm.errors import SettingsError
+from fedvlm.evaluate.protocols import Job
+from fedvlm.record import Record
+from fedvlm.runner.settings import Settings
+from fedvlm.runner.training import has_checkpoint, job_name
+
+
+def check(first: Any, method: Any, frozen: Frozen) -> None:
+    """Refuses a method that gives no head, and one that takes none."""
+    if not callable(getattr(first, "head", None)):
+        raise SettingsError(f"warm_start = {first.name!r} gives no head to start from; use 'tofa'")
+    first.init(frozen)
+    head = method.init(frozen)[0].get("head")
+    if head is None or tuple(head.shape) != (len(frozen.classes), frozen.dim):
+        raise SettingsError(
+            f"{method.name} shares no head over the classes, so it cannot start from "
+            f"{first.name}'s; leave warm_start out, or take a method such as fedot or fedavg"
+        )
+
+
+def begin(
+    settings: Settings, x: Any, job: Job, world: World, state: State, record: Record
+) -> State:
+    """The first state with a one-shot method's head; a checkpoint is past that and needs none.
+
+    `x` are the rows as the one-shot method sees them. Its exchanges are rounds below 0.
+    """
+    first, name = settings.warm_start, job_name(job, world.seed)
+    if has_checkpoint(record, name):
+        return state
+    record.keep_lines(name, -first.rounds)
+    before = replace(world, method=first, x=x)
+    plan = Plan(job.train, job.unseen, settings.fraction)
+    done, fresh = start(before)
+
+    def on_round(_: State, line: dict[str, Any]) -> None:
+        number = line["round"] - first.rounds
+        record.add_line({"job": name, **line, "round": number, "warm start": first.name})
+
+    engine = open_engine(settings.engine, before, settings.workers, first.rounds)
+    with closing(engine):
+        done = train(before, engine, plan, done, fresh, on_round)
+    scale = world.frozen.scale
+    head = scale / getattr(world.method, "tau", scale) * first.head(world.frozen, done.shared)
+    known = head.abs().amax(1, keepdim=True) > 0  # nobody may have told of a class
+    head = torch.where(known, head, state.shared["head"])
+    return replace(state, shared={**state.shared, "head": head})

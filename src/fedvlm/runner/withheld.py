@@ -1,0 +1,29 @@
+"""What clients keep to themselves in a run, for its owner."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.errors import listing
+
+
+def withheld(
+    method: Any, members: Mapping[str, Any], labels: NDArray[np.int64], classes: int
+) -> list[str]:
+    """What stays at the clients because a class has too few rows there, for the run's owner."""
+    least = getattr(method, "smallest", 1)
+    counts = {id: np.bincount(labels[one.train], minlength=classes) for id, one in members.items()}
+    small = {id: int(((one > 0) & (one < least)).sum()) for id, one in counts.items()}
+    held = sum(int((one > 0).sum()) for one in counts.values())
+    silent = [id for id, one in counts.items() if small[id] and (one < least).all()]
+    if not sum(small.values()):
+        return []
+    said = (
+        f"{sum(small.values())} of {held} class statistics are not uploaded: the client has fewer "
+        f"than {least} rows of the class"
+    )
+    if silent:
+        said += f"; {len(silent)} clients upload none at all ({listing(silent, 5)})"
+    return [f"{said}; --allow-small uploads them"]

@@ -1,0 +1,1 @@
+"""How things lie on disk: whole files, and tensors that show damage."""

@@ -1,0 +1,71 @@
+"""Files appear whole or not at all: written beside their place, synced, and renamed."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from fedvlm.errors import DataError
+
+
+@contextmanager
+def disk(path: Path) -> Iterator[None]:
+    """Turns what a disk can refuse into an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"the disk is full at {path}; free some space and resume: "
+                "what was finished is still there, and nothing is half-written"
+            ) from error
+        if isinstance(error, PermissionError | NotADirectoryError | FileExistsError):
+            raise DataError(
+                f"cannot write {path} ({error.strerror}); choose another place"
+            ) from error
+        raise
+
+
+@contextmanager
+def draft(path: Path) -> Iterator[Path]:
+    """A place beside a file to write it to; it takes the file's place when all went well.
+
+    A reader finds the old file or the new one, also after a kill or a power cut.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield beside
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def write(path: Path, data: bytes) -> None:
+    with draft(path) as beside:
+        beside.write_bytes(data)
+
+
+@contextmanager
+def alone(lock: Path, busy: str) -> Iterator[None]:
+    """One process at a time; `busy` is what another is told. The lock goes with the process."""
+    with disk(lock):
+        file = open(lock, "w")  # noqa: SIM115
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(busy) from error
+        yield
+
+
+def slug(name: str) -> str:
+    """A file name for a training: readable, and different for different names."""
+    plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40]
+    return plain if plain == name else f"{plain}-{sha256(name.encode()).hexdigest()[:8]}"

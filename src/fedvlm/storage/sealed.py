@@ -1,0 +1,106 @@
+"""Tensors as bytes that show damage: safetensors, with a checksum over all that is said."""
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+
+from fedvlm.errors import DataError
+from fedvlm.storage.files import write
+from fedvlm.tensors import Tensors
+
+
+class Damaged(Exception):
+    """Bytes that are not, or no longer, what was sealed."""
+
+
+def checksum(tensors: Tensors, about: str = "") -> str:
+    """Of names, types, shapes, every byte, and what is said about them, whatever the order."""
+    total = sha256(about.encode())
+    for key in sorted(tensors):
+        value = tensors[key].detach().contiguous()
+        total.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def seal(tensors: Tensors, about: Mapping[str, Any]) -> bytes:
+    whole: Tensors = {}
+    seen: set[int] = set()
+    for key, value in tensors.items():
+        one = value.detach().contiguous()
+        place = one.untyped_storage().data_ptr()
+        # safetensors refuses two tensors in one place, and a part would bring all of its place
+        alone = place not in seen and one.untyped_storage().nbytes() == one.nbytes
+        whole[key] = one if alone else one.clone()
+        seen.add(place)
+    text = json.dumps(about)
+    # One note, because safetensors writes several in any order: the same content, the same bytes.
+    note = json.dumps({"about": text, "checksum": checksum(whole, text)})
+    return save(whole, metadata={"fedvlm": note})
+
+
+def unseal(data: bytes) -> tuple[Tensors, Any]:
+    """The tensors and what was said about them; a flipped bit or a missing end is `Damaged`.
+
+    A checksum finds accidents, not forgers: who may send at all is the transport's to say.
+    """
+    try:
+        length = int.from_bytes(data[:8], "little")
+        note = json.loads(data[8 : 8 + length])["__metadata__"]["fedvlm"]
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"no whole safetensors message: {error}") from error
+    return tensors, opened(note, tensors)
+
+
+def opened(note: str, tensors: Tensors) -> Any:
+    """What the note says, once it and the tensors have passed its checksum."""
+    try:
+        told = json.loads(note)
+        about, wanted = str(told["about"]), told["checksum"]
+        if wanted != checksum(tensors, about):
+            raise Damaged("its checksum does not fit")
+        return json.loads(about)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"no readable note: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    write(path, json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise DataError(f"there is no {path}; is {path.parent} a run directory?") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} is damaged ({error}); delete it, or the run, and run again"
+        ) from error
+
+
+def write_tensors(path: Path, tensors: Tensors, about: Mapping[str, Any]) -> None:
+    write(path, seal(tensors, about))
+
+
+def read_tensors(path: Path) -> tuple[Tensors, Any]:
+    """The tensors and what was said about them; a single flipped bit is refused."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            note = (file.metadata() or {})["fedvlm"]
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise DataError(f"there is no {path}") from error
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is not a whole safetensors file ({error}); delete it") from error
+    try:
+        return tensors, opened(note, tensors)
+    except Damaged as error:
+        raise DataError(f"{path} is damaged: {error}; delete it and resume") from error

@@ -1,0 +1,286 @@
+"""Export and predict: a classifier leaves a run, and meets pictures again with its own encoder."""
+
+import csv
+import json
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import fedvlm
+from fedvlm import cli
+from fedvlm.classifier.export import ONNX, export, linear, to_onnx
+from fedvlm.classifier.personalised import Personalised
+from fedvlm.classifier.predict import predict
+from fedvlm.data import open_dataset
+from fedvlm.encoders import demo
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.runner.load import encode, reach
+
+QUICK = {"rounds": 2, "rate": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures of two plain classes from two sites."""
+    place = tmp_path_factory.mktemp("pictures")
+    draw = np.random.default_rng(0)
+    for number in range(80):
+        red = number % 2
+        path = place / f"site-{number // 2 % 2}" / ("red", "blue")[red] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 90, (32, 32, 3), dtype=np.uint8)
+        pixels[..., 2 * red] += 150
+        Image.fromarray(pixels).save(path)
+    return place
+
+
+@pytest.fixture(scope="module")
+def runs(folder, tmp_path_factory):
+    made = {}
+
+    def get(name, **settings):
+        key = (name, *sorted(settings.items()))
+        if key not in made:
+            place = tmp_path_factory.mktemp("run") / "r"
+            method = {"name": name, **settings}
+            made[key] = fedvlm.run(method, data=str(folder), protocol="own-test", out=place)
+        return made[key]
+
+    return get
+
+
+METHODS = {
+    "fedot": {**QUICK, "rate": 0.05},
+    "fedavg": QUICK,
+    "zero-shot": {},
+    "fedadapter": QUICK,
+    "tofa": {},
+    "promptfl": {**QUICK, "vectors": 2},
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_exported_classifier_predicts_as_the_run_did(runs, folder, tmp_path, name):
+    result = runs(name, **METHODS[name])
+    export(result.folder, "site-1", tmp_path / "c")
+    back, mine = Personalised.from_pretrained(tmp_path / "c"), result.personalised("site-1")
+    assert (back.encoder, back.method, back.client) == (mine.encoder, mine.method, "site-1")
+    dataset = open_dataset(str(folder))
+    rows = encode(dataset, reach("demo", {})[0], False, "float32", lambda *_: None).embedded
+    chances = mine.logits(rows.x).softmax(1).max(1)
+    wanted = {
+        dataset.source.name(row): (mine.frozen.classes[label], chance)
+        for row, (label, chance) in enumerate(
+            zip(chances.indices.tolist(), chances.values.tolist(), strict=True)
+        )
+    }
+    found = predict(tmp_path / "c", [folder])
+    assert found.skipped == []
+    said = {one.file.removeprefix(f"{folder}/"): (one.label, one.probability) for one in found.rows}
+    assert said.keys() == wanted.keys()
+    for key, (label, chance) in wanted.items():
+        assert said[key][1] == pytest.approx(chance, abs=1e-4)
+        assert said[key][0] == label or chance < 0.51
+
+
+def test_the_card_says_what_it_is_and_what_not_to_expect(runs, tmp_path):
+    result = runs("fedot", **METHODS["fedot"])
+    export(result.folder, "site-0", tmp_path / "c", onnx=True)
+    card = (tmp_path / "c" / "README.md").read_text()
+    for words in (result.manifest["encoder"], "blue, red", "`rate` | 0.05", "site-0", ONNX):
+        assert words in card
+    assert "treat the\nfolder as you treat the rows" in card
+
+
+def test_a_client_whose_own_tensors_are_at_its_site_is_sent_there(runs, tmp_path, monkeypatch):
+    from fedvlm.result import Result
+
+    result = runs("fedot", **METHODS["fedot"])
+    mine = result.personalised("site-0")
+    shared = runs("fedavg", **QUICK).personalised("site-0")
+    version = {"version": torch.tensor(3)}  # what a server has in place of local tensors
+    monkeypatch.setattr(Result, "personalised", lambda *_: replace(mine, local=version))
+    with pytest.raises(DataError, match="'skew' of site-0 never left its site; the classifier is"):
+        export(result.folder, "site-0", tmp_path / "c")
+    monkeypatch.setattr(Result, "personalised", lambda *_: replace(shared, local=version))
+    export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
+    assert Personalised.from_pretrained(tmp_path / "c").local == {}
+    assert "no tensor of this client's own" in (tmp_path / "c" / "README.md").read_text()
+
+
+def session(data):
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("name", ["fedot", "fedavg", "promptfl"])
+def test_the_onnx_head_gives_torchs_logits_for_rows_of_any_length(runs, tmp_path, name):
+    result = runs(name, **METHODS[name])
+    export(result.folder, "site-0", tmp_path / "c", onnx=True)
+    mine = result.personalised("site-0")
+    x = 7 * torch.randn(33, mine.frozen.dim, generator=torch.Generator().manual_seed(3))
+    model = session((tmp_path / "c" / ONNX).read_bytes())
+    logits, chances = model.run(["logits", "probabilities"], {"embeddings": x.numpy()})
+    wanted = mine.logits(x)
+    assert np.abs(logits - wanted.numpy()).max() < 1e-4 * wanted.abs().max()
+    assert np.abs(chances - wanted.softmax(1).numpy()).max() < 1e-4
+    told = model.get_modelmeta().custom_metadata_map
+    assert json.loads(told["classes"]) == list(mine.frozen.classes)
+    assert told["encoder"] == mine.encoder
+
+
+def test_a_head_that_is_not_linear_is_refused_as_onnx_and_nothing_is_written(runs, tmp_path):
+    result = runs("fedadapter", **QUICK)
+    mine = result.personalised("site-0")
+    bent = {key: torch.ones_like(value) for key, value in mine.local.items()}
+    with pytest.raises(SettingsError, match="fedadapter is not linear in the embedding"):
+        to_onnx(replace(mine, local=bent))
+    with pytest.raises(SettingsError, match="no client 'site-9' trained"):
+        export(result.folder, "site-9", tmp_path / "c", onnx=True)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_bias_is_part_of_the_head(runs):
+    mine = runs("fedavg", **QUICK).personalised("site-0")
+
+    class Shifted(Personalised):
+        def logits(self, x):
+            return super().logits(x) + torch.tensor([3.0, -4.0])
+
+    weight, bias = linear(Shifted(**vars(mine)))
+    assert bias.tolist() == pytest.approx([3.0, -4.0], abs=1e-4)
+    assert torch.allclose(weight, mine.frozen.scale * mine.shared["head"], atol=1e-4)
+
+
+def test_another_encoder_than_its_own_is_refused_by_fingerprint(
+    runs, folder, tmp_path, monkeypatch
+):
+    export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
+
+    def other():
+        box = real()
+        box.identity = {**box.identity, "weights": "0" * 64}
+        return box
+
+    real = demo.demo
+    monkeypatch.setattr(demo, "demo", other)
+    with pytest.raises(
+        SettingsError, match="demo is not the encoder this was trained on: its finger"
+    ):
+        predict(tmp_path / "c", [folder])
+
+
+def test_a_broken_picture_is_named_and_the_others_go_on(runs, folder, tmp_path):
+    export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
+    good = tmp_path / "good.png"
+    good.write_bytes((folder / "site-0" / "red" / "0.png").read_bytes())
+    (tmp_path / "cut.png").write_bytes(good.read_bytes()[:60])
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    found = predict(tmp_path / "c", [tmp_path / "cut.png", good, tmp_path / "empty.jpg"])
+    assert [one.file for one in found.rows] == [str(good)]
+    assert [name for name, _ in found.skipped] == [
+        str(tmp_path / n) for n in ("cut.png", "empty.jpg")
+    ]
+
+
+def test_a_nan_of_the_encoder_is_said_of_its_picture_only(runs, folder, tmp_path, monkeypatch):
+    from fedvlm.encoders.huggingface import HuggingFace
+
+    export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
+    real = HuggingFace.embed
+
+    def spoilt(self, batch, patches):
+        answer = real(self, batch, patches)
+        answer.pooled[1] = np.nan
+        return answer
+
+    monkeypatch.setattr(HuggingFace, "embed", spoilt)
+    found = predict(tmp_path / "c", [folder / "site-0" / "red"])
+    assert len(found.rows) == 19
+    assert "demo answered with NaN" in found.skipped[0][1]
+
+
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [
+        (["nowhere"], "there is no "),
+        (["empty"], "has no pictures"),
+        (["note.txt"], "does not end as"),
+    ],
+)
+def test_places_without_pictures_are_refused(runs, tmp_path, images, says):
+    export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "note.txt").write_text("x")
+    with pytest.raises(DataError, match=says):
+        predict(tmp_path / "c", [tmp_path / one for one in images])
+
+
+def test_a_folder_without_a_classifier_and_a_damaged_one_are_refused(runs, tmp_path):
+    with pytest.raises(DataError, match="holds no classifier; `fedvlm export` writes one"):
+        predict(tmp_path, [tmp_path])
+    export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
+    path = tmp_path / "c" / "classifier.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DataError, match="not a whole safetensors file|damaged"):
+        predict(tmp_path / "c", [tmp_path])
+
+
+def test_a_folder_with_other_files_is_not_written_to(runs, tmp_path):
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(DataError, match="holds other files"):
+        export(runs("fedavg", **QUICK).folder, "site-0", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def call(*words):
+    return CliRunner().invoke(cli.app, [str(word) for word in words], catch_exceptions=False)
+
+
+def test_the_commands_export_and_predict_write_csv_and_say_what_they_skipped(
+    runs, folder, tmp_path
+):
+    run = runs("fedavg", **QUICK).folder
+    said = call("export", run, tmp_path / "c", "--client", "site-0", "--onnx")
+    assert said.exit_code == 0
+    assert "fedavg for site-0 (2 classes, demo@" in said.output
+    done = call("predict", tmp_path / "c", folder / "site-0", "--out", tmp_path / "p.csv")
+    assert done.exit_code == 0
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert len(rows) == 40
+    assert set(rows[0]) == {"file", "class", "probability"}
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"no picture")
+    done = call("predict", tmp_path / "c", bad, folder / "site-0" / "red")
+    assert done.exit_code == 1
+    assert len(done.stdout.splitlines()) == 21
+    assert f"skipped {bad}: not a picture" in done.stderr
+
+
+def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys):
+    from fedvlm.deploy.ledger import Ledger
+
+    ledger = Ledger(tmp_path)
+    ledger.add("in", 0, {"head": torch.zeros(4, 6)}, b"abc")
+    head = ledger.add("refused", 0, error="not allowed here")  # as a site notes it
+    done = call("ledger", tmp_path, "--head", head[:10])
+    assert done.exit_code == 0
+    assert "not allowed here" in done.stdout
+    assert "2 lines, each follows the one before" in done.stderr
+    assert len(json.loads(call("ledger", tmp_path, "--json").stdout)) == 2
+    ledger.path.write_text(ledger.path.read_text().replace('"bytes": 3', '"bytes": 1'))
+    done = call("ledger", tmp_path)
+    assert done.exit_code == 1
+    assert "line 1 was changed" in done.stderr
+    assert call("ledger", tmp_path, "--head", "f" * 64).exit_code == 1
+    monkeypatch.setattr(sys, "argv", ["fedvlm", "ledger", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert "there is no" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""A local language model describes classes, and what it writes is a file of descriptions."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from fedvlm.cli import app
+from fedvlm.data.describing import WORDS, describe, lines, local_writer, sentences
+from fedvlm.data.descriptions import by_class, opened
+from fedvlm.errors import SettingsError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random causal language model of sixty words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    words = ["<unk>", "<eos>", ".", "The", "bird", *(f"word{i}" for i in range(55))]
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>"
+    ).save_pretrained(folder)
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=60, n_positions=256, n_embd=16, n_layer=1, n_head=2, bos_token_id=1,
+        eos_token_id=1,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_questions_come_first_and_every_class_answers_each():
+    asked = []
+
+    def write(prompt, most):
+        asked.append(prompt)
+        if "questions" in prompt:
+            return "1. What colour is it?\n2) Where does it live?\n\n- And more?"
+        return "The bird has wings. The bird is small!\n* it sings"
+
+    found = describe(["bird", "Sea_Animal"], "a zoo", write, questions=2)
+    assert len(asked) == 1 + 2 * 2
+    assert "a zoo" in asked[0] and "bird, sea animal" in asked[0]
+    assert asked[1].startswith("What colour is it?")
+    assert asked[2].startswith("Where does it live?")
+    assert found["bird"] == ["The bird has wings.", "The bird is small.", "The bird: it sings."]
+    assert found["Sea_Animal"][0] == "The sea animal: The bird has wings."
+
+
+def test_long_sentences_are_cut_and_empty_ones_left_out():
+    long = "The owl " + "very " * 40 + "big."
+    assert len(sentences(long, "owl")[0].split()) == WORDS
+    assert sentences("...\n 1.\n--", "owl") == []
+    assert lines("12. a\n3. an owl") == ["an owl"]
+
+
+def test_a_model_that_says_nothing_leaves_the_template():
+    assert describe(["owl"], "x", lambda prompt, most: "") == {"owl": []}
+
+
+def test_a_tiny_model_writes_a_file_that_a_run_reads(tmp_path, tiny):
+    for name in ("bird", "owl"):
+        (tmp_path / "zoo" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "zoo" / name / "a.png")
+    zoo = str(tmp_path / "zoo")
+    out = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in out:
+        done = CliRunner().invoke(
+            app, ["describe", zoo, "--model", str(tiny), "--out", str(path), "--questions", "1"]
+        )
+        assert done.exit_code == 0, done.output
+    assert out[0].read_bytes() == out[1].read_bytes()  # greedy: the same sentences
+    found = opened(out[0])
+    classes = list(found)
+    assert classes == ["bird", "owl"]
+    assert all(one is not None for one in by_class(out[0], found, classes))
+    assert any(json.loads(out[0].read_text()).values())
+
+
+def test_a_folder_without_a_model_is_said(tmp_path):
+    with pytest.raises(SettingsError, match="holds no text-generation model"):
+        local_writer(tmp_path)

@@ -1,0 +1,203 @@
+"""Kills, several processes at once and dying workers: no batch is lost or repeated."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from hashlib import sha256
+from multiprocessing import parent_process
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+from counting import (
+    CHILDREN,
+    DIM,
+    FINGERPRINT,
+    Counting,
+    dataset,
+    first_pixel,
+    note,
+    noted,
+    numbered,
+    png,
+    run,
+)
+from numpy.random import default_rng
+from PIL import Image
+
+from fedvlm.encoders.cache import folder as cache
+from fedvlm.encoders.cache.locks import held
+from fedvlm.errors import DataError
+
+
+def embed_in_child(count: int, log: Path, cache: Path, done: Path) -> None:
+    def finished(pictures: int, total: int) -> None:
+        note(done, f"{pictures}\n")
+
+    run(numbered(count), Counting(log, 0.03), cache, progress=finished)
+
+
+def wait_for(what: Any, seconds: float = 60) -> None:
+    end = monotonic() + seconds
+    while not what():
+        assert monotonic() < end, "waited in vain"
+        sleep(0.005)
+
+
+def kept(place: Path, count: int) -> set[int]:
+    with cache.use(place, FINGERPRINT, "counting") as (entry, _):
+        table = entry.need("pooled.float32", "float32", (DIM,))
+        return {n for n in range(count) if sha256(png(n)).digest() in table}
+
+
+def test_kill_at_any_moment_neither_loses_nor_repeats_a_finished_batch(tmp_path: Path) -> None:
+    log, place, rng, kills, exitcode = tmp_path / "log", tmp_path / "cache", default_rng(5), 0, None
+    while exitcode != 0:
+        before, asked, done = kept(place, 200), len(noted(log)), tmp_path / f"done-{kills}"
+        child = CHILDREN.Process(target=embed_in_child, args=(200, log, place, done))
+        child.start()
+        wait_for(lambda a=asked, c=child: len(noted(log)) > a or not c.is_alive())
+        sleep(rng.uniform(0, 0.12))
+        child.kill()
+        child.join()
+        exitcode = child.exitcode
+        assert cache.verify(place) == {FINGERPRINT: []}
+        assert not before & set(noted(log)[asked:])  # nothing finished is repeated
+        assert before <= kept(place, 200)
+        assert len(kept(place, 200)) >= len(before) + noted(done)[-1]  # nothing finished is lost
+        kills += exitcode != 0
+    assert kills >= 3
+    assert len(noted(log)) <= 200 + 32 * kills  # at most the batch a kill fell into
+    again = Counting()
+    whole = run(numbered(200), again, place).embedded
+    assert again.pictures == []
+    assert torch.equal(whole.x, run(numbered(200), Counting(), tmp_path / "whole").embedded.x)
+
+
+def test_killed_process_leaves_no_worker_behind(tmp_path: Path) -> None:
+    log, alive = tmp_path / "log", tmp_path / "alive"
+    child = CHILDREN.Process(target=embed_with_marks, args=(log, tmp_path / "cache", alive))
+    child.start()
+    wait_for(lambda: is_held(alive))
+    child.kill()
+    child.join()
+    with held(alive):  # the system frees it when the last worker is gone; the timeout watches
+        pass
+
+
+def is_held(path: Path) -> bool:
+    try:
+        with held(path, wait=False):
+            return False
+    except BlockingIOError:
+        return True
+
+
+class Marked:
+    """A preprocess whose worker process holds a lock for as long as it lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.owner = path, os.getpid()
+        self.mark: Any = None
+
+    def __call__(self, picture: Image.Image) -> Any:
+        if self.mark is None and os.getpid() != self.owner:
+            self.mark = held(self.path, shared=True)
+            self.mark.__enter__()
+        return first_pixel(picture)
+
+
+def embed_with_marks(log: Path, cache: Path, alive: Path) -> None:
+    run(numbered(600), Counting(log, 0.2, preprocess=Marked(alive)), cache, workers=1)
+
+
+def test_two_processes_at_once_share_the_work_and_agree(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    children = [
+        CHILDREN.Process(target=embed_in_child, args=(400, log, tmp_path / "cache", tmp_path / n))
+        for n in ("done-1", "done-2")
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
+    assert Counter(noted(log)) == Counter(range(400))  # each picture by one of them
+    assert cache.verify(tmp_path / "cache") == {FINGERPRINT: []}
+    again = Counting()
+    both = run(numbered(400), again, tmp_path / "cache").embedded
+    assert again.pictures == []
+    assert torch.equal(both.x, run(numbered(400), Counting(), tmp_path / "alone").embedded.x)
+
+
+def test_work_of_a_killed_process_is_taken_over_by_the_one_that_waits(tmp_path: Path) -> None:
+    log, place = tmp_path / "log", tmp_path / "cache"
+    slow = CHILDREN.Process(target=embed_slowly, args=(log, place))
+    slow.start()
+    wait_for(lambda: noted(log))  # it holds claims on its first batch and sleeps
+    encoder = Counting()
+    other = CHILDREN.Process(
+        target=embed_in_child, args=(40, tmp_path / "other", place, tmp_path / "done")
+    )
+    other.start()
+    wait_for(lambda: len(noted(tmp_path / "other")) == 8)  # what the first has not claimed
+    sleep(0.1)
+    assert other.is_alive()
+    slow.kill()
+    slow.join()
+    other.join()
+    assert other.exitcode == 0
+    assert run(numbered(40), encoder, place).encoded == 0
+
+
+def embed_slowly(log: Path, cache: Path) -> None:
+    run(numbered(40), Counting(log, 1000), cache)
+
+
+def test_dead_worker_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="workers=0"):
+        run(numbered(40), Counting(preprocess=die_in_worker), tmp_path, workers=1)
+
+
+def die_in_worker(picture: Image.Image) -> Any:
+    if parent_process() is not None:
+        os._exit(1)
+    return first_pixel(picture)
+
+
+UNGUARDED = """
+import sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from counting import Counting, dataset, png, run
+run(dataset(*map(png, range(40))), Counting(), Path({cache!r}), workers=1)
+"""
+
+
+def test_script_without_a_guard_is_told_so_and_does_not_hang(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    path = sys.path
+    script.write_text(UNGUARDED.format(path=path, cache=str(tmp_path / "cache")))
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 1
+    assert "DataError: a decoding process died" in done.stderr
+    assert 'put what it does under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_worker_processes_give_the_same_as_none(tmp_path: Path) -> None:
+    pictures = [png(number) for number in range(99)] + [b"no picture"]
+    data = dataset(*pictures)
+    steps: list[tuple[int, int]] = []
+    many = run(data, Counting(), tmp_path / "a", workers=2, progress=lambda *s: steps.append(s))
+    one = run(data, Counting(), tmp_path / "b")
+    assert torch.equal(many.embedded.x, one.embedded.x)
+    assert many.embedded.fingerprint == one.embedded.fingerprint
+    assert many.skipped == one.skipped
+    assert steps[0] == (0, 100)
+    assert steps[-1] == (100, 100)
+    assert steps == sorted(steps)

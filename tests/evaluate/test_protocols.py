@@ -1,0 +1,102 @@
+"""The protocols' jobs and what their hits add up to."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fedvlm.errors import SettingsError
+from fedvlm.evaluate.protocols import jobs, table
+from fedvlm.evaluate.scores import spread
+
+MEMBERS = {id: SimpleNamespace(domain=id) for id in ("art", "photo", "sketch")}
+CROWD = {f"{i:02}": SimpleNamespace(domain="") for i in range(20)}
+
+
+def hits(**values):
+    return {id: {"test_hits": value, "test_rows": 10} for id, value in values.items()}
+
+
+def test_each_domain_is_unseen_once():
+    found = jobs("leave-one-domain-out", MEMBERS)
+    assert [(job.train, job.unseen) for job in found] == [
+        (("photo", "sketch"), ("art",)),
+        (("art", "sketch"), ("photo",)),
+        (("art", "photo"), ("sketch",)),
+    ]
+
+
+def test_g_p_and_c_are_the_means_of_their_cells():
+    done = dict(
+        zip(
+            MEMBERS,
+            zip(
+                jobs("leave-one-domain-out", MEMBERS),
+                [
+                    hits(art=1, photo=5, sketch=6),
+                    hits(art=7, photo=2, sketch=8),
+                    hits(art=9, photo=10, sketch=3),
+                ],
+                strict=True,
+            ),
+            strict=True,
+        )
+    )
+    got = table("leave-one-domain-out", MEMBERS, done, True)
+    assert got["G"] == pytest.approx(0.2)
+    assert got["P"] == pytest.approx(0.75)
+    assert got["C"] == pytest.approx((0.2 + 2 * 0.75) / 3)
+    assert got["G art"] == 0.1
+    assert got["P art"] == pytest.approx(0.8)
+    alone = table("leave-one-domain-out", MEMBERS, done, False)
+    assert alone["G"] is None
+    assert alone["C"] is None
+    assert alone["P"] == got["P"]
+
+
+def test_cross_device_tests_on_the_same_unseen_clients_for_every_seed_and_count():
+    found = [
+        job
+        for seed in (0, 1)
+        for job in jobs("cross-device", CROWD, counts=[1, 5, 12], unseen=8, seed=seed)
+    ]
+    assert len({job.unseen for job in found}) == 1
+    assert all(not set(job.train) & set(job.unseen) for job in found)
+    assert [len(job.train) for job in found] == [1, 5, 12] * 2
+    assert found[1].train != found[4].train
+    assert set(found[0].train) < set(found[1].train) < set(found[2].train)
+
+
+@pytest.mark.parametrize(("counts", "unseen"), [([], 5), ([16], 5), ([0], 5), ([5], 0)])
+def test_cross_device_refuses_numbers_that_do_not_fit(counts, unseen):
+    with pytest.raises(SettingsError, match="but there are 20"):
+        jobs("cross-device", CROWD, counts=counts, unseen=unseen)
+
+
+def test_leave_one_domain_out_without_domains_is_refused():
+    with pytest.raises(SettingsError, match="needs two or more domains"):
+        jobs("leave-one-domain-out", CROWD)
+
+
+def test_an_unknown_protocol_is_refused_with_the_nearest():
+    with pytest.raises(SettingsError, match="did you mean 'own-test'"):
+        jobs("own-tst", CROWD)
+
+
+def test_spread_is_mean_and_sample_deviation():
+    got = spread([{"G": 0.1, "P": None}, {"G": 0.3, "P": None}])
+    assert got["G"] == (pytest.approx(0.2), pytest.approx(0.02**0.5))
+    assert got["P"] == (None, None)
+    assert spread([{"G": 0.1}])["G"] == (0.1, None)
+
+
+def test_clients_that_share_a_domain_have_its_mean_and_deviation():
+    crowd = {f"art-{i}": SimpleNamespace(domain="art") for i in range(3)}
+    crowd |= {"photo": SimpleNamespace(domain="photo"), "any": SimpleNamespace(domain="")}
+    scores = hits(**{"art-0": 2, "art-1": 4, "art-2": 9, "photo": 5, "any": 10})
+    (job,) = jobs("own-test", crowd)
+    found = table("own-test", crowd, {"all": (job, scores)}, True)
+    assert found["own"] == pytest.approx(0.6)
+    assert found["mean art"] == pytest.approx(0.5)
+    assert found["deviation art"] == pytest.approx((0.09 + 0.01 + 0.16) ** 0.5 / 2**0.5)
+    assert {"mean photo", "mean "}.isdisjoint(found)  # one client has no deviation
+    assert found["art-2"] == 0.9

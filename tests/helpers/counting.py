@@ -1,0 +1,147 @@
+"""A small encoder that writes down what it is asked, and data sets that live in memory."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from io import BytesIO
+from multiprocessing import get_context
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from fedvlm.data.table import Dataset
+from fedvlm.encoders.cache.embed import Outcome, embed
+from fedvlm.encoders.cache.table import Rows
+from fedvlm.encoders.interface import Vectors
+
+DIM, PATCHES = 16, 3
+FINGERPRINT = "0123456789abcdef" * 4
+CHILDREN = get_context("forkserver")  # imports torch once for all the processes of the tests
+CHILDREN.set_forkserver_preload(["fedvlm.encoders.cache.embed"])
+
+
+@dataclass(frozen=True)
+class Memory:
+    pictures: tuple[tuple[str, bytes], ...]
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def name(self, row: int) -> str:
+        return self.pictures[row][0]
+
+    def read(self, row: int) -> bytes:
+        return self.pictures[row][1]
+
+
+@cache
+def png(number: int) -> bytes:
+    """Another picture for another number; its first pixel says which."""
+    picture = Image.new("RGB", (8, 8), (number % 256, number // 256, 77))
+    buffer = BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def dataset(*pictures: bytes, labels: Sequence[int] | None = None, **more: Any) -> Dataset:
+    rows = len(pictures)
+    source = Memory(tuple((f"picture-{row}.png", data) for row, data in enumerate(pictures)))
+    return Dataset(
+        **{
+            "name": "dots",
+            "classes": ("Alarm_Clock", "dog"),
+            "source": source,
+            "labels": np.array(labels if labels is not None else [r % 2 for r in range(rows)]),
+            "domains": np.array([f"domain-{row}" for row in range(rows)]),
+            "clients": np.array([f"client-{row}" for row in range(rows)]),
+            "splits": np.array(["train"] * rows),
+            **more,
+        }
+    )
+
+
+def numbered(count: int) -> Dataset:
+    return dataset(*(png(number) for number in range(count)))
+
+
+def first_pixel(picture: Image.Image) -> NDArray[np.float32]:
+    return np.asarray(picture, dtype=np.float32)[0, 0]
+
+
+@dataclass
+class Counting:
+    """Three numbers of the first pixel times a fixed matrix; every picture asked for is noted."""
+
+    log: Path | None = None  # numbers of the pictures, one a line, also from other processes
+    delay: float = 0.0
+    offers: frozenset[str] = frozenset({"image", "text", "patches"})
+    preprocess: Any = first_pixel
+    name: str = "counting"
+    dim: int = DIM
+    scale: float = 50.0
+    identity: dict[str, str] = field(default_factory=dict)
+    pictures: list[int] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
+
+    def embed(self, batch: Sequence[Any], patches: bool) -> Vectors:
+        if self.preprocess is None:
+            batch = [first_pixel(Image.open(BytesIO(data))) for data in batch]
+        x = np.stack(list(batch))
+        numbers = [int(r + 256 * g) for r, g, _ in x]
+        self.pictures += numbers
+        if self.log:
+            note(self.log, "".join(f"{number}\n" for number in numbers))
+        sleep(self.delay)
+        matrix = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
+        pooled = np.einsum("bi,ij->bj", x, matrix)  # not @: its rounding depends on the batch
+        shift = np.arange(PATCHES, dtype=np.float32)[None, :, None]
+        return Vectors(
+            pooled, (pooled[:, None] / 100 + shift).astype(np.float16) if patches else None
+        )
+
+    def embed_text(self, sentences: Sequence[str]) -> Tensor:
+        self.sentences += sentences
+        seeds = [int.from_bytes(sha256(one.encode()).digest()[:4], "big") for one in sentences]
+        vectors = [np.random.default_rng(seed).normal(size=DIM) for seed in seeds]
+        return torch.nn.functional.normalize(torch.tensor(np.array(vectors)).float(), dim=1)
+
+
+def note(path: Path, text: str) -> None:
+    """One write to the end, so that lines of several processes never mix and none is lost."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, text.encode())
+    os.close(file)
+
+
+def noted(path: Path) -> list[int]:
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def run(data: Dataset, encoder: Any, cache: Path, **how: Any) -> Outcome:
+    return embed(data, encoder, **{"fingerprint": FINGERPRINT, "cache": cache, "workers": 0, **how})
+
+
+def digests(*numbers: int) -> list[bytes]:
+    return [sha256(bytes([number % 256, number // 256])).digest() for number in numbers]
+
+
+def values(*numbers: int, dim: int = 4) -> np.ndarray:
+    return np.array([np.arange(dim) + number for number in numbers], dtype=np.float32)
+
+
+def table(folder: Path, dtype: str = "float32", dim: int = 4) -> Rows:
+    return Rows(folder / f"pooled.{dtype}", folder / "lock", dtype, (dim,))
+
+
+def filled(folder: Path, *numbers: int) -> Rows:
+    rows = table(folder)
+    rows.append(digests(*numbers), values(*numbers))
+    return rows

@@ -1,0 +1,102 @@
+"""A run that was killed, or whose disk was full, goes on to the same bits."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from time import sleep
+
+import pytest
+
+import fedvlm
+from fedvlm.encoders.store import save_store
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.runner import training as jobs
+
+QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
+
+
+SCRIPT = """
+import sys
+from fedvlm.runner import training as jobs
+from fedvlm.runner import run as runner
+jobs.EVERY = 0.05
+folder, store = sys.argv[1:]
+settings = dict(seeds=[0, 1], encoder=f"store:{store}", selection="validation", fraction=0.7)
+runner.run(dict(name="fedot", rounds=60, rate=1e-3), out=folder, **settings)
+"""
+
+
+def test_kill_and_resume_give_the_same_bits(rows_like, files, tmp_path):
+    store = save_store(tmp_path / "rows.safetensors", rows_like(dim=64))
+    command = [sys.executable, "-c", SCRIPT]
+    subprocess.run([*command, tmp_path / "whole", store], check=True)
+    moments = random.Random(5)
+    killed = 0
+    for _ in range(5):
+        process = subprocess.Popen([*command, tmp_path / "torn", store])
+        manifest = tmp_path / "torn" / "manifest.json"
+        while not manifest.exists() and process.poll() is None:
+            sleep(0.01)
+        sleep(moments.uniform(0, 1.5))
+        process.kill()
+        killed += process.wait() == -9
+    assert killed >= 2, "the run was over before it could be killed"
+    result = fedvlm.resume(tmp_path / "torn")
+    assert files(result.folder) == files(tmp_path / "whole")
+    leftovers = [
+        path.name for path in (tmp_path / "torn").rglob("*") if path.suffix == ".checkpoint"
+    ]
+    assert leftovers == []
+
+
+def test_resume_of_rows_in_memory_says_what_to_do(rows, tmp_path):
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    (tmp_path / "a" / "result.json").unlink()
+    with pytest.raises(SettingsError, match="took its rows from memory; call fedvlm.run again"):
+        fedvlm.resume(tmp_path / "a")
+
+
+def test_resume_of_nothing_is_refused(tmp_path):
+    with pytest.raises(DataError, match="is .* a run directory"):
+        fedvlm.resume(tmp_path / "nothing")
+
+
+def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "EVERY", 0.0)
+
+    def stop(*all):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    monkeypatch.undo()
+    path = next((tmp_path / "a" / "jobs").glob("*.checkpoint"))
+    body = bytearray(path.read_bytes())
+    body[-5] ^= 1
+    path.write_bytes(body)
+    with pytest.raises(DataError, match="checkpoint is damaged"):
+        fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+
+
+def test_a_disk_that_fills_up_in_mid_run_is_said_and_the_run_goes_on_later(
+    rows, files, tmp_path, monkeypatch
+):
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "whole")
+    left = [3]
+
+    def filling(handle, sync=os.fsync):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", filling)
+        with pytest.raises(DataError, match="the disk is full at .* free some space and resume"):
+            fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    assert not (tmp_path / "a" / "result.json").exists()
+    fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
+    assert files(tmp_path / "a") == files(tmp_path / "whole")

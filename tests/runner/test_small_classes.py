@@ -1,0 +1,255 @@
+"""Statistics of few rows stay at the client, unless the run says that they may leave."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import fedvlm
+from fedvlm.core import SMALLEST, make, methods
+from fedvlm.engines.client import client
+from fedvlm.engines.loop import start, train
+from fedvlm.engines.single import Single
+from fedvlm.engines.state import Plan
+from fedvlm.errors import SettingsError
+from fedvlm.maths import gaussian
+from fedvlm.report.tables import compare
+from fedvlm.runner.settings import build
+from fedvlm.runner.withheld import withheld
+from fedvlm.testing import check_method, check_small, learn, toy_world
+
+TELLING = [name for name, kind in methods().items() if hasattr(kind, "covers")]
+EACH = pytest.mark.parametrize("name", TELLING)
+
+
+def counts_of(world, id):
+    return torch.bincount(client(world, id, 0).y, minlength=len(world.frozen.classes))
+
+
+def upload_of(world, id, sent=None):
+    shared, local = world.method.init(world.frozen)
+    return world.method.update(world.frozen, sent or shared, local, client(world, id, 0))[0]
+
+
+def test_tofa_is_held_to_the_rule():
+    assert "tofa" in TELLING
+
+
+@EACH
+def test_no_message_tells_of_a_class_with_fewer_rows(name):
+    world = toy_world(make(name))
+    for id in world.members:
+        covered = world.method.covers(upload_of(world, id))
+        assert torch.equal(covered, counts_of(world, id) >= SMALLEST)
+
+
+@EACH
+def test_all_classes_are_told_where_small_ones_are_allowed(name):
+    world = toy_world(make(name, smallest=1))
+    covered = world.method.covers(upload_of(world, "client-1"))
+    assert torch.equal(covered, counts_of(world, "client-1") > 0)
+
+
+@EACH
+def test_a_client_of_small_classes_uploads_zeros(name):
+    upload = upload_of(toy_world(make(name)), "client-1")  # 9 rows
+    assert not any(value.abs().sum() for value in upload.values())
+
+
+def test_the_contract_refuses_a_method_that_tells_of_small_classes():
+    method = make("tofa")
+
+    class Careless(type(method)):
+        def statistics(self, frozen, sent, client):
+            return gaussian.raw(client.x, client.y, len(frozen.classes))
+
+    with pytest.raises(AssertionError, match="fewer than smallest = 16; leave it out"):
+        check_small(toy_world(Careless()))
+
+
+def test_sums_over_clients_are_those_of_the_rows_that_were_uploaded():
+    world = toy_world(make("tofa"))
+    ids = sorted(world.members)
+    uploads = [upload_of(world, id) for id in ids]
+    x, y = [], []
+    for id in ids:
+        one, counts = client(world, id, 0), counts_of(world, id)
+        told = counts[one.y] >= SMALLEST
+        x.append(one.x[told])
+        y.append(one.y[told])
+    pooled = gaussian.raw(torch.cat(x), torch.cat(y), 4)
+    most = world.method.most
+    counts = sum(one["counts"] for one in uploads)
+    sums = gaussian.from_fixed(sum(one["sums"].long() for one in uploads), most)
+    second = gaussian.from_fixed(sum(one["moments"].long() for one in uploads), most)
+    assert torch.equal(counts.double(), pooled[0])
+    assert torch.allclose(sums, pooled[1], atol=1e-5)
+    assert torch.allclose(gaussian.unpack(second, 16), pooled[2], atol=1e-5)
+
+
+def test_a_class_of_too_few_contributors_is_not_uploaded():
+    method = make("tofa", smallest=8, contributors=2, rounds=2)
+    world = toy_world(method)
+    ids = sorted(world.members)[:-1]
+    holders = sum((counts_of(world, id) >= 8).int() for id in ids)
+    assert 1 in holders  # or there is nothing to see
+    state, fresh = start(world)
+    seen = []
+    plan = Plan(tuple(ids), ())
+    state = train(world, Single(world), plan, state, fresh, lambda s, line: seen.append(line))
+    assert torch.equal(state.shared["open"] > 0, holders >= 2)
+    assert torch.equal(state.shared["counts"] > 0, holders >= 2)
+    assert seen[0]["clients"][ids[0]]["bytes_up"] == 4 * 4  # one number per class
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"contributors": 3, "rounds": 2},
+        {"contributors": 3, "rounds": 3},
+        {"noise_multiplier": 1.0},
+    ],
+    ids=str,
+)
+def test_private_variants_keep_the_contract(settings):
+    check_method(make("tofa", **settings))
+
+
+def test_without_enough_contributors_anywhere_predictions_stay_finite():
+    world = toy_world(make("tofa", contributors=9, rounds=2))
+    outcome = learn(world)
+    assert all(np.isfinite(one["loss"]) for one in outcome.scores.values())
+    assert not outcome.shared["counts"].any()
+
+
+def test_a_smaller_limit_is_refused_unless_it_is_allowed():
+    with pytest.raises(SettingsError, match=r"smallest = 4: .*allow_small = true"):
+        build({"method": {"name": "tofa", "smallest": 4}})
+    assert build({"method": "tofa"}).method.smallest == SMALLEST
+    assert build({"method": "tofa", "allow_small": True}).method.smallest == 1
+    assert build({"method": {"name": "tofa", "smallest": 40}}).method.smallest == 40
+
+
+def test_allowing_changes_nothing_for_a_method_without_class_statistics():
+    usual, allowed = build({"method": "fedot"}), build({"method": "fedot", "allow_small": True})
+    assert usual.identity() == allowed.identity()
+
+
+def test_record_and_table_say_what_was_kept_back_and_what_was_allowed(rows, tmp_path):
+    few = {"clients": {"by": "domain", "shots": 5}}
+    usual = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **few)
+    allowed = fedvlm.run("tofa", embedded=rows, out=tmp_path / "b", allow_small=True, **few)
+    [note] = usual.manifest["notes"]
+    assert "12 of 12 class statistics are not uploaded" in note
+    assert "3 clients upload none at all (art, photo, sketch)" in note
+    assert allowed.manifest["notes"] == []
+    assert allowed.manifest["identity"]["allow_small"] is True
+    assert "tofa (ALLOW-SMALL)" in compare([usual, allowed])
+    assert "smallest" not in compare([usual, allowed])
+    again = build(allowed.manifest["identity"])
+    assert again.identity() == build({"method": "tofa", "allow_small": True, **few}).identity()
+
+
+def test_nothing_is_noted_where_all_classes_are_large():
+    labels = np.repeat(np.arange(3), 20)
+
+    class Member:
+        train = np.arange(60)
+
+    assert withheld(make("tofa"), {"a": Member}, labels, 3) == []
+    labels[:5] = 1
+    assert len(withheld(make("tofa"), {"a": Member}, labels, 3)) == 1
+
+
+def test_noise_is_what_the_multiplier_says_and_zero_noise_is_exact():
+    plain, blurred = (
+        toy_world(make("tofa", smallest=1, noise_multiplier=z), sizes=(400, 40)) for z in (0.0, 2.0)
+    )
+    exact, noisy = upload_of(plain, "client-0"), upload_of(blurred, "client-0")
+    most = plain.method.most
+    counts, sums, second = gaussian.raw(
+        *(getattr(client(plain, "client-0", 0), k) for k in "xy"), 4
+    )
+    assert torch.equal(exact["counts"].double(), counts)
+    assert torch.allclose(gaussian.from_fixed(exact["sums"], most), sums, atol=1e-5)
+    away = torch.cat(
+        [
+            (gaussian.from_fixed(noisy["sums"], most) - sums).flatten(),
+            gaussian.from_fixed(noisy["moments"], most) - gaussian.pack(second),
+        ]
+    )
+    assert away.std().item() == pytest.approx(2.0 * 3**0.5, rel=0.1)
+    assert plain.method.noise(plain.frozen) == 0
+
+
+def test_one_row_changes_what_is_uploaded_by_no_more_than_the_sensitivity():
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        row = torch.nn.functional.normalize(torch.randn(1, 6, generator=draw), dim=1).double()
+        counts, sums, second = gaussian.raw(row, torch.tensor([1]), 3)
+        change = torch.cat([counts, sums.flatten(), gaussian.pack(second)])
+        assert change.norm() <= 3**0.5 + 1e-9
+
+
+def test_small_classes_are_chosen_by_the_noised_counts():
+    """Else the choice itself would tell how many rows a class has."""
+    world = toy_world(make("tofa", noise_multiplier=5.0), sizes=(60, 40))
+    upload = upload_of(world, "client-0")
+    noised = world.method.noise_multiplier * 3**0.5 * client(world, "client-0", 0).noise[0, :4]
+    wanted = (counts_of(world, "client-0") + noised.double()).round() >= SMALLEST
+    assert torch.equal(upload["counts"] > 0, wanted)
+    assert not torch.equal(wanted, counts_of(world, "client-0") >= SMALLEST)
+
+
+def test_noise_leaves_the_scatter_positive_and_predictions_finite():
+    world = toy_world(make("tofa", smallest=1, noise_multiplier=20.0))
+    outcome = learn(world)
+    scatter = gaussian.unpack(outcome.shared["scatter"].double(), 16)
+    assert torch.linalg.eigvalsh(scatter).min() > -1e-6 * scatter.norm()
+    assert all(np.isfinite(one["loss"]) for one in outcome.scores.values())
+
+
+def test_epsilon_falls_with_noise_and_rises_with_exchanges():
+    world = toy_world(make("tofa", noise_multiplier=1.0))
+    shared, local = world.method.init(world.frozen)
+
+    def spent(**settings):
+        told = replace(world.method, **settings).describe(world.frozen, shared, local)
+        return told.get("epsilon")
+
+    assert spent(noise_multiplier=0.0) is None  # which is without bound
+    assert spent(noise_multiplier=4.0) < spent(noise_multiplier=1.0)
+    assert spent(rounds=2) > spent(rounds=1)
+
+
+def test_a_secure_sum_counts_the_contributors_first(rows, tmp_path):
+    settings = {"protocol": "own-test", "channel": {"secure": True}}
+    built = build({"method": "tofa", **settings})
+    assert (built.method.contributors, built.method.rounds) == (3, 2)
+    assert build(built.identity()).method == built.method  # and not once more on resuming
+    allowed = build({"method": "tofa", "allow_small": True, **settings})
+    assert (allowed.method.contributors, allowed.method.rounds) == (1, 1)
+    hidden = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", allow_small=True, **settings)
+    plain = fedvlm.run(
+        "tofa", embedded=rows, out=tmp_path / "b", allow_small=True, protocol="own-test"
+    )
+    assert hidden.tables == plain.tables
+
+
+def test_two_clients_of_a_class_are_too_few_for_a_secure_sum(rows_like, tmp_path):
+    rows = rows_like(rows=480)
+    labels = rows.labels.copy()
+    labels[(labels == 3) & (rows.domains == "art")] = 2  # now two clients have the class
+    rows = replace(rows, labels=labels, fingerprint="two")
+    run = {"protocol": "own-test", "channel": {"secure": True}}
+    done = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **run)
+    shared, _ = done.outcome("all")
+    assert shared["open"].tolist() == [1, 1, 1, 0]
+    assert (shared["counts"] > 0).tolist() == [True, True, True, False]
+    assert len(done.rounds) == 2
+
+
+def test_texts_of_the_clients_own_have_no_secure_sum():
+    with pytest.raises(SettingsError, match="aggregates single uploads"):
+        build({"method": {"name": "tofa", "rounds": 2}, "channel": {"secure": True}})

@@ -1,0 +1,131 @@
+"""By its needs a method sees pooled embeddings, patches or pixels, towers, references, noise."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedvlm import core, parts, seeds
+from fedvlm.core import Frozen, Tensors
+from fedvlm.data.federation import Division
+from fedvlm.engines.client import client, pad, predict
+from fedvlm.evaluate.protocols import Job
+from fedvlm.evaluate.reference import reference
+from fedvlm.methods.fedavg import FedAvg
+from fedvlm.testing import check_method, check_same, learn, toy_world
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """A shared prompt against the mean of the patches."""
+
+    rate: float = 1e-2
+    rounds: int = 2
+    batch: int = 16
+
+    def init(self, frozen):
+        draw = torch.randn(3, frozen.text_tower.width, generator=seeds.generator("prompt", 0))
+        return {"prompt": 0.02 * draw}, {}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x):
+        pooled = torch.nn.functional.normalize(x.mean(dim=1), dim=1)
+        return frozen.scale * pooled @ frozen.text_tower(sent["prompt"]).mT
+
+    loss = FedAvg.loss
+    name = "prompted"
+    needs, memory = frozenset({"patches", "text tower"}), frozenset()
+    send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing
+
+
+@dataclass(frozen=True)
+class Tuned(Prompted):
+    """The image tower trained whole, with a drift towards a reference and a little noise."""
+
+    reference: str = "public"
+
+    def init(self, frozen):
+        return dict(frozen.image_tower.weights), {}
+
+    def predict(self, frozen, sent, local, x):
+        seen = torch.nn.functional.normalize(frozen.image_tower(sent, x), dim=1)
+        return frozen.scale * seen @ frozen.text.mT
+
+    def loss(self, frozen, shared, local, batch, start):
+        apart = self.predict(frozen, shared, local, batch.reference).square().mean()
+        return FedAvg.loss(self, frozen, shared, local, batch, start) + 1e-4 * apart
+
+    def noise(self, frozen):
+        return 5
+
+    name = "tuned"
+    needs = frozenset({"image tower", "text"})
+    update = parts.sgd
+
+
+@pytest.fixture(autouse=True)
+def own_list(monkeypatch):
+    monkeypatch.setattr(core, "METHODS", dict(core.METHODS))
+
+
+@pytest.mark.parametrize("method", [Prompted(), Tuned()], ids=["patches", "pixels"])
+def test_a_method_of_another_view_keeps_the_contract(method):
+    check_method(method)
+
+
+class Counted:
+    """Rows that count how often they are read."""
+
+    def __init__(self, x):
+        self.x, self.reads = x, 0
+        self.shape = x.shape
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return self.x[index]
+
+    def take(self, index):
+        return Counted(self.x[index])
+
+
+def test_rows_that_are_read_on_demand_give_the_same_result():
+    world = toy_world(Tuned())
+    lazy = replace(world, x=Counted(world.x))
+    check_same(learn(lazy), learn(world, "single"), 0.0, "lazy rows differ")
+    assert lazy.x.reads
+
+
+def test_a_slice_of_rows_changes_no_logit(monkeypatch):
+    world = toy_world(Prompted())
+    sent, local = world.method.init(world.frozen)
+    rows = world.members["client-0"].train
+    whole = predict(world, sent, local, rows)
+    monkeypatch.setattr("fedvlm.engines.client.SLICE", 4 * 6 * 16 * 7)
+    torch.testing.assert_close(predict(world, sent, local, rows), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_noise_and_reference_differ_by_client_and_round_and_repeat_by_seed():
+    world = toy_world(Tuned())
+    first, again = client(world, "client-0", 0), client(world, "client-0", 0)
+    other, later = client(world, "client-2", 0), client(world, "client-0", 1)
+    assert first.noise.shape == (len(first.order), 5)
+    assert torch.equal(first.noise, again.noise)
+    assert torch.equal(first.reference_order, again.reference_order)
+    for one in (other, later):
+        assert not torch.equal(one.noise[:1], first.noise[:1])
+        assert not torch.equal(one.reference_order[:1], first.reference_order[:1])
+    assert first.reference_order.max() < len(world.reference)
+    assert pad([first, other]).reference.stride(0) == 0, "the reference is held once"
+
+
+def test_public_references_are_nobody_s_test_rows_and_targets_are():
+    world = toy_world(Tuned())
+    ids = sorted(world.members)
+    job = Job("", tuple(ids[:-1]), (ids[-1],))
+    away = world.members[ids[-1]]
+    aside = np.array([10_000])
+    dealt = Division(dict(world.members), 0, aside)
+    public = set(reference(Tuned(), dealt, job).tolist())
+    assert public == {*away.train.tolist(), *away.validation.tolist(), *aside.tolist()}
+    assert set(reference(Tuned(reference="target"), dealt, job)) == set(away.test.tolist())
+    assert not len(reference(Prompted(), dealt, job))

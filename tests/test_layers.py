@@ -1,0 +1,72 @@
+"""Imports point one way: every module imports only what stands before it in the sentence."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fedvlm
+
+ROOT = Path(fedvlm.__file__).parent
+ORDER = [
+    "errors",
+    "seeds",
+    "machine",
+    "tensors",
+    "storage",
+    "core",
+    "maths",
+    "parts",
+    "methods",
+    "data",
+    "encoders",
+    "channel",
+    "evaluate.scores",
+    "evaluate.metrics",
+    "engines",
+    "evaluate",
+    "record",
+    "testing",
+    "runner",
+    "classifier",
+    "report",
+    "result",
+    "deploy",
+    "cli",
+]
+NAMED = {("core.registry", "methods")}  # lazy: the list of all methods is made when it is asked for
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem[0] != "_")
+
+
+def name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def layer(module: str) -> int:
+    """The longest name of the order that the module's begins with."""
+    fits = [one for one in ORDER if f"{module}.".startswith(f"{one}.")]
+    assert fits, f"{module} has no place in the order of layers; give it one in {__file__}"
+    return ORDER.index(max(fits, key=len))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module of ours that is imported, at the top, in a function or for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found = [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively; write the whole name"
+            found = [f"{node.module}.{one.name}" for one in node.names]
+        else:
+            continue
+        yield from (one.removeprefix("fedvlm.") for one in found if one.startswith("fedvlm."))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_module_imports_only_what_stands_before_it(path: Path) -> None:
+    own = name(path)
+    wrong = [
+        other for other in imported(path) if layer(other) > layer(own) and (own, other) not in NAMED
+    ]
+    assert not wrong, f"fedvlm.{own} imports {', '.join(wrong)}, which stand after it"
