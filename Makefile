@@ -4,14 +4,23 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # One thread per process is fastest for these sizes, and repeatable.
 export OMP_NUM_THREADS ?= 1
+# Tests of real processes wait more than they compute, so one worker more than cores is busy.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-all test-long check bench clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST) -m 'not slow and not long'
+
+test-all: $(VENV)/.dev
+	$(PYTEST) -m 'not long' --cov=fedvlm --cov-report=term:skip-covered
+
+test-long: $(VENV)/.dev
+	$(PYTEST) -m long
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

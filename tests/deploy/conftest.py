@@ -9,6 +9,7 @@ from time import monotonic, sleep
 import numpy as np
 import pytest
 from PIL import Image
+from running import execute
 
 from fedvlm.deploy.flower.processes import superlink
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
@@ -20,7 +21,6 @@ from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
 from fedvlm.record import Record
 from fedvlm.result import Result
-from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
 
 NAMES = ["art", "photo", "sketch"]

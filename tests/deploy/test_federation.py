@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from running import execute
 
 from fedvlm import tensors
 from fedvlm.classifier.personalised import Personalised
@@ -20,10 +21,13 @@ from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.runs import run, start_site
 from fedvlm.engines.single import Single
 from fedvlm.errors import FederationError
-from fedvlm.runner.run import execute
 from fedvlm.storage.sealed import read_tensors
 
-pytestmark = [pytest.mark.deployed, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.deployed,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("federation"),  # one server and its sites for all of them
+]
 NAMES = ["art", "photo", "sketch"]
 METHODS = [
     {"name": "faa-clip", "rounds": 1, "reference": "target"},
@@ -58,7 +62,11 @@ def check_as_alone(federation, settings, deployed, folder):
         assert tensors.difference(local, Personalised.from_pretrained(place).local) < 1e-5
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda one: one["name"])
+@pytest.mark.parametrize(
+    "method",
+    [METHODS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in METHODS[1:])],
+    ids=lambda one: one["name"],
+)
 def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_path, method):
     settings = federation.settings(method)
     deployed = run(federation.kit, settings, tmp_path / "deployed")
@@ -74,6 +82,7 @@ def test_a_secure_sum_between_processes_is_the_mean_of_what_nobody_sees(federati
     assert "cosine" not in hidden.rounds[0]  # what only someone who has the uploads could tell
 
 
+@pytest.mark.slow
 def test_each_round_lacks_another_third_of_the_sites(federation, going, tmp_path, monkeypatch):
     """One is killed in the middle of a round, one is late, one says no; all come back."""
     deadline = max(20.0, 2 * federation.joining)
@@ -131,6 +140,7 @@ def frozen(site):
             os.kill(site.child.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_resumed_to_the_same_tensors(federation, going, tmp_path):
     settings = federation.settings({"name": "fedot", "rounds": 2, "rate": 2e-3})
     one = going(federation, settings, tmp_path / "run")
@@ -154,6 +164,7 @@ def said(kit):
     return site.tail(20)
 
 
+@pytest.mark.slow
 def test_an_unregistered_key_cannot_join(federation, tmp_path):
     kit = shutil.copytree(federation.site("art"), tmp_path / "site-art")
     for name, data in zip(("key", "key.pub"), key_pair(), strict=True):
@@ -162,12 +173,14 @@ def test_an_unregistered_key_cannot_join(federation, tmp_path):
     assert "site art cannot join" in told and "its key is not known" in told
 
 
+@pytest.mark.slow
 def test_a_server_with_a_foreign_certificate_is_refused(federation, tmp_path):
     kit = shutil.copytree(federation.site("art"), tmp_path / "site-art")
     (kit / "ca.crt").write_bytes(certificates("127.0.0.1")["ca.crt"])
     assert "it was made for another federation" in said(kit)
 
 
+@pytest.mark.slow
 def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, monkeypatch):
     """By the server itself when it starts, and by a site that finds one that runs."""
     folder = shutil.copytree(federation.kit.folder, tmp_path / "server")
@@ -191,6 +204,7 @@ def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, m
     assert "expired" in told and "make new kits with `fedvlm deploy init`" in told
 
 
+@pytest.mark.slow
 def test_plain_http_gets_no_answer_from_the_server(federation):
     host, _, port = federation.kit.address.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as stream:
@@ -202,6 +216,7 @@ def test_plain_http_gets_no_answer_from_the_server(federation):
     assert not answer.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 def test_below_the_quorum_the_run_stops_and_names_the_missing(federation, tmp_path):
     federation.rules(wait=3.0, deadline=12.0)
     for name in ("photo", "sketch"):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from running import execute
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
@@ -19,7 +20,6 @@ from fedvlm.engines.loop import finish, start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError
-from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
 from fedvlm.testing import check_same, short, toy_world
 

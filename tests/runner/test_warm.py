@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from running import execute
 
 import fedvlm
 from fedvlm.errors import SettingsError
 from fedvlm.maths import calibration, gaussian
 from fedvlm.report.tables import compare
 from fedvlm.result import Result
-from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
 
 TOFA = {"name": "tofa", "text": False}
