@@ -98,16 +98,18 @@ def test_the_card_says_what_it_is_and_what_not_to_expect(runs, tmp_path):
 
 
 def test_a_client_whose_own_tensors_are_at_its_site_is_sent_there(runs, tmp_path, monkeypatch):
-    from fedvlm.result import Result
-
     result = runs("fedot", **METHODS["fedot"])
     mine = result.personalised("site-0")
     shared = runs("fedavg", **QUICK).personalised("site-0")
     version = {"version": torch.tensor(3)}  # what a server has in place of local tensors
-    monkeypatch.setattr(Result, "personalised", lambda *_: replace(mine, local=version))
+    monkeypatch.setattr(
+        "fedvlm.classifier.export.of_client", lambda *_: replace(mine, local=version)
+    )
     with pytest.raises(DataError, match="'skew' of site-0 never left its site; the classifier is"):
         export(result.folder, "site-0", tmp_path / "c")
-    monkeypatch.setattr(Result, "personalised", lambda *_: replace(shared, local=version))
+    monkeypatch.setattr(
+        "fedvlm.classifier.export.of_client", lambda *_: replace(shared, local=version)
+    )
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
     assert Personalised.from_pretrained(tmp_path / "c").local == {}
     assert "no tensor of this client's own" in (tmp_path / "c" / "README.md").read_text()

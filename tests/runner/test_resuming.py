@@ -19,12 +19,12 @@ QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
 
 SCRIPT = """
 import sys
-from fedvlm.runner import training as jobs
-from fedvlm.runner import run as runner
-jobs.EVERY = 0.05
+import fedvlm
+from fedvlm.runner import training
+training.EVERY = 0.05
 folder, store = sys.argv[1:]
 settings = dict(seeds=[0, 1], encoder=f"store:{store}", selection="validation", fraction=0.7)
-runner.run(dict(name="fedot", rounds=60, rate=1e-3), out=folder, **settings)
+fedvlm.run(dict(name="fedot", rounds=60, rate=1e-3), out=folder, **settings)
 """
 
 

@@ -12,7 +12,7 @@ NOTES = ("title", "paper", "traffic")  # what an experiment says besides setting
 def folders() -> list[Path]:
     """In an installed package they lie inside it, in a checkout beside `src`."""
     here = Path(__file__).resolve()
-    return [here.parent / "experiment_files", here.parents[2] / "experiments"]
+    return [here.parents[1] / "experiment_files", here.parents[3] / "experiments"]
 
 
 def experiments() -> dict[str, Path]:
