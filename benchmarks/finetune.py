@@ -80,7 +80,7 @@ def federation(words: str, clients: int, batch: int, rounds: int) -> World:
         rows = np.arange(client * each, (client + 1) * each)
         members[f"client-{client}"] = Part(rows[:batch], rows[batch:-HELD], rows[-HELD:])
     y = torch.arange(len(source)) % CLASSES
-    return World(method, frozen, x, y, members, seed=0)
+    return World(method, frozen, 0, x=x, y=y, members=members)
 
 
 def measure(words: str, clients: int, batch: int, rounds: int) -> None:

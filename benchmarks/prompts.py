@@ -172,7 +172,7 @@ def cache(images: int = 10_000, clients: int = 10, classes: int = 37) -> None:
             rows = np.arange(number * each, (number + 1) * each)
             members[f"client-{number}"] = Part(*np.split(rows, [each * 3 // 5, each * 4 // 5]))
         method = make("fedotp", rounds=1, epochs=1, batch=150)  # four steps a client
-        world = World(method, frozen, x, y, members, seed=0)
+        world = World(method, frozen, 0, x=x, y=y, members=members)
         engine, watch = Batched(world, workers=2), Watch()
         state, fresh = start(world)
         watch.start()

@@ -18,14 +18,14 @@ from fedvlm.data.federation import Member
 from fedvlm.engines.client import World
 from fedvlm.engines.loop import finish, open_engine, start, train
 from fedvlm.engines.state import Plan
-from fedvlm.runner.run import frozen
+from fedvlm.runner.prepare import frozen_of
 
 CLASSES, ROWS, TESTED = 100, 160, 40
 
 
 def world_of(clients: int, texts: int) -> World:
     rows = made({f"{i:04}": ROWS + TESTED for i in range(clients)}, CLASSES)
-    ready = frozen(rows, 0)
+    ready = frozen_of(rows, 0)
     if texts:
         noise = torch.randn(CLASSES, texts, ready.dim, generator=torch.Generator().manual_seed(1))
         near = torch.nn.functional.normalize(ready.text[:, None] + 0.05 * noise, dim=-1)
@@ -36,7 +36,8 @@ def world_of(clients: int, texts: int) -> World:
         for i, one in enumerate(index)
     }
     method = make("tofa", smallest=1)
-    return World(method, ready, rows.x, torch.from_numpy(rows.labels), members, seed=0)
+    y = torch.from_numpy(rows.labels)
+    return World(method, ready, 0, x=rows.x, y=y, members=members)
 
 
 def spent() -> float:

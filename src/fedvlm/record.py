@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fedvlm.core import Tensors
+from fedvlm.engines.client import Kept, Local
 from fedvlm.engines.state import State
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.scores import Table
@@ -22,14 +23,18 @@ from fedvlm.storage.sealed import read_json, read_tensors, write_json
 
 
 def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
-    """A state as flat tensors, with the names of clients and tensors kept apart."""
-    groups = {
+    """A state as flat tensors, with the names of clients and tensors kept apart.
+
+    Of local tensors that are at their clients there are only versions.
+    """
+    local = {"local": state.local, "best_local": state.best_local or {}}
+    groups: dict[str, Mapping[str, Tensors]] = {
         "shared": {"": state.shared},
-        "local": state.local,
         "best_shared": {"": state.best_shared or {}},
-        "best_local": state.best_local or {},
         "channel": state.channel,
     }
+    for group, by in local.items():
+        groups[group] = {id: one for id, one in by.items() if not isinstance(one, Kept)}
     flat: Tensors = {}
     index: dict[str, list[tuple[str, str]]] = {}
     for group, by_id in groups.items():
@@ -42,6 +47,10 @@ def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
         "best_round": state.best_round,
         "chosen": state.best_shared is not None,
         "ids": {key: list(groups[key]) for key in ("local", "best_local", "channel")},
+        "versions": {
+            group: {id: one.version for id, one in by.items() if isinstance(one, Kept)}
+            for group, by in local.items()
+        },
         "index": index,
     }
     return flat, about
@@ -54,15 +63,18 @@ def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
             out[id][key] = flat[f"{name}/{number}"]
         return out
 
+    def local(name: str) -> dict[str, Local]:
+        return {**group(name), **{id: Kept(one) for id, one in about["versions"][name].items()}}
+
     chosen = about["chosen"]
     return State(
         about["round"],
         group("shared")[""],
-        group("local"),
+        local("local"),
         about["best"],
         about["best_round"],
         group("best_shared")[""] if chosen else None,
-        group("best_local") if chosen else None,
+        local("best_local") if chosen else None,
         group("channel"),
     )
 

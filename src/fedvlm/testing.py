@@ -13,7 +13,7 @@ from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.claims import sum_gap
-from fedvlm.engines.client import Part, World, client
+from fedvlm.engines.client import Part, World, client, here
 from fedvlm.engines.loop import Outcome, finish, start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.state import Plan, State
@@ -62,7 +62,7 @@ def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16
         seen = (3.0 * patches).half()
     last = members[f"client-{len(sizes) - 1}"]
     reference = last.train if hasattr(method, "reference") else last.train[:0]
-    return World(method, frozen, seen, torch.cat(y), members, seed=3, reference=reference)
+    return World(method, frozen, 3, x=seen, y=torch.cat(y), members=members, reference=reference)
 
 
 def bare(
@@ -292,7 +292,7 @@ def check_unseen(world: World, reference: Outcome) -> None:
 def check_same(a: Outcome, b: Outcome, close: float, what: str) -> None:
     gap = tensors.difference(a.shared, b.shared)
     for id in b.local:
-        gap = max(gap, tensors.difference(a.local[id], b.local[id]))
+        gap = max(gap, tensors.difference(here(a.local[id]), here(b.local[id])))
     assert gap <= close, f"{what} (by {gap:.1e}, allowed is {close:.0e})"
 
 

@@ -1,15 +1,13 @@
-"""The protocols' jobs and what their hits add up to."""
-
-from types import SimpleNamespace
+"""The protocols' trainings and what their hits add up to."""
 
 import pytest
 
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.protocols import jobs, table
+from fedvlm.evaluate.protocols import table, trainings
 from fedvlm.evaluate.scores import spread
 
-MEMBERS = {id: SimpleNamespace(domain=id) for id in ("art", "photo", "sketch")}
-CROWD = {f"{i:02}": SimpleNamespace(domain="") for i in range(20)}
+DOMAINS = {id: id for id in ("art", "photo", "sketch")}
+CROWD = {f"{i:02}": "" for i in range(20)}
 
 
 def hits(**values):
@@ -17,7 +15,7 @@ def hits(**values):
 
 
 def test_each_domain_is_unseen_once():
-    found = jobs("leave-one-domain-out", MEMBERS)
+    found = trainings("leave-one-domain-out", DOMAINS)
     assert [(job.train, job.unseen) for job in found] == [
         (("photo", "sketch"), ("art",)),
         (("art", "sketch"), ("photo",)),
@@ -28,9 +26,9 @@ def test_each_domain_is_unseen_once():
 def test_g_p_and_c_are_the_means_of_their_cells():
     done = dict(
         zip(
-            MEMBERS,
+            DOMAINS,
             zip(
-                jobs("leave-one-domain-out", MEMBERS),
+                trainings("leave-one-domain-out", DOMAINS),
                 [
                     hits(art=1, photo=5, sketch=6),
                     hits(art=7, photo=2, sketch=8),
@@ -41,13 +39,13 @@ def test_g_p_and_c_are_the_means_of_their_cells():
             strict=True,
         )
     )
-    got = table("leave-one-domain-out", MEMBERS, done, True)
+    got = table("leave-one-domain-out", DOMAINS, done, True)
     assert got["G"] == pytest.approx(0.2)
     assert got["P"] == pytest.approx(0.75)
     assert got["C"] == pytest.approx((0.2 + 2 * 0.75) / 3)
     assert got["G art"] == 0.1
     assert got["P art"] == pytest.approx(0.8)
-    alone = table("leave-one-domain-out", MEMBERS, done, False)
+    alone = table("leave-one-domain-out", DOMAINS, done, False)
     assert alone["G"] is None
     assert alone["C"] is None
     assert alone["P"] == got["P"]
@@ -57,7 +55,7 @@ def test_cross_device_tests_on_the_same_unseen_clients_for_every_seed_and_count(
     found = [
         job
         for seed in (0, 1)
-        for job in jobs("cross-device", CROWD, counts=[1, 5, 12], unseen=8, seed=seed)
+        for job in trainings("cross-device", CROWD, counts=[1, 5, 12], unseen=8, seed=seed)
     ]
     assert len({job.unseen for job in found}) == 1
     assert all(not set(job.train) & set(job.unseen) for job in found)
@@ -69,17 +67,17 @@ def test_cross_device_tests_on_the_same_unseen_clients_for_every_seed_and_count(
 @pytest.mark.parametrize(("counts", "unseen"), [([], 5), ([16], 5), ([0], 5), ([5], 0)])
 def test_cross_device_refuses_numbers_that_do_not_fit(counts, unseen):
     with pytest.raises(SettingsError, match="but there are 20"):
-        jobs("cross-device", CROWD, counts=counts, unseen=unseen)
+        trainings("cross-device", CROWD, counts=counts, unseen=unseen)
 
 
 def test_leave_one_domain_out_without_domains_is_refused():
     with pytest.raises(SettingsError, match="needs two or more domains"):
-        jobs("leave-one-domain-out", CROWD)
+        trainings("leave-one-domain-out", CROWD)
 
 
 def test_an_unknown_protocol_is_refused_with_the_nearest():
     with pytest.raises(SettingsError, match="did you mean 'own-test'"):
-        jobs("own-tst", CROWD)
+        trainings("own-tst", CROWD)
 
 
 def test_spread_is_mean_and_sample_deviation():
@@ -90,11 +88,11 @@ def test_spread_is_mean_and_sample_deviation():
 
 
 def test_clients_that_share_a_domain_have_its_mean_and_deviation():
-    crowd = {f"art-{i}": SimpleNamespace(domain="art") for i in range(3)}
-    crowd |= {"photo": SimpleNamespace(domain="photo"), "any": SimpleNamespace(domain="")}
+    crowd = {f"art-{i}": "art" for i in range(3)}
+    crowd |= {"photo": "photo", "any": ""}
     scores = hits(**{"art-0": 2, "art-1": 4, "art-2": 9, "photo": 5, "any": 10})
-    (job,) = jobs("own-test", crowd)
-    found = table("own-test", crowd, {"all": (job, scores)}, True)
+    (training,) = trainings("own-test", crowd)
+    found = table("own-test", crowd, {"all": (training, scores)}, True)
     assert found["own"] == pytest.approx(0.6)
     assert found["mean art"] == pytest.approx(0.5)
     assert found["deviation art"] == pytest.approx((0.09 + 0.01 + 0.16) ** 0.5 / 2**0.5)

@@ -60,11 +60,12 @@ def test_a_method_that_shares_nothing_has_no_target(rows, tmp_path):
 def test_every_source_domain_is_dealt_to_clients_and_the_target_stays_whole(rows):
     """Multi-OF: Dirichlet clients in every source domain, one unseen domain."""
     clients = Clients("domain-dirichlet", count=3, alpha=5.0, minimum=2)
-    found = divide(rows, clients, 0, ["sketch"]).members
+    division = divide(rows, clients, 0, ["sketch"])
+    found, domains = division.members, division.domains
     assert list(found) == [*(f"{d}-{i}" for d in ("art", "photo") for i in range(3)), "sketch"]
-    (job,) = protocols.jobs("source-target", found, target=["sketch"])
-    assert job.unseen == ("sketch",)
-    assert len(job.train) == 6
+    (training,) = protocols.trainings("source-target", domains, target=["sketch"])
+    assert training.unseen == ("sketch",)
+    assert len(training.train) == 6
 
 
 @pytest.mark.parametrize("by", ["dirichlet", "pathological"])
@@ -74,8 +75,8 @@ def test_one_domain_is_dealt_to_clients_and_others_are_tested_on(rows, by):
     assert list(division.members) == ["client-0", "client-1", "photo", "sketch"]
     for id in ("client-0", "client-1"):
         assert division.members[id].domain == "art"
-    (job,) = protocols.jobs("source-target", division.members, target=["photo", "sketch"])
-    assert job.unseen == ("photo", "sketch")
+    (training,) = protocols.trainings("source-target", division.domains, target=["photo", "sketch"])
+    assert training.unseen == ("photo", "sketch")
     one_target = divide(rows, clients, 0, ["photo"])
     assert list(one_target.members) == ["client-0", "client-1", "photo"]  # sketch is left out
     for id in ("client-0", "client-1"):
@@ -114,15 +115,15 @@ def test_a_row_set_aside_that_repeats_a_dealt_picture_is_dropped(rows):
 
 def test_the_public_reference_is_what_nobody_is_tested_on(rows):
     division = divide(rows, Clients(public=0.1), 0)
-    (job,) = protocols.jobs("source-target", division.members, target=["art"])
-    public = reference.reference(make("faa-clip"), division, job)
+    (training,) = protocols.trainings("source-target", division.domains, target=["art"])
+    public = reference.reference(make("faa-clip"), division, training)
     art = division.members["art"]
     wanted = {*art.train.tolist(), *art.validation.tolist(), *division.public.tolist()}
     assert set(public.tolist()) == wanted
-    target = reference.reference(make("faa-clip", reference="target"), division, job)
+    target = reference.reference(make("faa-clip", reference="target"), division, training)
     assert set(target.tolist()) == set(art.test.tolist())
-    assert not len(reference.reference(make("faa-clip", adaptation=False), division, job))
-    assert not len(reference.reference(make("fedot"), division, job))
+    assert not len(reference.reference(make("faa-clip", adaptation=False), division, training))
+    assert not len(reference.reference(make("fedot"), division, training))
 
 
 def test_a_reference_row_that_is_tested_on_is_refused_by_number():

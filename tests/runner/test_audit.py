@@ -9,6 +9,7 @@ import torch
 import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
+from fedvlm.engines.loop import start
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.maths.membership import area, area_by_class, likeness
 from fedvlm.report.audit import table
@@ -166,3 +167,28 @@ def test_every_client_is_audited_through_the_channel(rows, tmp_path):
     lines = audit(done.folder, embedded=rows)
     assert len(lines) == 6
     assert all(line["epsilon"] > 0 for line in lines)
+
+
+def test_audit_of_a_target_beside_dirichlet_clients_knows_the_run_s_clients(rows, tmp_path):
+    run = {"protocol": "source-target", "target": ["sketch"]}
+    run |= {"clients": {"by": "dirichlet", "count": 3, "alpha": 5.0}}
+    done = fedvlm.run({"name": "fedavg", "rounds": 1}, embedded=rows, out=tmp_path / "a", **run)
+    lines = audit(done.folder, embedded=rows)
+    assert [line["client"] for line in lines] == ["client-0", "client-1", "client-2"]
+
+
+def test_audit_divides_as_the_run_did_when_rows_are_set_aside(rows, tmp_path, monkeypatch):
+    seen = []
+
+    def noted(world):
+        seen.append(world)
+        return start(world)
+
+    monkeypatch.setattr("fedvlm.runner.audit.start", noted)
+    run = {"protocol": "source-target", "target": ["photo"], "clients": {"public": 0.2}}
+    method = {"name": "faa-clip", "rounds": 1}
+    done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)
+    audit(done.folder, embedded=rows)
+    for id, one in done.manifest["clients"].items():
+        assert len(seen[0].members[id].train) == one["train"]
+    assert len(seen[0].members) == 3

@@ -3,7 +3,7 @@
 import pytest
 
 from fedvlm.data.catalogue import catalogue
-from fedvlm.evaluate.protocols import Job, table
+from fedvlm.evaluate.protocols import Training, table
 from fedvlm.report.lists import list_experiments
 from fedvlm.runner.experiments import experiments, runs
 from fedvlm.runner.settings import build, read_toml
@@ -17,7 +17,7 @@ def columns(settings) -> set[str]:
     """The columns a run of these settings has in its table, whatever the domains are called."""
     if settings.protocol == "leave-one-domain-out":
         return {"G", "P", "C"}
-    jobs = {f"{n}": (Job(f"{n}", (), ()), {}) for n in settings.counts or ("",)}
+    jobs = {f"{n}": (Training(f"{n}", (), ()), {}) for n in settings.counts or ("",)}
     return set(table(settings.protocol, {}, jobs, True))
 
 

@@ -10,7 +10,7 @@ from fedvlm import core, parts, seeds
 from fedvlm.core import Frozen, Tensors
 from fedvlm.data.federation import Division
 from fedvlm.engines.client import client, pad, predict
-from fedvlm.evaluate.protocols import Job
+from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.reference import reference
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.testing import check_method, check_same, learn, toy_world
@@ -121,11 +121,11 @@ def test_noise_and_reference_differ_by_client_and_round_and_repeat_by_seed():
 def test_public_references_are_nobody_s_test_rows_and_targets_are():
     world = toy_world(Tuned())
     ids = sorted(world.members)
-    job = Job("", tuple(ids[:-1]), (ids[-1],))
+    training = Training("", tuple(ids[:-1]), (ids[-1],))
     away = world.members[ids[-1]]
     aside = np.array([10_000])
     dealt = Division(dict(world.members), 0, aside)
-    public = set(reference(Tuned(), dealt, job).tolist())
+    public = set(reference(Tuned(), dealt, training).tolist())
     assert public == {*away.train.tolist(), *away.validation.tolist(), *aside.tolist()}
-    assert set(reference(Tuned(reference="target"), dealt, job)) == set(away.test.tolist())
-    assert not len(reference(Prompted(), dealt, job))
+    assert set(reference(Tuned(reference="target"), dealt, training)) == set(away.test.tolist())
+    assert not len(reference(Prompted(), dealt, training))

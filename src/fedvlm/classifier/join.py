@@ -9,14 +9,16 @@ import numpy as np
 import torch
 
 from fedvlm.classifier.personalised import Personalised, of_newcomer
-from fedvlm.data.federation import Clients, Member, divide
+from fedvlm.data.federation import Clients
 from fedvlm.data.table import Embedded
 from fedvlm.encoders.store import open_store
-from fedvlm.engines.client import World, client
+from fedvlm.engines.client import client
 from fedvlm.errors import DataError, SettingsError, unknown
 from fedvlm.parts import nothing
 from fedvlm.record import Record
 from fedvlm.runner.load import Told, encode, opened, reach, skipped
+from fedvlm.runner.prepare import Prepared, prepare_one
+from fedvlm.runner.settings import build
 
 
 @dataclass(frozen=True)
@@ -53,21 +55,22 @@ def join(
             "a client can join a run of tofa, or of a method that needs image and text only"
         )
     rows = fitted(rows, common)
-    own = member(rows, client_id, common.frozen.seed, share)
+    prepared = alone(result, rows, client_id, common, share)
+    own = prepared.division.members[client_id]
     labels = torch.from_numpy(rows.labels)
-    world = World(method, common.frozen, rows.x, labels, {client_id: own}, common.frozen.seed)
     adapted = type(method).adapt is not nothing
     local = common.local
     if adapted:
         sent = method.send(common.shared, client_id)
-        local = method.adapt(common.frozen, sent, local, client(world, client_id, method.rounds))
-    mine = replace(common, local=local, client=client_id)
+        mine = client(prepared.own_world(client_id), client_id, method.rounds)
+        local = method.adapt(common.frozen, sent, local, mine)
+    personal = replace(common, local=local, client=client_id)
     held = torch.from_numpy(own.test)
 
     def hits(one: Personalised) -> float:
         return float((one.logits(rows.x[held]).argmax(dim=1) == labels[held]).float().mean())
 
-    return Joined(mine, adapted, len(own.train), len(held), hits(mine), hits(common))
+    return Joined(personal, adapted, len(own.train), len(held), hits(personal), hits(common))
 
 
 def rows_for(
@@ -103,16 +106,11 @@ def fitted(rows: Embedded, common: Personalised) -> Embedded:
     return replace(rows, classes=classes, labels=number[rows.labels])
 
 
-def member(rows: Embedded, id: str, seed: int, share: float) -> Member:
-    """Rows to learn from and rows to test on; no picture is in both."""
+def alone(run: Record, rows: Embedded, id: str, common: Personalised, share: float) -> Prepared:
+    """The run as it goes on for one more client: rows to learn from, and rows to test on."""
     if not 0 < share < 1:
         raise SettingsError(f"share = {share} is outside (0, 1); it is what the client learns from")
-    present, labels = np.unique(rows.labels, return_inverse=True)
-    alone = replace(
-        rows,
-        classes=tuple(rows.classes[i] for i in present),
-        labels=labels,
-        clients=np.full(len(labels), id),
-    )
-    ways = Clients(by="own", shares=(share, 0.0, 1 - share))
-    return divide(alone, ways, seed).members[id]
+    clients = Clients(by="own", shares=(share, 0.0, 1 - share))
+    settings = replace(build(run.manifest["identity"]), clients=clients)
+    bare = replace(rows, texts={})  # a client that comes later brings no sentences of its own
+    return prepare_one(settings, bare, id, common.frozen.seed, common.frozen)

@@ -13,6 +13,7 @@ from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.record import Record
 from fedvlm.runner.load import towers
+from fedvlm.runner.prepare import frozen_from
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
 
@@ -87,14 +88,8 @@ class Personalised:
         def group(name: str) -> Tensors:
             return {k.split("/", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}/")}
 
-        frozen = Frozen(
-            tuple(about["classes"]),
-            about["dim"],
-            about["scale"],
-            group("frozen").get("text"),
-            about["seed"],
-            descriptions=group("frozen").get("descriptions"),
-        )
+        known = group("frozen")
+        frozen = frozen_from(about, known.get("text"), about["seed"], known.get("descriptions"))
         method = make(**about["method"])
         return cls(
             method,
@@ -167,14 +162,8 @@ def _classifier(
 ) -> Personalised:
     told = record.manifest
     text = None if told["text"] is None else torch.tensor(told["text"])
-    frozen = Frozen(
-        tuple(told["classes"]),
-        told["dim"],
-        told["scale"],
-        text,
-        told["identity"]["seeds"][0] if seed is None else seed,
-        descriptions=record.descriptions,
-    )
+    seed = told["identity"]["seeds"][0] if seed is None else seed
+    frozen = frozen_from(told, text, seed, record.descriptions)
     method = make(**told["identity"]["method"])
     frozen = equip(frozen, method, told["encoder"])
     return Personalised(method, frozen, shared, local, client, told["encoder"])

@@ -64,7 +64,7 @@ def site(
     """Start a site; what is said here is kept in its site.toml. Ctrl-C stops it."""
     from fedvlm.cli.data import options
     from fedvlm.deploy.kits import keep_site, read_site, told_site
-    from fedvlm.deploy.rows import prepare
+    from fedvlm.deploy.rows import embed_early
     from fedvlm.deploy.site import serve
 
     _stop_gently()
@@ -72,7 +72,7 @@ def site(
     given |= {"source": options(source) or None, "access": options(access) or None}
     kit = told_site(read_site(folder), {k: v for k, v in given.items() if v is not None})
     with progress() as told:
-        for note in prepare(kit, told):
+        for note in embed_early(kit, told):
             typer.echo(note, err=True)
     keep_site(kit)  # now that it has worked
     try:

@@ -126,6 +126,11 @@ class Division:
     dropped: int  # rows dropped because an earlier part has the same picture
     public: Ints  # rows set aside, nobody's
 
+    @property
+    def domains(self) -> dict[str, str]:
+        """By client; empty where a client's rows come from several domains, or from none."""
+        return {id: one.domain for id, one in self.members.items()}
+
 
 def digest(picture: bytes) -> str:
     """Equal digests are the same picture: SHA-256 of the encoded bytes."""

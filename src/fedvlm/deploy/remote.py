@@ -5,27 +5,25 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
 from fedvlm.channel.validate import plausible
 from fedvlm.core import Tensors
-from fedvlm.data.federation import Member
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
 from fedvlm.deploy.site import fingerprint, key_of
-from fedvlm.engines.client import Done, Task
+from fedvlm.engines.client import Answers, Task
 from fedvlm.engines.flower.client import arrays, unpack
 from fedvlm.engines.flower.engine import Flower
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError
+from fedvlm.runner.run import PARTS
 
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN = 600.0  # seconds a site has to open a training: it may have to embed its pictures first
 AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
-PARTS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,6 @@ class Opened:
     about: Mapping[str, Any]
     first: Tensors  # shared tensors as it would start from them
     text: Tensor | None
-
-
-def absent(name: str) -> Member:
-    """A site that has not told how many rows it has."""
-    return Member(name, name, *(np.zeros(0, np.int64) for _ in PARTS))
 
 
 class Remote(Flower):
@@ -53,7 +46,7 @@ class Remote(Flower):
         self.sign = Signer(kit.folder / "signing.key")
         self.keys = {name: Verifier(kit.folder / "sites" / f"{name}.pub") for name in kit.sites}
         self.sites: dict[str, Opened] = {}
-        self.members = {name: absent(name) for name in kit.sites}
+        self.counts = {name: dict.fromkeys(PARTS, 0) for name in kit.sites}  # rows of each part
         self.turned_away: dict[int, float] = {}  # nodes of sites that took no part, and when
         self.strangers: dict[int, str] = {}  # nodes that are nobody's here; never asked again
 
@@ -116,11 +109,10 @@ class Remote(Flower):
         self.nodes[name] = node
         self.absent.pop(name, None)
         self.sites[name] = Opened(about, first, values.get("text"))
-        counts = (
-            np.arange(plausible(about["rows"][part], self.channel, f"site {name}"))
-            for part in PARTS
-        )
-        self.members[name] = Member(name, name, *counts)
+        self.counts[name] = {
+            part: plausible(about["rows"][part], self.channel, f"site {name}") for part in PARTS
+        }
+        self.rows[name] = self.counts[name]["train"]
 
     def _differs(self, first: str, name: str) -> str | None:
         """How a site differs from another: one encoder, one list of classes, one first state."""
@@ -141,7 +133,7 @@ class Remote(Flower):
             )
         return None
 
-    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
         """Sites that were not there are let in if they fit those that were."""
         there = set(self.nodes)
         if any(task.id not in there for task in tasks):

@@ -10,16 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.descriptions import dealt
-from fedvlm.data.federation import Member, Rows, divide
 from fedvlm.data.table import Dataset, Embedded, text
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.engines.client import World
-from fedvlm.engines.flower.client import own_training
 from fedvlm.errors import DataError, FederationError, SettingsError, listing
 from fedvlm.evaluate.reference import wants_reference
 from fedvlm.runner.load import embedded, encode, load, opened, reach, skipped
-from fedvlm.runner.run import check, frozen
+from fedvlm.runner.prepare import Prepared, check_rows, prepare, prepare_one
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.sealed import write_tensors
 
@@ -39,41 +36,27 @@ def own_rows(
 ) -> Own:
     """The world of one training at this site; classes and method are the server's to say."""
     seed = int(spec["seed"])
+    rows = load(settings, quiet)[0] if kit.plays else _site(kit, settings, spec["classes"])
+    check_rows(settings, rows)
     if kit.plays:
-        rows, _ = load(settings, quiet)
-        members = divide(rows, settings.clients, seed, settings.target).members
-        member = _member(members, kit.plays)
-        texts = dealt(rows.texts, members)
+        prepared = prepare(settings, rows, seed)
+        _check_plays(prepared, kit.plays)
     else:
-        rows, table = _site(kit, settings, spec["classes"])
-        alone = replace(settings.clients, by="own")
-        member = divide(table, alone, seed).members[kit.name]
-        texts = dealt(rows.texts, [kit.name])
-    check(settings, rows)
-    world = World(
-        settings.method,
-        frozen(rows, seed),
-        rows.view(settings.method.needs),
-        torch.from_numpy(rows.labels),
-        {kit.name: member},
-        seed,
-        texts={kit.name: texts[member.id]} if texts else {},
-        channel=settings.channel,
-        entropy=not kit.plays,
-        metrics=settings.protocol == "source-target",
-    )
-    world = with_reference(own_training(world, kit.name).world, reference)
-    labels = rows.labels[member.train]
+        prepared = prepare_one(settings, rows, kit.name, seed)
+    id = kit.plays or kit.name
+    world = prepared.own_world(id, kit.name, entropy=not kit.plays)
+    world = with_reference(world, reference)
+    labels = rows.labels[prepared.division.members[id].train]
     title = f"{settings.method.name}-{spec['job']}-{seed}"
     return Own(world, labels, rows.encoder, title)
 
 
-def _member(members: Mapping[str, Member], plays: str) -> Member:
+def _check_plays(prepared: Prepared, plays: str) -> None:
+    members = prepared.division.members
     if plays not in members:
         raise SettingsError(
             f"plays = {plays!r} is no client of this experiment; it has {listing(list(members))}"
         )
-    return members[plays]
 
 
 def with_reference(world: World, reference: Tensor | None) -> World:
@@ -103,27 +86,21 @@ def quiet(what: str, done: int, total: int) -> None:
     """A site's process has nobody who watches a bar."""
 
 
-def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> tuple[Embedded, Rows]:
+def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> Embedded:
     """The site's own data through its own encoder, under the experiment's classes."""
     settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
     if not kit.data and not kit.encoder.startswith("store:"):
         raise SettingsError(f"site {kit.name} has no data; name it, as --data IMAGES")
     if kit.encoder.startswith("store:"):
         alone = replace(settings, encoder=kit.encoder, source=kit.source, smoke=False)
-        rows, _ = load(alone, quiet)
-        table = _table(rows, kit.name)
-        return stored(rows, classes, kit.name), table
+        return stored(load(alone, quiet)[0], classes, kit.name)
     source = {**kit.source}
     if "templates" in settings.source:
         source["templates"] = settings.source["templates"]
     dataset = opened(kit.data, source)
     encoder, _ = reach(kit.encoder, kit.access)
-    own = dataset.classes
     dataset = replace(dataset, classes=tuple(classes), labels=_labels(dataset, classes, kit.name))
-    rows, _ = embedded(settings, dataset, encoder, quiet)
-    back = {classes.index(named(name)): place for place, name in enumerate(own)}
-    labels = np.array([back[label] for label in rows.labels.tolist()], dtype=np.int64)
-    return rows, _table(replace(rows, classes=own, labels=labels), kit.name)
+    return embedded(settings, dataset, encoder, quiet)[0]
 
 
 def named(name: str) -> str:
@@ -162,13 +139,7 @@ def stored(rows: Embedded, classes: list[str], site: str) -> Embedded:
     )
 
 
-def _table(rows: Embedded, site: str) -> Rows:
-    """As `divide` wants it, with the site as the only client."""
-    alone = np.full(len(rows.labels), site)
-    return Rows(rows.classes, rows.labels, rows.domains, alone, rows.splits, rows.content)
-
-
-def prepare(kit: SiteKit, told: Callable[[str, int, int], None]) -> list[str]:
+def embed_early(kit: SiteKit, told: Callable[[str, int, int], None]) -> list[str]:
     """Embeds the site's pictures before the first request, and says what is wrong with them."""
     if kit.plays or kit.encoder.startswith("store:"):
         return []

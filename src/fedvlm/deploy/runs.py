@@ -8,7 +8,6 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from fedvlm.data.federation import divide
 from fedvlm.deploy.flower.processes import (
     LINK,
     Process,
@@ -24,6 +23,7 @@ from fedvlm.errors import FederationError, SettingsError
 from fedvlm.record import Record
 from fedvlm.result import Result
 from fedvlm.runner.load import load
+from fedvlm.runner.prepare import prepare
 from fedvlm.runner.run import default_name
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import write
@@ -187,7 +187,7 @@ def stage(settings: Settings, place: Path, told: Progress, **rules: Any) -> Serv
     if (place / "server" / "server.toml").exists():
         return read_server(place / "server")  # a rehearsal that was stopped goes on
     rows, _ = load(settings, told)
-    ids = list(divide(rows, settings.clients, settings.seeds[0], settings.target).members)
+    ids = list(prepare(settings, rows, settings.seeds[0]).division.members)
     if len(ids) > 32:
         raise SettingsError(
             f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; "

@@ -2,32 +2,30 @@
 
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
-from fedvlm.data.federation import Division, Member, divide
-from fedvlm.data.table import Embedded
 from fedvlm.deploy.kits import ServerKit, read_server
-from fedvlm.deploy.remote import Remote, absent
+from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.rows import named
-from fedvlm.engines.client import World
-from fedvlm.engines.flower.engine import VERSION
+from fedvlm.engines.client import Kept
 from fedvlm.engines.flower.wire import flower
 from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import protocols, reference, scores
+from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
 from fedvlm.runner.load import load
-from fedvlm.runner.run import frozen, jobs_of, manifest
+from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
+from fedvlm.runner.run import manifest
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.training import carry_out, finished, job_name
+from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_json, read_tensors, write_json
 
@@ -58,11 +56,6 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         )
 
 
-def division(members: Mapping[str, Member]) -> Division:
-    """The sites as a run in one process knows its clients."""
-    return Division(dict(members), 0, np.zeros(0, np.int64))
-
-
 @dataclass
 class Run:
     """One run over the sites; its record is as a run in one process leaves it."""
@@ -80,87 +73,70 @@ class Run:
 
     def seed(self, seed: int) -> scores.Table:
         settings = self.settings
-        members = {name: absent(name) for name in self.kit.sites}
+        domains = {name: name for name in self.kit.sites}  # each site is one of its own
         done = {}
         shares = settings.method.rounds == 0
-        for job in jobs_of(settings, division(members), seed):
-            scores = finished(self.record, job_name(job, seed))
-            done[job.name] = (job, self.job(job, seed) if scores is None else scores)
-            path = self.record.folder / "jobs" / f"{job_name(job, seed)}.safetensors"
+        for training in trainings_of(settings, domains, seed):
+            name = file_name(training, seed)
+            scores = finished(self.record, name)
+            if scores is None:
+                scores = self.train(training, seed)
+            done[training.name] = (training, scores)
+            path = self.record.folder / "jobs" / f"{name}.safetensors"
             shares = shares or any(key.startswith("shared/") for key in read_tensors(path)[0])
-        return protocols.table(settings.protocol, members, done, shares)
+        return protocols.table(settings.protocol, domains, done, shares)
 
-    def job(self, job: protocols.Job, seed: int) -> scores.Results:
+    def train(self, training: Training, seed: int) -> scores.Results:
         settings = self.settings
         spec = {
             "identity": json.loads(json.dumps(settings.identity())),
             "classes": [named(str(one)) for one in settings.source.get("classes", [])],
             "seed": seed,
-            "job": job.name,
+            "job": training.name,
         }
-        engine = Remote(self.grid, self.kit, spec, self.reference(job, seed))
+        engine = Remote(self.grid, self.kit, spec, self.reference(training, seed))
         engine.gather()
-        first, rows = engine.sites[min(engine.sites)], self.rows(engine)
+        first = engine.sites[min(engine.sites)]
         if not (self.record.folder / "manifest.json").exists():
-            divisions = dict.fromkeys(settings.seeds, division(engine.members))
-            about = {"identity": settings.identity(), "memory": True, "notes": []}
-            about |= manifest(settings, rows, divisions)
-            about |= {"sites": list(self.kit.sites), "local": first.about["local"]}
-            self.record.begin(about)
+            self.record.begin(self.about(engine, first, seed))
         else:
             self.record.compare({"identity": settings.identity()})
-        fresh = {name: torch.zeros(0) for name in first.about["local"]}
-        world = World(
-            settings.method,
-            frozen(rows, seed),
-            rows.x,
-            torch.zeros(0, dtype=torch.int64),
-            engine.members,
-            seed,
-            channel=settings.channel,
-        )
-        name = job_name(job, seed)
+        name = file_name(training, seed)
         return carry_out(
             settings,
-            job,
-            world,
+            training,
+            terms_of(settings, frozen_from(first.about, first.text, seed), seed),
             engine,
             State(0, first.first, {}),
-            {**fresh, VERSION: torch.tensor(0)},
+            Kept(0, tuple(first.about["local"])),
             self.record,
             lambda done: self.tell(name, done, settings.method.rounds),
             every=0.0,  # a round over the network is worth a checkpoint
         )
 
-    def rows(self, engine: Remote) -> Embedded:
-        """What the server knows of the sites' rows: nothing but classes and sizes."""
-        one = engine.sites[min(engine.sites)]
-        none = np.zeros(0, np.str_)
-        return Embedded(
-            name=f"{len(self.kit.sites)} sites",
-            classes=tuple(one.about["classes"]),
-            x=torch.zeros(0, int(one.about["dim"])),
-            labels=np.zeros(0, np.int64),
-            domains=none,
-            clients=none,
-            splits=none,
-            content=[],
-            scale=float(one.about["scale"]),
-            text=one.text,
-            patches=None,
-            encoder=str(one.about["encoder"]),
-            fingerprint="at the sites",
-        )
+    def about(self, engine: Remote, first: Opened, seed: int) -> dict[str, Any]:
+        """The manifest: of the rows the server knows no more than classes and numbers."""
+        settings, told = self.settings, first.about
+        text = None if first.text is None else first.text.tolist()
+        known = {key: told[key] for key in ("encoder", "classes", "dim", "scale")}
+        known |= {"rows": "at the sites", "data": f"{len(self.kit.sites)} sites", "text": text}
+        trainings = trainings_of(settings, {name: name for name in self.kit.sites}, seed)
+        names = [one.name for one in trainings]
+        dropped = dict.fromkeys(settings.seeds, 0)
+        return {
+            **{"identity": settings.identity(), "memory": True, "notes": []},
+            **manifest(known, names, engine.counts, dropped),
+            **{"sites": list(self.kit.sites), "local": told["local"]},
+        }
 
-    def reference(self, job: protocols.Job, seed: int) -> Tensors:
+    def reference(self, training: Training, seed: int) -> Tensors:
         """The public rows that go with the first message, if the method wants them."""
         settings = self.settings
         if not reference.wants_reference(settings.method):
             return {}
         if self.kit.rehearsal:
             rows, _ = load(settings, lambda what, done, total: None)
-            division = divide(rows, settings.clients, seed, settings.target)
-            index = reference.reference(settings.method, division, job)
+            index = prepare(settings, rows, seed).reference(training)
             return {"reference": rows.view(settings.method.needs)[torch.from_numpy(index)]}
         values, _ = read_tensors(self.kit.folder / REFERENCE)
         view = "patches" if "patches" in settings.method.needs else "image"

@@ -22,7 +22,7 @@ from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Refused, read_policy
 from fedvlm.deploy.rows import Own, own_rows
-from fedvlm.engines.flower.client import Desk, Training, arrays, unpack
+from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.settings import build
@@ -119,20 +119,20 @@ class Site:
 
     def _know(self, key: str, own: Own) -> None:
         self.rows[key] = own
-        training = Training(key, self.kit.name, own.world, self._folder(key))
+        training = OwnTraining(key, self.kit.name, own.world, self._folder(key))
         self.desk.trainings[key] = training
 
     def _folder(self, key: str) -> Path:
         return self.kit.folder / "state" / key
 
-    def admit(self, training: Training, about: Mapping[str, Any], sent: Tensors) -> None:
+    def admit(self, training: OwnTraining, about: Mapping[str, Any], sent: Tensors) -> None:
         """The policy is read anew for each round: it is the site's, and may change."""
         world = training.world
         labels = self.rows[training.key].labels
         policy = read_policy(self.kit.folder)
         policy.admit(self.kit.folder, world.method.name, world.channel, labels)
 
-    def adapted(self, training: Training, sent: Tensors, local: Tensors) -> None:
+    def adapted(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None:
         """The site's own classifier, which is what all this was for."""
         own, world = self.rows[training.key], training.world
         place = self.kit.folder / "classifiers" / slug(own.title)

@@ -16,9 +16,9 @@ from torch.func import vmap
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors
-from fedvlm.engines.client import Done, Task, World, client, measure, pad
+from fedvlm.engines.client import Answers, Done, Task, World, client, measure, pad
 from fedvlm.engines.pool import Pool
-from fedvlm.engines.single import Single, failure, one
+from fedvlm.engines.single import Single, failure, one, one_thread
 from fedvlm.errors import FedVLMError
 from fedvlm.machine import cores
 
@@ -37,28 +37,24 @@ class Batched:
         self.eager = workers > 1
         self.pool: Pool | None = None
 
-    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
         parts = chunks(self.world, tasks)
         if self.eager and self.pool is None and len(parts) > 1:
             self.pool = Pool(self.world, min(self.workers, len(parts)))
         if self.pool is not None:
-            return self.pool.round(number, parts)
+            return Answers(self.pool.round(number, parts))
         start = perf_counter()
         done: dict[str, Done] = {}
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with one_thread():
             for part in parts:
                 done.update(run_chunk(self.world, number, part))
-        finally:
-            torch.set_num_threads(threads)
         self.rounds -= 1
         self.eager = self.workers > 1 and (perf_counter() - start) * self.rounds > WORTH
-        return done
+        return Answers(done)
 
-    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
         if self.pool is not None:
-            return self.pool.round(number, chunks(self.world, tasks), last=True)
+            return Answers(self.pool.round(number, chunks(self.world, tasks), last=True))
         return Single(self.world).adapt(number, tasks)
 
     def close(self) -> None:
@@ -74,7 +70,7 @@ def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
     longest = taken = 0
     for task in sorted(tasks, key=lambda t: (not t.trains, -len(world.members[t.id].train), t.id)):
         rows = max(1, len(world.members[task.id].train))
-        local = tensors.count_bytes(task.local)
+        local = tensors.count_bytes(task.own)
         fits = (
             bool(out)
             and out[-1][0].trains == task.trains
@@ -94,7 +90,7 @@ def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
 
 def alike(a: Task, b: Task) -> bool:
     """Whether two clients were sent and hold tensors of the same names and shapes."""
-    pairs = ((a.sent, b.sent), (a.local, b.local))
+    pairs = ((a.sent, b.sent), (a.own, b.own))
     return all(
         one.keys() == other.keys() and all(one[key].shape == other[key].shape for key in one)
         for one, other in pairs
@@ -120,14 +116,14 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Don
 
 def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
     method, frozen = world.method, world.frozen
-    scores = [measure(world, task.sent, task.local, task.id) for task in tasks]
+    scores = [measure(world, task.sent, task.own, task.id) for task in tasks]
     sent = {
         key: value.expand(len(tasks), *value.shape)
         if all(torch.equal(task.sent[key], value) for task in tasks)
         else torch.stack([task.sent[key] for task in tasks])
         for key, value in tasks[0].sent.items()
     }
-    local = tensors.stack([task.local for task in tasks])
+    local = tensors.stack([task.own for task in tasks])
     batch = pad([client(world, task.id, number) for task in tasks])
     if hasattr(method, "update_many"):
         uploads, locals_ = method.update_many(frozen, sent, local, batch)
@@ -139,6 +135,11 @@ def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done
 
         uploads, locals_ = vmap(update)(sent, local, *vars(batch).values())
     return {
-        task.id: Done(tensors.select(uploads, i), tensors.select(locals_, i), scores[i])
+        task.id: Done(
+            tensors.select(uploads, i),
+            tensors.select(locals_, i),
+            scores[i],
+            len(world.members[task.id].train),
+        )
         for i, task in enumerate(tasks)
     }

@@ -1,7 +1,7 @@
 """What one client does in a round, whichever engine asks: take its rows, measure, update."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from secrets import randbits
 from typing import Any, Protocol
@@ -41,20 +41,26 @@ class Part:
 
 
 @dataclass(frozen=True)
-class World:
-    """What stays the same over the rounds of one training."""
+class Terms:
+    """What everyone knows of a training, also a server that has no rows."""
 
     method: Any
     frozen: Frozen
+    seed: int
+    channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
+    metrics: bool = False  # measure every metric in every round, not only at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class World(Terms):
+    """The terms, and what only clients have: their rows."""
+
     x: Any  # (rows, ...) in the view the method's needs ask for: a Tensor, or Rows
     y: Tensor  # (rows,)
     members: Mapping[str, Member]
-    seed: int
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
-    channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
     entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
-    metrics: bool = False  # measure every metric in every round, not only at the end
 
     @cached_property
     def reference_x(self) -> Any:
@@ -63,14 +69,42 @@ class World:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What stands at a server for local tensors that are at their client: which version of them.
+
+    A version is the number of the round that made it plus one, and 0 before any.
+    """
+
+    version: int = 0
+    names: tuple[str, ...] = ()  # of the tensors, as far as the server was told
+
+
+Local = Tensors | Kept
+
+
+def names(local: Local) -> list[str]:
+    return list(local.names if isinstance(local, Kept) else local)
+
+
+def here(local: Local) -> Tensors:
+    """Local tensors, where the clients are in this very process."""
+    assert not isinstance(local, Kept), "these local tensors are at their client"
+    return local
+
+
+@dataclass(frozen=True)
 class Task:
     """One client's part of a round; it trains, or is only measured."""
 
     id: str
     sent: Tensors
-    local: Tensors
+    local: Local
     trains: bool
-    held: Tensors | None = None  # local tensors of the best round so far, if one is chosen
+    held: Local | None = None  # local tensors of the best round so far, if one is chosen
+
+    @property
+    def own(self) -> Tensors:
+        return here(self.local)
 
 
 Scores = dict[str, Any]  # loss, rows and hits of validation and test, and metrics of the test
@@ -79,28 +113,64 @@ Scores = dict[str, Any]  # loss, rows and hits of validation and test, and metri
 @dataclass(frozen=True)
 class Done:
     upload: Tensors | None  # None if the client was only measured
-    local: Tensors
+    local: Local
     scores: Scores  # of what the client was sent, before its update
+    rows: int  # that it trains on: what its upload weighs
     told: Mapping[str, float] | None = None  # by a client that keeps its local tensors to itself
     passed: bool = False  # the client has put its upload through the channel: it is as it travelled
+
+    @property
+    def own(self) -> Tensors:
+        return here(self.local)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What came of a round: of those who answered, who did not, and why."""
+
+    done: Mapping[str, Done]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    total: Tensors | None = None  # of the uploads, if a secure sum is all there is of them
+
+
+def steps(method: Any, rows: int) -> tuple[int, int, int]:
+    """Epochs, minibatches of each, and their size."""
+    size, epochs = getattr(method, "batch", 32), getattr(method, "epochs", 1)
+    return epochs, -(-rows // size), size
 
 
 def minibatches(world: World, id: str, number: int) -> Tensor:
     """(steps, batch) rows in this round's order; the last minibatch of an epoch may be short."""
-    size, epochs = getattr(world.method, "batch", 32), getattr(world.method, "epochs", 1)
     rows = len(world.members[id].train)
+    epochs, each, size = steps(world.method, rows)
     generator = seeds.generator("order", world.seed, id, number)
-    steps = -(-rows // size)
-    order = torch.full((epochs, steps * size), -1)
+    order = torch.full((epochs, each * size), -1)
     for epoch in range(epochs):
         order[epoch, :rows] = torch.randperm(rows, generator=generator)
-    return order.reshape(epochs * steps, size)
+    return order.reshape(epochs * each, size)
 
 
 def gather(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
     index = torch.from_numpy(rows)
     x = world.x[index] if isinstance(world.x, Tensor) else world.x.take(index)
     return x, world.y[index]
+
+
+def own_world(world: World, id: str) -> World:
+    """The world as one client has it: no row of another, but for the public reference."""
+    member = world.members[id]
+    parts = (member.train, member.validation, member.test, world.reference)
+    rows = np.concatenate(parts)
+    places = np.split(np.arange(len(rows)), np.cumsum([len(part) for part in parts])[:-1])
+    x, y = gather(world, rows)
+    return replace(
+        world,
+        x=x,
+        y=y,
+        members={id: Part(*places[:3])},
+        reference=places[3],
+        texts={id: world.texts[id]} if id in world.texts else {},
+    )
 
 
 def client(world: World, id: str, number: int) -> Client:

@@ -11,7 +11,18 @@ from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
 from fedvlm.core import Tensors
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.client import Done, Scores, Task, World, minibatches
+from fedvlm.engines.client import (
+    Answers,
+    Done,
+    Kept,
+    Local,
+    Scores,
+    Task,
+    Terms,
+    World,
+    names,
+    steps,
+)
 from fedvlm.engines.single import Single, where
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
@@ -24,11 +35,11 @@ from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cos
 class Engine(Protocol):
     """An engine may leave out clients that do not answer, as long as enough of them do."""
 
-    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
         """Everyone is measured with what it was sent; those that train then do."""
         ...
 
-    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
         """The adaptation after the rounds; everyone is measured with what came of it."""
         ...
 
@@ -45,68 +56,70 @@ def open_engine(name: str, world: World, workers: int, rounds: int) -> Engine:
     return Batched(world, workers, rounds)
 
 
-def start(world: World) -> tuple[State, Tensors]:
+def start(terms: Terms) -> tuple[State, Tensors]:
     """The state before the first round, and the local tensors of a client nobody has seen."""
-    shared, local = world.method.init(world.frozen)
+    shared, local = terms.method.init(terms.frozen)
     if both := shared.keys() & local.keys():
         raise SettingsError(
-            f"method {world.method.name}: {min(both)!r} is both shared and local; rename one"
+            f"method {terms.method.name}: {min(both)!r} is both shared and local; rename one"
         )
     return State(0, tensors.copy(shared), {}), tensors.copy(local)
 
 
-def participants(world: World, plan: Plan, number: int) -> list[str]:
+def participants(terms: Terms, plan: Plan, number: int) -> list[str]:
     """At least one client, drawn by seed; all of them for a fraction of 1."""
     ids = sorted(plan.train)
     count = max(1, round(plan.fraction * len(ids)))
     if count == len(ids):
         return ids
-    generator = seeds.generator("participants", world.seed, number)
+    generator = seeds.generator("participants", terms.seed, number)
     return sorted(ids[i] for i in torch.randperm(len(ids), generator=generator)[:count].tolist())
 
 
 def train(
-    world: World,
+    terms: Terms,
     engine: Engine,
     plan: Plan,
     state: State,
-    fresh: Tensors,
+    fresh: Local,
     on_round: Callable[[State, dict[str, Any]], None],
 ) -> State:
     """Runs the rounds that are left; `on_round` gets each new state with the line to record."""
-    method = world.method
-    passage = Passage(world.channel, method, list(fresh), world.seed)
+    method = terms.method
+    passage = Passage(terms.channel, method, names(fresh), terms.seed)
     for number in range(state.round, method.rounds):
         begin = perf_counter()
-        ids = participants(world, plan, number)
+        ids = participants(terms, plan, number)
         # A round is chosen by what all clients make of it; else only participants are measured.
         known = ids if plan.selection == "last" else sorted(plan.train)
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
-        done = engine.round(number, tasks)
+        answers = engine.round(number, tasks)
+        done = answers.done
         ids = [id for id in ids if id in done]
-        total = getattr(engine, "sum", None)
         trained = [task for task in tasks if task.id in ids]
-        came = _carry(world, passage, state, number, trained, done, total)
+        came = _carry(terms, passage, state, number, trained, answers)
         scores = {id: one.scores for id, one in done.items()}
         state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
+            line |= disagreement(
+                terms.method, state.shared, came.uploads, {id: done[id] for id in ids}
+            )
         line["clients"] = {
             t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
         }
         if len(done) < len(tasks):
-            line["missing"] = dict(getattr(engine, "missing", {}))
+            line["missing"] = dict(answers.missing)
         shared = state.shared
         if any(came.uploads):
             shared = method.aggregate(shared, came.uploads, came.weights, came.ids)
         kept = {**state.channel, **came.kept}
-        if world.channel.noise:
-            line["epsilon"] = spent_epsilon(world.channel, kept)
+        if terms.channel.noise:
+            line["epsilon"] = spent_epsilon(terms.channel, kept)
         local = {**state.local, **{id: done[id].local for id in ids}}
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         # A tower of every client is large, a state is not.
-        del done, tasks, trained, came, shared, local
+        del answers, done, tasks, trained, came, shared, local
         if "image tower" in method.needs:
             give_back()
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
@@ -114,7 +127,7 @@ def train(
 
 
 def _tasks(
-    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
+    method: Any, state: State, fresh: Local, ids: Iterable[str], train: Collection[str]
 ) -> list[Task]:
     best = state.best_local or {}
     return [
@@ -130,24 +143,24 @@ def _tasks(
 
 
 def _carry(
-    world: World,
+    terms: Terms,
     passage: Passage,
     state: State,
     number: int,
     tasks: Sequence[Task],
-    done: Mapping[str, Done],
-    total: Tensors | None,
+    answers: Answers,
 ) -> Arrived:
     """The uploads through the channel, or its second half where a client did the first."""
+    done = answers.done
     return passage.carry(
         number,
         {task.id: done[task.id].upload or {} for task in tasks},
         {task.id: task.sent for task in tasks},
-        {task.id: len(world.members[task.id].train) for task in tasks},
+        {task.id: done[task.id].rows for task in tasks},
         state.channel,
         {id for id, one in done.items() if one.passed},
-        lambda id: where(world, number, id),
-        total,
+        lambda id: where(terms, number, id),
+        answers.total,
     )
 
 
@@ -157,7 +170,7 @@ def _line(task: Task, done: Done, size: int) -> dict[str, float]:
 
 
 def disagreement(
-    world: World, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
+    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
 ) -> dict[str, float]:
     """How far the clients pull what is shared apart; nothing where uploads are no new values."""
     if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
@@ -165,16 +178,17 @@ def disagreement(
     keys = sorted(key for key in shared if shared[key].is_floating_point())
     each = [[one[key] for key in keys] for one in (shared, *uploads)]
     out = {"cosine": mean_cosine(each[0], each[1:])}
-    condition = getattr(world.method, "condition", None)
+    condition = getattr(method, "condition", None)
     if condition is not None:
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-        steps = [len(minibatches(world, id, 0)) for id in done]
-        out["difference"] = largest_difference(start, ends, steps, world.method.rate)
+        counts = [steps(method, one.rows)[:2] for one in done.values()]
+        walked = [epochs * each for epochs, each in counts]
+        out["difference"] = largest_difference(start, ends, walked, method.rate)
         conditions = [
             condition(one.local) if one.told is None else one.told["condition"]
             for one in done.values()
         ]
-        out["difference_bound"] = difference_bound(world.method.tau, conditions)
+        out["difference_bound"] = difference_bound(method.tau, conditions)
     return out
 
 
@@ -220,35 +234,35 @@ class Outcome:
 
     round: int
     shared: Tensors
-    local: Mapping[str, Tensors]  # of every training client
+    local: Mapping[str, Local]  # of every training client
     scores: Mapping[str, Scores]
     maps: Mapping[str, Mapping[str, float]]  # what the method says of each client's local tensors
 
 
-def finish(world: World, engine: Engine, plan: Plan, state: State, fresh: Tensors) -> Outcome:
-    method = world.method
+def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local) -> Outcome:
+    method = terms.method
     everyone = sorted({*plan.train, *plan.unseen})
     if plan.selection != "last":
-        done = engine.round(method.rounds, _tasks(method, state, fresh, everyone, ()))
+        done = engine.round(method.rounds, _tasks(method, state, fresh, everyone, ())).done
         state = choose(plan, state, {id: one.scores for id, one in done.items()})
         assert state.best_shared is not None and state.best_local is not None
         state = replace(
             state, round=state.best_round, shared=state.best_shared, local=state.best_local
         )
-    done = engine.adapt(method.rounds, _tasks(method, state, fresh, everyone, plan.train))
+    done = engine.adapt(method.rounds, _tasks(method, state, fresh, everyone, plan.train)).done
     own = {id: done[id] for id in sorted(plan.train) if id in done}
     return Outcome(
         state.round,
         state.shared,
         {id: one.local for id, one in own.items()},
         {id: done[id].scores for id in sorted(done)},
-        {id: _describe(world, state.shared, one) for id, one in own.items()},
+        {id: _describe(terms, state.shared, one) for id, one in own.items()},
     )
 
 
-def _describe(world: World, shared: Tensors, done: Done) -> Mapping[str, float]:
-    describe = getattr(world.method, "describe", None)
-    if done.told is not None or describe is None:
+def _describe(terms: Terms, shared: Tensors, done: Done) -> Mapping[str, float]:
+    describe = getattr(terms.method, "describe", None)
+    if done.told is not None or describe is None or isinstance(done.local, Kept):
         return done.told or {}
-    out: Mapping[str, float] = describe(world.frozen, shared, done.local)
+    out: Mapping[str, float] = describe(terms.frozen, shared, done.local)
     return out

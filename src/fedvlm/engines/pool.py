@@ -67,7 +67,7 @@ class Pool:
         self, connection: "Connection[Any, Any]", number: int, tasks: Sequence[Task], last: bool
     ) -> "Connection[Any, Any]":
         seen: dict[int, Any] = {}  # what several clients are sent travels once
-        bare = [replace(t, sent=_arrays(t.sent, seen), local=_arrays(t.local)) for t in tasks]
+        bare = [replace(t, sent=_arrays(t.sent, seen), local=_arrays(t.own)) for t in tasks]
         try:
             connection.send((number, bare, last))
         except OSError as error:
@@ -106,7 +106,7 @@ def serve(
             number, bare, last = connection.recv()
         except (EOFError, OSError):
             return
-        tasks = [replace(t, sent=_tensors(t.sent), local=_tensors(t.local)) for t in bare]
+        tasks = [replace(t, sent=_tensors(t.sent), local=_tensors(t.own)) for t in bare]
         try:
             if last:
                 done = {task.id: adapted(world, number, task) for task in tasks}
@@ -131,9 +131,9 @@ def _tensors(arrays: Any) -> Tensors:
 
 def _to_arrays(done: Done) -> Any:
     upload = None if done.upload is None else _arrays(done.upload)
-    return upload, _arrays(done.local), done.scores
+    return upload, _arrays(done.own), done.scores, done.rows
 
 
 def _from_arrays(answer: Any) -> Done:
-    upload, local, scores = answer
-    return Done(None if upload is None else _tensors(upload), _tensors(local), scores)
+    upload, local, *more = answer
+    return Done(None if upload is None else _tensors(upload), _tensors(local), *more)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fedvlm.engines.client import Done, Task, World, client, measure
+from fedvlm.engines.client import Answers, Done, Task, Terms, World, client, measure
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import give_back
 
@@ -17,48 +17,53 @@ class Single:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the same kernels, hence the same bits, as in a worker process
-        try:
-            return {task.id: one(self.world, number, task) for task in tasks}
-        finally:
-            torch.set_num_threads(threads)
+    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
+        with one_thread():
+            return Answers({task.id: one(self.world, number, task) for task in tasks})
 
-    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return {task.id: last(self.world, number, task) for task in tasks}
-        finally:
-            torch.set_num_threads(threads)
+    def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
+        with one_thread():
+            return Answers({task.id: last(self.world, number, task) for task in tasks})
 
     def close(self) -> None:
         pass
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The same kernels, hence the same bits, as in a worker process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def one(world: World, number: int, task: Task) -> Done:
     """Measures what a client was sent, then trains if it takes part in this round."""
     with naming(world, number, task.id):
-        scores = measure(world, task.sent, task.local, task.id)
+        rows = len(world.members[task.id].train)
+        scores = measure(world, task.sent, task.own, task.id)
         if not task.trains:
-            return Done(None, task.local, scores)
+            return Done(None, task.own, scores, rows)
         upload, local = world.method.update(
-            world.frozen, task.sent, task.local, client(world, task.id, number)
+            world.frozen, task.sent, task.own, client(world, task.id, number)
         )
         if "image tower" in world.method.needs:
             give_back()
-        return Done(upload, local, scores)
+        return Done(upload, local, scores, rows)
 
 
 def last(world: World, number: int, task: Task) -> Done:
     """A client's adaptation after the rounds, and how it fares then; an unseen one has none."""
     with naming(world, number, task.id):
-        local = task.local
+        local = task.own
         if task.trains:
             own = client(world, task.id, number)
-            local = world.method.adapt(world.frozen, task.sent, task.local, own)
-        return Done(None, local, measure(world, task.sent, local, task.id, last=True))
+            local = world.method.adapt(world.frozen, task.sent, task.own, own)
+        scores = measure(world, task.sent, local, task.id, last=True)
+        return Done(None, local, scores, len(world.members[task.id].train))
 
 
 @contextmanager
@@ -72,8 +77,8 @@ def naming(world: World, number: int, id: str) -> Iterator[None]:
         raise failure(world, number, [id], traceback.format_exc()) from error
 
 
-def where(world: World, number: int, id: str) -> str:
-    return f"method {world.method.name}, client {id}, round {number}"
+def where(terms: Terms, number: int, id: str) -> str:
+    return f"method {terms.method.name}, client {id}, round {number}"
 
 
 def failure(world: World, number: int, ids: Sequence[str], trace: str) -> FederationError:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fedvlm.core import Tensors
+from fedvlm.engines.client import Local
 
 Selection = Literal["last", "validation", "oracle"]
 
@@ -25,9 +26,9 @@ class State:
 
     round: int  # rounds done
     shared: Tensors
-    local: Mapping[str, Tensors]  # by client id, for clients that have taken part
+    local: Mapping[str, Local]  # by client id, for clients that have taken part
     best: float = -1.0  # the chosen round's score
     best_round: int = 0
     best_shared: Tensors | None = None  # None: the current state is the chosen one
-    best_local: Mapping[str, Tensors] | None = None
+    best_local: Mapping[str, Local] | None = None
     channel: Mapping[str, Tensors] = field(default_factory=dict)  # what it keeps, by client id

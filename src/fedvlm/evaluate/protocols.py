@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from fedvlm import seeds
-from fedvlm.data.federation import Member
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import Results, Table, accuracy, metric
@@ -19,7 +18,7 @@ PROTOCOLS = {
 
 
 @dataclass(frozen=True)
-class Job:
+class Training:
     """One training of a protocol."""
 
     name: str
@@ -27,48 +26,62 @@ class Job:
     unseen: tuple[str, ...]
 
 
-def jobs(
+def trainings(
     protocol: str,
-    members: Mapping[str, Member],
+    domains: Mapping[str, str],
     *,
     counts: Sequence[int] = (),
     unseen: int = 0,
     target: Sequence[str] = (),
     seed: int = 0,
-) -> list[Job]:
-    """The trainings a protocol asks for; `counts` and `unseen` are cross-device's numbers.
+) -> list[Training]:
+    """The trainings a protocol asks for, of clients by id with the domain of each.
 
-    `target` names the unseen domains of source-target.
+    `counts` and `unseen` are cross-device's numbers, `target` names the unseen domains of
+    source-target.
     """
     if protocol not in PROTOCOLS:
         raise unknown("protocol", protocol, PROTOCOLS)
-    ids = list(members)
     if protocol == "own-test":
-        return [Job("all", tuple(ids), ())]
+        return [Training("all", tuple(domains), ())]
     if protocol == "source-target":
-        away = [id for id in ids if members[id].domain in target]
-        rest = [id for id in ids if id not in away]
-        if not away or not rest:
-            raise SettingsError(
-                f"source-target tests on target = {list(target)}, which leaves {len(rest)} clients "
-                f"to train and {len(away)} unseen; name one or more domains, but not all of them"
-            )
-        return [Job(", ".join(target), tuple(rest), tuple(away))]
+        return [_source_target(domains, target)]
     if protocol == "leave-one-domain-out":
-        domains = sorted({members[id].domain for id in ids})
-        if len(domains) < 2 or "" in domains:
-            raise SettingsError(
-                f"leave-one-domain-out needs two or more domains; the clients have "
-                f"{', '.join(map(repr, domains))}; use protocol = 'own-test', or data with domains"
-            )
-        return [
-            Job(
-                domain,
-                tuple(id for id in ids if members[id].domain != domain),
-                tuple(id for id in ids if members[id].domain == domain),
-            )
-            for domain in domains
-        ]
+        return _one_out(domains)
+    return _cross_device(list(domains), counts, unseen, seed)
+
+
+def _source_target(domains: Mapping[str, str], target: Sequence[str]) -> Training:
+    away = [id for id in domains if domains[id] in target]
+    rest = [id for id in domains if domains[id] not in target]
+    if not away or not rest:
+        raise SettingsError(
+            f"source-target tests on target = {list(target)}, which leaves {len(rest)} clients "
+            f"to train and {len(away)} unseen; name one or more domains, but not all of them"
+        )
+    return Training(", ".join(target), tuple(rest), tuple(away))
+
+
+def _one_out(domains: Mapping[str, str]) -> list[Training]:
+    every = sorted(set(domains.values()))
+    if len(every) < 2 or "" in every:
+        raise SettingsError(
+            f"leave-one-domain-out needs two or more domains; the clients have "
+            f"{', '.join(map(repr, every))}; use protocol = 'own-test', or data with domains"
+        )
+    return [
+        Training(
+            one,
+            tuple(id for id, domain in domains.items() if domain != one),
+            tuple(id for id, domain in domains.items() if domain == one),
+        )
+        for one in every
+    ]
+
+
+def _cross_device(
+    ids: Sequence[str], counts: Sequence[int], unseen: int, seed: int
+) -> list[Training]:
     most = max(counts, default=0)
     if min(counts, default=0) < 1 or unseen < 1 or most + unseen > len(ids):
         raise SettingsError(
@@ -79,66 +92,72 @@ def jobs(
     order = [ids[i] for i in seeds.numbers("unseen", len(ids)).permutation(len(ids))]
     away, rest = order[:unseen], sorted(order[unseen:])
     drawn = [rest[i] for i in seeds.numbers("training clients", seed).permutation(len(rest))]
-    return [Job(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(away))) for count in counts]
+    return [
+        Training(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(away))) for count in counts
+    ]
 
 
 def table(
     protocol: str,
-    members: Mapping[str, Member],
-    done: Mapping[str, tuple[Job, Results]],
+    domains: Mapping[str, str],
+    done: Mapping[str, tuple[Training, Results]],
     generalises: bool,
 ) -> Table:
-    """One seed's numbers from all its jobs; a method that shares nothing does not generalise."""
+    """One seed's numbers; a method that trains and shares nothing does not generalise."""
     if protocol == "leave-one-domain-out":
-        return _domains(members, done, generalises)
+        return _left_out(domains, done, generalises)
     out: Table = {}
-    for job, scores in done.values():
+    for training, scores in done.values():
         if protocol == "source-target":
-            out |= _target(job, scores, generalises)
+            out |= _target(training, scores, generalises)
         elif protocol == "own-test":
-            out["own"] = accuracy(scores, job.train)
-            out |= _within(members, job, scores)
-            out.update({id: accuracy(scores, [id]) for id in job.train})
+            out["own"] = accuracy(scores, training.train)
+            out |= _within(domains, training, scores)
+            out.update({id: accuracy(scores, [id]) for id in training.train})
         else:
-            out[f"unseen, n={job.name}"] = accuracy(scores, job.unseen) if generalises else None
-            out[f"own, n={job.name}"] = accuracy(scores, job.train)
+            out[f"unseen, n={training.name}"] = (
+                accuracy(scores, training.unseen) if generalises else None
+            )
+            out[f"own, n={training.name}"] = accuracy(scores, training.train)
     return out
 
 
-def _within(members: Mapping[str, Member], job: Job, scores: Results) -> Table:
+def _within(domains: Mapping[str, str], training: Training, scores: Results) -> Table:
     """Mean and deviation over the clients of each domain that several clients share."""
     out: Table = {}
-    for domain in sorted({members[id].domain for id in job.train} - {""}):
-        ids = [id for id in job.train if members[id].domain == domain]
+    for domain in sorted({domains[id] for id in training.train} - {""}):
+        ids = [id for id in training.train if domains[id] == domain]
         parts = [value for id in ids if (value := accuracy(scores, [id])) is not None]
         if len(parts) > 1:
             out |= {f"mean {domain}": fmean(parts), f"deviation {domain}": stdev(parts)}
     return out
 
 
-def _target(job: Job, scores: Results, generalises: bool) -> Table:
+def _target(training: Training, scores: Results, generalises: bool) -> Table:
     """Every metric over the clients and on the target; each client counts the same."""
     out: Table = {}
     for name in METRICS:
-        out[f"clients {name}"] = metric(scores, job.train, name)
-        out[f"target {name}"] = metric(scores, job.unseen, name) if generalises else None
+        out[f"clients {name}"] = metric(scores, training.train, name)
+        out[f"target {name}"] = metric(scores, training.unseen, name) if generalises else None
         if name == "accuracy":  # the last column of the paper's tables
-            out["average"] = accuracy(scores, (*job.train, *job.unseen)) if generalises else None
-    for id in (*job.train, *job.unseen):
-        if id in job.train or generalises:
+            out["average"] = (
+                accuracy(scores, (*training.train, *training.unseen)) if generalises else None
+            )
+    for id in (*training.train, *training.unseen):
+        if id in training.train or generalises:
             out |= {f"{name} {id}": metric(scores, [id], name) for name in METRICS}
     return out
 
 
-def _domains(
-    members: Mapping[str, Member],
-    done: Mapping[str, tuple[Job, Results]],
+def _left_out(
+    domains: Mapping[str, str],
+    done: Mapping[str, tuple[Training, Results]],
     generalises: bool,
 ) -> Table:
     a: dict[tuple[str, str], float] = {}
     for held, (_, scores) in done.items():
         for domain in done:
-            value = accuracy(scores, [id for id in scores if members[id].domain == domain])
+            value = accuracy(scores, [id for id in scores if domains[id] == domain])
             if value is None:
                 raise SettingsError(
                     f"domain {domain} has no test rows; give clients.shares a share for the test"

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from fedvlm.data.federation import Division
 from fedvlm.data.table import Embedded
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.evaluate.protocols import Job
+from fedvlm.evaluate.protocols import Training
 
 
 def wants_reference(method: Any) -> bool:
     return hasattr(method, "reference") and getattr(method, "adaptation", True)
 
 
-def reference(method: Any, division: Division, job: Job) -> NDArray[np.int64]:
+def reference(method: Any, division: Division, training: Training) -> NDArray[np.int64]:
     """The unlabelled rows a method with a `reference` adapts to; none for other methods.
 
     "public": the unseen clients' rows that nobody is tested on, and rows set aside; "target": test
@@ -26,17 +26,19 @@ def reference(method: Any, division: Division, job: Job) -> NDArray[np.int64]:
         return np.zeros(0, np.int64)
     members = division.members
     if method.reference == "target":
-        rows = [members[id].test for id in job.unseen or job.train]
+        rows = [members[id].test for id in training.unseen or training.train]
     else:
-        rows = [part for id in job.unseen for part in (members[id].train, members[id].validation)]
+        rows = [
+            part for id in training.unseen for part in (members[id].train, members[id].validation)
+        ]
         rows.append(division.public)
     return np.sort(np.concatenate(rows))
 
 
-def check(method: Any, table: Embedded, division: Division, job: Job) -> None:
+def check(method: Any, table: Embedded, division: Division, training: Training) -> None:
     """Refuses clients and reference rows a method cannot work with, before any work."""
     least = getattr(method, "least", 1)
-    for id in job.train:
+    for id in training.train:
         if (count := len(division.members[id].train)) < least:
             raise DataError(
                 f"client {id} has {count} training rows, but {method.name} needs at least {least} "
@@ -44,7 +46,7 @@ def check(method: Any, table: Embedded, division: Division, job: Job) -> None:
             )
     if not wants_reference(method):
         return
-    rows = reference(method, division, job)
+    rows = reference(method, division, training)
     if not len(rows):
         raise SettingsError(
             f"{method.name} adapts to an unlabelled reference set, and there is none: no client is "
@@ -52,7 +54,7 @@ def check(method: Any, table: Embedded, division: Division, job: Job) -> None:
             "or method.reference = 'target' (transductive)"
         )
     if method.reference == "public":
-        tests = [division.members[id].test for id in (*job.train, *job.unseen)]
+        tests = [division.members[id].test for id in (*training.train, *training.unseen)]
         check_apart(table.content, rows, np.concatenate(tests))
 
 

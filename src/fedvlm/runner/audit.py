@@ -6,7 +6,6 @@ the recorded end.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,17 @@ from torch import Tensor
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import arrive, leave
 from fedvlm.core import Tensors
-from fedvlm.data.federation import divide
 from fedvlm.data.table import Embedded
-from fedvlm.engines.client import Task, World, predict
+from fedvlm.engines.client import Task, Terms, World, predict
 from fedvlm.engines.loop import start
 from fedvlm.engines.single import Single
 from fedvlm.errors import DataError, SettingsError, unknown
+from fedvlm.evaluate.protocols import Training
 from fedvlm.maths.membership import area_by_class, likeness
 from fedvlm.record import Record
 from fedvlm.runner.load import load, thin
-from fedvlm.runner.run import Progress, jobs_of, world_of
+from fedvlm.runner.prepare import Prepared, prepare
+from fedvlm.runner.run import Progress
 from fedvlm.runner.settings import Settings, build
 
 Line = dict[str, Any]
@@ -40,31 +40,28 @@ def audit(
     embedded: Embedded | None = None,
     progress: Progress | None = None,
 ) -> list[Line]:
-    """One line per client and upload of a job (the first one if none is named)."""
+    """One line per client and upload of a training (the first one if no `job` is named)."""
     result = Record(Path(folder))
     settings, rows = reopen(result, embedded, progress or (lambda what, done, total: None))
     seed = settings.seeds[0] if seed is None else seed
-    division = divide(rows, settings.clients, seed)
-    jobs = {one.name: one for one in jobs_of(settings, division, seed)}
-    if job is not None and job not in jobs:
-        raise unknown("job of this run", job, jobs)
-    chosen = jobs[job] if job is not None else next(iter(jobs.values()))
-    shared, local = result.outcome(chosen.name, seed)
-    world = world_of(settings, rows, division, chosen, seed)
+    prepared = prepare(settings, rows, seed)
+    training = _training(prepared, job)
+    shared, local = result.outcome(training.name, seed)
+    world = prepared.world(training)
     fresh = start(world)[1]
-    spent = _epsilons(result, chosen.name, seed)
+    spent = _epsilons(result, training.name, seed)
     lines = []
-    for which, at, number, before, own in exchanges(settings, rows, world, shared, local):
+    for which, at, number, before, own in exchanges(prepared, training, shared, local):
         blank = start(at)[1]
         tasks = [
             Task(id, at.method.send(before, id), own.get(id, blank), True)
-            for id in sorted(chosen.train)
+            for id in sorted(training.train)
         ]
-        done = Single(at).round(number, tasks)
+        done = Single(at).round(number, tasks).done
         seen = {task.id: passed(at, number, task, done[task.id].upload or {}) for task in tasks}
         for task in tasks:
             sent = world.method.send(shared, task.id)
-            line: Line = {"job": chosen.name, "client": task.id, "exchange": which}
+            line: Line = {"job": training.name, "client": task.id, "exchange": which}
             line |= contents(at, task.id, seen)
             line["AUC upload"] = upload_auc(at, task, seen, blank)
             line["AUC shared"] = loss_auc(world, sent, fresh, task.id)
@@ -73,19 +70,23 @@ def audit(
     return lines
 
 
+def _training(prepared: Prepared, name: str | None) -> Training:
+    known = {one.name: one for one in prepared.trainings}
+    if name is not None and name not in known:
+        raise unknown("job of this run", name, known)
+    return prepared.trainings[0] if name is None else known[name]
+
+
 Exchange = tuple[str, World, int, Tensors, Mapping[str, Tensors]]
 
 
 def exchanges(
-    settings: Settings,
-    rows: Embedded,
-    world: World,
-    shared: Tensors,
-    local: Mapping[str, Tensors],
+    prepared: Prepared, training: Training, shared: Tensors, local: Mapping[str, Tensors]
 ) -> Iterator[Exchange]:
     """Which, where, its number, and the shared and local tensors that it started from."""
-    if (warm := settings.warm_start) is not None:
-        at = replace(world, method=warm, x=rows.view(warm.needs))
+    world = prepared.world(training)
+    if prepared.settings.warm_start is not None:
+        at = prepared.warm_world(training)
         yield "warm start", at, 0, start(at)[0].shared, {}
     elif world.method.rounds:
         yield "first", world, 0, start(world)[0].shared, {}
@@ -121,11 +122,11 @@ def _epsilons(result: Record, job: str, seed: int) -> dict[str, float]:
     return out or ({id: float(noised[-1]["epsilon"]) for id in maps} if noised else {})
 
 
-def passed(world: World, number: int, task: Task, upload: Tensors) -> Tensors:
+def passed(terms: Terms, number: int, task: Task, upload: Tensors) -> Tensors:
     """An upload as the server has it, behind the channel; a secure sum would hide it."""
-    draw = seeds.generator("channel noise", world.seed, task.id, number)
-    travels, _ = leave(world.channel, upload, task.sent, {}, draw)
-    return arrive(world.channel, travels, task.sent)
+    draw = seeds.generator("channel noise", terms.seed, task.id, number)
+    travels, _ = leave(terms.channel, upload, task.sent, {}, draw)
+    return arrive(terms.channel, travels, task.sent)
 
 
 def contents(world: World, id: str, seen: Mapping[str, Tensors]) -> Line:

@@ -77,7 +77,11 @@ def build(values: Mapping[str, Any]) -> Settings:
             out[key] = value
     if "method" not in out:
         raise SettingsError('no method is chosen; add method = "fedot" (`fedvlm list methods`)')
-    settings = Settings(**out)
+    return _checked(Settings(**out))
+
+
+def _checked(settings: Settings) -> Settings:
+    """What no single value shows: whether the settings fit each other."""
     if not 0 < settings.fraction <= 1:
         raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
     if settings.target and settings.protocol != "source-target":

@@ -6,12 +6,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from fedvlm.core import Tensors
-from fedvlm.engines.client import World
-from fedvlm.engines.flower.engine import VERSION
+from fedvlm.engines.client import Kept, Local, Terms
 from fedvlm.engines.loop import Engine, Outcome, finish, train
 from fedvlm.engines.state import Plan, State
-from fedvlm.evaluate import protocols, scores
+from fedvlm.evaluate import scores
+from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record, pack, unpack
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import slug
@@ -22,19 +21,19 @@ EVERY = 5.0  # seconds between checkpoints; a kill costs at most this much work
 
 def carry_out(
     settings: Settings,
-    job: protocols.Job,
-    world: World,
+    training: Training,
+    terms: Terms,
     engine: Engine,
     state: State,
-    fresh: Tensors,
+    fresh: Local,
     record: Record,
     tell: Callable[[int], None],
     every: float | None = None,  # seconds between checkpoints
 ) -> scores.Results:
     """Trains on an engine; a checkpoint goes before the state that is given."""
     every = EVERY if every is None else every
-    name = job_name(job, world.seed)
-    plan = Plan(job.train, job.unseen, settings.fraction, settings.selection)
+    name = file_name(training, terms.seed)
+    plan = Plan(training.train, training.unseen, settings.fraction, settings.selection)
     checkpoint = _checkpoint(record, name)
     if checkpoint.exists():
         state = unpack(*read_tensors(checkpoint))
@@ -51,16 +50,16 @@ def carry_out(
         tell(state.round)
 
     with closing(engine):
-        state = train(world, engine, plan, state, fresh, on_round)
-        outcome = finish(world, engine, plan, state, fresh)
-    _save(record.folder / "jobs", name, job, outcome)
+        state = train(terms, engine, plan, state, fresh, on_round)
+        outcome = finish(terms, engine, plan, state, fresh)
+    _save(record.folder / "jobs", name, training, outcome)
     checkpoint.unlink(missing_ok=True)
     return outcome.scores
 
 
-def job_name(job: protocols.Job, seed: int) -> str:
+def file_name(training: Training, seed: int) -> str:
     """What the files of a training are called."""
-    return f"{seed}-{slug(job.name)}"
+    return f"{seed}-{slug(training.name)}"
 
 
 def _checkpoint(record: Record, name: str) -> Path:
@@ -76,11 +75,12 @@ def finished(record: Record, name: str) -> scores.Results | None:
     return dict(read_json(final)["scores"]) if final.exists() else None
 
 
-def _save(folder: Path, name: str, job: protocols.Job, outcome: Outcome) -> None:
+def _save(folder: Path, name: str, training: Training, outcome: Outcome) -> None:
     tensors = {f"shared/{key}": value for key, value in outcome.shared.items()}
-    for number, id in enumerate(job.train):  # numbered, because an id may hold anything
+    for number, id in enumerate(training.train):  # numbered, because an id may hold anything
         own = outcome.local.get(id, {})  # none from a client that did not answer in the end
-        tensors |= {f"local/{number}/{key}": own[key] for key in own if key != VERSION}
-    about = {"round": outcome.round, "train": job.train, "unseen": job.unseen}
+        if not isinstance(own, Kept):
+            tensors |= {f"local/{number}/{key}": value for key, value in own.items()}
+    about = {"round": outcome.round, "train": training.train, "unseen": training.unseen}
     write_tensors(folder / f"{name}.safetensors", tensors, about)
     write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})

@@ -11,10 +11,10 @@ from fedvlm.engines.client import World
 from fedvlm.engines.loop import open_engine, start, train
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.protocols import Job
+from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
 from fedvlm.runner.settings import Settings
-from fedvlm.runner.training import has_checkpoint, job_name
+from fedvlm.runner.training import file_name, has_checkpoint
 
 
 def check(first: Any, method: Any, frozen: Frozen) -> None:
@@ -31,18 +31,22 @@ def check(first: Any, method: Any, frozen: Frozen) -> None:
 
 
 def begin(
-    settings: Settings, x: Any, job: Job, world: World, state: State, record: Record
+    settings: Settings,
+    training: Training,
+    before: World,
+    world: World,
+    state: State,
+    record: Record,
 ) -> State:
     """The first state with a one-shot method's head; a checkpoint is past that and needs none.
 
-    `x` are the rows as the one-shot method sees them. Its exchanges are rounds below 0.
+    `before` is the world as the one-shot method sees it. Its exchanges are rounds below 0.
     """
-    first, name = settings.warm_start, job_name(job, world.seed)
+    first, name = before.method, file_name(training, world.seed)
     if has_checkpoint(record, name):
         return state
     record.keep_lines(name, -first.rounds)
-    before = replace(world, method=first, x=x)
-    plan = Plan(job.train, job.unseen, settings.fraction)
+    plan = Plan(training.train, training.unseen, settings.fraction)
     done, fresh = start(before)
 
     def on_round(_: State, line: dict[str, Any]) -> None:

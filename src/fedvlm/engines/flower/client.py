@@ -6,11 +6,10 @@ answer was lost, or a server that was resumed, is answered as if nothing had hap
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from fedvlm import tensors
@@ -19,7 +18,7 @@ from fedvlm.channel.secure import to_secagg
 from fedvlm.channel.settings import sums
 from fedvlm.channel.uploads import join, leave, split
 from fedvlm.core import Tensors
-from fedvlm.engines.client import Done, Part, Task, World, drawing
+from fedvlm.engines.client import Done, Task, World, drawing, own_world
 from fedvlm.engines.flower.wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
 from fedvlm.errors import FederationError
@@ -53,7 +52,7 @@ def unpack_versions(flat: Tensors, about: Mapping[str, Any], key: str) -> Versio
 
 
 @dataclass(frozen=True)
-class Training:
+class OwnTraining:
     """One training as one client knows it: a world of its own rows, and where it keeps `local`."""
 
     key: str
@@ -80,37 +79,22 @@ class Training:
         return self.folder / "local.safetensors"
 
 
-def own_training(world: World, id: str) -> Training:
-    """The world as one client has it: no row of another, but for the public reference."""
-    member = world.members[id]
-    parts = (member.train, member.validation, member.test, world.reference)
-    rows = np.concatenate(parts)
-    ends = np.cumsum([len(part) for part in parts])
-    index = torch.from_numpy(rows)
-    places = np.split(np.arange(len(rows)), ends[:-1])
-    own = replace(
-        world,
-        x=world.x[index] if isinstance(world.x, torch.Tensor) else world.x.take(index),
-        y=world.y[index],
-        members={id: Part(*places[:3])},
-        reference=places[3],
-        texts={id: world.texts[id]} if id in world.texts else {},
-    )
-    return Training("", id, own)
+def own_training(world: World, id: str) -> OwnTraining:
+    return OwnTraining("", id, own_world(world, id))
 
 
 class Guard(Protocol):
     """What a site does about each request and each answer; in one process nothing."""
 
-    def admit(self, training: Training, about: Mapping[str, Any], sent: Tensors) -> None: ...
-    def adapted(self, training: Training, sent: Tensors, local: Tensors) -> None: ...
+    def admit(self, training: OwnTraining, about: Mapping[str, Any], sent: Tensors) -> None: ...
+    def adapted(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None: ...
 
 
 @dataclass
 class Desk:
     """Answers rounds and adaptations of the trainings it knows."""
 
-    trainings: dict[str, Training] = field(default_factory=dict)
+    trainings: dict[str, OwnTraining] = field(default_factory=dict)
     guard: Guard | None = None
 
     def answer(self, parcel: Parcel, state: Parcel) -> tuple[Parcel, Parcel]:
@@ -137,7 +121,7 @@ class Desk:
         task = Task(id, sent, local, about["trains"])
         engine = Single(world)
         adapts = about["kind"] == "adapt"
-        done = (engine.adapt if adapts else engine.round)(number, [task])[id]
+        done = (engine.adapt if adapts else engine.round)(number, [task]).done[id]
         after, upload, masked = version, done.upload or {}, False
         place = where(world, number, id)
         if done.upload is not None:
@@ -150,9 +134,9 @@ class Desk:
             after = number + 1
             keep = {version, *about["held"]}
             held = {one: value for one, value in held.items() if one in keep}
-            state = training.write({**held, after: join(done.local, {} if adapts else kept)})
+            state = training.write({**held, after: join(done.own, {} if adapts else kept)})
         if adapts and self.guard is not None:
-            self.guard.adapted(training, sent, done.local)
+            self.guard.adapted(training, sent, done.own)
         reply = {
             **{key: about[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,

@@ -9,15 +9,12 @@ from math import ceil
 from secrets import token_hex
 from typing import Any
 
-import torch
-
 from fedvlm.core import Tensors
-from fedvlm.engines.client import Done, Task
+from fedvlm.engines.client import Answers, Done, Kept, Local, Task
 from fedvlm.engines.flower.client import arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, collect, from_records, seal, to_records, unseal
 from fedvlm.errors import FederationError
 
-VERSION = "version of the local tensors, which are at their client"
 LATE = 10.0  # seconds after the deadline until Flower forgets a message
 KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
 
@@ -40,26 +37,26 @@ class Flower:
         self.quorum = quorum
         self.deadline = deadline
         self.secure = secure
-        self.members: dict[str, Any] = {}  # how many rows each client has
-        self.sum: Tensors | None = None  # of the last round's uploads, if it is all there is
+        self.rows: dict[str, int] = {}  # that each client trains on
         self.absent: dict[str, str] = {}  # why a client has no node, if it is known
         self.missing: dict[str, str] = {}  # who did not answer the last time, and why
 
-    def round(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
         return self._ask("round", number, tasks)
 
-    def adapt(self, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
         return self._ask("adapt", number, tasks)
 
     def close(self) -> None:
         pass
 
-    def version(self, id: str, local: Tensors) -> int:
-        return int(local[VERSION]) if VERSION in local else 0
+    def version(self, id: str, local: Local) -> int:
+        assert isinstance(local, Kept), f"the local tensors of {id} are with it, not here"
+        return local.version
 
-    def local(self, id: str, version: int) -> Tensors:
+    def local(self, id: str, version: int) -> Local:
         """What stands for a client's local tensors at the server."""
-        return {VERSION: torch.tensor(version)}
+        return Kept(version)
 
     def seal(self, parcel: Parcel) -> Parcel:
         return seal(parcel)
@@ -67,7 +64,7 @@ class Flower:
     def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
         return unseal(parcel, where)
 
-    def _ask(self, kind: str, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    def _ask(self, kind: str, number: int, tasks: Sequence[Task]) -> Answers:
         parcels = {
             task.id: Parcel(
                 {
@@ -84,18 +81,19 @@ class Flower:
             for task in tasks
         }
         hidden = {task.id for task in tasks if task.trains and self.secure and kind == "round"}
-        self.missing, self.sum = {}, None
+        self.missing, total = {}, None
         replies = self.exchange({id: parcels[id] for id in parcels if id not in hidden}, number)
         if hidden:
-            masked, self.sum = self.exchange_masked({id: parcels[id] for id in hidden}, number)
+            masked, total = self.exchange_masked({id: parcels[id] for id in hidden}, number)
             replies |= masked
         done = {}
         for id, reply in replies.items():
             about = reply.about
             upload = unpack(reply.arrays) if about["uploads"] else None
             local = self.local(id, about["version"])
-            done[id] = Done(upload, local, about["scores"], about["told"], passed=True)
-        return done
+            scores, told = about["scores"], about["told"]
+            done[id] = Done(upload, local, scores, self.rows[id], told, passed=True)
+        return Answers(done, dict(self.missing), total)
 
     def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:
         """Sends each client its parcel and returns the replies that fit; too few are an error."""
@@ -130,7 +128,7 @@ class Flower:
         """The same for clients whose uploads only their sum is seen of."""
         from fedvlm.engines.flower.secure import exchange
 
-        largest = max(len(self.members[id].train) for id in parcels)
+        largest = max(self.rows[id] for id in parcels)
         told = {
             id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
         }

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
-from fedvlm.engines.client import World
+from fedvlm.engines.client import Local, World, here
 from fedvlm.engines.flower import secure as flower_secure
 from fedvlm.engines.flower.client import (
     Desk,
@@ -30,12 +30,13 @@ class InProcess(Flower):
         ids = sorted(world.members)
         grid = local_grid({id: Desk({"": own_training(world, id)}) for id in ids})
         super().__init__(grid, grid.nodes, "", secure=world.channel.secure)
-        self.members = dict(world.members)
+        self.rows = {id: len(one.train) for id, one in world.members.items()}
         self.known: dict[str, Versions] = {id: {} for id in ids}
         self.planted = 0
 
-    def version(self, id: str, local: Tensors) -> int:
+    def version(self, id: str, local: Local) -> int:
         """Local tensors the client does not have (the first ones, a checkpoint's) are planted."""
+        local = here(local)
         for version, known in self.known[id].items():
             if known is local:
                 return version
@@ -55,13 +56,13 @@ class InProcess(Flower):
         return unpack_versions(unpack(state.arrays), state.about, "")
 
 
-class Answers(Protocol):
-    """A client: a desk, or a whole site."""
+class Answering(Protocol):
+    """A desk, or a whole site."""
 
     def answer(self, parcel: Parcel, state: Parcel) -> tuple[Parcel, Parcel]: ...
 
 
-def local_grid(desks: Mapping[str, Answers]) -> Any:
+def local_grid(desks: Mapping[str, Answering]) -> Any:
     """Flower's grid and ClientApp without processes: a message is a call."""
     app = flower()
     from flwr.clientapp import ClientApp

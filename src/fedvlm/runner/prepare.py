@@ -1,0 +1,172 @@
+"""Settings and rows to a prepared run: who has which rows, who trains, and on what.
+
+Nothing else divides rows for a run: the run itself, its audit, a deployed site and a client that
+joins later all start from what is prepared here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedvlm.core import Frozen
+from fedvlm.data.descriptions import dealt
+from fedvlm.data.federation import Division, Member, Rows, divide
+from fedvlm.data.table import Embedded
+from fedvlm.engines.client import Terms, World, own_world
+from fedvlm.errors import DataError
+from fedvlm.evaluate import protocols, reference
+from fedvlm.evaluate.protocols import Training
+from fedvlm.runner import warm
+from fedvlm.runner.load import meet
+from fedvlm.runner.settings import Settings
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One seed of a run before anything is trained."""
+
+    settings: Settings
+    rows: Embedded
+    seed: int
+    division: Division
+    frozen: Frozen
+
+    @cached_property
+    def trainings(self) -> Sequence[Training]:
+        return trainings_of(self.settings, self.division.domains, self.seed)
+
+    @cached_property
+    def generalises(self) -> bool:
+        """An unseen client of a method that trains but shares nothing has learnt nothing."""
+        shared, _ = self.settings.method.init(self.frozen)
+        return bool(shared) or self.settings.method.rounds == 0
+
+    def check(self) -> None:
+        """Refuses clients and reference rows that the method cannot work with."""
+        for one in self.trainings:
+            reference.check(self.settings.method, self.rows, self.division, one)
+
+    def reference(self, training: Training) -> Ints:
+        """The unlabelled rows that the method adapts to in a training, if it does."""
+        return reference.reference(self.settings.method, self.division, training)
+
+    def world(self, training: Training) -> World:
+        """All that one training works on."""
+        members = {id: self.division.members[id] for id in (*training.train, *training.unseen)}
+        texts = dealt(self.rows.texts, self.division.members)
+        return self._world(members, texts, self.reference(training))
+
+    def warm_world(self, training: Training) -> World:
+        """The same as the one-shot method that gives the first head sees it."""
+        first = self.settings.warm_start
+        return replace(self.world(training), method=first, x=self.rows.view(first.needs))
+
+    def own_world(self, id: str, name: str = "", entropy: bool = False) -> World:
+        """What one client works on, without a row of another; `name` is what it is called there."""
+        name = name or id
+        texts = dealt(self.rows.texts, self.division.members)
+        world = self._world(
+            {name: self.division.members[id]},
+            {name: texts[id]} if texts else {},
+            np.zeros(0, np.int64),
+        )
+        return replace(own_world(world, name), entropy=entropy)
+
+    def _world(
+        self, members: Mapping[str, Member], texts: Mapping[str, Tensor], reference: Ints
+    ) -> World:
+        return World(
+            **vars(terms_of(self.settings, self.frozen, self.seed)),
+            x=self.rows.view(self.settings.method.needs),
+            y=torch.from_numpy(self.rows.labels),
+            members=members,
+            reference=reference,
+            texts=texts,
+        )
+
+
+def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
+    division = divide(rows, settings.clients, seed, settings.target)
+    return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
+
+
+def prepare_one(
+    settings: Settings, rows: Embedded, id: str, seed: int, frozen: Frozen | None = None
+) -> Prepared:
+    """The same for a client with rows of its own, which need not be of every class."""
+    present, labels = np.unique(rows.labels, return_inverse=True)
+    classes = tuple(rows.classes[i] for i in present)
+    mine = np.full(len(labels), id)
+    table = Rows(classes, labels, rows.domains, mine, rows.splits, rows.content)
+    division = divide(table, replace(settings.clients, by="own"), seed)
+    return Prepared(settings, rows, seed, division, frozen or frozen_of(rows, seed))
+
+
+def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> list[Training]:
+    """The trainings of one seed; of the clients nothing but their domains has to be known."""
+    return protocols.trainings(
+        settings.protocol,
+        domains,
+        counts=settings.counts,
+        unseen=settings.unseen,
+        target=settings.target,
+        seed=seed,
+    )
+
+
+def terms_of(settings: Settings, frozen: Frozen, seed: int) -> Terms:
+    every = settings.protocol == "source-target"
+    return Terms(settings.method, frozen, seed, settings.channel, metrics=every)
+
+
+def frozen_of(rows: Embedded, seed: int) -> Frozen:
+    return Frozen(
+        rows.classes,
+        rows.x.shape[1],
+        rows.scale,
+        rows.text,
+        seed,
+        rows.text_tower,
+        rows.image_tower,
+        rows.descriptions,
+    )
+
+
+def frozen_from(
+    about: Mapping[str, Any], text: Tensor | None, seed: int, descriptions: Tensor | None = None
+) -> Frozen:
+    """What a manifest, a saved classifier or a site tells of classes and encoder; no towers."""
+    classes = tuple(about["classes"])
+    scale = float(about["scale"])
+    return Frozen(classes, int(about["dim"]), scale, text, seed, descriptions=descriptions)
+
+
+def check_rows(settings: Settings, rows: Embedded) -> None:
+    """Refuses rows no method can use, before any work."""
+    # A sum is finite only if all its numbers are, and takes no second copy of the rows.
+    bad = (~rows.x.sum(dim=1).isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise DataError(
+            f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
+            "encode them again, or leave those rows out"
+        )
+    outside = [i for i in set(rows.labels.tolist()) if not 0 <= i < len(rows.classes)]
+    if outside:
+        raise DataError(
+            f"label {outside[0]} is outside the {len(rows.classes)} classes (0 to "
+            f"{len(rows.classes) - 1}); correct the labels, or name every class"
+        )
+    meet(settings.method, rows.encoder, rows.offers())
+    ready = frozen_of(rows, settings.seeds[0])
+    settings.method.init(ready)  # a method may refuse the dimension
+    if settings.warm_start is not None:
+        meet(settings.warm_start, rows.encoder, rows.offers())
+        warm.check(settings.warm_start, settings.method, ready)
