@@ -55,8 +55,8 @@ def covered(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Cove
 
 def every_item() -> list[Covered]:
     """All tables and figures, by the experiments that say they reproduce them."""
-    from fedvlm.experiments import experiments, runs
-    from fedvlm.settings import build, read_toml
+    from fedvlm.runner.experiments import experiments, runs
+    from fedvlm.runner.settings import build, read_toml
 
     named: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in items()}
     for name, path in experiments().items():

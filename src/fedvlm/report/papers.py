@@ -14,7 +14,8 @@ from fedvlm.errors import DataError, unknown
 STATUS = ("ok", "void", "copied")
 KINDS = ("table", "figure")
 ROUNDS = ("", "last", "validation", "oracle", "not said")
-LOWER = ("kappa", "ECE", "minutes", "seconds")  # columns in which less is better
+LOWER = ("kappa", "minutes", "ECE", "target ECE")  # how columns begin in which less is better
+PLAIN = ("kappa", "cosine", "minutes")  # how columns begin that are not in per cent
 Values = Mapping[str, Any]  # settings by their dotted names, as `--set` has them
 Word = Literal["met", "within noise", "differs", "void", "not comparable"]
 
@@ -108,8 +109,8 @@ def find(name: str) -> Item:
 
 @cache
 def _items(place: Path) -> dict[str, Item]:
-    read = {"numbers": _whole, "settings": settings_of, "wants": _grids}
-    read |= {"needs": lambda text: tuple(text.split()), "kind": _one_of(KINDS)}
+    read: dict[str, Callable[[str], Any]] = {"numbers": _whole, "settings": settings_of}
+    read |= {"wants": _grids, "needs": lambda text: tuple(text.split()), "kind": _one_of(KINDS)}
     found: dict[str, Item] = {}
     for line, values in _lines(place / "items.csv", [one.name for one in fields(Item)], read):
         item = Item(**values)
@@ -249,11 +250,12 @@ def verdict(
     why: str = "",
     *,
     lower: bool = False,
+    point: float = 1.0,
 ) -> Verdict:
     """How our number stands to a printed one, both in its unit.
 
-    `why` says what hinders the comparison, why the number is void, or where it was copied from.
-    `lower`: less is better (`LOWER`).
+    `why` says what hinders the comparison, why the number is void, or where it was copied from;
+    `lower` that less is better; `point` is the noise of a number without a printed deviation.
     """
     if not comparable:
         return Verdict("not comparable", why)
@@ -262,6 +264,25 @@ def verdict(
     note = why if status == "copied" else ""
     if (ours <= theirs) if lower else (ours >= theirs):
         return Verdict("met", note)
-    noise = 1.0 if their_deviation is None else 2 * hypot(our_deviation or 0.0, their_deviation)
+    noise = point if their_deviation is None else 2 * hypot(our_deviation or 0.0, their_deviation)
     word: Word = "within noise" if abs(ours - theirs) <= noise else "differs"
     return Verdict(word, note)
+
+
+def judge(
+    number: Number, ours: float, deviation: float | None, identity: Mapping[str, Any]
+) -> Verdict:
+    """The verdict on what a run gives where a number is printed; accuracies in per cent."""
+    hinders = obstacle(number, identity)
+    plain = number.column.startswith(PLAIN)
+    return verdict(
+        ours,
+        deviation,
+        number.value,
+        number.deviation,
+        number.status,
+        not hinders,
+        hinders or number.why,
+        lower=number.column.startswith(LOWER),
+        point=abs(number.value) / 100 if plain else 1.0,
+    )
