@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from fedvlm.report.papers import Item, Values, differences, flat, items, numbers
+from fedvlm.report.papers import Item, Values, differences, find, flat, items, numbers
 
 State = Literal["full", "partly", "not"]
-# What the columns and pictures that items ask for can be had for; add to it what is built.
+STATES: tuple[State, ...] = ("full", "partly", "not")
+# Which of the columns and pictures that items ask for there are; what is built is added here.
 OFFERED = frozenset({"plot:decision", "plot:plans"})
 
 
@@ -64,7 +65,7 @@ def every_item() -> list[Covered]:
         if reproduced := values.get("reproduces", ()):
             identities = [build(one).identity() for one in runs(values)]
             for one in reproduced:
-                named[one][name] = identities
+                named[find(one).name][name] = identities
     return [covered(item, named[name]) for name, item in items().items()]
 
 
@@ -84,9 +85,6 @@ def coverage() -> list[dict[str, Any]]:
         row = {"document": document, "items": len(mine), **states, "on real data": ran}
         out.append({**row, "numbers": printed, "detail": [_told(one) for one in mine]})
     return out
-
-
-STATES: tuple[State, ...] = ("full", "partly", "not")
 
 
 def _told(one: Covered) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from math import hypot
+from math import hypot, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,14 +90,14 @@ def folder() -> Path:
     raise DataError("the papers' numbers are not there; install fedvlm again")
 
 
-def items() -> dict[str, Item]:
-    """All tables and figures by name, as fedot-v1/T1."""
-    return _items(folder())
+def items(place: Path | None = None) -> dict[str, Item]:
+    """All tables and figures by name, as fedot-v1/T1; of the files in a folder, or the shipped."""
+    return _items(place or folder())
 
 
-def numbers() -> dict[str, tuple[Number, ...]]:
+def numbers(place: Path | None = None) -> dict[str, tuple[Number, ...]]:
     """The numbers of each table and figure, in the order of the print; those without have none."""
-    return _numbers(folder())
+    return _numbers(place or folder())
 
 
 def find(name: str) -> Item:
@@ -124,8 +124,8 @@ def _items(place: Path) -> dict[str, Item]:
 def _numbers(place: Path) -> dict[str, tuple[Number, ...]]:
     known = _items(place)
     found: dict[str, dict[object, Number]] = {name: {} for name in known}
-    read: dict[str, Callable[[str], Any]] = {"value": float, "line": _whole}
-    read |= {"deviation": lambda text: float(text) if text else None, "settings": settings_of}
+    read: dict[str, Callable[[str], Any]] = {"value": _number, "line": _whole}
+    read |= {"deviation": lambda text: _number(text) if text else None, "settings": settings_of}
     read |= {"status": _one_of(STATUS), "round": _one_of(ROUNDS)}
     for document in dict.fromkeys(item.document for item in known.values()):
         path = place / f"{document}.csv"
@@ -168,6 +168,12 @@ def _lines(
 
 def _broken(path: Path, line: int, says: str) -> DataError:
     return DataError(f"{path}, line {line}: {says}; mend that line, or install fedvlm again")
+
+
+def _number(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise ValueError("it takes a number")
+    return value
 
 
 def _whole(text: str) -> int:

@@ -227,6 +227,7 @@ def manifest(
         "scale": rows.scale,
         "text": None if rows.text is None else rows.text.tolist(),
         "jobs": [job.name for job in jobs_of(settings, division, seed)],
+        "reproduces": list(settings.reproduces),
         "clients": {
             id: {part: len(getattr(one, part)) for part in ("train", "validation", "test")}
             for id, one in division.members.items()
