@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fedvlm.cli import app
 from fedvlm.core import methods
 from fedvlm.data.catalogue import catalogue
-from fedvlm.report.coverage import OFFERED, STATES, coverage, covered, every_item, wanted
+from fedvlm.report.coverage import STATES, coverage, covered, every_item, wanted
 from fedvlm.report.papers import find, items
 from fedvlm.runner.experiments import experiments, runs
 from fedvlm.runner.settings import build, read_toml
@@ -88,14 +88,18 @@ def test_another_backbone_makes_an_item_partly_covered():
         name: [{**one, "encoder": "hf:openai/clip-vit-base-patch16"} for one in identities(name)]
         for name in ("femnist", "office-home", "pacs", "terra-incognita", "vlcs")
     }
-    assert covered(item, every).state == "partly"
+    found = covered(item, every)
+    assert (found.state, found.lacks) == (
+        "partly",
+        ("encoder=hf:openai/clip-vit-base-patch32",),
+    )
 
 
 def test_a_picture_that_cannot_be_drawn_makes_an_item_partly_covered():
     item = replace(find("fedot-v1/F3"), needs=("plot:none",))
     every = {name: identities(name) for name in ("femnist", "pacs", "terra-incognita")}
     assert covered(item, every).lacks == ("plot:none",)
-    assert covered(replace(item, needs=tuple(OFFERED)), every).state == "full"
+    assert covered(replace(item, needs=("plot:plans", "clients:domain")), every).state == "full"
 
 
 def test_every_item_asks_for_methods_and_data_there_are():

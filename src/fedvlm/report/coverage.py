@@ -3,14 +3,15 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from fedvlm.data.federation import By
 from fedvlm.report.papers import Item, Values, differences, find, flat, items, numbers
 
 State = Literal["full", "partly", "not"]
 STATES: tuple[State, ...] = ("full", "partly", "not")
 # Which of the columns and pictures that items ask for there are; what is built is added here.
-OFFERED = frozenset({"plot:decision", "plot:plans"})
+OFFERED = ("plot:decision", "plot:plans")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class Covered:
     state: State
     experiments: tuple[str, ...]
     lacks: tuple[str, ...]
+
+
+def offered() -> set[str]:
+    """What items may need besides runs: columns, pictures, ways of making clients."""
+    return {*OFFERED, *(f"clients:{way}" for way in get_args(By))}
 
 
 def wanted(item: Item) -> list[Values]:
@@ -44,12 +50,22 @@ def wanted(item: Item) -> list[Values]:
 def covered(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Covered:
     """What of an item the runs of the experiments that name it are; runs are identities."""
     every = [one for many in runs.values() for one in many]
-    lacks = []
+    backbone = {key: value for key, value in item.settings.items() if key == "encoder"}
+    lacks, other = [], False
     for row in wanted(item):
-        if not any(not differences(row, one) for one in every):
-            told = {key: value for key, value in row.items() if key not in item.settings}
+        told = {key: value for key, value in row.items() if key not in item.settings}
+        bare = {key: value for key, value in row.items() if key not in backbone}
+        found = [one for one in every if not differences(bare, one)]
+        if not found:
             lacks.append(" ".join(f"{key}={value}" for key, value in told.items()))
-    lacks += [need for need in item.needs if need not in OFFERED]
+        other |= bool(found) and all(differences(backbone, one) for one in found)
+    lacks += [f"{key}={value}" for key, value in backbone.items() if other]
+    printed = numbers()[item.name]
+    if not item.wants:
+        lacks += sorted({f"row={one.row}" for one in printed if not one.method})
+    if printed and all(one.status == "void" for one in printed):
+        lacks.append("print:void")
+    lacks += [need for need in item.needs if need not in offered()]
     state: State = "partly" if lacks else "full"
     return Covered(item, state if runs else "not", tuple(runs), tuple(lacks))
 
