@@ -2,12 +2,13 @@
 
 import shutil
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from fedvlm.core import methods
+from fedvlm.core import check_type, methods
 from fedvlm.data.catalogue import catalogue
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.papers import (
@@ -22,7 +23,7 @@ from fedvlm.report.papers import (
     obstacle,
     verdict,
 )
-from fedvlm.runner.settings import build, override
+from fedvlm.runner.settings import build
 
 COUNTS = {  # rows times columns of every table, counted in the documents; and numbers in the text
     "fedot-v1": {"T1": 140, "T2": 60, "T3": 30, "T5": 170, "T6": 255, "T7": 544, "T8": 816}
@@ -125,18 +126,26 @@ def test_the_overview_repeats_the_tables_of_the_appendix():
 
 def test_methods_and_settings_of_the_numbers_are_ours():
     known = methods()
-    for settings in {(one.method, repr(one.settings)): one for one in EVERY}.values():
-        if settings.method:
-            assert settings.method in known
-            pairs = [
-                f"{key}={value!r}".replace("'", '"') for key, value in settings.settings.items()
-            ]
-            pairs = [one.replace("True", "true").replace("False", "false") for one in pairs]
-            protocol = "source-target" if "target" in settings.settings else "own-test"
-            values = {"method": {"name": settings.method}, "protocol": protocol}
-            identity = build(override(values, pairs)).identity()
-            assert fits(settings, identity)
-            assert not differences(settings.settings, identity)
+    for one in {(one.method, repr(one.settings)): one for one in EVERY}.values():
+        own = {key[7:]: one.settings[key] for key in one.settings if key.startswith("method.")}
+        if one.method:
+            types = {field.name: field.type for field in fields(known[one.method])}
+            for key, value in own.items():
+                check_type(key, value, types[key])
+        else:
+            assert not own
+    others = {
+        repr(found): found
+        for one in EVERY
+        if (found := {key: one.settings[key] for key in one.settings if key[:7] != "method."})
+    }
+    assert len(others) > 20
+    for one in others.values():
+        protocol = "source-target" if "target" in one else "own-test"
+        clients = {key[8:]: one[key] for key in one if key.startswith("clients.")}
+        rest = {key: one[key] for key in one if not key.startswith("clients.")}
+        built = build({"method": "zero-shot", "protocol": protocol, "clients": clients, **rest})
+        assert not differences(one, built.identity())
 
 
 def test_data_of_the_numbers_are_in_the_catalogue():
@@ -262,6 +271,8 @@ def test_a_run_as_published_is_judged_by_its_number():
         if (one.row, one.data, one.column) == ("FedOT", "pacs", "G")
     )
     identity = run_of(number)
+    assert fits(number, identity)
+    assert not fits(number, run_of(number, **{"method.head": "random"}))
     assert not obstacle(number, identity)
     assert judge(number, 94.7, 0.1, identity).word == "met"
     assert judge(number, 93.9, 0.1, identity).word == "within noise"

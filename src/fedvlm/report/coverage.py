@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, Literal, get_args
 
 from fedvlm.data.federation import By
-from fedvlm.report.papers import Item, Values, differences, find, flat, items, numbers
+from fedvlm.report.papers import Item, Values, apart, find, flat, items, numbers
 
 State = Literal["full", "partly", "not"]
 STATES: tuple[State, ...] = ("full", "partly", "not")
@@ -49,16 +50,16 @@ def wanted(item: Item) -> list[Values]:
 
 def covered(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Covered:
     """What of an item the runs of the experiments that name it are; runs are identities."""
-    every = [one for many in runs.values() for one in many]
+    every = [flat(one) for many in runs.values() for one in many]
     backbone = {key: value for key, value in item.settings.items() if key == "encoder"}
     lacks, other = [], False
     for row in wanted(item):
         told = {key: value for key, value in row.items() if key not in item.settings}
         bare = {key: value for key, value in row.items() if key not in backbone}
-        found = [one for one in every if not differences(bare, one)]
+        found = [one for one in every if not apart(bare, one)]
         if not found:
             lacks.append(" ".join(f"{key}={value}" for key, value in told.items()))
-        other |= bool(found) and all(differences(backbone, one) for one in found)
+        other |= bool(found) and all(apart(backbone, one) for one in found)
     lacks += [f"{key}={value}" for key, value in backbone.items() if other]
     printed = numbers()[item.name]
     if not item.wants:
@@ -70,7 +71,8 @@ def covered(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Cove
     return Covered(item, state if runs else "not", tuple(runs), tuple(lacks))
 
 
-def every_item() -> list[Covered]:
+@cache
+def every_item() -> tuple[Covered, ...]:
     """All tables and figures, by the experiments that say they reproduce them."""
     from fedvlm.runner.experiments import experiments, runs
     from fedvlm.runner.settings import build, read_toml
@@ -82,7 +84,7 @@ def every_item() -> list[Covered]:
             identities = [build(one).identity() for one in runs(values)]
             for one in reproduced:
                 named[find(one).name][name] = identities
-    return [covered(item, named[name]) for name, item in items().items()]
+    return tuple(covered(item, named[name]) for name, item in items().items())
 
 
 def coverage() -> list[dict[str, Any]]:

@@ -218,7 +218,11 @@ def _grids(text: str) -> tuple[Mapping[str, Any], ...]:
 
 def differences(wanted: Values, identity: Mapping[str, Any]) -> list[str]:
     """In which settings a run is not what is wanted; identity is that of its manifest."""
-    has = flat(identity)
+    return apart(wanted, flat(identity))
+
+
+def apart(wanted: Values, has: Values) -> list[str]:
+    """`differences` of an identity by dotted names."""
     out = []
     for key, value in wanted.items():
         mine = has.get(key)
