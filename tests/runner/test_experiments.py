@@ -67,7 +67,9 @@ def test_fedot_experiments_use_the_papers_optimiser_and_seeds(name):
         assert one.clients.shares == (0.6, 0.2, 0.2)
         if one.method.rounds:
             assert one.method.rounds == (50 if name in ("office-home", "terra-incognita") else 200)
-            assert (one.method.momentum, one.method.decay, one.method.epochs) == (5e-4, 5e-4, 1)
+            assert one.method.epochs == 1
+            if one.method.name != "fedclip":  # has Adam, as its own paper does
+                assert (one.method.momentum, one.method.decay) == (5e-4, 5e-4)
 
 
 def test_the_list_shows_the_title_of_every_experiment():

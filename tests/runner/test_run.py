@@ -243,3 +243,18 @@ def test_cross_device_gives_a_column_for_every_count(rows, tmp_path):
     ]
     assert [len(job["scores"]) for job in result.jobs().values()] == [5, 8, 12]
     assert "unseen, n=8" in result.table()
+
+
+def test_the_manifest_keeps_what_a_run_reproduces_and_its_identity_does_not(rows, tmp_path):
+    named = fedvlm.run(
+        "zero-shot", embedded=rows, out=tmp_path / "a", reproduces=["fedot-v1/T1", "fedot-v1/T3"]
+    )
+    assert named.manifest["reproduces"] == ["fedot-v1/T1", "fedot-v1/T3"]
+    plain = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b")
+    assert plain.manifest["reproduces"] == []
+    assert named.manifest["identity"] == plain.manifest["identity"]
+
+
+def test_a_run_reproduces_names_and_nothing_else(rows):
+    with pytest.raises(SettingsError, match="reproduces = 7 does not fit"):
+        fedvlm.run("zero-shot", embedded=rows, reproduces=7)

@@ -104,7 +104,7 @@ def plot(
 
 
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, encoders, datasets, experiments")],
+    what: Annotated[str, typer.Argument(help="methods, encoders, datasets, experiments, papers")],
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """What there is to choose from."""

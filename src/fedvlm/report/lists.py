@@ -59,9 +59,16 @@ def list_experiments() -> list[Row]:
     ]
 
 
+def list_papers() -> list[Row]:
+    from fedvlm.report.coverage import coverage
+
+    return coverage()
+
+
 LISTS: dict[str, Callable[[], list[Row]]] = {
     "methods": list_methods,
     "encoders": list_encoders,
     "datasets": list_datasets,
     "experiments": list_experiments,
+    "papers": list_papers,
 }

@@ -72,7 +72,8 @@ def _begin(
         },
         {one.seed: one.division.dropped for one in seeds},
     )
-    record.begin({"identity": identity, "memory": memory, "notes": notes, **about})
+    told = {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes}
+    record.begin({"identity": identity, **told, **about})
     if again:
         record.clear()
     if rows.descriptions is not None:

@@ -36,11 +36,12 @@ class Settings:
     allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through
+    reproduces: tuple[str, ...] = ()  # tables and figures of papers, as fedot-v1/T1; only noted
 
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
         whole = asdict(self)
-        for key in ("workers", "access"):
+        for key in ("workers", "access", "reproduces"):
             del whole[key]
         counting = [hasattr(one, "smallest") for one in (self.method, self.warm_start)]
         if not (self.allow_small and any(counting)):
@@ -70,7 +71,7 @@ def build(values: Mapping[str, Any]) -> Settings:
             out[key] = value if isinstance(value, Channel) else channel_of(value)
         elif key in ("seeds", "counts"):
             out[key] = _whole_numbers(key, value)
-        elif key == "target":
+        elif key in ("target", "reproduces"):
             out[key] = words(key, value)
         else:
             check_type(key, value, known[key].type)
