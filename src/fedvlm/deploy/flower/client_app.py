@@ -14,6 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from fedvlm.deploy.flower import put
 from fedvlm.engines.flower import secure as flower_secure
 from fedvlm.engines.flower.wire import (
     Parcel,
@@ -23,7 +24,6 @@ from fedvlm.engines.flower.wire import (
     to_bytes,
     to_records,
 )
-from fedvlm.errors import SettingsError
 
 DESK = "FEDVLM_DESK"  # the variable that names the socket of the site's process
 SIZE = struct.Struct(">Q")
@@ -86,12 +86,12 @@ def main() -> None:
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
     # What came with the run is neither unpacked nor imported.
-    runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
-    for name in ("install_from_fab", "get_project_dir", "get_load_client_app_fn"):
-        if not hasattr(runtime, name):  # another Flower than those that were tested
-            raise SettingsError(f"this Flower has no {name}; pip install 'fedvlm[flower]' again")
-    runtime.install_from_fab = runtime.get_project_dir = lambda *words, **options: None
-    runtime.get_load_client_app_fn = lambda **options: lambda *words: client_app()
+    put(
+        import_module("flwr.supernode.runtime.run_clientapp"),
+        install_from_fab=lambda *words, **options: None,
+        get_project_dir=lambda *words: None,
+        get_load_client_app_fn=lambda **options: lambda *words: client_app(),
+    )
     sys.argv[0] = "flwr-clientapp"
     flwr_clientapp()
 
