@@ -1,14 +1,12 @@
-"""Flower's processes: found where pip puts them, started quietly, and always stopped again."""
+"""Flower's processes: started quietly, and always stopped again."""
 
 import json
 import os
-import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from http.client import HTTPSConnection
@@ -20,7 +18,7 @@ from fedvlm.deploy.flower.gate import CLOSED, NAME, PASS, new_secret
 from fedvlm.deploy.flower.supernode import NOTE
 from fedvlm.deploy.kits import ServerKit, SiteKit, secret
 from fedvlm.engines.flower.wire import QUIET
-from fedvlm.errors import FederationError, SettingsError
+from fedvlm.errors import FederationError
 from fedvlm.storage.files import write
 
 LINK = "fedvlm"  # the name of our connection in Flower's own settings
@@ -29,31 +27,11 @@ MORE_PORTS = "FLWR_INTERNAL_GRPC_"
 START = 60.0  # seconds a SuperLink has to come up
 
 
-def scripts() -> list[str]:
-    """Where pip puts commands: mostly beside Python, but not for a system's own or `--user`."""
-    user = sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
-    return [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), user]
-
-
-def tool(name: str) -> str:
-    path = shutil.which(name, path=os.pathsep.join(scripts()))
-    if path is None:
-        raise SettingsError(
-            f"{name} is in none of {', '.join(scripts())}; pip install 'fedvlm[flower]' with "
-            f"{sys.executable}"
-        )
-    return path
-
-
 def environment(home: Path, first: Path | None = None) -> dict[str, str]:
-    """Flower's own folder, its telemetry off, and its tools found before any others."""
-    places = [*([] if first is None else [str(first)]), *scripts()]
-    path = os.pathsep.join([*places, os.environ.get("PATH", "")])
-    own = {
-        "FLWR_HOME": str(home.resolve()),
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL,
-        "PATH": path,
-    }
+    """Flower's own folder, its telemetry off, and programs of `first` found before any others."""
+    own = {"FLWR_HOME": str(home.resolve()), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL}
+    if first is not None:
+        own["PATH"] = os.pathsep.join([str(first), os.environ.get("PATH", "")])
     # With these Flower opens two more ports, and nobody watches them.
     kept = {key: one for key, one in os.environ.items() if not key.startswith(MORE_PORTS)}
     return {**kept, **QUIET, **own}
@@ -242,7 +220,7 @@ def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
 
 
 def supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
-    """Starts a site's SuperNode; ClientApps are `flwr-clientapp` of `bin`, and no other code."""
+    """Starts a site's SuperNode; what it starts itself are programs of `bin`."""
     command = [
         *(sys.executable, "-m", "fedvlm.deploy.flower.supernode"),
         *("--root-certificates", str(kit.folder / "ca.crt")),

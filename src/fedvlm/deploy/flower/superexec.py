@@ -1,4 +1,4 @@
-"""Flower's SuperExec at the server: it starts our ServerApp, and no other program."""
+"""Flower's SuperExec: it starts our ServerApp or our ClientApp, and no other program."""
 
 import os
 import subprocess
@@ -29,17 +29,26 @@ def launch(self: Any, spec: Any) -> Any:
     return LaunchResult.accepted()
 
 
-def main() -> None:
+def start(kind: str) -> None:
     flower()
     carry()
     from flwr.supercore.constant import TaskType
 
     loop: Any = import_module("flwr.supercore.superexec.run_superexec")
-    put(loop.AutoExecPlugin, supported_task_types=frozenset({TaskType.SERVER_APP}))
-    executor: Any = import_module("flwr.supercore.superexec.executor.subprocess_executor")
-    put(executor.SubprocessExecutor, launch=launch)
+    put(loop.AutoExecPlugin, supported_task_types=frozenset({TaskType[kind]}))
     import_module("flwr.supercore.cli").flower_superexec()
 
 
+def at_server() -> None:
+    executor: Any = import_module("flwr.supercore.superexec.executor.subprocess_executor")
+    put(executor.SubprocessExecutor, launch=launch)
+    start("SERVER_APP")
+
+
+def at_site() -> None:
+    """`flower-superexec` at a site, as its SuperNode calls it."""
+    start("CLIENT_APP")
+
+
 if __name__ == "__main__":
-    main()
+    at_server()
