@@ -5,7 +5,7 @@
 
 A head of 65 classes on embeddings of 512, 200 rows a site, 5 steps: FedOT, whose map of 512 x 512
 stays at its site. The bare app averages the same head with numpy and does nothing else; it runs on
-Flower's own SuperNode, which looks for messages every 3 s, and on ours, which looks every 0.3 s.
+Flower's own SuperLink and SuperNode, which looks for messages every 3 s, and once every 0.3 s.
 """
 
 import argparse
@@ -23,15 +23,15 @@ import torch
 from fedvlm.deploy.flower.processes import (
     LINK,
     Process,
+    answers,
+    connect,
     environment,
     flwr,
     free_port,
     home,
     superlink,
-    tool,
 )
-from fedvlm.deploy.flower.supernode import NOTE
-from fedvlm.deploy.kits import init, keep_site, read_server, read_site, toml
+from fedvlm.deploy.kits import ServerKit, init, keep_site, read_server, read_site, toml
 from fedvlm.deploy.runs import APP, processes, run, start_site
 from fedvlm.deploy.server import Run
 from fedvlm.deploy.site import Site
@@ -96,9 +96,8 @@ def added(folder: Path, rounds: int = 20) -> None:
 
 
 BARE = {
-    "pyproject.toml": APP["pyproject.toml"]
-    .replace("fedvlm_app", "bare")
-    .replace('request = ""', 'out = ""\nrounds = 3'),
+    "pyproject.toml": APP["pyproject.toml"].replace("fedvlm_app", "bare")
+    + '\n[tool.flwr.app.config]\nout = ""\nrounds = 3\n',
     "bare/__init__.py": "",
     "bare/server.py": """\
 import json, time
@@ -155,20 +154,47 @@ def train(message, context):
 }
 
 
+BIN = Path(sys.executable).parent
+LOOKS_OFTEN = """\
+from importlib import import_module
+from fedvlm.deploy.flower.supernode import Time
+import_module("flwr.supernode.start_client_internal").time = Time()
+import_module("flwr.supernode.cli").flower_supernode()
+"""
+
+
+def plain_link(kit: ServerKit) -> Process:
+    """Flower's own SuperLink, with nothing of ours before it."""
+    command = [
+        *(str(BIN / "flower-superlink"), "--ssl-ca-certfile", str(kit.folder / "ca.crt")),
+        *("--ssl-certfile", str(kit.folder / "server.pem")),
+        *("--ssl-keyfile", str(kit.folder / "server.key"), "--enable-supernode-auth"),
+        *("--host", "127.0.0.1", "--port", kit.address.rpartition(":")[2]),
+    ]
+    env = environment(home(kit), BIN)
+    link = Process("superlink", command, kit.folder / "superlink.log", env)
+    while not answers(kit):
+        sleep(0.1)
+    connect(kit)
+    for name in SITES:
+        key = kit.folder.resolve() / "sites" / f"{name}.pub"
+        assert flwr(kit, "supernode", "register", str(key), LINK)["success"]
+    return link
+
+
 def bare(folder: Path, rounds: int, node: list[str]) -> list[float]:
-    """The same SuperLink as ours, with nothing of ours in the ClientApp."""
     kit = kits(folder)
     for name, text in BARE.items():
         write(folder / "app" / name, text.encode())
     out = folder / "seconds.json"
     with processes() as running:
-        running.append(superlink(kit))
+        running.append(plain_link(kit))
         for name in SITES:
             site = folder / "fed" / f"site-{name}"
             command = [*node, "--root-certificates", str(site / "ca.crt")]
             command += ["--auth-supernode-private-key", str(site / "key")]
             command += ["--superlink", kit.address, "--port", str(free_port())]
-            env = {**environment(site / "flwr"), NOTE: str(site / ".node")}
+            env = environment(site / "flwr", BIN)
             running.append(Process(name, command, site / "supernode.log", env))
         config = toml({"out": str(out), "rounds": rounds}).replace("\n", " ").replace(" = ", "=")
         answer = flwr(kit, "run", str(folder / "app"), LINK, "--run-config", config.strip())
@@ -198,10 +224,10 @@ def main() -> None:
         return
     kinds = {
         "bare app on Flower's SuperNode": lambda place: bare(
-            place, given.rounds, [tool("flower-supernode")]
+            place, given.rounds, [str(BIN / "flower-supernode")]
         ),
-        "bare app on our SuperNode": lambda place: bare(
-            place, given.rounds, [sys.executable, "-m", "fedvlm.deploy.flower.supernode"]
+        "bare app that looks every 0.3 s": lambda place: bare(
+            place, given.rounds, [sys.executable, "-c", LOOKS_OFTEN]
         ),
         "fedvlm": lambda place: ours(place, given.rounds),
     }

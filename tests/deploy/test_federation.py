@@ -195,7 +195,6 @@ def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, m
     with pytest.raises(FederationError, match="expired.*make new kits"):
         processes.superlink(kit)
     monkeypatch.setattr(processes, "_wait", lambda kit, link: None)
-    monkeypatch.setattr(processes, "register", lambda kit, name: None)
     link = processes.superlink(kit)
     try:
         told = said(site)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fedvlm.cli import main
-from fedvlm.deploy.flower.processes import Unreachable, knock, tool
+from fedvlm.deploy.flower.processes import Unreachable, knock
 from fedvlm.deploy.keys import Signer, Verifier, certificates
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site, told_site
 from fedvlm.deploy.site import serve
@@ -196,14 +196,6 @@ def test_a_site_waits_for_its_server_and_says_why(kits):
 
     serve(kit, say, stop)
     assert "nobody answers at nobody.invalid:8443 (" in said[1] and "trying again" in said[1]
-
-
-def test_commands_of_flower_are_found_wherever_pip_puts_them(tmp_path, monkeypatch):
-    """A system's own Python is in /usr/bin, and what pip installs with it in /usr/local/bin."""
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
-    assert os.access(tool("flower-superlink"), os.X_OK)
-    with pytest.raises(SettingsError, match="flower-nothing is in none of .*pip install"):
-        tool("flower-nothing")
 
 
 def test_a_certificate_lasts_a_year():

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.core import check_type
+from fedvlm.deploy.flower.gate import NAME as CONTROL
+from fedvlm.deploy.flower.gate import new_secret
 from fedvlm.deploy.keys import certificates, key_pair
 from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.policy import NAME as POLICY
@@ -131,6 +133,7 @@ def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any
             write(kit / file, data)
     secret(central / "signing.key", signing)
     secret(central / "server.key", papers["server.key"])
+    secret(central / CONTROL, new_secret())
     settings = {"address": address, "sites": list(sites), **server}
     for file, data in (
         ("ca.crt", papers["ca.crt"]),
@@ -188,7 +191,7 @@ def site_readme(name: str) -> str:
 
 def server_readme() -> str:
     return (
-        "Keep this folder on the server: signing.key and server.key are its secrets.\n"
+        "Keep this folder on the server: signing.key, server.key and control.key are its secrets.\n"
         "Start the server: fedvlm deploy server server\n"
         "Run an experiment over the sites: fedvlm deploy run server experiment.toml\n"
     )

@@ -18,7 +18,7 @@ from fedvlm.deploy.flower.processes import (
     superlink,
 )
 from fedvlm.deploy.kits import ServerKit, init, read_server, toml
-from fedvlm.deploy.server import FAILED, ready
+from fedvlm.deploy.server import FAILED, REQUEST, ready
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.record import Record
 from fedvlm.result import Result
@@ -29,7 +29,7 @@ from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_json, write_json
 
-APP = {  # what Flower carries about as an app; sites run their own fedvlm and not this
+APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
     "pyproject.toml": """\
 [build-system]
 requires = ["hatchling"]
@@ -48,15 +48,10 @@ publisher = "fedvlm"
 [tool.flwr.app.components]
 serverapp = "fedvlm_app.server:app"
 clientapp = "fedvlm_app.client:app"
-
-[tool.flwr.app.config]
-request = ""
 """,
     "fedvlm_app/__init__.py": "",
-    "fedvlm_app/server.py": "from fedvlm.deploy.server import server_app\n\napp = server_app()\n",
-    "fedvlm_app/client.py": (
-        "from fedvlm.deploy.flower.client_app import client_app\n\napp = client_app()\n"
-    ),
+    "fedvlm_app/server.py": "app = None\n",
+    "fedvlm_app/client.py": "app = None\n",
 }
 LOOK = 20.0  # seconds between questions to Flower whether a run still runs
 PENDING = 60.0  # seconds a server takes at most to begin one
@@ -86,12 +81,10 @@ def run(
         )
     for name, text in APP.items():
         write(kit.folder / "app" / name, text.encode())
-    request = kit.folder.resolve() / "request.json"
-    told = {"kit": str(kit.folder.resolve()), "out": str(folder.resolve())}
-    write_json(request, {**told, "identity": settings.identity()})
+    told = {"out": str(folder.resolve()), "identity": settings.identity()}
+    write_json(kit.folder / REQUEST, told)
     (kit.folder / FAILED).unlink(missing_ok=True)
-    words = ["run", str(kit.folder.resolve() / "app"), LINK, "--run-config", f'request="{request}"']
-    answer = flwr(kit, *words)
+    answer = flwr(kit, "run", str(kit.folder.resolve() / "app"), LINK)
     if "run-id" not in answer:
         raise FederationError(
             f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"

@@ -15,7 +15,6 @@ from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.rows import named
 from fedvlm.engines.client import Kept
-from fedvlm.engines.flower.wire import flower
 from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import protocols, reference, scores
@@ -30,6 +29,7 @@ from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_json, read_tensors, write_json
 
 REFERENCE = "reference.safetensors"  # in the server's folder, for methods that need one
+REQUEST = "request.json"  # in the server's folder: the run that is asked for
 FAILED = "error.txt"  # in the server's folder: why the last run ended
 
 
@@ -148,10 +148,10 @@ class Run:
         return {"reference": values[view]}
 
 
-def conduct(grid: Any, request: Path) -> None:
+def conduct(grid: Any, folder: Path) -> None:
     """The ServerApp: what is to be run is in a file, and so is why it failed, if it did."""
-    told = read_json(request)
-    kit = read_server(Path(told["kit"]))
+    told = read_json(folder / REQUEST)
+    kit = read_server(folder)
     try:
         settings = build(told["identity"])
         ready(kit, settings)
@@ -167,15 +167,3 @@ def conduct(grid: Any, request: Path) -> None:
     except Exception:
         write(kit.folder / FAILED, traceback.format_exc().encode())
         raise
-
-
-def server_app() -> Any:
-    flower()
-    from flwr.serverapp import ServerApp
-
-    def main(grid: Any, context: Any) -> None:
-        conduct(grid, Path(str(context.run_config["request"])))
-
-    app = ServerApp()
-    app.main()(main)
-    return app

@@ -16,9 +16,11 @@ from fedvlm import tensors
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import Tensors
 from fedvlm.deploy.flower.client_app import DESK, receive, send_all
+from fedvlm.deploy.flower.gate import NAME as CONTROL
+from fedvlm.deploy.flower.gate import PASS, new_secret
 from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
 from fedvlm.deploy.keys import Signer, Verifier
-from fedvlm.deploy.kits import SiteKit
+from fedvlm.deploy.kits import SiteKit, secret
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Refused, read_policy
 from fedvlm.deploy.rows import Own, own_rows
@@ -187,7 +189,9 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
     ):
         bin = Path(place) / "bin"
         bin.mkdir()
-        _script(bin / "flwr-clientapp")
+        _script(bin / "flwr-clientapp", "client_app", "main")
+        _script(bin / "flower-superexec", "superexec", "at_site")
+        secret(Path(place) / CONTROL, new_secret())
         door.bind(str(Path(place) / "desk"))
         door.listen(8)
         door.settimeout(0.5)
@@ -204,13 +208,18 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
                 except TimeoutError:
                     continue
                 with stream:
-                    stream.settimeout(60)
-                    try:
-                        send_all(stream, site.answer(receive(stream), receive(stream)))
-                    except OSError as error:
-                        say(f"a request was given up before it was answered ({error})")
+                    answer_one(site, stream, say)
         finally:
             node.stop()
+
+
+def answer_one(site: Site, stream: socket.socket, say: Say) -> None:
+    """Whatever comes in, and whatever comes of it, the site goes on."""
+    stream.settimeout(60)
+    try:
+        send_all(stream, site.answer(receive(stream), receive(stream)))
+    except Exception as error:
+        say(f"a request was not answered ({type(error).__name__}: {error})")
 
 
 def _reach(kit: SiteKit, say: Say, stop: Event) -> bool:
@@ -230,13 +239,14 @@ def _reach(kit: SiteKit, say: Say, stop: Event) -> bool:
 def _node(kit: SiteKit, bin: Path, place: str) -> Process:
     source = str(Path(__file__).resolve().parents[2])  # as this process found fedvlm
     paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return supernode(kit, bin, {DESK: str(Path(place) / "desk"), "PYTHONPATH": paths})
+    told = {DESK: str(Path(place) / "desk"), PASS: place, "PYTHONPATH": paths}
+    return supernode(kit, bin, told)
 
 
-def _script(path: Path) -> None:
-    path.write_text(
-        f"#!{sys.executable}\nfrom fedvlm.deploy.flower.client_app import main\nmain()\n"
-    )
+def _script(path: Path, module: str, main: str) -> None:
+    """A program of this name, to be found before Flower's own."""
+    named = f"from fedvlm.deploy.flower.{module} import {main}"
+    path.write_text(f"#!{sys.executable}\n{named}\n{main}()\n")
     path.chmod(0o700)
 
 

@@ -14,6 +14,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from fedvlm.deploy.flower import put
+from fedvlm.deploy.flower.gate import carry
 from fedvlm.engines.flower import secure as flower_secure
 from fedvlm.engines.flower.wire import (
     Parcel,
@@ -23,7 +25,7 @@ from fedvlm.engines.flower.wire import (
     to_bytes,
     to_records,
 )
-from fedvlm.errors import SettingsError
+from fedvlm.errors import FederationError
 
 DESK = "FEDVLM_DESK"  # the variable that names the socket of the site's process
 SIZE = struct.Struct(">Q")
@@ -64,6 +66,14 @@ def client_app() -> Any:
     client = ClientApp(mods=[flower_secure.mask])
 
     def hand_on(message: Any, context: Any) -> Any:
+        try:
+            return hand(message, context)
+        except FederationError:
+            raise
+        except Exception as error:  # Flower tells the server what an exception says
+            raise FederationError("the site did not answer; its own log says why") from error
+
+    def hand(message: Any, context: Any) -> Any:
         held = context.state
         state = from_records(held, "the state of this site") if "about" in held else Parcel({})
         hidden = flower_secure.request(message.content)
@@ -77,8 +87,9 @@ def client_app() -> Any:
 
 
 def main() -> None:
-    """`flwr-clientapp` at a site, as Flower's SuperExec calls it."""
+    """`flwr-clientapp` at a site, as its SuperExec calls it."""
     flower()
+    carry()
     # The package of Flower's command would import a whole SuperNode first: half a second a message.
     command = ModuleType("flwr.supernode.cli")
     command.__path__ = [f"{one}/cli" for one in import_module("flwr.supernode").__path__]
@@ -86,12 +97,12 @@ def main() -> None:
     from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
 
     # What came with the run is neither unpacked nor imported.
-    runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
-    for name in ("install_from_fab", "get_project_dir", "get_load_client_app_fn"):
-        if not hasattr(runtime, name):  # another Flower than those that were tested
-            raise SettingsError(f"this Flower has no {name}; pip install 'fedvlm[flower]' again")
-    runtime.install_from_fab = runtime.get_project_dir = lambda *words, **options: None
-    runtime.get_load_client_app_fn = lambda **options: lambda *words: client_app()
+    put(
+        import_module("flwr.supernode.runtime.run_clientapp"),
+        install_from_fab=lambda *words, **options: None,
+        get_project_dir=lambda *words: None,
+        get_load_client_app_fn=lambda **options: lambda *words: client_app(),
+    )
     sys.argv[0] = "flwr-clientapp"
     flwr_clientapp()
 

@@ -1,57 +1,40 @@
-"""Flower's processes: found where pip puts them, started quietly, and always stopped again."""
+"""Flower's processes: started quietly, and always stopped again."""
 
 import json
 import os
-import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from http.client import HTTPSConnection
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from fedvlm.deploy.flower.gate import CLOSED, NAME, PASS, new_secret
 from fedvlm.deploy.flower.supernode import NOTE
-from fedvlm.deploy.kits import ServerKit, SiteKit
+from fedvlm.deploy.kits import ServerKit, SiteKit, secret
 from fedvlm.engines.flower.wire import QUIET
-from fedvlm.errors import FederationError, SettingsError
+from fedvlm.errors import FederationError
 from fedvlm.storage.files import write
 
 LINK = "fedvlm"  # the name of our connection in Flower's own settings
 POLL = "0.1"  # seconds between looks of a SuperExec for work
+MORE_PORTS = "FLWR_INTERNAL_GRPC_"
 START = 60.0  # seconds a SuperLink has to come up
 
 
-def scripts() -> list[str]:
-    """Where pip puts commands: mostly beside Python, but not for a system's own or `--user`."""
-    user = sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))
-    return [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), user]
-
-
-def tool(name: str) -> str:
-    path = shutil.which(name, path=os.pathsep.join(scripts()))
-    if path is None:
-        raise SettingsError(
-            f"{name} is in none of {', '.join(scripts())}; pip install 'fedvlm[flower]' with "
-            f"{sys.executable}"
-        )
-    return path
-
-
 def environment(home: Path, first: Path | None = None) -> dict[str, str]:
-    """Flower's own folder, its telemetry off, and its tools found before any others."""
-    places = [*([] if first is None else [str(first)]), *scripts()]
-    path = os.pathsep.join([*places, os.environ.get("PATH", "")])
-    own = {
-        "FLWR_HOME": str(home.resolve()),
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL,
-        "PATH": path,
-    }
-    return {**os.environ, **QUIET, **own}
+    """Flower's own folder, its telemetry off, and programs of `first` found before any others."""
+    own = {"FLWR_HOME": str(home.resolve()), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL}
+    if first is not None:
+        own["PATH"] = os.pathsep.join([str(first), os.environ.get("PATH", "")])
+    # With these Flower opens two more ports, and nobody watches them.
+    kept = {key: one for key, one in os.environ.items() if not key.startswith(MORE_PORTS)}
+    return {**kept, **QUIET, **own}
 
 
 def free_port() -> int:
@@ -116,22 +99,16 @@ def superlink(kit: ServerKit) -> Process:
     host, _, port = kit.address.rpartition(":")
     local = host in ("127.0.0.1", "localhost")
     env = environment(home(kit))
+    if not (kit.folder / NAME).exists():  # of an `init` that made none
+        secret(kit.folder / NAME, new_secret())
     command = [
-        tool("flower-superlink"),
-        *("--ssl-ca-certfile", str(kit.folder / "ca.crt")),
-        *("--ssl-certfile", str(kit.folder / "server.pem")),
-        *("--ssl-keyfile", str(kit.folder / "server.key")),
-        "--enable-supernode-auth",
-        *("--host", "127.0.0.1" if local else "0.0.0.0"),
-        *("--port", port),
-        *("--database", str(kit.folder / "superlink.db")),
+        *(sys.executable, "-m", "fedvlm.deploy.flower.superlink", str(kit.folder.resolve())),
+        *("127.0.0.1" if local else "0.0.0.0", port),
     ]
     connect(kit)
     link = Process("superlink", command, kit.folder / "superlink.log", env)
     try:
         _wait(kit, link)
-        for name in kit.sites:
-            register(kit, name)
     except BaseException:
         link.stop()
         raise
@@ -168,9 +145,24 @@ def _wait(kit: ServerKit, link: Process) -> None:
         if not link.alive:
             raise FederationError(f"the SuperLink ended:\n{link.tail()}")
         if answers(kit):
-            return
+            return _check_closed(kit)
         sleep(0.1)
     raise FederationError(f"the SuperLink did not come up in {START:g} s:\n{link.tail()}")
+
+
+def _check_closed(kit: ServerKit) -> None:
+    """Tries what an outsider would: with another Flower the gate might stand beside the road."""
+    port = int(kit.address.rpartition(":")[2])
+    context = ssl.create_default_context(cafile=str(kit.folder / "ca.crt"))
+    call = HTTPSConnection("localhost", port, context=context, timeout=START)
+    with closing(call):
+        call.request("POST", "/v1/control/list-runs")
+        status = call.getresponse().status
+    if status != CLOSED:
+        raise FederationError(
+            f"the SuperLink answers outsiders ({status} instead of {CLOSED}), so it was stopped; "
+            "this Flower was not tested: pip install 'fedvlm[flower]' again"
+        )
 
 
 class Unreachable(FederationError):
@@ -212,9 +204,9 @@ def knock(address: str, ca: Path) -> None:
 def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
     """Flower's command line, answering in JSON."""
     done = subprocess.run(
-        [tool("flwr"), *words, "--format", "json"],
+        [sys.executable, "-m", "fedvlm.deploy.flower.control", *words, "--format", "json"],
         cwd=home(kit),  # Flower takes the name of a connection for a folder of that name
-        env=environment(home(kit)),
+        env={**environment(home(kit)), PASS: str(kit.folder.resolve())},
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -227,16 +219,8 @@ def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
     return dict(answer)
 
 
-def register(kit: ServerKit, name: str) -> None:
-    key = kit.folder.resolve() / "sites" / f"{name}.pub"
-    answer = flwr(kit, "supernode", "register", str(key), LINK)
-    said = str(answer.get("error-message", ""))
-    if not answer.get("success") and "already" not in said.lower():
-        raise FederationError(f"the key of site {name} cannot be registered: {said.strip()}")
-
-
 def supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
-    """Starts a site's SuperNode; ClientApps are `flwr-clientapp` of `bin`, and no other code."""
+    """Starts a site's SuperNode; what it starts itself are programs of `bin`."""
     command = [
         *(sys.executable, "-m", "fedvlm.deploy.flower.supernode"),
         *("--root-certificates", str(kit.folder / "ca.crt")),

@@ -1,4 +1,4 @@
-"""Flower's SuperNode with two changes: it looks for messages often, and comes back at once."""
+"""Flower's SuperNode that looks for messages often, comes back at once, and is behind a gate."""
 
 import os
 import time
@@ -7,6 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fedvlm.deploy.flower import put
+from fedvlm.deploy.flower.gate import PASS, Gate, word
 from fedvlm.engines.flower.wire import QUIET
 from fedvlm.storage.files import write
 
@@ -40,12 +42,25 @@ def returning(client: Any, note: Path) -> Any:
     return Returning
 
 
+def behind_a_gate(make: Any) -> Any:
+    """A SuperNode gives its messages to whoever asks on this machine; ours to its own kin only."""
+
+    def made(**given: Any) -> Any:
+        app = make(**given)
+        app.add_middleware(Gate, word=word(Path(os.environ[PASS])))
+        return app
+
+    return made
+
+
 def main() -> None:
     os.environ.update(QUIET)
-    loop: Any = import_module("flwr.supernode.start_client_internal")
-    loop.time = Time()
+    put(import_module("flwr.supernode.start_client_internal"), time=Time())
     connection: Any = import_module("flwr.supernode.fleet_http_connection")
-    connection.FleetHttpClient = returning(connection.FleetHttpClient, Path(os.environ[NOTE]))
+    client = returning(connection.FleetHttpClient, Path(os.environ[NOTE]))
+    put(connection, FleetHttpClient=client)
+    app: Any = import_module("flwr.supernode.main")
+    put(app, create_app=behind_a_gate(app.create_app))
     import_module("flwr.supernode.cli").flower_supernode()
 
 

@@ -1,0 +1,63 @@
+"""Flower's SuperLink behind our gate, with a SuperExec that starts our ServerApp and nothing else.
+
+python -m fedvlm.deploy.flower.superlink FOLDER HOST PORT
+"""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from fedvlm.deploy.flower import put
+from fedvlm.deploy.flower.gate import NAME, PASS, Gate, Keys, Scope, word
+from fedvlm.engines.flower.wire import flower
+
+
+def enrol(scope: Scope, key: bytes) -> None:
+    """Gives a site's key a node's number, by which Flower knows it."""
+    from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+
+    state = scope["app"].state.linkstate_factory.state()
+    if state.get_node_id_by_public_key(key) is None:
+        state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)
+
+
+def set_gate(folder: Path) -> None:
+    """Whatever app Flower makes from here on is behind the gate of this folder."""
+    flower()
+    from starlette.middleware import Middleware
+
+    gate = Middleware(Gate, word(folder), Keys(folder / "sites", enrol))  # type: ignore[arg-type, unused-ignore]
+    put(import_module("flwr.superlink.extensions"), get_middleware=lambda: (gate,))
+
+
+def main() -> None:
+    folder, host, port = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    set_gate(folder)
+    secret = ("--superexec-auth-secret-file", str(folder / NAME))
+    superexec = [
+        *(sys.executable, "-m", "fedvlm.deploy.flower.superexec"),
+        *("--root-certificates", str(folder / "ca.crt")),
+        *("--runtime-api-address", f"127.0.0.1:{port}"),
+        *("--parent-pid", str(os.getpid())),
+        *secret,
+    ]
+    subprocess.Popen(superexec, env={**os.environ, PASS: str(folder)})
+    sys.argv = [
+        "flower-superlink",
+        *("--ssl-ca-certfile", str(folder / "ca.crt")),
+        *("--ssl-certfile", str(folder / "server.pem")),
+        *("--ssl-keyfile", str(folder / "server.key")),
+        "--enable-supernode-auth",
+        *("--isolation", "process"),  # the secret counts in no other
+        *secret,
+        *("--host", host),
+        *("--port", port),
+        *("--database", str(folder / "superlink.db")),
+    ]
+    import_module("flwr.superlink.cli").flower_superlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Who gets in at the SuperLink's port, asked of Flower's own app in this process."""
+
+import asyncio
+from base64 import b64encode
+
+import httpx
+import pytest
+from fastapi.routing import iter_route_contexts
+
+from fedvlm.deploy.flower import put
+from fedvlm.deploy.flower.gate import HEADER, NAME, OWN, SITES, word
+from fedvlm.deploy.flower.processes import environment
+from fedvlm.deploy.flower.superlink import set_gate
+from fedvlm.deploy.keys import key_pair
+from fedvlm.deploy.kits import init
+from fedvlm.engines.flower.wire import flower
+from fedvlm.errors import SettingsError
+
+flower()
+import flwr.superlink.extensions as extensions  # noqa: E402
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key  # noqa: E402
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse  # noqa: E402
+from flwr.supercore.date import now  # noqa: E402
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message  # noqa: E402
+from flwr.superlink.main import create_app  # noqa: E402
+
+KINDS = {"content-type": "application/protobuf", "accept": "application/protobuf"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    init(tmp_path / "kits", ["a", "b"], "127.0.0.1", 8443)
+    return tmp_path / "kits" / "server"
+
+
+@pytest.fixture
+def app(folder, monkeypatch):
+    monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)  # to be put back
+    set_gate(folder)
+    return create_app()
+
+
+def routes(app):
+    """Every method and path that the app answers, with whatever it has been given."""
+    found = {
+        (method, one.path)
+        for one in iter_route_contexts(app.routes)
+        for method in getattr(one, "methods", None) or {"GET"}
+    }
+    assert len(found) > 80
+    return sorted(found)
+
+
+def call(app, path, method="POST", address="127.0.0.1", content=b"", **headers):
+    given = [(key.replace("_", "-"), one) for key, one in (KINDS | headers).items()]
+
+    async def one():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(address, 9))
+        async with httpx.AsyncClient(transport=transport, base_url="https://x") as client:
+            return await client.request(method, path, headers=given, content=content)
+
+    return asyncio.run(one())
+
+
+def signed(private):
+    """What a SuperNode with this key says in the headers of a call, and its public key."""
+    key = load_ssh_private_key(private, None)
+    public, time = public_key_to_bytes(key.public_key()), now().isoformat()
+    headers = {
+        "flwr_public_key": b64encode(public).decode(),
+        "flwr_timestamp": time,
+        "flwr_signature": b64encode(sign_message(key, time.encode())).decode(),
+    }
+    return headers, public
+
+
+def activate(app, private):
+    headers, public = signed(private)
+    content = ActivateNodeRequest(public_key=public, heartbeat_interval=30).SerializeToString()
+    return call(app, "/v1/fleet/activate-node", content=content, **headers)
+
+
+def key_of(folder, name):
+    return (folder.parent / f"site-{name}" / "key").read_bytes()
+
+
+def test_no_route_is_open_without_a_key(app):
+    async def new():
+        return "reached"
+
+    for path in ("/v2/new", "/v1/fleet/new", "/v1/control/new", "/v1/runtime/new"):
+        app.add_api_route(path, new)
+    answers = {one: call(app, one[1], one[0]).status_code for one in routes(app)}
+    assert {path for (_, path), status in answers.items() if status == 401} == SITES
+    assert set(answers.values()) == {401, 403}
+
+
+def test_without_the_gate_most_routes_are_open():
+    """What the test above would find: it can fail."""
+    app = create_app()
+    open = [one for one in routes(app) if call(app, one[1], one[0]).status_code not in (401, 403)]
+    assert ("POST", "/v1/control/start-run") in open
+    assert ("POST", "/v1/runtime/acquire-task") in open
+    assert ("GET", "/openapi.json") in open
+
+
+def test_the_secret_opens_control_and_runtime_from_this_machine_only(app, folder):
+    own = {HEADER: word(folder)}
+    assert call(app, "/v1/control/list-runs", **own).status_code == 200
+    assert call(app, "/v1/control/list-runs", address="::1", **own).status_code == 200
+    assert call(app, "/v1/control/list-runs", address="192.0.2.7", **own).status_code == 403
+    for path in ("/docs", "/openapi.json", "/health", "/v1/fleet/register-node"):
+        assert call(app, path, "GET", **own).status_code == 403
+
+
+@pytest.mark.parametrize("shown", ["", "x", NAME, "0" * 64])
+def test_another_secret_opens_nothing(app, shown):
+    for path in ("/v1/control/list-runs", "/v1/runtime/acquire-task"):
+        assert call(app, path, **{HEADER: shown}).status_code == 403
+
+
+def test_the_secret_itself_is_not_what_is_shown(folder):
+    """Flower's SuperExec signs by it, so a word that was overheard takes no task."""
+    secret = (folder / NAME).read_text()
+    assert len(secret) == 64 and secret != word(folder)
+    assert (folder / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_missing_secret_is_named(tmp_path):
+    with pytest.raises(SettingsError, match=r"control.key cannot be read .* the user who owns"):
+        word(tmp_path)
+
+
+def test_only_keys_of_the_federation_become_nodes(app, folder):
+    numbers = set()
+    for name in ("a", "b"):
+        answer = activate(app, key_of(folder, name))
+        assert answer.status_code == 200
+        numbers.add(ActivateNodeResponse.FromString(answer.content).node_id)
+    assert len(numbers) == 2
+    assert activate(app, key_pair()[0]).status_code == 401
+
+
+def test_a_key_is_let_in_and_sent_away_without_a_restart(app, folder):
+    private, public = key_pair()
+    assert activate(app, private).status_code == 401
+    (folder / "sites" / "c.pub").write_bytes(public[:40])
+    assert activate(app, private).status_code == 401  # it is only half written
+    assert activate(app, key_of(folder, "a")).status_code == 200
+    (folder / "sites" / "c.pub").write_bytes(public)
+    assert activate(app, private).status_code == 200
+    (folder / "sites" / "c.pub").unlink()
+    assert activate(app, private).status_code == 401
+    assert activate(app, key_of(folder, "b")).status_code == 200
+
+
+def test_a_sites_key_opens_nothing_else(app, folder):
+    headers, _ = signed(key_of(folder, "a"))
+    for method, path in routes(app):
+        if path not in SITES:
+            assert call(app, path, method, **headers).status_code == 403
+
+
+def test_a_known_public_key_without_its_signature_is_refused(app, folder):
+    headers, _ = signed(key_of(folder, "a"))
+    theirs, _ = signed(key_of(folder, "b"))
+    for wrong in (
+        {**headers, "flwr_signature": theirs["flwr_signature"]},
+        {**headers, "flwr_timestamp": "2020-01-01T00:00:00+00:00"},
+        {**headers, "flwr_signature": "not base64!"},
+        {key: one for key, one in headers.items() if key != "flwr_signature"},
+        # Of two headers of a name, the gate and Flower could each read another.
+        {**headers, "Flwr_Public_Key": theirs["flwr_public_key"]},
+    ):
+        assert call(app, "/v1/fleet/pull-messages", **wrong).status_code == 401
+
+
+@pytest.mark.parametrize("host", ["x/v1/runtime/pull-object?", "x#", "x/v1/control/list-runs?"])
+def test_a_strange_host_leads_nowhere(app, host):
+    """Flower looks at a URL that is put together from the header, routes at the path."""
+    assert call(app, "/v1/fleet/pull-object", host=host).status_code == 401
+
+
+def test_the_body_of_an_outsider_is_not_read(app):
+    async def body():
+        raise AssertionError("it was read")
+        yield b""
+
+    for path in ("/v1/control/start-run", "/v1/fleet/push-object"):
+        assert call(app, path, content=body()).status_code in (401, 403)
+
+
+def test_a_websocket_is_closed(app):
+    said = []
+
+    async def send(message):
+        said.append(message["type"])
+
+    scope = {"type": "websocket", "path": "/v1/fleet/pull-messages", "headers": []}
+    asyncio.run(app(scope, None, send))
+    assert said == ["websocket.close"]
+
+
+def test_another_flower_is_refused_by_name():
+    with pytest.raises(SettingsError, match="has no get_gateway"):
+        put(extensions, get_gateway=None)
+
+
+def test_flower_is_not_told_to_open_more_ports(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
+    monkeypatch.setenv("FLWR_INTERNAL_GRPC_FLEET_API", "1")
+    assert not [one for one in environment(tmp_path) if one.startswith("FLWR_INTERNAL")]
+
+
+def test_what_the_gate_names_is_there(app):
+    """A route that Flower renamed would shut every site out."""
+    paths = {path for _, path in routes(app)}
+    assert paths >= SITES
+    assert all(any(path.startswith(one) for path in paths) for one in OWN)

@@ -1,0 +1,98 @@
+"""Between a site, its ClientApp and its SuperNode: nothing that comes in ends the site."""
+
+import asyncio
+import socket
+import struct
+
+import httpx
+import pytest
+
+from fedvlm.deploy.flower import client_app
+from fedvlm.deploy.flower.gate import HEADER, NAME, PASS, new_secret, word
+from fedvlm.deploy.flower.supernode import behind_a_gate
+from fedvlm.deploy.site import answer_one
+from fedvlm.engines.flower.local import local_grid
+from fedvlm.engines.flower.wire import Parcel, flower, to_bytes, to_records
+
+SIZE = struct.Struct(">Q")
+
+
+class Echo:
+    def answer(self, request, state):
+        if "raise" in request.about:
+            raise KeyError(request.about["raise"])
+        return request, state
+
+
+def exchange(data):
+    """What a site sends back to these bytes, and what it says about them."""
+    said = []
+    here, there = socket.socketpair()
+    with here, there:
+        here.sendall(data)
+        here.shutdown(socket.SHUT_WR)
+        answer_one(Echo(), there, said.append)
+        there.close()
+        return here.recv(1 << 20), said
+
+
+def parcel(**about):
+    data = to_bytes(Parcel(about))
+    return SIZE.pack(len(data)) + data
+
+
+GARBAGE = {
+    "nothing": b"",
+    "no size": b"\0\0\0",
+    "more than comes": SIZE.pack(1 << 62) + b"x",
+    "no header": SIZE.pack(4) + b"abcd",
+    "no json": SIZE.pack(20) + struct.pack("<Q", 12) + b"{not a json}",
+    "deep json": SIZE.pack(100_008) + struct.pack("<Q", 100_000) + b"[" * 100_000,
+    "no words": SIZE.pack(10) + struct.pack("<Q", 2) + b"{}",
+    "one of two": parcel(kind="round"),
+    "an error inside": parcel(**{"raise": "x"}) + parcel(),
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
+def test_a_message_that_cannot_be_answered_is_dropped(data):
+    back, said = exchange(data)
+    assert back == b"" and len(said) == 1 and said[0].startswith("a request was not answered")
+
+
+def test_a_message_that_can_be_answered_is():
+    back, said = exchange(parcel(kind="round") + parcel())
+    assert back == parcel(kind="round") + parcel() and said == []
+
+
+def test_the_server_learns_nothing_from_an_error_of_the_client_app(monkeypatch):
+    app = flower()
+
+    def fail(request, state):
+        raise OSError("/home/somebody/patients.csv")
+
+    monkeypatch.setattr(client_app, "ask", fail)
+    grid = local_grid({})
+    message = grid.create_message(to_records(Parcel({"kind": "round"})), "train", 1, "0")
+    context = app.Context(1, 1, {}, app.RecordDict(), {})
+    with pytest.raises(Exception, match=r"^the site did not answer; its own log says why$"):
+        client_app.client_app()(message, context)
+
+
+def test_a_supernode_answers_its_own_kin_only(tmp_path, monkeypatch):
+    """Other users of a site's machine reach its port, too."""
+    flower()
+    from flwr.supernode.main import create_app
+
+    (tmp_path / NAME).write_bytes(new_secret())
+    monkeypatch.setenv(PASS, str(tmp_path))
+    app = behind_a_gate(create_app)()
+
+    async def ask(**headers):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("127.0.0.1", 9))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            paths = ("/v1/runtime/acquire-task", "/openapi.json", "/health")
+            return [(await client.post(path, headers=headers)).status_code for path in paths]
+
+    assert asyncio.run(ask()) == [403, 403, 403]
+    assert asyncio.run(ask(**{HEADER: word(tmp_path)})) == [415, 403, 403]  # it is no protobuf
