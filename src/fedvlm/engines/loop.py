@@ -19,6 +19,7 @@ from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
 from fedvlm.machine import give_back
 from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
+from fedvlm.parts import nothing
 
 
 class Engine(Protocol):
@@ -80,7 +81,9 @@ def train(
         begin = perf_counter()
         ids = participants(world, plan, number)
         # A round is chosen by what all clients make of it; else only participants are measured.
-        known = ids if plan.selection == "last" else sorted(plan.train)
+        known = sorted(plan.train) if chooses(method, plan) else ids
+        if chooses(method, plan) and adapts(method):
+            state = choose(plan, state, _reported(world, engine, plan, state, fresh))
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         done = engine.round(number, tasks)
         ids = [id for id in ids if id in done]
@@ -88,7 +91,8 @@ def train(
         trained = [task for task in tasks if task.id in ids]
         came = _carry(world, passage, state, number, trained, done, total)
         scores = {id: one.scores for id, one in done.items()}
-        state = choose(plan, state, scores)
+        if chooses(method, plan) and not adapts(method):
+            state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
             line |= disagreement(world, state.shared, came.uploads, {id: done[id] for id in ids})
@@ -195,10 +199,27 @@ def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     }
 
 
+def chooses(method: Any, plan: Plan) -> bool:
+    """Whether there are rounds to choose between; a method of one exchange is not without it."""
+    return plan.selection != "last" and method.rounds > 1
+
+
+def adapts(method: Any) -> bool:
+    return type(method).adapt is not nothing
+
+
+def _reported(
+    world: World, engine: Engine, plan: Plan, state: State, fresh: Tensors
+) -> dict[str, Scores]:
+    """How everyone would fare if this state were the chosen one, its adaptation included."""
+    everyone = sorted({*plan.train, *plan.unseen})
+    verb, those = (engine.adapt, plan.train) if adapts(world.method) else (engine.round, ())
+    done = verb(world.method.rounds, _tasks(world.method, state, fresh, everyone, those))
+    return {id: one.scores for id, one in done.items()}
+
+
 def choose(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
     """Keeps the state if it scores better than every one before it, as the selection says."""
-    if plan.selection == "last":
-        return state
     if plan.selection == "validation":
         score = accuracy(scores, plan.train, "validation") or 0.0
     else:
@@ -228,9 +249,8 @@ class Outcome:
 def finish(world: World, engine: Engine, plan: Plan, state: State, fresh: Tensors) -> Outcome:
     method = world.method
     everyone = sorted({*plan.train, *plan.unseen})
-    if plan.selection != "last":
-        done = engine.round(method.rounds, _tasks(method, state, fresh, everyone, ()))
-        state = choose(plan, state, {id: one.scores for id, one in done.items()})
+    if chooses(method, plan):
+        state = choose(plan, state, _reported(world, engine, plan, state, fresh))
         assert state.best_shared is not None and state.best_local is not None
         state = replace(
             state, round=state.best_round, shared=state.best_shared, local=state.best_local
