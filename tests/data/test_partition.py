@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from PIL import Image
-from test_splits import make_rows
+from plain_rows import make_rows
 
 from fedvlm.data.federation import Clients, divide
 from fedvlm.data.partition import count_table

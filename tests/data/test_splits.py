@@ -7,36 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_rows import make_rows
 
 from fedvlm.data import splits
-from fedvlm.data.federation import Clients, Division, Rows, digest, divide
+from fedvlm.data.federation import Clients, Division, Rows, divide
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.seeds import numbers
 
 PACS = (2048, 2344, 1670, 3929)  # rows of its domains
-
-
-def make_rows(
-    rows: int,
-    classes: int = 4,
-    domains: int = 2,
-    clients: int = 0,
-    splits: str = "",
-    twins: int = 0,
-) -> Rows:
-    """Rows with all classes in all domains; the first `twins` pictures appear twice."""
-    index = np.arange(rows)
-    content = [digest(str(row).encode()) for row in range(rows - twins)]
-    content += content[:twins]
-    marks = splits.split(",") if splits else [""]
-    return Rows(
-        classes=tuple(f"class {label}" for label in range(classes)),
-        labels=(index % classes).astype(np.int64),
-        domains=np.array([f"domain{(row // classes) % domains}" for row in index]),
-        clients=np.array([f"writer{row % clients}" if clients else "" for row in index]),
-        splits=np.array([marks[(row // classes) % len(marks)] for row in index]),
-        content=content,
-    )
 
 
 def shuffled(table: Rows, order: np.ndarray) -> Rows:

@@ -209,8 +209,10 @@ def _job(
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
     """The same settings always get the same directory, so a finished run is found again."""
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
-    data = slug(Path(settings.data).name if embedded is None else embedded.name)
-    return f"{settings.method.name}-{data}-{sha256(key.encode()).hexdigest()[:8]}"
+    kind, _, place = settings.encoder.partition(":")
+    data = Path(place).stem if kind == "store" else Path(settings.data).name
+    name = slug(data if embedded is None else embedded.name)
+    return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
 
 
 def manifest(
