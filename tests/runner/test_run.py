@@ -8,6 +8,7 @@ import torch
 
 import fedvlm
 from fedvlm.core import make
+from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.report.tables import compare
 from fedvlm.runner import training as jobs
@@ -83,6 +84,13 @@ def test_the_default_directory_is_made_of_the_settings(rows, tmp_path, monkeypat
     b = fedvlm.run({**QUICK, "rounds": 2}, embedded=rows)
     assert a.folder == fedvlm.run(QUICK, embedded=rows).folder != b.folder
     assert a.folder.parent.name == "runs"
+
+
+def test_a_run_on_a_store_is_named_after_the_store(rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = save_store(tmp_path / "clinic.safetensors", rows)
+    done = fedvlm.run("zero-shot", encoder=f"store:{store}")
+    assert done.folder.name.startswith("zero-shot-clinic-")
 
 
 def test_another_runs_directory_is_refused(rows, rows_like, tmp_path):

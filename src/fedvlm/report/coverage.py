@@ -6,7 +6,7 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal, get_args
 
-from fedvlm.data.federation import By
+from fedvlm.data.clients import By
 from fedvlm.report.papers import Item, Values, apart, find, flat, items, numbers
 
 State = Literal["full", "partly", "not"]
