@@ -21,6 +21,7 @@ from fedvlm.engines.single import Single
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.noise import secret, seeded, step
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.record import pack, unpack
 from fedvlm.runner.settings import build
@@ -52,7 +53,7 @@ def run(channel, method="fedavg", engine=Single, begin=None, stop=None, **settin
 
 def test_a_channel_that_is_off_returns_the_very_tensors():
     upload, sent = {"head": numbers(4, 6)}, {"head": numbers(4, 6, seed=1)}
-    travels, kept = leave(Channel(), upload, sent, {}, torch.Generator())
+    travels, kept = leave(Channel(), upload, sent, {}, secret)
     assert travels["head"] is upload["head"]
     assert arrive(Channel(), travels, sent)["head"] is upload["head"]
     assert kept == {}
@@ -96,25 +97,26 @@ def test_what_is_clipped_is_the_change_where_a_tensor_was_sent_and_else_the_whol
     sent = {"head": 100 + numbers(4, 6)}
     upload = {"head": sent["head"] + 1e-3, "counts": torch.full((5,), 7.0)}
     assert norm(change(upload, sent)) == pytest.approx(math.sqrt(5 * 49), rel=1e-4)
-    out, _ = leave(Channel(clip=1.0), upload, sent, {}, torch.Generator())
+    out, _ = leave(Channel(clip=1.0), upload, sent, {}, secret)
     assert norm(change(out, sent)) <= 1 + 1e-5
     assert (out["head"] - sent["head"]).abs().max() < 1e-4
 
 
 def test_noise_has_the_deviation_asked_for_and_is_drawn_by_seed():
     moved = {"a": torch.zeros(200, 300), "b": torch.zeros(40_000)}
-    noisy = add_noise(moved, 0.3, seeds.generator("test", 1))
+    noisy = add_noise(moved, 0.3, seeded(seeds.generator("test", 1)))
     whole = tensors.flat(noisy)
     assert whole.std() == pytest.approx(0.3, rel=0.01)  # 100,000 draws: three times the deviation
     assert abs(float(whole.mean())) < 4 * 0.3 / math.sqrt(len(whole))
-    again = add_noise(moved, 0.3, seeds.generator("test", 1))
+    assert torch.equal((whole / step(0.3)).round() * step(0.3), whole)  # and on the grid
+    again = add_noise(moved, 0.3, seeded(seeds.generator("test", 1)))
     assert torch.equal(noisy["a"], again["a"])
 
 
 def test_whole_numbers_are_not_clipped_but_refused():
     upload = {"counts": torch.tensor([1, 2, 3])}
     with pytest.raises(FederationError, match="whole numbers in 'counts'"):
-        leave(Channel(clip=1.0, noise=1.0), upload, {}, {}, torch.Generator())
+        leave(Channel(clip=1.0, noise=1.0), upload, {}, {}, secret)
 
 
 def test_rounding_moves_a_change_by_less_than_a_fifteenth_of_its_norm():
@@ -329,7 +331,7 @@ def test_honest_uploads_pass_the_norm_check_however_they_are_changed():
         kept = {}
         for number in range(20):
             upload = {"head": sent["head"] + 5 * numbers(30, 40, seed=number) ** 3}
-            draw = seeds.generator("test", number)
+            draw = seeded(seeds.generator("test", number))
             travels, kept = leave(channel, upload, sent, kept, draw)
             back = arrive(channel, travels, sent)
             assert norm(change(back, sent)) <= longest(channel, 1200)

@@ -84,10 +84,10 @@ class Place:
         text = EXAMPLE.replace("consent = false", "consent = true")
         (self.site(name) / "policy.toml").write_text(text)
 
-    def alone(self, settings=None):
+    def alone(self, settings=None, out="alone"):
         settings = settings or self.settings()
         return execute(
-            replace(settings, engine="single", source={}), self.folder / "alone", embedded=self.rows
+            replace(settings, engine="single", source={}), self.folder / out, embedded=self.rows
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from fedvlm.core import Tensors
+from fedvlm.maths.noise import Draw, cover
 from fedvlm.tensors import flat
 
 
@@ -44,10 +45,5 @@ def clip(moved: Tensors, most: float) -> Tensors:
     return {key: value * (most / length * (1 - 1e-6)) for key, value in moved.items()}
 
 
-def add_noise(moved: Tensors, deviation: float, draw: torch.Generator) -> Tensors:
-    return {
-        key: moved[key]
-        + deviation
-        * torch.randn(moved[key].shape, generator=draw, dtype=torch.float64).to(moved[key].dtype)
-        for key in sorted(moved)
-    }
+def add_noise(moved: Tensors, deviation: float, draw: Draw) -> Tensors:
+    return {key: cover(moved[key], deviation, draw(*moved[key].shape)) for key in sorted(moved)}

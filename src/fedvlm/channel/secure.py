@@ -66,7 +66,10 @@ def fixed(tensors: Tensors, clients: int, where: str) -> Tensors:
 
 
 def mask(whole: Tensors, ids: Sequence[str], id: str, words: Sequence[str | int]) -> Tensors:
-    """One client's whole numbers under the masks it shares, modulo 2^64; they look random."""
+    """One client's whole numbers under the masks it shares, modulo 2^64; they look random.
+
+    A rehearsal: masks are by the run's seed, and whoever knows it can take them off.
+    """
     out = {}
     for key, value in whole.items():
         numbers = _unsigned(value)

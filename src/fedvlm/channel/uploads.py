@@ -13,6 +13,7 @@ from fedvlm.channel.settings import Channel, ChannelError, sums
 from fedvlm.channel.validate import Inbox, validate
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
+from fedvlm.maths.noise import Draw, seeded
 
 SPENT = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
 KEPT = "channel/"  # where a client's channel keeps its own among the local tensors
@@ -20,7 +21,7 @@ LEFT = "left/"  # what rounding has left over
 
 
 def leave(
-    channel: Channel, upload: Tensors, sent: Tensors, kept: Tensors, draw: torch.Generator
+    channel: Channel, upload: Tensors, sent: Tensors, kept: Tensors, draw: Draw
 ) -> tuple[Tensors, Tensors]:
     """At the client: the tensors that travel, and what its channel keeps for the next round.
 
@@ -135,7 +136,7 @@ class Passage:
             try:
                 if id not in passed:
                     validate(upload, self.inbox.local, where(id))
-                    draw = seeds.generator("channel noise", self.seed, id, number)
+                    draw = seeded(seeds.generator("channel noise", self.seed, id, number))
                     travels, after[id] = leave(self.channel, upload, sent[id], after[id], draw)
                 whole[id] = arrive(self.channel, travels, sent[id])
             except ChannelError as error:

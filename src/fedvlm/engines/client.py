@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from secrets import randbits
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +14,7 @@ from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.evaluate.metrics import diagrams, every_metric
+from fedvlm.maths import noise
 from fedvlm.tensors import full
 
 SLICE = 64 << 20  # bytes of rows that are predicted at once
@@ -190,13 +190,16 @@ def client(world: World, id: str, number: int) -> Client:
 
 
 def _noise(world: World, id: str, number: int, steps: int, count: int) -> Tensor:
-    return torch.randn(steps, count, generator=drawing(world, "noise", id, number))
+    if world.entropy:
+        return noise.secret(steps, count)
+    return torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
 
 
-def drawing(world: World, purpose: str, id: str, number: int) -> torch.Generator:
-    """For noise: by seed in a simulation, from the system's entropy at a deployed site."""
-    generator = seeds.generator(purpose, world.seed, id, number)
-    return generator.manual_seed(randbits(63)) if world.entropy else generator
+def drawing(world: World, id: str, number: int) -> noise.Draw:
+    """A channel's noise: by seed in a simulation, of the system's entropy at a deployed site."""
+    if world.entropy:
+        return noise.secret
+    return noise.seeded(seeds.generator("channel noise", world.seed, id, number))
 
 
 def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tensor:

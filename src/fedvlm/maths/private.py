@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Tensors
+from fedvlm.maths.noise import cover
 
 
 def clipped_sum(each: Tensors, clip: float, real: Tensor) -> Tensors:
@@ -18,7 +19,7 @@ def blurred(total: Tensors, deviation: float, noise: Tensor) -> Tensors:
     """Adds normal noise of this deviation to every number; `noise` is flat and standard normal."""
     parts = torch.split(noise, [value.numel() for value in total.values()])
     return {
-        key: value + deviation * part.view(value.shape)
+        key: cover(value, deviation, part.view(value.shape))
         for (key, value), part in zip(total.items(), parts, strict=True)
     }
 

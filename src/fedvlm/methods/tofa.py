@@ -17,6 +17,7 @@ from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, calibration, gaussian
 from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.noise import cover
 
 TERMS = 8  # a bound on the size of a term of r, for its fixed point
 
@@ -140,10 +141,10 @@ class TOFA:
         classes, dim = len(frozen.classes), frozen.dim
         counts = gaussian.members(client.y, classes).sum(0)
         if self.noise_multiplier:
-            blur = self.noise_multiplier * 3**0.5 * client.noise[0].double()
+            deviation = self.noise_multiplier * 3**0.5
             ends = [classes, classes + classes * dim]
-            on_counts, on_sums, on_second = blur.tensor_split(ends)
-            counts = (counts + on_counts).round()
+            on_counts, on_sums, on_second = client.noise[0].double().tensor_split(ends)
+            counts = cover(counts, deviation, on_counts).round()
             longest = client.x.norm(dim=1, keepdim=True).clamp(min=1)
             client = replace(client, x=client.x.double() / longest)
         counts = counts * sent.get("open", torch.ones_like(counts))
@@ -151,8 +152,9 @@ class TOFA:
         there = counts >= self.smallest
         _, sums, second = gaussian.raw(client.x, client.y, classes)
         if self.noise_multiplier:
-            sums = torch.where(there[:, None], sums + on_sums.reshape(classes, dim), 0.0)
-            second = second + gaussian.unpack(on_second, dim)
+            sums = cover(sums, deviation, on_sums.reshape(classes, dim))
+            sums = torch.where(there[:, None], sums, 0.0)
+            second = cover(second, deviation, gaussian.unpack(on_second, dim))
         return torch.where(there, counts, 0.0), sums, second
 
     def noise(self, frozen: Frozen) -> int:

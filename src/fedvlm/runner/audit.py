@@ -24,6 +24,7 @@ from fedvlm.engines.single import Single
 from fedvlm.errors import DataError, SettingsError, unknown
 from fedvlm.evaluate.protocols import Training
 from fedvlm.maths.membership import area_by_class, likeness
+from fedvlm.maths.noise import seeded
 from fedvlm.record import Record
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.prepare import Prepared, prepare
@@ -124,7 +125,7 @@ def _epsilons(result: Record, job: str, seed: int) -> dict[str, float]:
 
 def passed(terms: Terms, number: int, task: Task, upload: Tensors) -> Tensors:
     """An upload as the server has it, behind the channel; a secure sum would hide it."""
-    draw = seeds.generator("channel noise", terms.seed, task.id, number)
+    draw = seeded(seeds.generator("channel noise", terms.seed, task.id, number))
     travels, _ = leave(terms.channel, upload, task.sent, {}, draw)
     return arrive(terms.channel, travels, task.sent)
 

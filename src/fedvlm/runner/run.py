@@ -23,6 +23,10 @@ from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, write_json, write_tensors
 
 Progress = Callable[[str, int, int], None]  # what, done, total
+SEEDED = (
+    "noise is by the seed, so that the run can be repeated: it costs what a site's noise would, "
+    "and hides nothing"
+)
 PARTS = ("train", "validation", "test")
 
 
@@ -90,6 +94,8 @@ def _notes(seeds: Sequence[Prepared]) -> list[str]:
         notes.append(room.check(settings, first.frozen, rows.pictures.shape[1:], most))
     for method in (settings.warm_start, settings.method):
         notes += withheld(method, first.division.members, rows.labels, len(rows.classes))
+    if settings.channel.noise or getattr(settings.method, "noise_multiplier", 0):
+        notes.append(SEEDED)
     return notes
 
 

@@ -126,7 +126,7 @@ class Desk:
         place = where(world, number, id)
         if done.upload is not None:
             validate(upload, fresh, place)
-            draw = drawing(world, "channel noise", id, number)
+            draw = drawing(world, id, number)
             upload, kept = leave(world.channel, upload, sent, kept, draw)
             if masked := world.channel.secure and bool(upload):
                 upload = to_secagg(upload, sent, share(world, id, about), world.channel, place)

@@ -1,0 +1,59 @@
+"""Noise at deployed sites is drawn again by nobody; simulations repeat theirs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedvlm import seeds
+from fedvlm.core import make
+from fedvlm.engines.client import client, drawing
+from fedvlm.record import read_tensors
+from fedvlm.testing import toy_world
+
+METHODS = [
+    make("tofa", noise_multiplier=1.0),
+    make("dp-fpl", rounds=1, batch=16),
+]
+CHANNEL = {"clip": 0.1, "noise": 0.5}
+
+
+def same_seed(monkeypatch):
+    """Every generator starts at 0, also one that is seeded by the system's entropy."""
+    fixed = torch.Generator().manual_seed
+    monkeypatch.setattr(seeds, "generator", lambda *words: fixed(0))
+    monkeypatch.setattr("fedvlm.engines.client.randbits", lambda bits: 0, raising=False)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda one: one.name)
+def test_a_methods_noise_at_a_site_has_no_seed(method, monkeypatch):
+    same_seed(monkeypatch)
+    world = toy_world(method, sizes=(40, 9))
+    one, two = (client(replace(world, entropy=True), "client-0", 0).noise for _ in range(2))
+    assert one.shape == two.shape and one.numel() and (one != two).all()
+    one, two = (client(world, "client-0", 0).noise for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_a_channels_noise_at_a_site_has_no_seed(monkeypatch):
+    same_seed(monkeypatch)
+    world = toy_world(make("fedavg"))
+    site = replace(world, entropy=True)
+    assert (drawing(site, "client-0", 0)(50) != drawing(site, "client-0", 0)(50)).all()
+    assert torch.equal(drawing(world, "client-0", 0)(50), drawing(world, "client-0", 0)(50))
+
+
+def head(result):
+    return read_tensors(result.folder / "jobs/0-all.safetensors")[0]["shared/head"]
+
+
+def test_the_upload_of_a_site_cannot_be_had_again(place, monkeypatch):
+    """The same round over the same sites twice, with every seed known: only the noise differs."""
+    same_seed(monkeypatch)
+    seen = []
+    for name in ("one", "two"):
+        settings = place.settings({"name": "fedavg", "rounds": 1, "rate": 1e-3}, channel=CHANNEL)
+        seen.append(head(place.run(settings, name)))
+    assert (seen[0] != seen[1]).double().mean() > 0.9
+    again = [head(place.alone(settings, name)) for name in ("three", "four")]
+    assert torch.equal(*again)
