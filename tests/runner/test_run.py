@@ -266,3 +266,17 @@ def test_the_manifest_keeps_what_a_run_reproduces_and_its_identity_does_not(rows
 def test_a_run_reproduces_names_and_nothing_else(rows):
     with pytest.raises(SettingsError, match="reproduces = 7 does not fit"):
         fedvlm.run("zero-shot", embedded=rows, reproduces=7)
+
+
+def test_a_smoke_run_of_many_clients_has_few(rows_like, tmp_path):
+    many = {"by": "dirichlet", "count": 100}
+    done = fedvlm.run(
+        "zero-shot",
+        embedded=rows_like(900),
+        out=tmp_path / "a",
+        protocol="own-test",
+        clients=many,
+        smoke=True,
+    )
+    assert 1 < len(done.manifest["clients"]) <= 10
+    assert done.manifest["identity"]["clients"]["count"] == 100
