@@ -14,7 +14,7 @@ from torch import Tensor
 from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.evaluate.metrics import diagrams, every_metric
+from fedvlm.evaluate.metrics import details, diagrams, every_metric
 from fedvlm.tensors import full
 
 SLICE = 64 << 20  # bytes of rows that are predicted at once
@@ -55,6 +55,7 @@ class World:
     channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
     entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
     metrics: bool = False  # measure every metric in every round, not only at the end
+    details: bool = False  # tell row by row in the end; never at a deployed site
 
     @cached_property
     def reference_x(self) -> Any:
@@ -178,7 +179,8 @@ def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]
 def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
     """Loss on the validation rows (training rows if there are none), hits there and on the test.
 
-    At the `last` time also the metrics of the test rows, with what their diagrams are drawn from.
+    At the `last` time also the metrics of the test rows, with what their diagrams are drawn from,
+    and in a simulation the rows' hits and the confusion matrix, which say much of few rows.
     """
     member = world.members[id]
     held = member.validation if len(member.validation) else member.train
@@ -199,4 +201,6 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
         scores |= {key: one for key, one in every_metric(p, truth).items() if key != "accuracy"}
         if last:
             scores |= diagrams(p, truth)
+        if last and world.details:
+            scores |= details(p, truth)
     return scores

@@ -6,6 +6,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedvlm.core import Frozen
@@ -65,6 +66,7 @@ def execute(
             ready = frozen(rows, settings.seeds[0])
             notes = [*notes, room.check(settings, ready, rows.pictures.shape[1:], most)]
         about = manifest(settings, rows, divisions)
+        about["counts"] = counts(rows, next(iter(divisions.values())))
         members = divisions[settings.seeds[0]].members
         for one in (settings.warm_start, settings.method):
             notes = [*notes, *withheld(one, members, rows.labels, len(rows.classes))]
@@ -181,6 +183,7 @@ def world_of(
         dealt(rows.texts, division.members),
         channel=settings.channel,
         metrics=settings.protocol == "source-target",
+        details=True,
     )
 
 
@@ -211,6 +214,14 @@ def default_name(settings: Settings, embedded: Embedded | None) -> str:
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
     data = slug(Path(settings.data).name if embedded is None else embedded.name)
     return f"{settings.method.name}-{data}-{sha256(key.encode()).hexdigest()[:8]}"
+
+
+def counts(rows: Embedded, division: Division) -> dict[str, list[int]]:
+    """Training rows per class of each client."""
+    return {
+        id: np.bincount(rows.labels[one.train], minlength=len(rows.classes)).tolist()
+        for id, one in division.members.items()
+    }
 
 
 def manifest(
