@@ -5,13 +5,21 @@ BIN := $(VENV)/bin
 # One thread per process is fastest for these sizes, and repeatable.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-all browser check bench clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+test-all: browser test
+
+# The page of a run is tested in a real browser; Debian's, where it is missing and we may install it.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver; } \
+	|| echo "no chromium: install chromium and chromium-driver; without them the tests of the page are skipped"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

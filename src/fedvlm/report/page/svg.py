@@ -19,7 +19,9 @@ Point = Sequence[float]
 
 def nice(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers from below `low` to above `high`."""
-    span = max(high - low, 1e-9)
+    if high - low < 1e-9 * max(1.0, abs(high)):  # all the same: some room on either side
+        low, high = low - 0.05 * max(1.0, abs(low)), high + 0.05 * max(1.0, abs(high))
+    span = high - low
     rough = span / count
     size = 10 ** floor(log10(rough))
     step = next(size * k for k in (1, 2, 2.5, 5, 10) if size * k >= rough * 0.999)
@@ -102,8 +104,9 @@ class Panel:
         for value in xs:
             x, _ = self.place(10**value if self.x_log else value, ys[0])
             said = f"{10**value:,g}" if self.x_log else f"{value:g}"
+            kind = "end" if value == xs[-1] and len(said) > 3 else "mid"  # not over the edge
             out.append(
-                f'<text class="tick mid" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{said}</text>'
+                f'<text class="tick {kind}" x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}">{said}</text>'
             )
         base = HEIGHT - BOTTOM
         out.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
