@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-long check bench clean
+.PHONY: demo test test-all test-long browser check bench clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
@@ -16,11 +16,17 @@ demo: $(VENV)/.user
 test: $(VENV)/.dev
 	$(PYTEST) -m 'not slow and not long'
 
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.dev browser
 	$(PYTEST) -m 'not long' --cov=fedvlm --cov-report=term:skip-covered
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
+
+# The page of a run is tested in a real browser; Debian's, where it is missing and we may install it.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver; } \
+	|| echo "no chromium: install chromium and chromium-driver; without them the tests of the page are skipped"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

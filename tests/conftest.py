@@ -53,7 +53,7 @@ def rows() -> Embedded:
     return make_rows()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rows_like() -> Callable[..., Embedded]:
     return make_rows
 

@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
+from sklearn.metrics import (
+    balanced_accuracy_score,
+    confusion_matrix,
+    f1_score,
+    recall_score,
+    roc_auc_score,
+)
 
 from fedvlm.evaluate import metrics
 
@@ -112,3 +118,22 @@ def test_the_tables_net_benefit_is_the_mean_up_to_one_half():
     p, y = made()
     curve = metrics.net_benefit(p, y)
     assert metrics.every_metric(p, y)["net benefit"] == pytest.approx(curve[:10].mean().item())
+
+
+def test_details_agree_with_scikit_learn_and_add_up():
+    p, y = made(rows=200)
+    told = metrics.details(p, y)
+    whole = np.zeros((5, 5), int)
+    for true, guess, rows in told["confusion"]:
+        whole[true, guess] = rows
+    assert (whole == confusion_matrix(y, p.argmax(1))).all()
+    assert told["recall"] == pytest.approx(recall_score(y, p.argmax(1), average=None))
+    hits = metrics.unpack_hits(told["hits"], 200)
+    assert (hits == (p.argmax(1) == y).numpy()).all()
+    own, others = told["scores"]
+    assert (sum(own), sum(others)) == (200, 800)
+
+
+def test_class_without_rows_has_no_recall():
+    p, y = made(rows=60)
+    assert metrics.details(p[y != 2], y[y != 2])["recall"][2] is None

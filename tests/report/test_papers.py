@@ -47,6 +47,11 @@ def group(name, *keys):
 
 def means():
     """Every printed mean with the numbers, and their weights, that it is the mean of."""
+    yield from means_of_fedot()
+    yield from means_of_others()
+
+
+def means_of_fedot():
     for name in ("fedot-v1/T1", "fedot-v1/T3", "fedot-v2/T4"):
         for row in group(name).values():
             if "P" in row:
@@ -70,6 +75,9 @@ def means():
                         one,
                         [parts[0][key][f"G {unseen}"], *[parts[1][key][f"P, target {unseen}"]] * 3],
                     )
+
+
+def means_of_others():
     for name in ("TIII", "TIV", "TV", "TVI", "TVII", "TIX"):
         for row in group(f"faa-clip/{name}").values():
             for end in ("", " balanced", " F1"):

@@ -8,7 +8,7 @@ from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
-from fedvlm.cli.runs import compare, demo, list_, plot, resume, run
+from fedvlm.cli.runs import compare, demo, list_, plot, report, resume, run
 from fedvlm.cli.share import export, ledger, predict
 from fedvlm.cli.texts import describe, join
 
@@ -22,6 +22,7 @@ app.command()(demo)
 app.command()(run)
 app.command()(resume)
 app.command()(compare)
+app.command()(report)
 app.command()(plot)
 app.command()(explain)
 app.command()(audit)

@@ -1,6 +1,8 @@
 """Commands that run methods and show what came out."""
 
 import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,14 +13,16 @@ from fedvlm.cli.progress import progress
 if TYPE_CHECKING:
     from fedvlm.record import Record
 
+NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo"),
+    no_report: NoReport = False,
 ) -> None:
     """Leave-one-domain-out on the embedded emoji: who generalises, who personalises."""
-    run("demo", out=out)
+    run("demo", out=out, no_report=no_report)
 
 
 def run(
@@ -33,6 +37,7 @@ def run(
     allow_small: Annotated[
         bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")
     ] = False,
+    no_report: NoReport = False,
 ) -> None:
     """Run a method, or an experiment of several, and print its table."""
     from fedvlm.errors import SettingsError
@@ -63,6 +68,35 @@ def run(
     table = compare(results, paper=values.get("paper"), traffic=values.get("traffic", False))
     typer.echo(table, nl=False)
     typer.echo("records: " + ", ".join(str(one.folder) for one in results))
+    if not no_report:
+        from fedvlm.report.page.render import write_page
+
+        words = {"title": values.get("title", ""), "paper": values.get("paper")}
+        again_by = f"fedvlm run {shlex.quote(file)}" if file else ""
+        typer.echo(
+            f"report: {write_page(results, page_of(results, out), **words, command=again_by)}"
+        )
+
+
+def page_of(results: "Sequence[Record]", out: Path | None) -> Path:
+    """Where the page of some runs goes: into the one run's folder, or beside them."""
+    first = results[0].folder
+    if len(results) == 1:
+        return first / "report.html"
+    return (out or first.parent) / "report.html"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file.")] = None,
+    title: Annotated[str, typer.Option(help="What the page is called.")] = "",
+) -> None:
+    """Write runs as one page that needs no network: tables, curves, clients, how it was run."""
+    from fedvlm.record import Record
+    from fedvlm.report.page.render import write_page
+
+    results = [Record(path) for path in runs]
+    typer.echo(f"report: {write_page(results, out or page_of(results, None), title)}")
 
 
 def resume(folder: Path) -> None:
@@ -76,16 +110,19 @@ def resume(folder: Path) -> None:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or pages of them.")],
     form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
     every: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
     traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
+    columns: Annotated[str, typer.Option(help="More metrics, as balanced,F1,AUC,ECE.")] = "",
 ) -> None:
     """Runs side by side: mean ± deviation over seeds, in per cent."""
-    from fedvlm.record import Record
+    from fedvlm.report.page.render import opened
     from fedvlm.report.tables import compare as render
 
-    table = render([Record(path) for path in runs], form, every, traffic=traffic)
+    results = [one for path in runs for one in opened(path)]
+    metrics = [name.strip() for name in columns.split(",") if name.strip()]
+    table = render(results, form, every, traffic=traffic, metrics=metrics)
     typer.echo(table, nl=False)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.evaluate.metrics import diagrams, every_metric
+from fedvlm.evaluate.metrics import details, diagrams, every_metric
 from fedvlm.maths import noise
 from fedvlm.tensors import full
 
@@ -61,6 +61,7 @@ class World(Terms):
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
     entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
+    details: bool = False  # tell row by row in the end; never at a deployed site
 
     @cached_property
     def reference_x(self) -> Any:
@@ -251,7 +252,8 @@ def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]
 def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
     """Loss on the validation rows (training rows if there are none), hits there and on the test.
 
-    At the `last` time also the metrics of the test rows, with what their diagrams are drawn from.
+    At the `last` time also the metrics of the test rows, with what their diagrams are drawn from,
+    and in a simulation the rows' hits and the confusion matrix, which say much of few rows.
     """
     member = world.members[id]
     held = member.validation if len(member.validation) else member.train
@@ -272,4 +274,6 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
         scores |= {key: one for key, one in every_metric(p, truth).items() if key != "accuracy"}
         if last:
             scores |= diagrams(p, truth)
+        if last and world.details:
+            scores |= details(p, truth)
     return scores

@@ -5,13 +5,18 @@ A number that the rows cannot give (the AUC of rows of a single class, anything 
 """
 
 from dataclasses import dataclass
+from math import exp
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 BINS = 15  # of the reliability diagram
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the decision curve
 HARM = 0.5  # the table's net benefit is the mean over thresholds up to this one
+EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the counts of scores
 METRICS = ("accuracy", "balanced", "F1", "AUC", "ECE", "net benefit")
 
 
@@ -36,6 +41,33 @@ def diagrams(p: Tensor, y: Tensor) -> dict[str, list[list[float]]]:
     bins = torch.stack([found.rows, found.confidence, found.accuracy], dim=1)
     curve = torch.stack([torch.tensor(THRESHOLDS, dtype=torch.float64), net_benefit(p, y)], dim=1)
     return {"reliability": bins.tolist(), "decision": curve.tolist()}
+
+
+def details(p: Tensor, y: Tensor) -> dict[str, Any]:
+    """What says more of single rows than a mean does: hits, confusions, scores of all classes.
+
+    `hits` are bits, a row each, in hexadecimal; `confusion` has [true, predicted, rows] where there
+    are any; `recall` is None for a class without rows; `scores` counts pairs of row and class by
+    the probability, the row's own class and others, for ROC and precision-recall curves.
+    """
+    found = _confusion(p, y)
+    cells = [[*place, int(found[tuple(place)])] for place in found.nonzero().tolist()]
+    rows = found.sum(1)
+    shares = (found.diagonal() / rows.clamp(min=1)).tolist()
+    own = torch.nn.functional.one_hot(y, p.shape[1]).bool()
+    place = torch.bucketize(p.double(), torch.tensor(EDGES, dtype=torch.float64))
+    both = [torch.bincount(place[part], minlength=len(EDGES) + 1) for part in (own, ~own)]
+    return {
+        "hits": np.packbits((p.argmax(1) == y).numpy()).tobytes().hex(),
+        "confusion": cells,
+        "recall": [one if n else None for one, n in zip(shares, rows.tolist(), strict=True)],
+        "scores": [one.tolist() for one in both],
+    }
+
+
+def unpack_hits(hits: str, rows: int) -> NDArray[np.bool_]:
+    """(rows,) of what `details` packed."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(hits), np.uint8), count=rows).astype(bool)
 
 
 def accuracy(p: Tensor, y: Tensor) -> float:

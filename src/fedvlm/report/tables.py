@@ -5,6 +5,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from json import dumps, loads
+from statistics import fmean
 
 from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError, unknown
@@ -15,6 +16,8 @@ from fedvlm.record import Record
 FORMS = ("text", "markdown", "latex", "csv")
 TRAFFIC = ("exchanges", "kB per client")
 MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
+WHO = (("own", "train"), ("unseen", "unseen"))
+MEASURED = {f"{name}, {who}" for name in METRICS for who in ("own", "unseen")}
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 
@@ -50,6 +53,31 @@ def label(result: Record) -> str:
     return f"{name} ({', '.join(odd)})" if odd else str(name)
 
 
+def generalises(result: Record) -> bool:
+    """Whether a run has numbers of unseen clients; a method that shares nothing has none."""
+    unseen = [key for key in result.tables[0] if key[:2] in ("G", "ta", "un")]
+    return any(result.tables[0][key] is not None for key in unseen)
+
+
+def measured(result: Record, metrics: Sequence[str]) -> list[scores.Table]:
+    """By seed: the mean over trainings of each metric's mean over clients."""
+    for name in metrics:
+        if name not in METRICS:
+            raise unknown("metric", name, METRICS)
+    out: list[scores.Table] = []
+    for seed in result.manifest["identity"]["seeds"]:
+        one: scores.Table = {}
+        jobs = result.jobs(seed).values() if metrics else ()
+        for name in metrics:
+            for who, key in WHO[: 1 + generalises(result)]:
+                parts = [scores.metric(job["scores"], job[key], name) for job in jobs]
+                there = [part for part in parts if part is not None]
+                if there:
+                    one[f"{name}, {who}"] = fmean(there)
+        out.append(one)
+    return out
+
+
 def cell(mean: float | None, deviation: float | None, form: str) -> str:
     if mean is None:
         return "" if form == "csv" else "-"
@@ -65,10 +93,12 @@ def compare(
     every: bool = False,
     paper: Mapping[str, Mapping[str, float]] | None = None,
     traffic: bool = False,
+    metrics: Sequence[str] = (),
 ) -> str:
     """One row per run, in per cent; `every` adds the columns per domain or client.
 
     `traffic` adds the exchanges of a client and its kilobytes up and down over all of them.
+    `metrics` are names of METRICS: adds each one over clients that trained, and over unseen ones.
     `paper` has what was published, by row and column; its numbers stand below ours.
     """
     if form not in FORMS:
@@ -79,6 +109,9 @@ def compare(
     columns = list(dict.fromkeys(key for one in found for key in one))
     if not every and (main := [key for key in columns if key in MAIN]):
         columns = main
+    for result, one in zip(results, found, strict=True):
+        one |= scores.spread(measured(result, metrics))
+    columns += [key for key in dict.fromkeys(k for one in found for k in one) if key in MEASURED]
     last = [*(TRAFFIC if traffic else ()), "seeds"]
     head = ["method", *columns, *last]
     body = []

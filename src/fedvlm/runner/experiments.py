@@ -11,8 +11,8 @@ NOTES = ("title", "paper", "traffic")  # what an experiment says besides setting
 
 def folders() -> list[Path]:
     """In an installed package they lie inside it, in a checkout beside `src`."""
-    here = Path(__file__).resolve()
-    return [here.parents[1] / "experiment_files", here.parents[3] / "experiments"]
+    package = Path(__file__).resolve().parents[1]
+    return [package / "experiment_files", package.parents[1] / "experiments"]
 
 
 def experiments() -> dict[str, Path]:

@@ -78,7 +78,7 @@ class Prepared:
             {name: texts[id]} if texts else {},
             np.zeros(0, np.int64),
         )
-        return replace(own_world(world, name), entropy=entropy)
+        return replace(own_world(world, name), entropy=entropy, details=False)
 
     def _world(
         self, members: Mapping[str, Member], texts: Mapping[str, Tensor], reference: Ints
@@ -90,6 +90,7 @@ class Prepared:
             members=members,
             reference=reference,
             texts=texts,
+            details=True,
         )
 
 

@@ -6,6 +6,9 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fedvlm.data.federation import Division
 from fedvlm.data.table import Embedded
 from fedvlm.engines.loop import open_engine, start
 from fedvlm.errors import SettingsError
@@ -76,6 +79,7 @@ def _begin(
         },
         {one.seed: one.division.dropped for one in seeds},
     )
+    about["counts"] = counts(rows, seeds[0].division)
     about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes}
     record.begin({"identity": identity, **about})
     if again:
@@ -149,6 +153,14 @@ def default_name(settings: Settings, embedded: Embedded | None) -> str:
     data = Path(place).stem if kind == "store" else Path(settings.data).name
     name = slug(data if embedded is None else embedded.name)
     return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
+
+
+def counts(rows: Embedded, division: Division) -> dict[str, list[int]]:
+    """Training rows per class of each client."""
+    return {
+        id: np.bincount(rows.labels[one.train], minlength=len(rows.classes)).tolist()
+        for id, one in division.members.items()
+    }
 
 
 def told_of(rows: Embedded) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""Which differences between runs are more than chance: paired bootstrap over seeds and test rows.
+
+Two runs of the same rows, clients and seeds are compared row by row: what makes a test row hard for
+both cancels out. A column of a table is a weighted mean of shares of hits, so its difference is a
+sum over clients of mean differences of rows, and rows are drawn again within each client.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm import seeds
+
+Cell = tuple[str, str]  # training, client
+Weights = Mapping[Cell, float]
+Rows = Mapping[str, NDArray[np.float64]]  # by client: what each of its test rows adds
+DRAWS = 1000
+CHANCE = 0.05  # that an interval leaves out the true difference
+
+
+def columns(
+    protocol: str,
+    who: Mapping[str, tuple[Sequence[str], Sequence[str]]],
+    generalises: bool = True,
+) -> dict[str, Weights]:
+    """What the columns of a protocol's table weigh: training -> those that train and the unseen.
+
+    Name only clients that have test rows. The columns are those of shares of hits.
+    """
+    out: dict[str, Weights] = {}
+    if protocol == "leave-one-domain-out":
+        domains = {id: job for job, (_, unseen) in who.items() for id in unseen}
+        sizes = {job: len(unseen) for job, (_, unseen) in who.items()}
+        n = len(who)
+        every = {
+            (job, id): (domains[id] == job, sizes[domains[id]]) for job in who for id in domains
+        }
+        out["P"] = {cell: 1 / (n * (n - 1) * k) for cell, (own, k) in every.items() if not own}
+        if generalises:
+            out["G"] = {cell: 1 / (n * k) for cell, (own, k) in every.items() if own}
+            out["C"] = {cell: 1 / (n * n * k) for cell, (_, k) in every.items()}
+        return out
+    for job, (train, unseen) in who.items():
+        if protocol == "own-test":
+            out["own"] = _even(job, train)
+        elif protocol == "source-target":
+            out["clients accuracy"] = _even(job, train)
+            if generalises:
+                out["target accuracy"] = _even(job, unseen)
+                out["average"] = _even(job, [*train, *unseen])
+        else:
+            out[f"own, n={job}"] = _even(job, train)
+            if generalises:
+                out[f"unseen, n={job}"] = _even(job, unseen)
+    return out
+
+
+def _even(job: str, ids: Sequence[str]) -> Weights:
+    return {(job, id): 1 / len(ids) for id in ids}
+
+
+def rows_of(weights: Weights, hits: Mapping[Cell, NDArray[np.bool_]]) -> Rows:
+    """One seed's column by client: the sum over clients of the mean of these is its number."""
+    out: dict[str, NDArray[np.float64]] = {}
+    for (job, id), weight in weights.items():
+        out[id] = out.get(id, 0.0) + weight * hits[job, id].astype(np.float64)
+    return out
+
+
+def value(rows: Rows) -> float:
+    return float(sum(one.mean() for one in rows.values()))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ours less theirs, a share of hits, with the interval that bootstrap gives it."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def told_apart(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def paired(
+    ours: Sequence[Rows], theirs: Sequence[Rows], chance: float = CHANCE, draws: int = DRAWS
+) -> Difference:
+    """Seeds are drawn again, and in each the rows of every client; both runs get the same draws."""
+    gaps = [
+        [one[id] - other[id] for id in sorted(one)] for one, other in zip(ours, theirs, strict=True)
+    ]
+    mean = fmean(sum(gap.mean() for gap in of_seed) for of_seed in gaps)
+    draw = seeds.numbers("bootstrap", draws)
+    places = draw.integers(len(gaps), size=(draws, len(gaps)))
+    total = np.zeros((draws, len(gaps)))
+    for number, of_seed in enumerate(gaps):
+        mine = places == number
+        for gap in of_seed:
+            # Rows of the same value are alike: how often each value is drawn is multinomial.
+            values, counts = np.unique(gap.round(12), return_counts=True)
+            drawn = draw.multinomial(len(gap), counts / len(gap), size=int(mine.sum()))
+            total[mine] += drawn @ values / len(gap)
+    low, high = np.quantile(total.mean(1), [chance / 2, 1 - chance / 2])
+    return Difference(float(mean), float(low), float(high))
+
+
+def ties(runs: Mapping[str, Sequence[Rows]]) -> tuple[str, dict[str, Difference]]:
+    """The run with the largest mean, and what every other one lacks.
+
+    The intervals hold together: each leaves its difference out with the chance shared among them.
+    """
+    means = {name: fmean(map(value, one)) for name, one in runs.items()}
+    best = max(means, key=lambda name: means[name])
+    others = [name for name in runs if name != best]
+    return best, {name: paired(runs[name], runs[best], CHANCE / len(others)) for name in others}
+
+
+def visible(rows: int, differing: float = 0.2) -> float:
+    """The smallest difference between two runs that this many test rows can show.
+
+    About two standard errors if the runs disagree on the share `differing` of the rows; never
+    less than one row.
+    """
+    return max(1 / rows, 1.96 * sqrt(differing / rows))

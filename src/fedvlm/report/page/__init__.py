@@ -1,0 +1,1 @@
+"""One page that shows runs: a single file that asks nothing of any network."""

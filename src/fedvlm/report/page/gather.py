@@ -1,0 +1,233 @@
+"""Records into one model of plain numbers and words: all that a page shows, and its JSON."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from fedvlm import tensors
+from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import METRICS
+from fedvlm.maths import cayley
+from fedvlm.methods._blocks import chosen
+from fedvlm.record import Record
+from fedvlm.report.page.pooled import pooled
+from fedvlm.report.page.verdict import badges, judge, sentences
+from fedvlm.report.tables import MAIN, generalises, label
+from fedvlm.storage.files import slug
+
+FORMAT = "fedvlm report 1"
+CURVES = ("accuracy", "unseen", "clients F1", "clients balanced", "loss", "cosine")
+ANGLES = 33  # quantiles of the angles by which maps turn
+TOLD = ["identity", "data", "encoder", "rows", "classes", "dim", "jobs", "clients", "counts"]
+TOLD += ("duplicates_dropped", "notes", "versions", "started", "commit", "dirty")
+
+Model = dict[str, Any]
+
+
+def gather(
+    records: Sequence[Record],
+    title: str = "",
+    paper: Mapping[str, Mapping[str, float]] | None = None,
+    command: str = "",
+) -> Model:
+    """What a page of these runs says; `paper` has published numbers by row and column."""
+    if not records:
+        raise SettingsError("no run is named; give one or more run directories")
+    details = [_details(record) for record in records]
+    runs = [_run(record, one) for record, one in zip(records, details, strict=True)]
+    for run, called in zip(runs, names(runs), strict=True):
+        run["name"] = called
+    every = dict.fromkeys(key for run in runs for table in run["tables"] for key in table)
+    main = [key for key in every if key in MAIN] or list(every)
+    verdicts = judge(runs, details, main)
+    return {
+        "format": FORMAT,
+        "title": title or " and ".join(dict.fromkeys(run["data"] for run in runs)),
+        "started": min(run["started"] for run in runs),
+        "command": command,
+        "columns": main,
+        "verdicts": verdicts,
+        "sentences": sentences(runs, verdicts),
+        "badges": badges(runs),
+        "paper": {name: dict(numbers) for name, numbers in (paper or {}).items()},
+        "runs": runs,
+    }
+
+
+def names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The methods' names, with as few settings as tell runs of one method apart."""
+    out = []
+    for run in runs:
+        own = {**run["identity"], **run["identity"]["method"]}
+        alike = [
+            {**one["identity"], **one["identity"]["method"]}
+            for one in runs
+            if one["identity"]["method"]["name"] == own["name"] and one is not run
+        ]
+        odd = [
+            f"{key} {value}"
+            for key, value in own.items()
+            if key not in ("method", "name") and any(one.get(key) != value for one in alike)
+        ]
+        out.append(" ".join([own["name"], f"({', '.join(odd)})"]) if odd else own["name"])
+    return [f"{one} [{place}]" if out.count(one) > 1 else one for place, one in enumerate(out, 1)]
+
+
+Details = dict[int, Mapping[str, dict[str, Any]]]  # seed -> training -> what came of it
+
+
+def _details(record: Record) -> Details:
+    return {seed: record.jobs(seed) for seed in record.manifest["identity"]["seeds"]}
+
+
+def _run(record: Record, details: Details) -> dict[str, Any]:
+    lines = record.lines()
+    if not generalises(record):  # nothing was learnt for a client that is unseen
+        details = {
+            seed: {job: {**one, "unseen": []} for job, one in jobs.items()}
+            for seed, jobs in details.items()
+        }
+        lines = [{**line, "unseen": None} for line in lines]
+    exchanges, moved = record.traffic
+    return {
+        "label": label(record),
+        "folder": record.folder.name,
+        **{key: record.manifest.get(key) for key in TOLD},
+        "tables": record.tables,
+        "traffic": [exchanges, moved],
+        "seconds": round(sum(line["seconds"] for line in lines), 2),
+        "curves": _curves(lines, details),
+        "cells": _cells(details),
+        "who": {
+            str(seed): {job: [one["train"], one["unseen"]] for job, one in jobs.items()}
+            for seed, jobs in details.items()
+        },
+        "sure": pooled(details, len(record.manifest["classes"])),
+        "maps": _maps(details),
+        "angles": _angles(record),
+        "weights": _weights(record),
+        "shared": _shared(record),
+        "epsilon": _epsilon(lines, details),
+    }
+
+
+def short(value: Any, digits: int = 4) -> Any:
+    """Four digits after the point are more than a picture shows."""
+    return round(value, digits) if isinstance(value, float) else value
+
+
+def _curves(lines: Sequence[Mapping[str, Any]], details: Details) -> list[dict[str, Any]]:
+    """One per seed and training: what is known before each round, and kB of a client so far."""
+    out = []
+    by_job: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        by_job.setdefault(line["job"], []).append(line)
+    for seed, jobs in details.items():
+        for job in jobs:
+            mine = by_job.get(f"{seed}-{slug(job)}", [])
+            if not mine:
+                continue
+            one: dict[str, Any] = {"seed": seed, "job": job, "kB": _kilobytes(mine)}
+            for key in CURVES:
+                if any(line.get(key) is not None for line in mine):
+                    one[key] = [short(line.get(key)) for line in mine]
+            out.append(one)
+    return out
+
+
+def _kilobytes(lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    """What a client had moved before each round, the mean over those that train."""
+    total, out = 0.0, []
+    for line in lines:
+        out.append(round(total, 2))
+        sizes = [one["bytes_up"] + one["bytes_down"] for one in line["clients"].values()]
+        moved = [size for size in sizes if size]
+        total += fmean(moved) / 1000 if moved else 0.0
+    return out
+
+
+def _cells(details: Details) -> list[dict[str, Any]]:
+    """Every client's test rows in every training of every seed."""
+    out = []
+    for seed, jobs in details.items():
+        for job, about in jobs.items():
+            known = {*about["train"], *about["unseen"]}
+            for id, scores in about["scores"].items():
+                if not scores["test_rows"] or id not in known:
+                    continue
+                one = {"seed": seed, "job": job, "client": id, "rows": scores["test_rows"]}
+                one["unseen"] = id in about["unseen"]
+                one["accuracy"] = short(scores["test_hits"] / scores["test_rows"], 7)
+                one |= {key: short(scores[key], 7) for key in METRICS[1:] if key in scores}
+                if "recall" in scores:
+                    one["recall"] = [short(part) for part in scores["recall"]]
+                out.append(one)
+    return out
+
+
+def _maps(details: Details) -> dict[str, list[float]]:
+    """What the method says of its clients' tensors: least, mean and most of each number."""
+    found: dict[str, list[float]] = {}
+    for jobs in details.values():
+        for about in jobs.values():
+            for one in about["maps"].values():
+                for key, value in one.items():
+                    found.setdefault(key, []).append(value)
+    return {key: [min(each), fmean(each), max(each)] for key, each in found.items()}
+
+
+def _angles(record: Record) -> list[float]:
+    """Quantiles, in degrees, of the angles by which the maps of the first training turn."""
+    shared, local = record.outcome(record.manifest["jobs"][0])
+    found = []
+    for own in local.values():
+        every = {**shared, **own}
+        if not any(key.startswith("skew") for key in every):
+            return []
+        turn = cayley.orthogonal(chosen(every)).double()
+        found.append(torch.linalg.eigvals(turn).angle().abs().rad2deg().flatten())
+    if not found:
+        return []
+    places = torch.linspace(0, 1, ANGLES, dtype=torch.float64)
+    return [round(one, 3) for one in torch.cat(found).quantile(places).tolist()]
+
+
+def _weights(record: Record) -> list[float]:
+    """TOFA's weights of the sentences of a class, the mean over classes, largest first."""
+    shared, _ = record.outcome(record.manifest["jobs"][0])
+    found = shared.get("weights")
+    if found is None or found.ndim != 2 or found.shape[1] < 2:
+        return []
+    ordered = found.sort(dim=1, descending=True).values.mean(0)
+    return [round(one, 4) for one in ordered.tolist()]
+
+
+def _shared(record: Record) -> list[dict[str, Any]]:
+    shared, local = record.outcome(record.manifest["jobs"][0])
+    own = next(iter(local.values()), {})
+    return [
+        {
+            "name": key,
+            "shape": list(value.shape),
+            "type": str(value.dtype).removeprefix("torch."),
+            "bytes": tensors.count_bytes({key: value}),
+            "held": held,
+        }
+        for held, group in (("shared", shared), ("local", own))
+        for key, value in group.items()
+    ]
+
+
+def _epsilon(lines: Sequence[Mapping[str, Any]], details: Details) -> float | None:
+    """The most that any client has spent, by the channel's noise or by the method's own."""
+    spent: list[float] = []
+    for line in lines:
+        found = line.get("epsilon")
+        each = list(found.values()) if isinstance(found, Mapping) else [found]
+        spent += [one for one in each if one is not None]
+    for jobs in details.values():
+        for about in jobs.values():
+            spent += [one["epsilon"] for one in about["maps"].values() if "epsilon" in one]
+    return max(spent, default=None)

@@ -1,0 +1,199 @@
+"""The model as one HTML file; and the runs of such a file read back."""
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from fedvlm.errors import DataError
+from fedvlm.evaluate import scores
+from fedvlm.evaluate.scores import Table
+from fedvlm.record import Record
+from fedvlm.report.page import charts
+from fedvlm.report.page.gather import FORMAT, Model, gather
+from fedvlm.report.page.svg import colour
+from fedvlm.report.tables import cell
+from fedvlm.storage.files import write
+
+
+def write_page(
+    records: Sequence[Record],
+    out: Path,
+    title: str = "",
+    paper: Mapping[str, Mapping[str, float]] | None = None,
+    command: str = "",
+) -> Path:
+    """One page of all these runs."""
+    write(out, page(gather(records, title, paper, command)).encode())
+    return out
+
+
+def page(model: Model) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("fedvlm.report.page", "templates")
+    env = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.globals.update(colour=colour)
+    env.filters.update(percent=percent, heat=heat)
+    return env.get_template("report.html").render(
+        **shell(),
+        model=model,
+        data=embedded(model),
+        rows=rows(model),
+        charts=charts,
+        odd=odd(model),
+    )
+
+
+def shell() -> dict[str, Any]:
+    """What every page of ours has: style, script, and a policy that lets nothing else in."""
+    style, script = (_static(name) for name in ("style.css", "script.js"))
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return {"style": Markup(style), "script": Markup(script), "policy": policy}
+
+
+def _static(name: str) -> str:
+    text = (files("fedvlm.report.page") / "static" / name).read_text("utf-8")
+    assert "</" not in text, f"{name} would end its own element"
+    return text
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def embedded(model: Model) -> Markup:
+    """JSON that no name in it can break out of."""
+    plain = json.dumps(model, ensure_ascii=True, separators=(",", ":"))
+    for letter in "<>&":
+        plain = plain.replace(letter, f"\\u{ord(letter):04x}")
+    return Markup(plain)
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f}"
+
+
+def heat(value: float | None) -> str:
+    """One of eleven shades."""
+    return "" if value is None else f"h{max(0, min(10, round(10 * value)))}"
+
+
+def rows(model: Model) -> list[dict[str, Any]]:
+    """The table's rows: per column the words, the number to sort by, and what it is to the best."""
+    out = []
+    for place, run in enumerate(model["runs"]):
+        spread = scores.spread(run["tables"])
+        cells = []
+        for column in model["columns"]:
+            mean, deviation = spread.get(column, (None, None))
+            verdict = model["verdicts"].get(column)
+            one: dict[str, Any] = {"text": cell(mean, deviation, "text"), "sort": mean, "mark": ""}
+            if verdict and place == verdict["best"]:
+                one["mark"] = "best"
+            elif verdict and (gap := verdict["differences"].get(str(place))):
+                one["mark"] = "level" if place in verdict["level"] else ""
+                one["gap"] = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * part for part in gap))
+            cells.append(one)
+        out.append({"place": place, "run": run, "cells": cells})
+    return out
+
+
+def odd(model: Model) -> list[tuple[str, list[str]]]:
+    """Settings in which the runs differ from each other."""
+    flat = [_flat(run["identity"]) for run in model["runs"]]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    said = {key: [one.get(key, "-") for one in flat] for key in keys}
+    return [(key, each) for key, each in said.items() if len(set(each)) > 1]
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    out: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{before}{key}.")
+        else:
+            out[before + key] = value if isinstance(value, str) else json.dumps(value)
+    return out
+
+
+class Told(Record):
+    """A run as a page tells it: enough for a table."""
+
+    def __init__(self, file: Path, run: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self.run = run
+        self.manifest = dict(run)
+
+    @property
+    def tables(self) -> list[Table]:
+        return list(self.run["tables"])
+
+    @property
+    def traffic(self) -> tuple[int, float]:
+        exchanges, moved = self.run["traffic"]
+        return exchanges, moved
+
+    def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
+        wanted = self.run["identity"]["seeds"][0] if seed is None else seed
+        out: dict[str, dict[str, Any]] = {
+            job: {"train": train, "unseen": unseen, "scores": {}}
+            for job, (train, unseen) in self.run["who"][str(wanted)].items()
+        }
+        for one in self.run["cells"]:
+            if one["seed"] == wanted:
+                hits = {"test_rows": one["rows"], "test_hits": one["accuracy"] * one["rows"]}
+                out[one["job"]]["scores"][one["client"]] = {**one, **hits}
+        return out
+
+
+class _Data(HTMLParser):
+    """The text of the element that holds the model."""
+
+    found = ""
+    inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.inside = tag == "script" and ("id", "fedvlm") in attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.found += data
+
+
+def read_page(path: Path) -> list[Record]:
+    """The runs inside a page."""
+    try:
+        parser = _Data()
+        parser.feed(path.read_text("utf-8"))
+        model = json.loads(parser.found or "{}")
+        if model.get("format") != FORMAT:
+            raise ValueError("it has no runs inside")
+        return [Told(path, run) for run in model["runs"]]
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is no page of `fedvlm report` ({error}); name a run directory, or such a page"
+        ) from error
+
+
+def opened(path: Path) -> list[Record]:
+    """The run of a directory, or the runs of a page."""
+    return read_page(path) if path.suffix in (".html", ".htm") else [Record(path)]
