@@ -58,7 +58,9 @@ def fit(
     share = real.double() / real.sum().clamp(min=1)
     left, size, right = torch.linalg.svd(x, full_matrices=False)
     rows = torch.cat([left * size, torch.ones_like(x[:, :1])], dim=1)  # (rows, rank + 1)
-    pull = torch.cat([ridges.double()[:, None].expand(-1, len(size)), ridges[:, None] * 0 + BIAS], 1)
+    pull = torch.cat(
+        [ridges.double()[:, None].expand(-1, len(size)), ridges[:, None] * 0 + BIAS], 1
+    )
     bend = torch.cat([BEND * size.square() / real.sum().clamp(min=1), size.new_full((1,), BEND)])
     scale = (bend + pull).rsqrt()[:, :, None]  # (ridges, rank + 1, 1)
     pull = pull[:, :, None] * scale.square()
@@ -79,8 +81,9 @@ def fit(
         length = along(logits, ahead, truth, share, pull, at, way)
         still = down.abs().amax((1, 2)) < STILL
         step = torch.where(still[:, None, None], 0.0, length[:, None, None] * way)
-        at, logits = at + step, logits + torch.where(
-            still[:, None, None], 0.0, length[:, None, None] * ahead
+        at, logits = (
+            at + step,
+            logits + torch.where(still[:, None, None], 0.0, length[:, None, None] * ahead),
         )
         after = slope(logits, at)
         past = [*past, (step, after - down)][-MEMORY:]
