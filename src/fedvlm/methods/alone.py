@@ -1,0 +1,54 @@
+"""Each client on its own: logistic regression on its rows, the ridge chosen on validation rows.
+
+Nothing is shared, so a client nobody has seen has no classifier. What federation is measured by.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.maths import gaussian, probe
+
+
+@register
+@dataclass(frozen=True)
+class Alone:
+    rounds: int = 1  # in which nothing travels
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        classes = len(frozen.classes)
+        return {}, {
+            "weight": torch.zeros(classes, frozen.dim),
+            "bias": torch.zeros(classes),
+            "ridge": torch.zeros(()),
+            "slope": torch.zeros(()),
+        }
+
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+        ridges, path, there = own_path(frozen, client)
+        best = probe.chosen(path, ridges, client.held_x, client.held_y)
+        bias = torch.where(there, path.heads.bias, gaussian.NEVER)
+        found = {"weight": path.heads.weight, "bias": bias, "ridge": ridges, "slope": path.slope}
+        return {key: value[best].float() for key, value in found.items()}
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        return x @ local["weight"].mT + local["bias"]
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        return {"ridge": float(local["ridge"]), "slope left": float(local["slope"])}
+
+    name = "alone"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    send, update, aggregate = parts.everything, parts.idle, parts.mean
+
+
+def own_path(frozen: Frozen, client: Client) -> tuple[Tensor, probe.Path, Tensor]:
+    """The ridges, a head for each from the client's rows alone, and which classes it has."""
+    classes = len(frozen.classes)
+    ridges = torch.tensor(probe.RIDGES, dtype=torch.float64)
+    nothing = probe.Head(torch.zeros(classes, frozen.dim), torch.zeros(classes))
+    there = gaussian.members(client.y, classes).sum(0) > 0
+    return ridges, probe.fit(client.x, client.y, ridges, nothing, there), there

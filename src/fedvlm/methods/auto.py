@@ -1,0 +1,231 @@
+"""A good classifier without tuning: one exchange of statistics, a few of slopes, then each client's
+own mix of all that is known, by the likelihood of its validation rows.
+
+Every part is linear in the embedding, and parts are mixed on their logits, so that what a client
+ends up with is one linear head:
+- shared: zero-shot text; one logistic regression over all clients, followed from text to a weak
+  ridge and averaged over that path by validation likelihood; Gaussian classes of one covariance.
+- own: a logistic regression on its rows alone, the Gaussian classes with its rows added, and how
+  often it has each class.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.maths import blend, gaussian, probe, quasi
+from fedvlm.methods import _probe
+from fedvlm.methods.alone import own_path
+
+SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part, in the mix
+FIRST, LAST = 1e-1, 1e-6  # ridges of the path
+SCARCE = 0.05  # rows that a class counts as having more than it has
+OPEN = -0.7  # log weight of the class frequencies, before validation rows have a say
+BELOW = 3.0  # how far under all it has seen a client puts a class it has no rows of
+
+
+@register
+@dataclass(frozen=True)
+class Auto:
+    smallest: int = SMALLEST  # rows a class must have at a client for its statistics to be uploaded
+    rounds: int = 16  # the first also asks for statistics, the last only for the shared mix
+
+    def __post_init__(self) -> None:
+        if self.rounds < 2 or self.smallest < 1:
+            raise SettingsError(
+                f"auto: rounds = {self.rounds} is at least 2, and smallest = {self.smallest} 1"
+            )
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        anchor = _probe.anchor_of(frozen)
+        classes, dim = len(frozen.classes), frozen.dim
+        shared = _probe.keep(quasi.begin(anchor)) | {
+            "walk anchor": anchor,
+            "walk round": torch.zeros((), dtype=torch.int64),
+            "walk mean": torch.zeros_like(anchor, dtype=torch.float64),  # of the path so far
+            "walk least": torch.tensor(torch.inf, dtype=torch.float64),  # validation loss on it
+            "walk mass": torch.zeros((), dtype=torch.float64),
+            "walk gram": torch.zeros((dim + 1) * (dim + 2) // 2),
+            "gauss weight": torch.zeros(classes, dim),
+            "gauss bias": torch.zeros(classes),
+            "counts": torch.zeros(classes),
+            "means": torch.zeros(classes, dim),
+            "scatter": torch.zeros(dim * (dim + 1) // 2),
+        }
+        local = {"weight change": torch.zeros(classes, dim), "bias change": torch.zeros(classes)}
+        return shared, local | {"shares": torch.zeros(4)}
+
+    def send(self, shared: Tensors, id: str) -> Tensors:
+        """What the coming exchange is about, which its keys tell; at the end, what was found."""
+        done = int(shared["walk round"])
+        more = {1: ("gauss weight", "gauss bias"), 0: ("counts", "means", "scatter")}
+        keys = more.get(max(self.rounds - done, 0), ())
+        out = {key: shared[key] for key in ("weight", "bias", *keys)}
+        return out | ({"begun": torch.ones(())} if done else {})
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        if "gauss weight" in sent:
+            return {"judged": self.judge(frozen, sent, client)}, local
+        upload = _probe.answer(sent, client)
+        return upload if "begun" in sent else upload | self.statistics(frozen, client), local
+
+    def statistics(self, frozen: Frozen, client: Client) -> Tensors:
+        """TOFA's sums over rows; rows of classes with too few are one nameless group, if enough."""
+        classes = len(frozen.classes)
+        few = gaussian.members(client.y, classes).sum(0) < self.smallest
+        rest = few[client.y.clamp(min=0)] & (client.y >= 0)
+        enough = rest.sum() >= self.smallest
+        y = torch.where(rest, torch.where(enough, classes, -1), client.y)
+        counts, sums, _ = gaussian.raw(
+            torch.where((y >= 0)[:, None], client.x, 0.0), y, classes + 1
+        )
+        gram = _probe.second(replace(client, y=y), 1)
+        return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
+
+    def covers(self, upload: Tensors) -> Tensor:
+        """(classes,) True where the upload has statistics of the class."""
+        return upload["counts"][:-1] > 0
+
+    def judge(self, frozen: Frozen, sent: Tensors, client: Client) -> Tensor:
+        """Validation loss at every mix of the shared parts."""
+        x, y = client.held_x, client.held_y
+        logits = torch.stack([head.logits(x) for head in shared_parts(frozen, sent)])
+        told = []
+        for share in mixes(len(logits)).split(len(SHARES)):  # all at once would be large
+            told.append(probe.losses(torch.einsum("mj,jnk->mnk", share.to(logits), logits), y))
+        return torch.cat(told)
+
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors:
+        total = _probe.summed(uploads)
+        done = shared["walk round"] + 1
+        if "judged" in total:
+            return {**shared, **self.mixed(shared, total["judged"]), "walk round": done}
+        out = {**shared, **self.followed(shared, total["told"][2]), "walk round": done}
+        if "counts" in total:
+            out |= self.gaussians(total)
+        ridge = FIRST * (LAST / FIRST) ** ((int(done) - 1) / max(self.rounds - 2, 1))
+        out |= _probe.step(out, total, out["walk gram"], shared["walk anchor"], ridge)
+        if int(done) == self.rounds - 1:
+            out |= _probe.head(out["walk mean"])
+        return out
+
+    def followed(self, shared: Tensors, loss: Tensor) -> Tensors:
+        """The mean of the path's points, each weighing as validation rows are likely at it."""
+        least = torch.minimum(shared["walk least"], loss)
+        before = shared["walk mass"] * (least - shared["walk least"]).exp()
+        now = (least - loss).exp()
+        mean = before * shared["walk mean"] + now * shared["walk point"]
+        mean = mean / (before + now)
+        return {"walk mean": mean, "walk least": least, "walk mass": before + now}
+
+    def gaussians(self, total: Tensors) -> Tensors:
+        dim = total["sums"].shape[1]
+        second = gaussian.unpack(total["gram"], dim + 1)[:-1, :-1]
+        known = gaussian.centred(total["counts"], total["sums"], second)
+        named = gaussian.Moments(known.counts[:-1], known.means[:-1], known.scatter)
+        rule = gaussian.discriminant(named, gaussian.ridge(named, 1.0))
+        out = {
+            "gauss weight": rule.weight,
+            "gauss bias": rule.bias,
+            "counts": named.counts,
+            "means": named.means,
+            "scatter": gaussian.pack(named.scatter),
+            "walk gram": total["gram"],
+        }
+        return {key: value.float() for key, value in out.items()}
+
+    def mixed(self, shared: Tensors, loss: Tensor) -> Tensors:
+        """The mix of shared parts: of all that were judged, by their likelihood."""
+        anchor = probe.split(shared["walk anchor"])
+        parts = (
+            three_parts(shared) if len(loss) == len(SHARES) ** 2 else three_parts(shared, anchor)
+        )
+        share = ((loss.min() - loss).exp()[:, None] * mixes(len(parts))).sum(0)
+        share = share / (loss.min() - loss).exp().sum()
+        joined = torch.stack([part.joined() for part in parts]).double()
+        return _probe.head((share[:, None, None] * joined).sum(0))
+
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+        shared = probe.Head(sent["weight"].double(), sent["bias"].double())
+        x, y = client.held_x.double(), client.held_y
+        _, path, there = own_path(frozen, client)
+        own = lowered(path.heads, client, there)
+        share = blend.averaged(own.logits(x), y)[:, None]
+        alone = probe.Head((share[..., None] * own.weight).sum(0), (share * own.bias).sum(0))
+        counts = gaussian.members(client.y, len(frozen.classes)).sum(0)
+        often = probe.Head(torch.zeros_like(shared.weight), (counts + SCARCE).log())
+        parts = [shared, alone, self.posterior(sent, client, counts), often]
+        joined = torch.stack([part.joined() for part in parts])
+        logits = torch.stack([part.logits(x) for part in parts])
+        heats = [blend.heat(one, y) - torch.tensor(3.0).log() for one in logits[:3]]
+        start = torch.stack([*heats, torch.full_like(heats[0], OPEN)])
+        shares = blend.blend(logits, y, start).exp()
+        found = probe.split((shares[:, None, None] * joined).sum(0))
+        return {
+            "weight change": (found.weight - shared.weight).float(),
+            "bias change": (found.bias - shared.bias).float(),
+            "shares": shares.float(),
+        }
+
+    def posterior(self, sent: Tensors, client: Client, counts: Tensor) -> probe.Head:
+        """TOFA's discriminant: everyone's statistics with the client's rows added."""
+        if "means" not in sent:  # an earlier round was chosen
+            return probe.Head(0.0 * sent["weight"].double(), 0.0 * sent["bias"].double())
+        scatter = gaussian.unpack(sent["scatter"].double(), sent["means"].shape[1])
+        prior = gaussian.Moments(sent["counts"].double(), sent["means"].double(), scatter)
+        known = gaussian.posterior(prior, client.x, client.y, 1.0)
+        rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
+        return lowered(probe.Head(rule.weight, rule.bias), client, known.counts > 0)
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        weight = sent["weight"] + local["weight change"]
+        return x @ weight.mT + sent["bias"] + local["bias change"]
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        names = ("share of shared", "share of own", "share of gaussian", "share of frequencies")
+        return dict(zip(names, local["shares"].tolist(), strict=True))
+
+    name = "auto"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    sums = "total"
+
+
+def mixes(parts: int) -> Tensor:
+    """(mixes, parts) every choice of a share for each part."""
+    return torch.tensor(list(product(SHARES, repeat=parts)), dtype=torch.float64)
+
+
+def shared_parts(frozen: Frozen, sent: Tensors) -> list[probe.Head]:
+    if frozen.text is None:
+        return three_parts(sent)
+    return three_parts(sent, probe.split(_probe.anchor_of(frozen)))
+
+
+def three_parts(held: Tensors, text: probe.Head | None = None) -> list[probe.Head]:
+    """Zero-shot if there is text, the path's mean, and the Gaussian classes if all have rows."""
+    mean = probe.Head(held["weight"], held["bias"])
+    whole = (held["gauss bias"] > gaussian.NEVER).all()
+    gauss = probe.Head(
+        torch.where(whole, held["gauss weight"], mean.weight),
+        torch.where(whole, held["gauss bias"], mean.bias),
+    )
+    return [mean, gauss] if text is None else [text, mean, gauss]
+
+
+def lowered(head: probe.Head, client: Client, there: Tensor) -> probe.Head:
+    """Classes without rows get one low logit, below all that the others have on the rows."""
+    seen = head.logits(client.x.double())
+    seen = torch.where((client.y >= 0)[:, None] & there, seen, torch.inf)
+    floor = seen.flatten(-2).amin(-1, keepdim=True) - BELOW
+    return probe.Head(
+        torch.where(there[:, None], head.weight, 0.0), torch.where(there, head.bias, floor)
+    )

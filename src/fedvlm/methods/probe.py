@@ -1,0 +1,93 @@
+"""One logistic regression over all clients' rows in few exchanges, and each client's own beside it.
+
+The shared head starts at the zero-shot classifier and is drawn to it by a ridge. Every round the
+clients say the slope of their rows at the server's point, and the server takes a quasi-Newton step
+in the metric of all rows' second moments, which travel once: the limit is the pooled solution.
+Each client then goes on alone from the shared head, as far as its validation rows say it pays.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.maths import gaussian, probe, quasi
+from fedvlm.methods import _probe
+from fedvlm.methods.alone import own_path
+
+
+@register
+@dataclass(frozen=True)
+class Probe:
+    ridge: float = 1e-4  # of the shared head, per row
+    own: bool = True  # False: every client uses the shared head
+    smallest: int = SMALLEST  # rows a client must have to say their second moments
+    rounds: int = 20
+
+    def __post_init__(self) -> None:
+        if not self.ridge > 0 or self.smallest < 1:
+            raise SettingsError(
+                f"probe: ridge = {self.ridge} is above 0, and smallest = {self.smallest} from 1"
+            )
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        anchor = _probe.anchor_of(frozen)
+        dim = frozen.dim + 1
+        shared = {**_probe.keep(quasi.begin(anchor)), "walk anchor": anchor}
+        shared["walk round"] = torch.zeros((), dtype=torch.int64)
+        local = {"weight change": torch.zeros(len(anchor), frozen.dim)} if self.own else {}
+        local |= {"bias change": torch.zeros(len(anchor))} if self.own else {}
+        return {**shared, "walk gram": torch.zeros(dim * (dim + 1) // 2)}, local
+
+    def send(self, shared: Tensors, id: str) -> Tensors:
+        begun = {"begun": torch.ones(())} if shared["walk round"] else {}
+        return {"weight": shared["weight"], "bias": shared["bias"], **begun}
+
+    def update(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+    ) -> tuple[Tensors, Tensors]:
+        upload = _probe.answer(sent, client)
+        if "begun" not in sent:
+            upload["gram"] = _probe.second(client, self.smallest)
+        return upload, local
+
+    def aggregate(
+        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
+    ) -> Tensors:
+        total = _probe.summed(uploads)
+        gram = total["gram"].float() if "gram" in total else shared["walk gram"]
+        anchor, done = shared["walk anchor"], shared["walk round"] + 1
+        out = _probe.step(shared, total, gram, anchor, self.ridge)
+        if done >= self.rounds:  # nobody would say whether a last step is a good one
+            out |= _probe.head(out["walk base"])
+        return {**out, "walk anchor": anchor, "walk gram": gram, "walk round": done}
+
+    def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+        """The likeliest on validation rows of the shared head, heads near it, and own ones."""
+        if not self.own:
+            return local
+        shared = probe.Head(sent["weight"].double(), sent["bias"].double())
+        ridges, own, there = own_path(frozen, client)
+        near = probe.fit(client.x, client.y, ridges, shared, torch.ones_like(there)).heads
+        off = torch.where(there, own.heads.bias, gaussian.NEVER)
+        heads = probe.Head(
+            torch.cat([shared.weight[None], near.weight, own.heads.weight]),
+            torch.cat([shared.bias[None], near.bias, off]),
+        )
+        best = probe.losses(heads.logits(client.held_x.double()), client.held_y).argmin()
+        change = heads.weight[best] - shared.weight, heads.bias[best] - shared.bias
+        return dict(zip(("weight change", "bias change"), (c.float() for c in change), strict=True))
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        weight, bias = sent["weight"], sent["bias"]
+        if self.own:
+            weight, bias = weight + local["weight change"], bias + local["bias change"]
+        return x @ weight.mT + bias
+
+    name = "probe"
+    needs, memory = frozenset({"image"}), frozenset[str]()
+    sums = "total"

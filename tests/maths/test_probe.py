@@ -1,0 +1,159 @@
+"""Logistic regression by its laws: scikit-learn's solution, its anchor, its padding, its clients."""
+
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch.func import vmap
+
+from fedvlm.maths import blend, probe, quasi
+
+CLASSES, DIM, ROWS = 5, 24, 90
+ALL = torch.ones(CLASSES, dtype=torch.bool)
+NOTHING = probe.Head(torch.zeros(CLASSES, DIM), torch.zeros(CLASSES))
+
+
+def rows(seed=0, count=ROWS):
+    draw = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(1)) + 1
+    y = torch.arange(count) % CLASSES
+    noise = 1.5 * torch.randn(count, DIM, generator=draw)
+    return torch.nn.functional.normalize(centres[y] + noise, dim=1), y
+
+
+def ridges(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def anchor(seed=3):
+    draw = torch.Generator().manual_seed(seed)
+    return probe.Head(torch.randn(CLASSES, DIM, generator=draw), torch.zeros(CLASSES))
+
+
+@pytest.mark.parametrize("ridge", [1e-1, 1e-3, 1e-5])
+def test_fit_is_the_solution_of_scikit_learn(ridge):
+    x, y = rows()
+    theirs = LogisticRegression(C=1 / (ROWS * ridge), tol=1e-12, max_iter=20_000)
+    theirs.fit(x.double().numpy(), y.numpy())
+    ours = probe.fit(x, y, ridges(ridge), NOTHING, ALL).heads.logits(x.double())[0].softmax(1)
+    gap = ours - torch.from_numpy(theirs.predict_proba(x.double().numpy()))
+    assert gap.abs().max() < 1e-4
+
+
+def test_a_strong_ridge_is_the_anchor_and_a_weak_one_fits_the_rows():
+    x, y = rows()
+    path = probe.fit(x, y, ridges(1e6, 1e-7), anchor(), ALL)
+    assert torch.allclose(path.heads.weight[0], anchor().weight.double(), atol=1e-5)
+    assert (path.heads.logits(x.double())[1].argmax(1) == y).all()
+
+
+def test_heads_for_all_ridges_at_once_are_those_one_by_one():
+    x, y = rows()
+    whole = probe.fit(x, y, ridges(1e-2, 1e-3), anchor(), ALL)
+    for number, ridge in enumerate((1e-2, 1e-3)):
+        one = probe.fit(x, y, ridges(ridge), anchor(), ALL).heads
+        assert torch.allclose(whole.heads.weight[number], one.weight[0], atol=1e-6)
+
+
+def test_padding_and_vmap_change_nothing():
+    x, y = rows()
+    plain = probe.fit(x, y, ridges(1e-3), NOTHING, ALL).heads.weight
+    wide = torch.cat([x, torch.full((7, DIM), 7.0)])
+    labels = torch.cat([y, torch.full((7,), -1)])
+    both = vmap(lambda x, y: probe.fit(x, y, ridges(1e-3), NOTHING, ALL).heads.weight)(
+        torch.stack([wide, wide]), torch.stack([labels, labels])
+    )
+    assert torch.allclose(both[1], plain, atol=1e-7)
+
+
+def test_a_class_that_is_not_open_keeps_the_row_of_its_anchor():
+    x, y = rows()
+    there = torch.tensor([True, True, False, True, True])
+    path = probe.fit(x, torch.where(y == 2, 0, y), ridges(1e-3), anchor(), there)
+    assert torch.equal(path.heads.weight[0, 2], anchor().weight[2].double())
+    assert path.slope.max() < 1e-6
+
+
+def test_a_fit_that_has_arrived_stays_where_it_is():
+    x, y = rows()
+    short, long = (probe.fit(x, y, ridges(1e-1), NOTHING, ALL, steps) for steps in (40, 80))
+    assert short.slope.max() < probe.STILL
+    assert torch.equal(short.heads.weight, long.heads.weight)
+
+
+def test_slopes_of_clients_add_up_to_those_of_all_rows_and_are_the_derivative():
+    x, y = rows()
+    loss, slope = probe.pull_of(anchor(), x, y)
+    parts = [probe.pull_of(anchor(), x[part], y[part]) for part in (slice(40), slice(40, None))]
+    assert torch.allclose(sum(part[1] for part in parts), slope, atol=1e-4)
+    joined = anchor().joined().requires_grad_()
+    told = probe.losses(probe.split(joined).logits(x), y)
+    told.backward()
+    assert torch.allclose(told, loss) and torch.allclose(joined.grad, slope, atol=1e-4)
+
+
+def test_without_validation_rows_the_usual_ridge_is_chosen():
+    x, y = rows()
+    all_ridges = ridges(*probe.RIDGES)
+    path = probe.fit(x, y, all_ridges, NOTHING, ALL, steps=5)
+    assert all_ridges[probe.chosen(path, all_ridges, x[:0], y[:0])] == probe.USUAL
+
+
+@pytest.mark.parametrize("ridge", [1e-2, 1e-4])
+def test_the_servers_steps_reach_the_pooled_solution(ridge):
+    x, y = rows()
+    start = anchor().joined()
+    whole = torch.cat([x, torch.ones(ROWS, 1)], dim=1).double()
+    walk = quasi.begin(start)
+
+    def objective(joined):
+        loss = probe.losses(probe.split(joined.double()).logits(x.double()), y) / ROWS
+        return loss + ridge / 2 * (joined - start)[:, :-1].double().square().sum()
+
+    for _ in range(20):
+        loss, slope = probe.pull_of(probe.split(walk.point.float()), x, y)
+        told = loss.double() / ROWS, slope.double() / ROWS
+        walk = quasi.advance(walk, *told, whole.mT @ whole / ROWS, start.double(), ridge)
+    best = objective(probe.fit(x, y, ridges(ridge), anchor(), ALL, 150).heads.joined()[0])
+    assert best <= objective(walk.base) <= best * (1 + 1e-3)
+
+
+def test_a_point_that_is_worse_is_not_kept():
+    x, y = rows()
+    walk = quasi.begin(anchor().joined())
+    slope = torch.ones_like(walk.point)
+    gram = torch.eye(DIM + 1, dtype=torch.float64)
+    first = quasi.advance(walk, torch.tensor(1.0), slope, gram, walk.point, 1e-3)
+    second = quasi.advance(first, torch.tensor(2.0), slope, gram, walk.point, 1e-3)
+    assert torch.equal(second.base, walk.point) and second.loss == 1.0
+    assert second.reach < first.reach
+
+
+def test_a_blend_without_rows_is_where_it_starts():
+    start = torch.tensor([0.3, -2.0], dtype=torch.float64)
+    logits = torch.zeros(2, 6, CLASSES, dtype=torch.float64)
+    assert torch.equal(blend.blend(logits, torch.full((6,), -1), start), start)
+
+
+def test_a_blend_prefers_the_classifier_that_is_right():
+    _, y = rows()
+    draw = torch.Generator().manual_seed(5)
+    near, noise = torch.randn(2, ROWS, CLASSES, generator=draw).double()
+    right = near + torch.nn.functional.one_hot(y, CLASSES)
+    weight = blend.blend(torch.stack([right, noise]), y, torch.zeros(2).double()).exp()
+    assert weight[0] > 2 * weight[1]
+
+
+def test_heat_undoes_a_scale():
+    draw = torch.Generator().manual_seed(6)
+    true = torch.randn(4000, CLASSES, generator=draw).double()
+    y = torch.multinomial(true.softmax(1), 1, generator=draw)[:, 0]
+    assert abs(blend.heat(8 * true, y).exp() - 1 / 8) < 0.02
+
+
+def test_a_path_is_averaged_by_likelihood():
+    _, y = rows()
+    right = torch.nn.functional.one_hot(y, CLASSES).double()
+    weights = blend.averaged(torch.stack([right, 0 * right, -right]), y)
+    assert weights[0] > 0.9 and weights[1:].max() < 1e-3
+    none = blend.averaged(torch.stack([right, -right]), torch.full_like(y, -1))
+    assert torch.allclose(none, torch.full_like(none, 0.5))
