@@ -53,7 +53,7 @@ def own_rows(
     world = World(
         settings.method,
         frozen(rows, seed),
-        rows.view(settings.method.needs),
+        rows.view(settings.method.traits.needs),
         torch.from_numpy(rows.labels),
         {kit.name: member},
         seed,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedvlm import seeds
 from fedvlm.channel import Channel
-from fedvlm.core import Client, Frozen, Tensors
+from fedvlm.core import Client, Frozen, Method, Noisy, Tensors, schedule
 from fedvlm.evaluate.metrics import diagrams, every_metric
 from fedvlm.tensors import full
 
@@ -44,7 +44,7 @@ class Part:
 class World:
     """What stays the same over the rounds of one training."""
 
-    method: Any
+    method: Method
     frozen: Frozen
     x: Any  # (rows, ...) in the view the method's needs ask for: a Tensor, or Rows
     y: Tensor  # (rows,)
@@ -87,7 +87,7 @@ class Done:
 
 def minibatches(world: World, id: str, number: int) -> Tensor:
     """(steps, batch) rows in this round's order; the last minibatch of an epoch may be short."""
-    size, epochs = getattr(world.method, "batch", 32), getattr(world.method, "epochs", 1)
+    size, epochs = schedule(world.method).batch, schedule(world.method).epochs
     rows = len(world.members[id].train)
     generator = seeds.generator("order", world.seed, id, number)
     steps = -(-rows // size)
@@ -106,8 +106,7 @@ def gather(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
 def client(world: World, id: str, number: int) -> Client:
     member = world.members[id]
     order = minibatches(world, id, number)
-    asks = getattr(world.method, "noise", None)
-    count = asks(world.frozen) if callable(asks) else 0
+    count = world.method.noise(world.frozen) if isinstance(world.method, Noisy) else 0
     return Client(
         *gather(world, member.train),
         order,

@@ -9,7 +9,7 @@ import torch
 
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
-from fedvlm.core import Tensors
+from fedvlm.core import Conditioned, Described, Method, Tensors
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import Done, Scores, Task, World, minibatches
 from fedvlm.engines.single import Single, where
@@ -107,14 +107,14 @@ def train(
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         # A tower of every client is large, a state is not.
         del done, tasks, trained, came, shared, local
-        if "image tower" in method.needs:
+        if "image tower" in method.traits.needs:
             give_back()
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
 
 def _tasks(
-    method: Any, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
+    method: Method, state: State, fresh: Tensors, ids: Iterable[str], train: Collection[str]
 ) -> list[Task]:
     best = state.best_local or {}
     return [
@@ -165,16 +165,16 @@ def disagreement(
     keys = sorted(key for key in shared if shared[key].is_floating_point())
     each = [[one[key] for key in keys] for one in (shared, *uploads)]
     out = {"cosine": mean_cosine(each[0], each[1:])}
-    condition = getattr(world.method, "condition", None)
-    if condition is not None:
+    method = world.method
+    if isinstance(method, Conditioned):
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         steps = [len(minibatches(world, id, 0)) for id in done]
-        out["difference"] = largest_difference(start, ends, steps, world.method.rate)
+        out["difference"] = largest_difference(start, ends, steps, method.rate)
         conditions = [
-            condition(one.local) if one.told is None else one.told["condition"]
+            method.condition(one.local) if one.told is None else one.told["condition"]
             for one in done.values()
         ]
-        out["difference_bound"] = difference_bound(world.method.tau, conditions)
+        out["difference_bound"] = difference_bound(method.tau, conditions)
     return out
 
 
@@ -247,8 +247,6 @@ def finish(world: World, engine: Engine, plan: Plan, state: State, fresh: Tensor
 
 
 def _describe(world: World, shared: Tensors, done: Done) -> Mapping[str, float]:
-    describe = getattr(world.method, "describe", None)
-    if done.told is not None or describe is None:
+    if done.told is not None or not isinstance(world.method, Described):
         return done.told or {}
-    out: Mapping[str, float] = describe(world.frozen, shared, done.local)
-    return out
+    return world.method.describe(world.frozen, shared, done.local)

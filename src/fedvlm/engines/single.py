@@ -46,7 +46,7 @@ def one(world: World, number: int, task: Task) -> Done:
         upload, local = world.method.update(
             world.frozen, task.sent, task.local, client(world, task.id, number)
         )
-        if "image tower" in world.method.needs:
+        if "image tower" in world.method.traits.needs:
             give_back()
         return Done(upload, local, scores)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
+from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, calibration, gaussian
 from fedvlm.maths.accounting import epsilon
@@ -65,8 +65,14 @@ class TOFA:
         return self.rounds - (self.contributors > 1)
 
     @property
-    def sums(self) -> str | None:  # of uploads, which is all it needs; texts have none
-        return None if self.text and self.exchanges == 2 else "total"
+    def traits(self) -> Traits:
+        return Traits(
+            needs=frozenset({"image"}),
+            sums=None if self.text and self.exchanges == 2 else "total",  # texts have none
+            uneven=frozenset({"texts"}),  # of clients that bring more or fewer
+            smallest=self.smallest,
+            contributors=self.contributors,
+        )
 
     @property
     def batch(self) -> int:  # all rows in one minibatch, so that noise is drawn once
@@ -260,7 +266,7 @@ class TOFA:
             return calibration.average(seen, said)
         return calibration.fuse(seen / local["heat"][0].exp(), said / local["heat"][1].exp())
 
-    def head(self, frozen: Frozen, shared: Tensors) -> Tensor:
+    def first_head(self, frozen: Frozen, shared: Tensors) -> Tensor:
         """(classes, dim): what a head over scaled cosines can start from."""
         if not self.visual:
             return prompts(frozen, shared)
@@ -277,9 +283,7 @@ class TOFA:
         return out
 
     name = "tofa"
-    needs, memory = frozenset({"image"}), frozenset[str]()
     send = parts.everything
-    uneven = frozenset({"texts"})  # of clients that bring more or fewer
 
 
 def texts(frozen: Frozen) -> Tensor:

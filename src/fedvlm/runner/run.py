@@ -173,7 +173,7 @@ def world_of(
     return World(
         settings.method,
         frozen(rows, seed),
-        rows.view(settings.method.needs),
+        rows.view(settings.method.traits.needs),
         torch.from_numpy(rows.labels),
         members,
         seed,
@@ -200,7 +200,7 @@ def _job(
     state, fresh = start(world)
     if settings.warm_start is not None:
         state = warm.begin(
-            settings, rows.view(settings.warm_start.needs), job, world, state, record
+            settings, rows.view(settings.warm_start.traits.needs), job, world, state, record
         )
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
     return carry_out(settings, job, world, engine, state, fresh, record, tell)

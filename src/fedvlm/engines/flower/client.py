@@ -16,9 +16,8 @@ import torch
 from fedvlm import tensors
 from fedvlm.channel import validate
 from fedvlm.channel.secure import to_secagg
-from fedvlm.channel.settings import sums
 from fedvlm.channel.uploads import join, leave, split
-from fedvlm.core import Tensors
+from fedvlm.core import Conditioned, Described, Tensors, sums
 from fedvlm.engines.client import Done, Part, Task, World, drawing
 from fedvlm.engines.flower.wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
@@ -181,8 +180,9 @@ def share(world: World, id: str, about: Mapping[str, Any]) -> float:
 
 def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:
     """The few numbers that a method says of local tensors, which stay here."""
-    if adapts:
-        describe = getattr(world.method, "describe", None)
-        return dict(describe(world.frozen, sent, done.local)) if describe else {}
-    condition = getattr(world.method, "condition", None)
-    return {"condition": float(condition(done.local))} if condition else {}
+    method = world.method
+    if adapts and isinstance(method, Described):
+        return dict(method.describe(world.frozen, sent, done.local))
+    if not adapts and isinstance(method, Conditioned):
+        return {"condition": float(method.condition(done.local))}
+    return {}
