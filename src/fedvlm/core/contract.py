@@ -115,11 +115,12 @@ class Traits:
     A trait that is a setting's value bears the setting's name.
     """
 
-    needs: frozenset[str] = said(frozenset(), "what it asks of the encoder")
+    needs: frozenset[str] = said(frozenset(), f"what it asks of the encoder, of {', '.join(NEEDS)}")
     memory: frozenset[str] = said(frozenset(), "names of tensors that are kept but not trained")
     least: int = said(1, "training rows that every client must have")
     sums: Literal["rows", "clients", "total"] | None = said(
-        None, "the aggregate needs only this sum of the uploads, so a secure sum will do"
+        None,
+        f"of {', '.join(SUMS)}: all that its aggregate needs of the uploads, so a secure sum will do",
     )
     uneven: frozenset[str] = said(
         frozenset(), "names of uploaded tensors whose shape differs between clients"
