@@ -120,7 +120,7 @@ class Traits:
     least: int = said(1, "training rows that every client must have")
     sums: Literal["rows", "clients", "total"] | None = said(
         None,
-        f"of {', '.join(SUMS)}: all that its aggregate needs of the uploads, so a secure sum will do",
+        f"of {', '.join(SUMS)}: all its aggregate needs of uploads, so a secure sum will do",
     )
     uneven: frozenset[str] = said(
         frozenset(), "names of uploaded tensors whose shape differs between clients"
