@@ -17,6 +17,7 @@ from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, calibration, gaussian
 from fedvlm.maths.accounting import epsilon
+from fedvlm.methods._texts import prompts, texts
 
 TERMS = 8  # a bound on the size of a term of r, for its fixed point
 
@@ -284,21 +285,3 @@ class TOFA:
 
     name = "tofa"
     send = parts.everything
-
-
-def texts(frozen: Frozen) -> Tensor:
-    """(classes, 1 + descriptions, dim): the template's text first."""
-    if frozen.text is None:
-        raise SettingsError("tofa: text = true, but the encoder has no text; set text = false")
-    if frozen.descriptions is None:
-        return frozen.text[:, None]
-    return torch.cat([frozen.text[:, None], frozen.descriptions], dim=1)
-
-
-def prompts(frozen: Frozen, sent: Tensors) -> Tensor:
-    """(classes, dim): every class's texts, mixed by their weights."""
-    assert frozen.text is not None  # `init` has seen to it
-    mixed = sent["weights"][:, :1] * frozen.text
-    if frozen.descriptions is not None:  # not `texts`, which would copy them for every prediction
-        mixed = mixed + alignment.mix(sent["weights"][:, 1:], frozen.descriptions)
-    return mixed + sent["own"] if "own" in sent else mixed
