@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fedvlm
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors
+from fedvlm.core import Batch, Frozen, Tensors, Traits
 from fedvlm.report.tables import compare
 from fedvlm.testing import check_method
 
@@ -21,6 +21,7 @@ from fedvlm.testing import check_method
 class FedBias:
     rate: float = 1e-2  # of the head and the bias
     batch: int = 32
+    epochs: int = 1
     rounds: int = 30
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
@@ -38,7 +39,7 @@ class FedBias:
         return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
 
     name = "fedbias"
-    needs, memory = frozenset({"image", "text"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text"}))
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
 
 

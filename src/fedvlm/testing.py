@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fedvlm import tensors
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Method, Noisy, Telling, Tensors, register, schedule
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.claims import sum_gap
 from fedvlm.engines.client import Part, World, client, here
@@ -25,7 +25,7 @@ from fedvlm.storage.sealed import read_tensors, write_tensors
 CLOSE = 1e-5  # relative, between engines
 
 
-def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16) -> World:
+def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16) -> World:
     """A made federation: four classes, clients of unequal size, each with its own shift."""
     draw = torch.Generator().manual_seed(7)
     unit = torch.nn.functional.normalize
@@ -44,7 +44,7 @@ def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16
         )
         first += rows
     classes = ("ant", "bee", "cat", "dog")
-    needs = method.needs
+    needs = method.traits.needs
     frozen = Frozen(
         classes,
         dim,
@@ -61,7 +61,7 @@ def toy_world(method: Any, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16
         patches = seen[:, None] + 0.3 * torch.randn(len(seen), 6, dim, generator=draw)
         seen = (3.0 * patches).half()
     last = members[f"client-{len(sizes) - 1}"]
-    reference = last.train if hasattr(method, "reference") else last.train[:0]
+    reference = last.train if method.traits.reference else last.train[:0]
     return World(method, frozen, 3, x=seen, y=torch.cat(y), members=members, reference=reference)
 
 
@@ -148,13 +148,14 @@ def learn(world: World, engine: str = "batched", workers: int = 1, **plan: Any) 
         runner.close()
 
 
-def short(method: Any) -> Any:
+def short(method: Method) -> Method:
     """The method with two rounds and two epochs at most: enough to see every verb at work."""
-    found = {one.name for one in fields(method)} & {"rounds", "epochs"}
-    return replace(method, **{name: min(getattr(method, name), 2) for name in found})
+    names = {one.name for one in fields(method)}
+    now = {"rounds": method.rounds, "epochs": schedule(method).epochs}
+    return replace(method, **{key: min(value, 2) for key, value in now.items() if key in names})
 
 
-def check_method(method: Any) -> None:
+def check_method(method: Method) -> None:
     """Raises AssertionError with what is broken and what to do. Takes a few seconds."""
     register(type(method))
     world = toy_world(short(method))
@@ -241,25 +242,25 @@ def check_uploads(world: World) -> None:
         twins = [k for k, v in upload.items() if v.shape == value.shape and torch.equal(v, value)]
         moved = key in local and not torch.equal(value, local[key])
         assert not (twins and moved), f"the upload {twins[0]!r} is the local tensor {key!r} renamed"
-    if hasattr(method, "covers"):
-        check_small(world)
+    if isinstance(method, Telling):
+        check_small(world, method, method.traits.smallest or 1)
     assert set(own) == set(local), f"update returns local {sorted(own)}, init {sorted(local)}"
 
 
-def check_small(world: World) -> None:
+def check_small(world: World, tells: Telling, smallest: int) -> None:
     """A method that uploads class statistics says so by `covers`, and keeps small classes back."""
     method, frozen = world.method, world.frozen
     shared, local = method.init(frozen)
-    if getattr(method, "noise_multiplier", 0):  # then it goes by counts that have noise as well
+    if isinstance(method, Noisy) and method.noise(frozen):  # then it goes by noisy counts as well
         return
     for id in world.members:
         one = client(world, id, 0)
         upload, _ = method.update(frozen, method.send(shared, id), local, one)
         counts = torch.bincount(one.y, minlength=len(frozen.classes))
-        small = method.covers(upload) & (counts < method.smallest)
+        small = tells.covers(upload) & (counts < smallest)
         assert not small.any(), (
             f"the upload tells of a class with {counts[small].min()} rows at a client, fewer than "
-            f"smallest = {method.smallest}; leave it out with `parts.withhold`"
+            f"smallest = {smallest}; leave it out with `parts.withhold`"
         )
 
 

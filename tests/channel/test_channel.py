@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedvlm import parts, seeds, tensors
+from fedvlm import seeds, tensors
 from fedvlm.channel import Channel, secure
 from fedvlm.channel.clip import add_noise, change, clip, norm
 from fedvlm.channel.quantise import LOSS, dequantise, quantise
-from fedvlm.channel.settings import fits, sums
+from fedvlm.channel.settings import fits
 from fedvlm.channel.uploads import arrive, leave, spend
 from fedvlm.channel.validate import longest
-from fedvlm.core import make, methods
+from fedvlm.core import Traits, make, methods, sums
 from fedvlm.engines.claims import sum_gap
 from fedvlm.engines.loop import start, train
 from fedvlm.engines.single import Single
@@ -276,7 +276,8 @@ class Liar(FedAvg):
     def aggregate(self, shared, uploads, weights, ids):
         return max(uploads, key=lambda one: float(one["head"].norm()))
 
-    name, sums = "liar", "rows"
+    name = "liar"
+    traits = Traits(needs=frozenset({"image", "text"}), sums="rows")
 
 
 def test_a_method_that_wrongly_says_a_sum_will_do_is_found_out():
@@ -289,6 +290,7 @@ class Loner:
     """Aggregates by the single uploads."""
 
     name = "loner"
+    traits = Traits()
 
     def aggregate(self, shared, uploads, weights, ids):
         return max(uploads, key=lambda one: one["head"].norm())
@@ -298,7 +300,7 @@ def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
     with pytest.raises(SettingsError, match="loner aggregates single uploads .* add `sums"):
         fits(Channel(secure=True), Loner())
     fits(Channel(), Loner())
-    assert sums(make("fedavg")) == parts.mean.sums == "rows"
+    assert sums(make("fedavg")) == "rows"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,32 @@
 """Registration refuses loudly, and settings are checked against a method's fields."""
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+import fedvlm
 from fedvlm import parts
-from fedvlm.core import METHODS, make, methods, register
+from fedvlm.core import (
+    METHODS,
+    VERBS,
+    Schedule,
+    Traits,
+    make,
+    methods,
+    register,
+    schedule,
+    sums,
+    tunable,
+)
+from fedvlm.core.registry import MORE, SETTINGS, TRAITS
 from fedvlm.errors import SettingsError
+from fedvlm.methods.fedavg import FedAvg
 from fedvlm.methods.zeroshot import ZeroShot
+from fedvlm.runner.settings import build
+
+WALK = {"loss": parts.misfit, "batch": 8, "epochs": 1, "rate": 0.1}  # what a gradient part reads
 
 
 def whole(**changes):
@@ -15,8 +34,7 @@ def whole(**changes):
     body = {
         "name": "test-method",
         "rounds": 1,
-        "needs": frozenset({"image"}),
-        "memory": frozenset(),
+        "traits": Traits(needs=frozenset({"image"})),
         "init": lambda self, frozen: ({}, {}),
         "predict": ZeroShot.predict,
         "send": parts.everything,
@@ -49,11 +67,26 @@ def test_a_whole_method_is_registered_under_its_name():
         ({"name": "fedavg"}, "taken by FedAvg; choose another"),
         ({"predict": None}, "no predict; write it or name a part"),
         ({"send": None}, "no send; write it or name a part"),
-        ({"update": parts.sgd}, "needs a `loss`; add one"),
+        ({"update": parts.sgd, **WALK, "loss": None}, "needs a `loss`; add one"),
+        ({"update": parts.sgd, **WALK, "batch": None}, "needs a batch; add a field such as"),
+        ({"update": parts.adam, **WALK, "epochs": None}, "needs a epochs; add a field such as"),
+        ({**WALK, "rate": None}, "needs a rate; add a field such as `rate: float = 1e-3`"),
         ({"rounds": None}, "no rounds; add a field"),
-        ({"needs": None}, "no needs; add"),
-        ({"memory": None}, "no memory; add"),
-        ({"needs": frozenset({"sound"})}, "needs 'sound'; an encoder can offer image"),
+        ({"traits": None}, "no traits; add `traits = Traits"),
+        ({"traits": Traits(needs={"image"})}, "traits.needs = {'image'} does not fit"),
+        ({"traits": Traits(needs=frozenset({"sound"}))}, "needs 'sound'; an encoder can offer"),
+        ({"traits": Traits(sums="all")}, "traits.sums = 'all' does not fit; it takes 'rows' or"),
+        ({"traits": Traits(smallest=4)}, "speak of smallest, which is no setting of it; add a"),
+        ({"traits": Traits(tunable=("pull",))}, "speak of pull, which is no setting of it"),
+        ({"needs": frozenset({"image"})}, r"needs is a trait; write it as `traits = Traits\(needs"),
+        ({"batch_size": 8}, "it has a batch_size, which nothing reads; did you mean batch?"),
+        ({"lr": 0.1}, "it has a lr, which nothing reads; did you mean rate?"),
+        ({"epoch": 2}, "it has a epoch, which nothing reads; did you mean epochs?"),
+        ({"update_any": parts.idle}, "it has a update_any, .* did you mean update_many?"),
+        ({"noise": 0.1, "__annotations__": {"noise": float}}, "setting noise is called like a"),
+        ({"send": 1, "__annotations__": {"send": int}}, "no send; write it"),
+        ({"describe": 1}, "its describe is no verb"),
+        ({"covers": lambda self, upload: None}, "told by covers, means and the trait smallest"),
     ],
 )
 def test_registration_refuses_and_says_what_to_add(changes, says):
@@ -80,11 +113,68 @@ def test_registration_refuses_a_field_without_a_default():
         ("fedot", {"rounds": 1.5}, "fedot.rounds = 1.5 does not fit; it takes a int"),
         ("fedot", {"rounds": True}, "fedot.rounds = True does not fit"),
         ("fedot", {"head": "txt"}, "it takes 'text' or 'random'"),
+        ("fedot", {"rounds": -1}, "fedot.rounds = -1 does not fit; it takes 0 or more"),
+        ("fedot", {"epochs": 0}, "fedot.epochs = 0 does not fit; it takes 1 or more"),
+        ("fedot", {"batch": 0}, "fedot.batch = 0 does not fit; it takes 1 or more"),
+        ("fedot", {"rate": -1.0}, "fedot.rate = -1.0 does not fit; it takes a number above 0"),
+        ("fedot", {"rate": float("nan")}, "fedot.rate = nan does not fit"),
+        ("fedot", {"rate": float("inf")}, "fedot.rate = inf does not fit"),
+        ("fedot", {"momentum": 1.0}, "fedot.momentum = 1.0 does not fit; it takes a number from 0"),
+        ("fedot", {"decay": -0.1}, "fedot.decay = -0.1 does not fit; it takes 0 or more"),
+        ("fedclip", {"eps": 0.0}, "fedclip.eps = 0.0 does not fit; it takes a number above 0"),
+        ("fens", {"server_rate": 0.0}, "fens.server_rate = 0.0 does not fit"),
     ],
 )
 def test_a_wrong_name_or_value_is_refused_with_the_remedy(name, settings, says):
     with pytest.raises(SettingsError, match=says):
         make(name, **settings)
+
+
+def test_a_number_is_checked_in_a_method_that_was_made_by_hand():
+    with pytest.raises(SettingsError, match="fedavg.rate = -1 does not fit"):
+        build({"method": FedAvg(rate=-1)})
+
+
+def test_a_method_without_the_settings_of_a_walk_has_the_usual_ones():
+    assert schedule(make("zero-shot")) == Schedule()
+    assert schedule(make("fedclip", batch=7)).betas == (0.9, 0.98)
+    assert schedule(make("fedclip", batch=7)).batch == 7
+
+
+def test_the_rate_is_tuned_where_there_is_a_loss_and_nothing_where_there_is_none():
+    assert tunable(make("fedavg")) == ("rate",)
+    assert tunable(make("zero-shot")) == ()
+    assert tunable(whole(traits=Traits(tunable=("pull",)))()) == ("pull",)
+
+
+def test_what_an_aggregate_is_a_sum_of_is_said_by_the_part_or_the_traits():
+    assert sums(make("fedavg")) == "rows"
+    assert sums(make("fedot")) == "clients"
+    assert sums(make("tofa")) == "total"
+    assert sums(make("tofa", rounds=2)) is None
+    assert sums(make("promptfl-fedamp")) is None
+
+
+def test_text_is_needed_only_for_a_head_that_starts_from_it():
+    assert make("fedot").traits.needs == {"image", "text"}
+    assert make("fedot", head="random").traits.needs == {"image"}
+
+
+def test_no_one_outside_core_looks_for_the_words_of_the_contract_by_getattr():
+    home = Path(fedvlm.__file__).parent
+    words = {*VERBS, *MORE, *TRAITS, *SETTINGS, "traits", "factors", "gamma", "noise_multiplier"}
+    found = []
+    for path in sorted(home.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or "core" in path.relative_to(home).parts:
+                continue
+            if getattr(call.func, "id", "") in ("getattr", "hasattr"):
+                of, name = (ast.unparse(one) for one in call.args[:2])
+                if "method" in of or name.strip("'") in words:
+                    found.append(f"{path}:{call.lineno} {ast.unparse(call)}")
+    assert not found, (
+        "a method's words are read through Traits, Schedule or a protocol: " + found[0]
+    )
 
 
 def test_a_whole_number_passes_as_a_float():

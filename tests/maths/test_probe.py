@@ -1,4 +1,4 @@
-"""Logistic regression by its laws: scikit-learn's solution, its anchor, its padding, its clients."""
+"""Logistic regression by its laws: scikit-learn's solution, anchor, padding, clients."""
 
 import pytest
 import torch
@@ -118,7 +118,6 @@ def test_the_servers_steps_reach_the_pooled_solution(ridge):
 
 
 def test_a_point_that_is_worse_is_not_kept():
-    x, y = rows()
     walk = quasi.begin(anchor().joined())
     slope = torch.ones_like(walk.point)
     gram = torch.eye(DIM + 1, dtype=torch.float64)

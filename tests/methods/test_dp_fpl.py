@@ -97,7 +97,7 @@ def test_without_noise_and_clip_at_full_rank_it_is_plain_sgd():
     upload, own = method.update(world.frozen, sent, local, one)
 
     class Plain:
-        needs, memory = method.needs, method.memory
+        traits = method.traits
         rate = method.rate
         predict = method.predict
 

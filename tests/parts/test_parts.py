@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedvlm import parts, tensors
-from fedvlm.core import make
+from fedvlm.core import Traits, make
 from fedvlm.engines.client import client
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.testing import bare, learn, toy_world
@@ -131,7 +131,7 @@ class Counting(FedAvg):
         seen = local["seen"] + batch.real.sum()
         return super().loss(frozen, shared, {}, batch, start), {"seen": seen}
 
-    memory = frozenset({"seen"})
+    traits = Traits(needs=frozenset({"image", "text"}), memory=frozenset({"seen"}))
 
 
 def test_a_loss_may_return_new_memory_which_is_kept_and_not_trained():

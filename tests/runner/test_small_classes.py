@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedvlm
-from fedvlm.core import SMALLEST, make, methods
+from fedvlm.core import SMALLEST, Telling, make, methods
 from fedvlm.engines.client import client
 from fedvlm.engines.loop import start, train
 from fedvlm.engines.single import Single
@@ -19,7 +19,7 @@ from fedvlm.runner.settings import build
 from fedvlm.runner.withheld import withheld
 from fedvlm.testing import check_method, check_small, learn, toy_world
 
-TELLING = [name for name, kind in methods().items() if hasattr(kind, "covers")]
+TELLING = [name for name, kind in methods().items() if isinstance(kind(), Telling)]
 EACH = pytest.mark.parametrize("name", TELLING)
 
 
@@ -65,7 +65,7 @@ def test_the_contract_refuses_a_method_that_tells_of_small_classes():
             return gaussian.raw(client.x, client.y, len(frozen.classes))
 
     with pytest.raises(AssertionError, match="fewer than smallest = 16; leave it out"):
-        check_small(toy_world(Careless()))
+        check_small(toy_world(Careless()), Careless(), 16)
 
 
 def test_sums_over_clients_are_those_of_the_rows_that_were_uploaded():

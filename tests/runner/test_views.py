@@ -1,13 +1,14 @@
 """By its needs a method sees pooled embeddings, patches or pixels, towers, references, noise."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 from fedvlm import core, parts, seeds
-from fedvlm.core import Frozen, Tensors
+from fedvlm.core import Frozen, Tensors, Traits
 from fedvlm.data.federation import Division
 from fedvlm.engines.client import client, pad, predict
 from fedvlm.evaluate.protocols import Training
@@ -23,6 +24,7 @@ class Prompted:
     rate: float = 1e-2
     rounds: int = 2
     batch: int = 16
+    epochs: int = 1
 
     def init(self, frozen):
         draw = torch.randn(3, frozen.text_tower.width, generator=seeds.generator("prompt", 0))
@@ -34,7 +36,7 @@ class Prompted:
 
     loss = FedAvg.loss
     name = "prompted"
-    needs, memory = frozenset({"patches", "text tower"}), frozenset()
+    traits = Traits(needs=frozenset({"patches", "text tower"}))
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing
 
 
@@ -42,7 +44,7 @@ class Prompted:
 class Tuned(Prompted):
     """The image tower trained whole, with a drift towards a reference and a little noise."""
 
-    reference: str = "public"
+    reference: Literal["public", "target"] = "public"
 
     def init(self, frozen):
         return dict(frozen.image_tower.weights), {}
@@ -59,8 +61,11 @@ class Tuned(Prompted):
         return 5
 
     name = "tuned"
-    needs = frozenset({"image tower", "text"})
     update = parts.sgd
+
+    @property
+    def traits(self):
+        return Traits(needs=frozenset({"image tower", "text"}), reference=self.reference)
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,9 @@
 """What happens to an upload between a client and the aggregate; all of it is off by default."""
 
 from dataclasses import dataclass, fields
-from typing import Any
 
-from fedvlm.core import check_type
+from fedvlm.core import SUMS, Method, check_type, sums
 from fedvlm.errors import FederationError, SettingsError
-
-SUMS = {  # what a method's aggregate needs to know of the uploads, if it is only a sum
-    "rows": "the mean over rows",
-    "clients": "the mean over clients",
-    "total": "the plain sum",
-}
 
 
 class ChannelError(FederationError):
@@ -55,22 +48,7 @@ class Channel:
         return not (self.clip or self.quantise or self.secure)
 
 
-def sums(method: Any) -> str | None:
-    """What sum of the uploads a method's aggregate is a function of (a key of SUMS), if any is.
-
-    A method says so with an attribute `sums`; the standard parts say so themselves.
-    """
-    kind = getattr(method, "sums", None)
-    if kind is None:
-        kind = getattr(type(method).aggregate, "sums", None)
-    if kind is not None and kind not in SUMS:
-        raise SettingsError(
-            f"method {method.name}: sums = {kind!r}; it is one of {', '.join(SUMS)}"
-        )
-    return kind
-
-
-def fits_secagg(channel: Channel, method: Any) -> None:
+def fits_secagg(channel: Channel, method: Method) -> None:
     """Refuses what Flower's SecAgg+ cannot sum."""
     if not channel.secure:
         return
@@ -87,11 +65,11 @@ def fits_secagg(channel: Channel, method: Any) -> None:
         )
 
 
-def fits(channel: Channel, method: Any) -> None:
+def fits(channel: Channel, method: Method) -> None:
     """Refuses, before any work, a channel that a method cannot use."""
     if channel.secure and sums(method) is None:
         raise SettingsError(
             f"channel.secure shows the server a sum, but {method.name} aggregates single uploads "
             "(or does not say that a sum will do); set channel.secure = false, or add `sums = "
-            f"...` to the method: {', '.join(f'{key!r} ({what})' for key, what in SUMS.items())}"
+            f"...` to its traits: {', '.join(f'{key!r} ({what})' for key, what in SUMS.items())}"
         )

@@ -9,9 +9,9 @@ from fedvlm import seeds, tensors
 from fedvlm.channel import secure
 from fedvlm.channel.clip import add_noise, apply, change, clip
 from fedvlm.channel.quantise import SCALE, dequantise, quantise
-from fedvlm.channel.settings import Channel, ChannelError, sums
+from fedvlm.channel.settings import Channel, ChannelError
 from fedvlm.channel.validate import Inbox, validate
-from fedvlm.core import Tensors
+from fedvlm.core import Method, Tensors, sums
 from fedvlm.errors import FederationError
 from fedvlm.maths.noise import Draw, seeded
 
@@ -107,9 +107,9 @@ class Arrived:
 class Passage:
     """Carries the uploads of one training."""
 
-    def __init__(self, channel: Channel, method: object, local: Sequence[str], seed: int) -> None:
+    def __init__(self, channel: Channel, method: Method, local: Sequence[str], seed: int) -> None:
         self.channel, self.kind, self.seed = channel, sums(method), seed
-        self.inbox, self.uneven = Inbox(channel, local, method), getattr(method, "uneven", ())
+        self.inbox, self.uneven = Inbox(channel, local, method), method.traits.uneven
 
     def carry(
         self,

@@ -7,8 +7,8 @@ from typing import Any
 
 from fedvlm.channel.clip import change, norm
 from fedvlm.channel.quantise import LOSS
-from fedvlm.channel.settings import Channel, sums
-from fedvlm.core import Tensors
+from fedvlm.channel.settings import Channel
+from fedvlm.core import Method, Tensors, sums
 from fedvlm.errors import FederationError
 from fedvlm.storage.sealed import Damaged, seal, unseal
 
@@ -64,7 +64,7 @@ class Inbox:
 
     channel: Channel
     local: Collection[str]  # names that may never arrive
-    method: Any = None
+    method: Method | None = None
     run: str = ""  # a message of another run is refused
     rows: dict[str, int] = field(default_factory=dict)  # as each client said the first time
     taken: set[str] = field(default_factory=set)  # clients whose upload of this round has come
@@ -116,7 +116,7 @@ class Inbox:
 
     def _like(self, upload: Tensors, sent: Tensors, client: str, where: str) -> None:
         """Who is sent the same uploads the same; a mean is of what was sent."""
-        uneven: frozenset[str] = getattr(self.method, "uneven", frozenset())
+        uneven = self.method.traits.uneven if self.method else frozenset()
         given = schema(sent)
         found = {key: value for key, value in schema(upload).items() if key not in uneven}
         other, first = self.first.setdefault(str(given), (client, found))

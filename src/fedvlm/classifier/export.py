@@ -123,7 +123,7 @@ def _measured(result: Record, client: str) -> tuple[str, Mapping[str, Any]]:
 def linear(classifier: Personalised) -> tuple[Tensor, Tensor]:
     """(classes, dim) and (classes,) that give the logits of unit-norm rows; refused if none do."""
     method, frozen = classifier.method, classifier.frozen
-    if odd := method.needs & {"patches", "image tower"}:
+    if odd := method.traits.needs & {"patches", "image tower"}:
         raise SettingsError(
             f"{method.name} predicts from {min(odd)}, and ONNX holds a head over pooled embeddings "
             "only; leave --onnx out"

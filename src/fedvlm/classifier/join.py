@@ -49,7 +49,7 @@ def join(
     result = run if isinstance(run, Record) else Record(Path(run))
     common = of_newcomer(result, job, seed)
     method = common.method
-    if not method.needs <= {"image", "text"}:
+    if not method.traits.needs <= {"image", "text"}:
         raise SettingsError(
             f"{result.folder} is a run of {method.name}, which needs more than pooled embeddings; "
             "a client can join a run of tofa, or of a method that needs image and text only"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvlm.core import Frozen, Tensors, make
+from fedvlm.core import Frozen, Method, Tensors, make
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.record import Record
@@ -21,7 +21,7 @@ from fedvlm.storage.sealed import read_tensors, write_tensors
 class Personalised:
     """One client's classifier: frozen, shared and local tensors, and the encoder it goes with."""
 
-    method: Any
+    method: Method
     frozen: Frozen
     shared: Tensors
     local: Tensors
@@ -34,9 +34,9 @@ class Personalised:
         Rows are pooled embeddings, or what the method needs instead: patches or pixels.
         """
         wanted: tuple[int | str, ...] = ("rows", self.frozen.dim)
-        if "image tower" in self.method.needs:
+        if "image tower" in self.method.traits.needs:
             wanted = ("rows", 3, "height", "width")
-        elif "patches" in self.method.needs:
+        elif "patches" in self.method.traits.needs:
             wanted = ("rows", "patches", self.frozen.dim)
         fits = x.ndim == len(wanted) and all(
             size == want
@@ -123,11 +123,11 @@ def reopen(encoder: str, where: str = "", access: Mapping[str, Any] | None = Non
     return box
 
 
-def equip(frozen: Frozen, method: Any, encoder: str, where: str = "") -> Frozen:
+def equip(frozen: Frozen, method: Method, encoder: str, where: str = "") -> Frozen:
     """The towers a method needs, from the very encoder it was trained on."""
-    if not method.needs & {"text tower", "image tower"}:
+    if not method.traits.needs & {"text tower", "image tower"}:
         return frozen
-    text, image = towers(reopen(encoder, where), frozen.classes, method.needs)
+    text, image = towers(reopen(encoder, where), frozen.classes, method.traits.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
 

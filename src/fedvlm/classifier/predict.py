@@ -99,10 +99,10 @@ def _batch(
     batch: Sequence[tuple[str, Any]],
     skipped: list[tuple[str, str]],
 ) -> list[Prediction]:
-    if "image tower" in classifier.method.needs:
+    if "image tower" in classifier.method.traits.needs:
         values = np.stack([picture for _, picture in batch])
     else:
-        patches = "patches" in classifier.method.needs
+        patches = "patches" in classifier.method.traits.needs
         answer = box.embed([picture for _, picture in batch], patches)
         values = np.asarray(answer.patches if patches else answer.pooled)
     sound = []

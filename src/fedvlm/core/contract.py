@@ -1,8 +1,8 @@
 """The contract: three kinds of tensors and six verbs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import Field, dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,12 @@ VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
 SMALLEST = 16  # rows of a class below which its statistics stay at the client
 FEWEST = 3  # clients that have to share in the secure sum of a class's statistics
+Sum = Literal["rows", "clients", "total"]
+SUMS: dict[Sum, str] = {  # of the uploads, where an aggregate needs to know no more of them
+    "rows": "the mean over rows",
+    "clients": "the mean over clients",
+    "total": "the plain sum",
+}
 
 
 class TextTower(Protocol):
@@ -96,13 +102,67 @@ class Batch(NamedTuple):
     reference: Tensor  # (batch, ...) unlabelled rows, none if the method has no `reference`
 
 
+def said(default: Any, says: str) -> Any:
+    """A field with its line in docs/contract.md, which is made from the class."""
+    return field(default=default, metadata={"says": says})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a method says about itself beside its verbs; the defaults say nothing.
+
+    `traits = Traits(...)` in the class, or a property of that name where it follows from settings.
+    A trait that is a setting's value bears the setting's name.
+    """
+
+    needs: frozenset[str] = said(frozenset(), f"what it asks of the encoder, of {', '.join(NEEDS)}")
+    memory: frozenset[str] = said(frozenset(), "names of tensors that are kept but not trained")
+    least: int = said(1, "training rows that every client must have")
+    sums: Literal["rows", "clients", "total"] | None = said(
+        None,
+        f"of {', '.join(SUMS)}: all its aggregate needs of uploads, so a secure sum will do",
+    )
+    uneven: frozenset[str] = said(
+        frozenset(), "names of uploaded tensors whose shape differs between clients"
+    )
+    smallest: int | None = said(
+        None, "rows a class must have at a client for its statistics to be uploaded (a setting)"
+    )
+    contributors: int | None = said(
+        None, "clients that must have such a class before any uploads its statistics (a setting)"
+    )
+    reference: Literal["public", "target"] | None = said(
+        None, "unlabelled rows that come as `batch.reference` (a setting)"
+    )
+    tunable: tuple[str, ...] | None = said(
+        None, "settings worth choosing on validation rows; None: `rate`, where there is a `loss`"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Settings that engines and parts read; the defaults are for a method that has none of them."""
+
+    batch: int = said(32, "rows of a minibatch")
+    epochs: int = said(1, "times a client's rows are gone through in a round")
+    rate: float = said(0.0, "of a step")
+    momentum: float = said(0.0, "of `parts.sgd`")
+    decay: float = said(0.0, "weight decay, added to the gradient")
+    betas: tuple[float, float] = said((0.9, 0.999), "of `parts.adam`")
+    eps: float = said(1e-8, "of `parts.adam`")
+
+
 class Method(Protocol):
     """A frozen dataclass: its fields are its settings. `register` says what is missing."""
 
-    name: str
-    rounds: int  # 0 is zero-shot, 1 is one-shot
-    needs: frozenset[str]  # what it asks of the encoder: a subset of NEEDS
-    memory: frozenset[str]  # names of tensors that are kept but not trained
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def rounds(self) -> int: ...  # 0 is zero-shot, 1 is one-shot
+    @property
+    def traits(self) -> Traits: ...
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]: ...
     def send(self, shared: Tensors, id: str) -> Tensors: ...

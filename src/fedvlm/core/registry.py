@@ -1,51 +1,140 @@
 """The list of all methods: how one gets in, and how one is made."""
 
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, get_origin
+from inspect import isfunction
+from typing import Any, TypeGuard, TypeVar
 
-from fedvlm.core.contract import NEEDS, VERBS
-from fedvlm.core.schema import check_type
+from fedvlm.core.contract import NEEDS, VERBS, Method, Schedule, Traits
+from fedvlm.core.schema import check_settings, check_type
+from fedvlm.core.verbs import OPTIONAL, WALKS
 from fedvlm.errors import FedVLMError, SettingsError, unknown
 
-METHODS: dict[str, type[Any]] = {}
+METHODS: dict[str, type[Method]] = {}
 T = TypeVar("T", bound=type[Any])
+USUAL = {"batch": "batch: int = 32", "epochs": "epochs: int = 1", "rate": "rate: float = 1e-3"}
+MORE = tuple(  # optional verbs; what their protocols ask for beside them are settings
+    name
+    for kind in OPTIONAL
+    for name, one in vars(kind).items()
+    if isfunction(one) and not name.startswith("_")
+)
+FROM_SETTINGS = ("smallest", "contributors", "reference")  # traits that are settings' values
+CLOSE = 0.85  # by difflib: `update_any` is close to update_many, `runs` is not to rounds
+TRAITS = {one.name: one.type for one in fields(Traits)}
+SETTINGS = {one.name for one in fields(Schedule)} | {"rounds", "tau", "head"}
+OTHERS = {  # what other libraries call them
+    "batch_size": "batch",
+    "bs": "batch",
+    "lr": "rate",
+    "learning_rate": "rate",
+    "local_epochs": "epochs",
+    "num_epochs": "epochs",
+    "num_rounds": "rounds",
+    "weight_decay": "decay",
+}
 
 
 def register(method: T) -> T:
     """Checks a method class and adds it to the list; each refusal says what to add."""
-    kind: Any = method
-    title = method.__name__
-    name = getattr(method, "name", None)
-
-    def refuse(what: str) -> SettingsError:
-        return SettingsError(f"method {title}: {what}")
-
-    if not is_dataclass(method) or not method.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise refuse("not a frozen dataclass; put @dataclass(frozen=True) below @register")
-    if not isinstance(name, str) or not name:
-        raise refuse('no name; add a class attribute such as `name = "mine"`, without a type')
-    if name in METHODS and METHODS[name].__qualname__ != method.__qualname__:
-        raise refuse(f"the name {name!r} is taken by {METHODS[name].__name__}; choose another")
-    if missing := [verb for verb in VERBS if not callable(getattr(method, verb, None))]:
-        raise refuse(f"no {missing[0]}; write it or name a part, as `send = parts.everything`")
-    if hasattr(kind.update, "walks") and not hasattr(method, "loss"):
-        raise refuse("its update is a gradient part, so it needs a `loss`; add one")
-    for field in fields(method):
-        if field.default is MISSING and field.default_factory is MISSING:
-            raise refuse(f"its field {field.name} has no default; give it the paper's value")
-    if not isinstance(getattr(method, "rounds", None), int):
-        raise refuse("no rounds; add a field such as `rounds: int = 50`")
-    for attribute in ("needs", "memory"):
-        if not isinstance(getattr(method, attribute, None), frozenset):
-            raise refuse(f"no {attribute}; add `{attribute} = frozenset()` or name what it takes")
-    if strange := kind.needs - set(NEEDS):
-        raise refuse(f"it needs {min(strange)!r}; an encoder can offer {', '.join(NEEDS)}")
-    METHODS[name] = method
+    try:
+        _check_class(method)
+        _check_names(method)
+        _check_walk(method)
+        _check_traits(method)
+    except SettingsError as error:
+        raise SettingsError(f"method {method.__name__}: {error}") from error
+    METHODS[method.name] = method
     return method
 
 
-def methods() -> dict[str, type[Any]]:
+def _check_class(method: Any) -> None:
+    """A frozen dataclass with a name of its own, the six verbs and a default for every field."""
+    params = getattr(method, "__dataclass_params__", None)
+    if params is None or not params.frozen:
+        raise SettingsError("not a frozen dataclass; put @dataclass(frozen=True) below @register")
+    name = getattr(method, "name", None)
+    if not isinstance(name, str) or not name:
+        raise SettingsError(
+            'no name; add a class attribute such as `name = "mine"`, without a type'
+        )
+    if name in METHODS and METHODS[name].__qualname__ != method.__qualname__:
+        raise SettingsError(
+            f"the name {name!r} is taken by {METHODS[name].__name__}; choose another"
+        )
+    if missing := [verb for verb in VERBS if not callable(getattr(method, verb, None))]:
+        raise SettingsError(
+            f"no {missing[0]}; write it or name a part, as `send = parts.everything`"
+        )
+    for field in fields(method):
+        if field.default is MISSING and field.default_factory is MISSING:
+            raise SettingsError(f"its field {field.name} has no default; give it the paper's value")
+    if not isinstance(getattr(method, "rounds", None), int):
+        raise SettingsError("no rounds; add a field such as `rounds: int = 50`")
+
+
+def _check_names(method: Any) -> None:
+    """Nothing that looks like a word of the contract and is none: nobody would ever read it."""
+    settings = {field.name for field in fields(method)}
+    for name in sorted(settings & {*VERBS, *MORE, "traits", "name"}):
+        raise SettingsError(f"its setting {name} is called like a word of the contract; rename it")
+    for name in MORE:
+        if not callable(getattr(method, name, register)):
+            raise SettingsError(f"its {name} is no verb, but called like one; rename it")
+    known = {*VERBS, *MORE, *SETTINGS, "name", "traits"}
+    for name in dir(method):
+        if name.startswith("_") or name in known:
+            continue
+        if name in TRAITS:
+            if name not in settings:
+                raise SettingsError(f"{name} is a trait; write it as `traits = Traits({name}=...)`")
+            continue
+        near = [OTHERS[name]] if name in OTHERS else get_close_matches(name, known, 1, CLOSE)
+        if near:
+            raise SettingsError(
+                f"it has a {name}, which nothing reads; did you mean {near[0]}? if not, choose "
+                "a name that is less like it"
+            )
+
+
+def _check_walk(method: Any) -> None:
+    """What a gradient part reads: a loss, and the settings of minibatches and steps."""
+    if method.update in WALKS and not hasattr(method, "loss"):
+        raise SettingsError("its update is a gradient part, so it needs a `loss`; add one")
+    for name in USUAL if hasattr(method, "loss") else ():
+        if not hasattr(method, name):
+            raise SettingsError(
+                f"it goes down a loss, so it needs a {name}; add a field such as `{USUAL[name]}`"
+            )
+
+
+def _check_traits(method: Any) -> None:
+    made = method()
+    traits = getattr(made, "traits", None)
+    if not isinstance(traits, Traits):
+        raise SettingsError(
+            'no traits; add `traits = Traits(needs=frozenset({"image"}))` or what it needs'
+        )
+    for name, kind in TRAITS.items():
+        check_type(f"traits.{name}", getattr(traits, name), kind)
+    if strange := traits.needs - set(NEEDS):
+        raise SettingsError(f"it needs {min(strange)!r}; an encoder can offer {', '.join(NEEDS)}")
+    settings = {field.name for field in fields(method)}
+    valued = {name for name in FROM_SETTINGS if getattr(traits, name) is not None}
+    if missing := sorted((valued | set(traits.tunable or ())) - settings):
+        raise SettingsError(
+            f"its traits speak of {missing[0]}, which is no setting of it; add a field of that name"
+        )
+    telling = {name for name in ("covers", "means") if hasattr(method, name)}
+    if len(telling) == 1 or (telling and traits.smallest is None):
+        raise SettingsError(
+            "an upload of class statistics is told by covers, means and the trait smallest "
+            "together; add what is missing"
+        )
+
+
+def methods() -> dict[str, type[Method]]:
     """All methods: our own and those of outside packages (entry-point group fedvlm.methods)."""
     import fedvlm.methods  # noqa: F401  registers our own
 
@@ -62,16 +151,14 @@ def methods() -> dict[str, type[Any]]:
     return dict(sorted(METHODS.items()))
 
 
-def make(name: str, **settings: Any) -> Any:
+def is_method(value: object) -> TypeGuard[Method]:
+    """Whether it is a method with its settings, and not a name or a class."""
+    return not isinstance(value, type) and isinstance(getattr(value, "traits", None), Traits)
+
+
+def make(name: str, **settings: Any) -> Method:
     """A method by name with settings, checked against its fields."""
     known = methods()
     if name not in known:
         raise unknown("method", name, known)
-    allowed = {field.name: field for field in fields(known[name])}
-    for key, value in list(settings.items()):
-        if key not in allowed:
-            raise unknown(f"setting of {name}", key, allowed)
-        if isinstance(value, list) and get_origin(allowed[key].type) is tuple:
-            settings[key] = value = tuple(value)  # TOML and JSON have lists only
-        check_type(f"{name}.{key}", value, allowed[key].type)
-    return known[name](**settings)
+    return known[name](**check_settings(name, settings, known[name]))

@@ -1,9 +1,12 @@
-"""Values against the annotations of dataclass fields."""
+"""Values against the annotations of dataclass fields, and against what their names admit."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from math import inf
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from fedvlm.errors import SettingsError
+from fedvlm.errors import SettingsError, unknown
 
 
 def check_type(key: str, value: Any, wanted: Any) -> None:
@@ -29,3 +32,37 @@ def check_type(key: str, value: Any, wanted: Any) -> None:
                 return
             said.append(f"{len(inner)} values" if inner else f"a {kind.__name__}")
     raise SettingsError(f"{key} = {value!r} does not fit; it takes {' or '.join(said)}")
+
+
+# What numbers of these names may be, wherever they are set; a NaN is refused by all.
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "rounds": (lambda n: n >= 0, "0 or more"),
+    "epochs": (lambda n: n >= 1, "1 or more"),
+    "batch": (lambda n: n >= 1, "1 or more"),
+    "rate": (lambda n: 0 < n < inf, "a number above 0"),
+    "server_rate": (lambda n: 0 < n < inf, "a number above 0"),
+    "momentum": (lambda n: 0 <= n < 1, "a number from 0 to below 1"),
+    "decay": (lambda n: 0 <= n < inf, "0 or more"),
+    "eps": (lambda n: 0 < n < inf, "a number above 0"),
+}
+
+
+def check_range(key: str, value: Any) -> None:
+    """Refuses a number that the last word of its key does not admit."""
+    name = key.rpartition(".")[2]
+    if name in RANGES and not RANGES[name][0](value):
+        raise SettingsError(f"{key} = {value!r} does not fit; it takes {RANGES[name][1]}")
+
+
+def check_settings(title: str, settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Settings of a dataclass by name, type and range; lists become the tuples they stand for."""
+    allowed = {one.name: one for one in fields(kind)}
+    out = dict(settings)
+    for key, value in settings.items():
+        if key not in allowed:
+            raise unknown(f"setting of {title}", key, allowed)
+        if isinstance(value, list) and get_origin(allowed[key].type) is tuple:
+            out[key] = value = tuple(value)  # TOML and JSON have lists only
+        check_type(f"{title}.{key}", value, allowed[key].type)
+        check_range(f"{title}.{key}", value)
+    return out

@@ -137,9 +137,9 @@ class Run:
         if self.kit.rehearsal:
             rows, _ = load(settings, lambda what, done, total: None)
             index = prepare(settings, rows, seed).reference(training)
-            return {"reference": rows.view(settings.method.needs)[torch.from_numpy(index)]}
+            return {"reference": rows.view(settings.method.traits.needs)[torch.from_numpy(index)]}
         values, _ = read_tensors(self.kit.folder / REFERENCE)
-        view = "patches" if "patches" in settings.method.needs else "image"
+        view = "patches" if "patches" in settings.method.traits.needs else "image"
         if view not in values:
             raise DataError(
                 f"{self.kit.folder / REFERENCE} has no {view} rows, which {settings.method.name} "

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedvlm import tensors
-from fedvlm.core import Client, Tensors
+from fedvlm.core import Client, Stacked, Tensors
 from fedvlm.engines.client import Answers, Done, Task, World, client, measure, pad
 from fedvlm.engines.pool import Pool
 from fedvlm.engines.single import Single, failure, one, one_thread
@@ -100,7 +100,7 @@ def alike(a: Task, b: Task) -> bool:
 def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
     """One chunk; if it fails, its clients go one by one, so that the error can name the client."""
     # A tower fills a core by itself, and Adam makes much of what rounding leaves of a zero slope.
-    alone = "image tower" in world.method.needs or not isinstance(world.x, Tensor)
+    alone = "image tower" in world.method.traits.needs or not isinstance(world.x, Tensor)
     if not tasks[0].trains or alone:
         return {task.id: one(world, number, task) for task in tasks}
     try:
@@ -125,7 +125,7 @@ def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done
     }
     local = tensors.stack([task.own for task in tasks])
     batch = pad([client(world, task.id, number) for task in tasks])
-    if hasattr(method, "update_many"):
+    if isinstance(method, Stacked):
         uploads, locals_ = method.update_many(frozen, sent, local, batch)
     else:
 

@@ -2,8 +2,8 @@
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.settings import sums
 from fedvlm.channel.uploads import Passage
+from fedvlm.core import sums
 from fedvlm.engines.client import World, client
 
 
@@ -17,7 +17,7 @@ def sum_gap(world: World) -> float:
     uploads = {
         id: method.update(world.frozen, sent[id], local, client(world, id, 0))[0] for id in sent
     }
-    own = set(getattr(method, "uneven", ()))  # what no sum is said of
+    own = method.traits.uneven  # what no sum is said of
     if not any(uploads.values()) or any(own & one.keys() for one in uploads.values()):
         return 0.0
     rows = {id: len(world.members[id].train) for id in sent}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedvlm import seeds
 from fedvlm.channel import Channel
-from fedvlm.core import Client, Frozen, Tensors
+from fedvlm.core import Client, Frozen, Method, Noisy, Tensors
 from fedvlm.evaluate.metrics import details, diagrams, every_metric
 from fedvlm.maths import noise
 from fedvlm.tensors import full
@@ -44,7 +44,7 @@ class Part:
 class Terms:
     """What everyone knows of a training, also a server that has no rows."""
 
-    method: Any
+    method: Method
     frozen: Frozen
     seed: int
     channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
@@ -134,9 +134,9 @@ class Answers:
     total: Tensors | None = None  # of the uploads, if a secure sum is all there is of them
 
 
-def steps(method: Any, rows: int) -> tuple[int, int, int]:
+def steps(method: Method, rows: int) -> tuple[int, int, int]:
     """Epochs, minibatches of each, and their size."""
-    size, epochs = getattr(method, "batch", 32), getattr(method, "epochs", 1)
+    size, epochs = schedule(method).batch, schedule(method).epochs
     return epochs, -(-rows // size), size
 
 
@@ -177,8 +177,7 @@ def own_world(world: World, id: str) -> World:
 def client(world: World, id: str, number: int) -> Client:
     member = world.members[id]
     order = minibatches(world, id, number)
-    asks = getattr(world.method, "noise", None)
-    count = asks(world.frozen) if callable(asks) else 0
+    count = world.method.noise(world.frozen) if isinstance(world.method, Noisy) else 0
     return Client(
         *gather(world, member.train),
         order,

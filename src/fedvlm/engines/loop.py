@@ -9,7 +9,7 @@ import torch
 
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
-from fedvlm.core import Tensors
+from fedvlm.core import Conditioned, Described, Method, Tensors
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import (
     Answers,
@@ -20,6 +20,7 @@ from fedvlm.engines.client import (
     Task,
     Terms,
     World,
+    here,
     names,
     steps,
 )
@@ -124,14 +125,14 @@ def train(
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         # A tower of every client is large, a state is not.
         del answers, done, tasks, trained, came, shared, local
-        if "image tower" in method.needs:
+        if "image tower" in method.traits.needs:
             give_back()
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
     return state
 
 
 def _tasks(
-    method: Any, state: State, fresh: Local, ids: Iterable[str], train: Collection[str]
+    method: Method, state: State, fresh: Local, ids: Iterable[str], train: Collection[str]
 ) -> list[Task]:
     best = state.best_local or {}
     return [
@@ -182,14 +183,13 @@ def disagreement(
     keys = sorted(key for key in shared if shared[key].is_floating_point())
     each = [[one[key] for key in keys] for one in (shared, *uploads)]
     out = {"cosine": mean_cosine(each[0], each[1:])}
-    condition = getattr(method, "condition", None)
-    if condition is not None:
+    if isinstance(method, Conditioned):
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         counts = [steps(method, one.rows)[:2] for one in done.values()]
         walked = [epochs * each for epochs, each in counts]
         out["difference"] = largest_difference(start, ends, walked, method.rate)
         conditions = [
-            condition(one.local) if one.told is None else one.told["condition"]
+            method.condition(here(one.local)) if one.told is None else one.told["condition"]
             for one in done.values()
         ]
         out["difference_bound"] = difference_bound(method.tau, conditions)
@@ -282,8 +282,7 @@ def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local)
 
 
 def _describe(terms: Terms, shared: Tensors, done: Done) -> Mapping[str, float]:
-    describe = getattr(terms.method, "describe", None)
-    if done.told is not None or describe is None or isinstance(done.local, Kept):
+    method, local = terms.method, done.local
+    if done.told is not None or not isinstance(method, Described) or isinstance(local, Kept):
         return done.told or {}
-    out: Mapping[str, float] = describe(terms.frozen, shared, done.local)
-    return out
+    return method.describe(terms.frozen, shared, local)

@@ -50,7 +50,7 @@ def one(world: World, number: int, task: Task) -> Done:
         upload, local = world.method.update(
             world.frozen, task.sent, task.own, client(world, task.id, number)
         )
-        if "image tower" in world.method.needs:
+        if "image tower" in world.method.traits.needs:
             give_back()
         return Done(upload, local, scores, rows)
 

@@ -1,22 +1,22 @@
 """The unlabelled rows that some methods adapt to, and what may not be among them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedvlm.core import Method
 from fedvlm.data.federation import Division
 from fedvlm.data.table import Embedded
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate.protocols import Training
 
 
-def wants_reference(method: Any) -> bool:
-    return hasattr(method, "reference") and getattr(method, "adaptation", True)
+def wants_reference(method: Method) -> bool:
+    return method.traits.reference is not None
 
 
-def reference(method: Any, division: Division, training: Training) -> NDArray[np.int64]:
+def reference(method: Method, division: Division, training: Training) -> NDArray[np.int64]:
     """The unlabelled rows a method with a `reference` adapts to; none for other methods.
 
     "public": the unseen clients' rows that nobody is tested on, and rows set aside; "target": test
@@ -25,7 +25,7 @@ def reference(method: Any, division: Division, training: Training) -> NDArray[np
     if not wants_reference(method):
         return np.zeros(0, np.int64)
     members = division.members
-    if method.reference == "target":
+    if method.traits.reference == "target":
         rows = [members[id].test for id in training.unseen or training.train]
     else:
         rows = [
@@ -35,9 +35,9 @@ def reference(method: Any, division: Division, training: Training) -> NDArray[np
     return np.sort(np.concatenate(rows))
 
 
-def check(method: Any, table: Embedded, division: Division, training: Training) -> None:
+def check(method: Method, table: Embedded, division: Division, training: Training) -> None:
     """Refuses clients and reference rows a method cannot work with, before any work."""
-    least = getattr(method, "least", 1)
+    least = method.traits.least
     for id in training.train:
         if (count := len(division.members[id].train)) < least:
             raise DataError(
@@ -53,7 +53,7 @@ def check(method: Any, table: Embedded, division: Division, training: Training) 
             "unseen and no rows are set aside; set clients.public to a share of the rows, as 0.1, "
             "or method.reference = 'target' (transductive)"
         )
-    if method.reference == "public":
+    if method.traits.reference == "public":
         tests = [division.members[id].test for id in (*training.train, *training.unseen)]
         check_apart(table.content, rows, np.concatenate(tests))
 

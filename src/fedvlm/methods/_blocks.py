@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedvlm import tensors
-from fedvlm.core import Client, Frozen, Tensors
+from fedvlm.core import Client, Frozen, Method, Tensors
 from fedvlm.maths import cayley
 
 Train = Callable[[Any, Frozen, Tensors, Tensors, Client], tuple[Tensors, Tensors]]
@@ -85,7 +85,7 @@ def race(
 
 
 def one_by_one(
-    method: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+    method: Method, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
 ) -> tuple[Tensors, Tensors]:
     """The plain update of stacked clients."""
     done = []

@@ -1,10 +1,12 @@
 """The linear head that several methods start from."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fedvlm import seeds
-from fedvlm.core import Frozen
+from fedvlm.core import Frozen, Traits
 from fedvlm.errors import SettingsError
 
 
@@ -24,3 +26,13 @@ def first_head(head: str, frozen: Frozen) -> Tensor:
     if frozen.text is None:
         raise SettingsError("head = 'text', but the encoder has no text; set head = 'random'")
     return frozen.text
+
+
+def head_needs(head: str) -> frozenset[str]:
+    return frozenset({"image", "text"} if head == "text" else {"image"})
+
+
+def head_traits(**more: Any) -> Any:
+    """The property `traits` of a method whose `head` asks for text only if it starts from it."""
+
+    return property(lambda self: Traits(needs=head_needs(self.head), **more))

@@ -86,7 +86,8 @@ def _walk(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
 ) -> tuple[Tensors, Tensors]:
     now = {**sent, **local}
-    trained = [key for key in now if key not in self.memory]
+    memory = self.traits.memory
+    trained = [key for key in now if key not in memory]
     step, states, none = parts.sgd_step(self), dict[str, Tensors](), torch.zeros(())
     for index in range(clients.order.shape[1]):
         batch = _minibatches(clients, index)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.maths import gaussian, probe
 
 
@@ -41,7 +41,7 @@ class Alone:
         return {"ridge": float(local["ridge"]), "slope left": float(local["slope"])}
 
     name = "alone"
-    needs, memory = frozenset({"image"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image"}))
     send, update, aggregate = parts.everything, parts.idle, parts.mean
 
 

@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
+from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import blend, gaussian, probe, quasi
 from fedvlm.methods import _probe
@@ -40,6 +40,10 @@ class Auto:
             raise SettingsError(
                 f"auto: rounds = {self.rounds} is at least 2, and smallest = {self.smallest} 1"
             )
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(needs=frozenset({"image"}), sums="total", smallest=self.smallest)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         anchor = _probe.anchor_of(frozen)
@@ -98,7 +102,7 @@ class Auto:
         x, y = client.held_x, client.held_y
         logits = torch.stack([head.logits(x) for head in shared_parts(frozen, sent)])
         told = []
-        for share in mixes(len(logits)).split(len(SHARES)):  # all at once would be large
+        for share in torch.split(mixes(len(logits)), len(SHARES)):  # all at once would be large
             told.append(probe.losses(torch.einsum("mj,jnk->mnk", share.to(logits), logits), y))
         return torch.cat(told)
 
@@ -195,8 +199,6 @@ class Auto:
         return dict(zip(names, local["shares"].tolist(), strict=True))
 
     name = "auto"
-    needs, memory = frozenset({"image"}), frozenset[str]()
-    sums = "total"
 
 
 def mixes(parts: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian
 
@@ -60,7 +60,7 @@ class ClipGDA:
         return seen + zero_shot(frozen, x) if self.text else seen
 
     name = "clip-gda"
-    needs, memory = frozenset({"image"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image"}))
     send, update, aggregate = parts.everything, parts.idle, parts.mean
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fedvlm import parts, seeds
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.methods._blocks import one_by_one
 from fedvlm.methods._prompt import class_features, first_prompt, tower_of
 from fedvlm.methods.promptfl import PromptFL
@@ -56,7 +56,7 @@ class CoCoOp:
         return torch.cat(logits)
 
     name = "cocoop"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     loss = PromptFL.loss
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     # Stacked clients would hold all their prompts in memory at once and gain nothing.

@@ -7,7 +7,7 @@ first prompt, so only personalisation is defined.
 from dataclasses import dataclass
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.methods._prompt import first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
@@ -27,7 +27,7 @@ class CoOp:
         return {}, {"prompt": first_prompt(frozen, self.vectors)}
 
     name = "coop"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     predict, loss = PromptFL.predict, PromptFL.loss
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

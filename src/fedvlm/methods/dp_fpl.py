@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.accounting import epsilon
 from fedvlm.maths.private import blurred, carried, clipped_sum, factors
@@ -95,8 +95,10 @@ class DPFPL:
         return out | {key: value for key, value in spent.items() if math.isfinite(value)}
 
     name = "dp-fpl"
-    needs = frozenset({"image", "text tower"})
-    memory = frozenset({"noisy steps", "passes"})
+    traits = Traits(
+        needs=frozenset({"image", "text tower"}),
+        memory=frozenset({"noisy steps", "passes"}),
+    )
     send, aggregate, adapt = parts.everything, parts.mean, parts.nothing
     update_many = one_by_one  # stacked clients would hold the gradients of all their rows at once
 

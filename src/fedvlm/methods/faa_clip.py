@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.maths.contrast import contrastive
 from fedvlm.maths.layers import first_values, statistics, through
 from fedvlm.maths.reversal import reverse
@@ -28,6 +28,7 @@ LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and f
     "linear": ("linear",),
 }
 JUDGE = ("linear", "norm", "relu", "linear", "norm", "relu", "linear")
+MEMORY = statistics("mask", "judge")
 
 
 @register
@@ -52,6 +53,15 @@ class FAACLIP:
     epochs: int = 1
     rounds: int = 50
 
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            needs=frozenset({"image", "text"}),
+            memory=MEMORY,
+            least=2,  # BatchNorm has no statistics of one row
+            reference=self.reference if self.adaptation else None,
+        )
+
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         def draw(name: str, layers: tuple[str, ...], end: int) -> Tensors:
             widths = [frozen.dim] * layers.count("linear") + [end]
@@ -68,7 +78,7 @@ class FAACLIP:
             (shared if self.shared_judge else local).update(draw("judge", JUDGE, 1))
         if self.persist:
             both = {**shared, **local}
-            local |= parts.moments({key: both[key] for key in both if key not in self.memory})
+            local |= parts.moments({key: both[key] for key in both if key not in MEMORY})
         return shared, local
 
     def features(self, every: Tensors, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensors]:
@@ -102,7 +112,5 @@ class FAACLIP:
         return fit + self.weight * (ours + theirs) / 2, new | more
 
     name = "faa-clip"
-    needs, memory = frozenset({"image", "text"}), statistics("mask", "judge")
-    least = 2  # training rows of a client: BatchNorm has no statistics of one
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing
     update_many = fused.adam

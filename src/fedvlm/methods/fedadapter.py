@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._head import first_head
+from fedvlm.methods._head import first_head, head_traits
 
 
 @register
@@ -43,6 +43,6 @@ class FedAdapter:
         return self.tau * normalize(turned, dim=-1) @ sent["head"].mT
 
     name = "fedadapter"
-    needs, memory = frozenset({"image"}), frozenset[str]()
+    traits = head_traits()
     loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

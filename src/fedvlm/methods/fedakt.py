@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, register
-from fedvlm.methods._head import first_head
+from fedvlm.methods._head import first_head, head_traits
 
 
 @register
@@ -56,5 +56,5 @@ class FedAKT:
         return fits[0] + fits[1] + self.distil * apart
 
     name = "fedakt"
-    needs, memory = frozenset({"image"}), frozenset[str]()
+    traits = head_traits()
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

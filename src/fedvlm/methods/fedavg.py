@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._head import first_head
+from fedvlm.methods._head import first_head, head_traits
 
 
 @register
@@ -32,6 +32,6 @@ class FedAvg:
         return frozen.scale * x @ sent["head"].mT
 
     name = "fedavg"
-    needs, memory = frozenset({"image"}), frozenset[str]()
+    traits = head_traits()
     loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.methods._tower import by_text, sizes, tower_of
 
 
@@ -36,6 +36,6 @@ class FedAvgTower:
         return sizes(frozen, sum(value.numel() for value in sent.values()))
 
     name = "fedavg-tower"
-    needs, memory = frozenset({"image tower", "text"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image tower", "text"}))
     loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing

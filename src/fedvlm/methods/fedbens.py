@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.curvature import mode
 from fedvlm.methods._prompt import class_features, first_prompt
@@ -87,6 +87,6 @@ class FedBEns:
         return {"prompts": torch.stack(modes).reshape(like.shape).to(like.dtype)}
 
     name = "fedbens"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     noise = FedLPA.noise
     send, adapt = parts.everything, parts.nothing

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.maths.contrast import contrastive
 from fedvlm.maths.layers import first_values, through
 from fedvlm.parts import fused
@@ -54,6 +54,6 @@ class FedCLIP:
         return contrastive(masked, frozen.text, batch.y, batch.real, frozen.scale, duplicates)
 
     name = "fedclip"
-    needs, memory = frozenset({"image", "text"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text"}))
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing
     update_many = fused.adam

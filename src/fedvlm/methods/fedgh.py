@@ -14,8 +14,8 @@ from torch.func import grad
 from torch.nn.functional import one_hot
 
 from fedvlm import parts
-from fedvlm.core import SMALLEST, Batch, Client, Frozen, Tensors, register
-from fedvlm.methods._head import first_head
+from fedvlm.core import SMALLEST, Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.methods._head import first_head, head_needs
 
 
 @register
@@ -31,6 +31,10 @@ class FedGH:
     epochs: int = 1
     rounds: int = 50
     head: Literal["text", "random"] = "text"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(needs=head_needs(self.head), smallest=self.smallest)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         head = first_head(self.head, frozen)
@@ -93,4 +97,3 @@ class FedGH:
         return parts.fit(logits, batch.y, batch.real)
 
     name = "fedgh"
-    needs, memory = frozenset({"image"}), frozenset[str]()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.curvature import blend, probe
 from fedvlm.maths.gaussian import pack, unpack
@@ -77,7 +77,7 @@ class FedLPA:
         return square + self.damping * square.diagonal().mean() * torch.eye(size).double()
 
     name = "fedlpa"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     init, predict, loss = PromptFL.init, PromptFL.predict, PromptFL.loss
     send, adapt = parts.everything, parts.nothing
 

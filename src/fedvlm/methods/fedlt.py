@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths import cayley
-from fedvlm.methods._head import first_head
+from fedvlm.methods._head import first_head, head_traits
 
 
 @register
@@ -47,6 +47,6 @@ class FedLT:
         return cayley.condition_number(local["map"])
 
     name = "fedlt"
-    needs, memory = frozenset({"image"}), frozenset[str]()
+    traits = head_traits()
     loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

@@ -14,7 +14,7 @@ from fedvlm import parts, tensors
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.maths import cayley, cayley_steps
 from fedvlm.methods._blocks import chosen, first_lanes, identity, one_by_one, race
-from fedvlm.methods._head import first_head
+from fedvlm.methods._head import first_head, head_traits
 
 
 @register
@@ -80,6 +80,6 @@ class FedOT:
         return 1.0
 
     name = "fedot"
-    needs, memory = frozenset({"image"}), frozenset({"leader", "age"})
+    traits = head_traits(memory=frozenset({"leader", "age"}))
     loss = parts.misfit
     send, aggregate, adapt = parts.everything, parts.uniform, parts.nothing

@@ -9,6 +9,7 @@ from typing import Literal
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
+from fedvlm.methods._head import head_traits
 from fedvlm.methods.fedot import FedOT
 
 
@@ -30,7 +31,7 @@ class FedOTAllGlobal:
         return {**shared, **local}, {}
 
     name = "fedot-all-global"
-    needs, memory = frozenset({"image"}), frozenset[str]()
+    traits = head_traits()
     predict, loss, describe = FedOT.predict, FedOT.loss, FedOT.describe
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
     update_many = FedOT.update_many

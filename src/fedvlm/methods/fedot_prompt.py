@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.maths import cayley
 from fedvlm.methods._blocks import identity
 from fedvlm.methods._prompt import class_features, first_prompt, sgd_together
@@ -39,7 +39,7 @@ class FedOTPrompt:
         return frozen.scale * x @ cayley.rotate(-local["skew"], head).mT
 
     name = "fedot-prompt"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     loss, describe = PromptFL.loss, FedOT.describe
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
     update_many = sgd_together

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.maths.transport import Kind, check, plan
 from fedvlm.methods._prompt import features_of_both, first_prompt, sgd_together
 
@@ -55,7 +55,7 @@ class FedOTP:
         return frozen.scale * (self.match(similarity) * similarity).sum(dim=(-2, -1))
 
     name = "fedotp"
-    needs, memory = frozenset({"patches", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"patches", "text tower"}))
     loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.methods._head import head_traits
 from fedvlm.methods.fedavg import FedAvg
 
 
@@ -33,6 +34,6 @@ class FedProx:
         return fit + self.mu / 2 * (shared["head"] - start["head"]).square().sum()
 
     name = "fedprox"
-    needs, memory = frozenset({"image"}), frozenset[str]()
+    traits = head_traits()
     init, predict = FedAvg.init, FedAvg.predict
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

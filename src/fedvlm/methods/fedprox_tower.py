@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.methods._tower import by_text, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
@@ -38,6 +38,6 @@ class FedProxTower:
         return fit + self.mu / 2 * away
 
     name = "fedprox-tower"
-    needs, memory = frozenset({"image tower", "text"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image tower", "text"}))
     init, predict, describe = FedAvgTower.init, FedAvgTower.predict, FedAvgTower.describe
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad
 
 from fedvlm import parts, seeds
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods._prompt import class_features, first_prompt
 from fedvlm.methods.promptfl import PromptFL
@@ -99,7 +99,7 @@ class FENS:
         return out
 
     name = "fens"
-    needs, memory = frozenset({"image", "text tower"}), frozenset({"features"})
+    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"features"}))
     loss, adapt = PromptFL.loss, parts.nothing
 
 

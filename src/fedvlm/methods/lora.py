@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, seeds
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods._tower import by_text, sizes, tower_of
 
@@ -97,6 +97,6 @@ class LoRA:
         return {**sizes(frozen, self.rank * sum(sum(one.shape) for one in each)), "rank": self.rank}
 
     name = "lora"
-    needs, memory = frozenset({"image tower", "text"}), frozenset({"change"})
+    traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"change"}))
     loss = parts.misfit
     send, adapt = parts.everything, parts.nothing

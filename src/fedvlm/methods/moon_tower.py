@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
 from fedvlm.methods._tower import by_text, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
@@ -58,7 +58,7 @@ class MoonTower:
         return upload, {"previous": moved(frozen, upload)}
 
     name = "moon-tower"
-    needs, memory = frozenset({"image tower", "text"}), frozenset({"previous"})
+    traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"previous"}))
     predict, describe = FedAvgTower.predict, FedAvgTower.describe
     send, aggregate, adapt = parts.everything, parts.mean, parts.nothing
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
 from fedvlm.methods._prompt import sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
@@ -70,8 +70,10 @@ class PFedPrompt:
         return cache
 
     name = "pfedprompt"
-    needs = frozenset({"image", "text tower"})
-    memory = frozenset({"features", "labels", "weight", "sharpness"})
+    traits = Traits(
+        needs=frozenset({"image", "text tower"}),
+        memory=frozenset({"features", "labels", "weight", "sharpness"}),
+    )
     send, update, aggregate = parts.everything, parts.sgd, parts.mean
     update_many = sgd_together
 

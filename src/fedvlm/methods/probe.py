@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm import parts
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
+from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian, probe, quasi
 from fedvlm.methods import _probe
@@ -89,5 +88,4 @@ class Probe:
         return x @ weight.mT + bias
 
     name = "probe"
-    needs, memory = frozenset({"image"}), frozenset[str]()
-    sums = "total"
+    traits = Traits(needs=frozenset({"image"}), sums="total")

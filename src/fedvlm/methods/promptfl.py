@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.methods._prompt import class_features, first_prompt, sgd_together
 
 
@@ -32,7 +32,7 @@ class PromptFL:
         return frozen.scale * x @ class_features(frozen, prompt).mT
 
     name = "promptfl"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

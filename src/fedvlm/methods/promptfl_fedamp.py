@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods._prompt import sgd_together
 from fedvlm.methods.promptfl_ft import PromptFLFT
@@ -76,7 +76,7 @@ class PromptFLFedAMP:
         return {**parts.uniform(self, first, known, torch.ones(len(known)), sorted(held)), **held}
 
     name = "promptfl-fedamp"
-    needs, memory = frozenset({"image", "text tower"}), frozenset({"offset"})
+    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"offset"}))
     # A client's own model is what it makes of its last cloud, as after fine-tuning.
     init, predict, adapt = PromptFLFT.init, PromptFLFT.predict, PromptFLFT.adapt
     update = parts.sgd

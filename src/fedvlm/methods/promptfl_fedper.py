@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods._prompt import first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
@@ -44,7 +44,7 @@ class PromptFLFedPer:
         return PromptFL.predict(PromptFL(), frozen, {"prompt": whole}, {}, x)
 
     name = "promptfl-fedper"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     loss = PromptFL.loss
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
+from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.methods._prompt import sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
@@ -33,7 +33,7 @@ class PromptFLFedProx:
         return fit + self.mu / 2 * (shared["prompt"] - start["prompt"]).square().sum()
 
     name = "promptfl-fedprox"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     init, predict = PromptFL.init, PromptFL.predict
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.methods._prompt import first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
@@ -38,7 +38,7 @@ class PromptFLFT:
         return {"offset": tuned["prompt"] - sent["prompt"]}
 
     name = "promptfl-ft"
-    needs, memory = frozenset({"image", "text tower"}), frozenset({"offset"})
+    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"offset"}))
     loss = PromptFL.loss
     send, update, aggregate = parts.everything, parts.sgd, parts.mean
     update_many = sgd_together

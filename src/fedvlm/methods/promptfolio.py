@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods._prompt import features_of_both, first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
@@ -41,7 +41,7 @@ class PromptFolio:
         return frozen.scale * x @ ((1 - self.mix) * common + self.mix * own).mT
 
     name = "promptfolio"
-    needs, memory = frozenset({"image", "text tower"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text tower"}))
     loss = PromptFL.loss
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

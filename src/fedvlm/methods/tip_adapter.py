@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.maths import gaussian
 from fedvlm.methods.clip_gda import zero_shot
 
@@ -44,5 +44,5 @@ class TipAdapter:
         return zero_shot(frozen, x) + share * near
 
     name = "tip-adapter"
-    needs, memory = frozenset({"image", "text"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text"}))
     send, update, aggregate = parts.everything, parts.idle, parts.mean

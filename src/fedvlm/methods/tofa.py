@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
+from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, calibration, gaussian
 from fedvlm.maths.accounting import epsilon
 from fedvlm.maths.noise import cover
+from fedvlm.methods._texts import prompts, texts
 
 TERMS = 8  # a bound on the size of a term of r, for its fixed point
 
@@ -66,8 +67,14 @@ class TOFA:
         return self.rounds - (self.contributors > 1)
 
     @property
-    def sums(self) -> str | None:  # of uploads, which is all it needs; texts have none
-        return None if self.text and self.exchanges == 2 else "total"
+    def traits(self) -> Traits:
+        return Traits(
+            needs=frozenset({"image"}),
+            sums=None if self.text and self.exchanges == 2 else "total",  # texts have none
+            uneven=frozenset({"texts"}),  # of clients that bring more or fewer
+            smallest=self.smallest,
+            contributors=self.contributors,
+        )
 
     @property
     def batch(self) -> int:  # all rows in one minibatch, so that noise is drawn once
@@ -262,7 +269,7 @@ class TOFA:
             return calibration.average(seen, said)
         return calibration.fuse(seen / local["heat"][0].exp(), said / local["heat"][1].exp())
 
-    def head(self, frozen: Frozen, shared: Tensors) -> Tensor:
+    def first_head(self, frozen: Frozen, shared: Tensors) -> Tensor:
         """(classes, dim): what a head over scaled cosines can start from."""
         if not self.visual:
             return prompts(frozen, shared)
@@ -279,24 +286,4 @@ class TOFA:
         return out
 
     name = "tofa"
-    needs, memory = frozenset({"image"}), frozenset[str]()
     send = parts.everything
-    uneven = frozenset({"texts"})  # of clients that bring more or fewer
-
-
-def texts(frozen: Frozen) -> Tensor:
-    """(classes, 1 + descriptions, dim): the template's text first."""
-    if frozen.text is None:
-        raise SettingsError("tofa: text = true, but the encoder has no text; set text = false")
-    if frozen.descriptions is None:
-        return frozen.text[:, None]
-    return torch.cat([frozen.text[:, None], frozen.descriptions], dim=1)
-
-
-def prompts(frozen: Frozen, sent: Tensors) -> Tensor:
-    """(classes, dim): every class's texts, mixed by their weights."""
-    assert frozen.text is not None  # `init` has seen to it
-    mixed = sent["weights"][:, :1] * frozen.text
-    if frozen.descriptions is not None:  # not `texts`, which would copy them for every prediction
-        mixed = mixed + alignment.mix(sent["weights"][:, 1:], frozen.descriptions)
-    return mixed + sent["own"] if "own" in sent else mixed

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods._tower import sizes, tower_of
 
@@ -56,6 +56,6 @@ class VPT:
         return sizes(frozen, sum(value.numel() for value in (*sent.values(), *local.values())))
 
     name = "vpt"
-    needs, memory = frozenset({"image tower", "text"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image tower", "text"}))
     loss = parts.misfit
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

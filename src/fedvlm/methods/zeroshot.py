@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Frozen, Tensors, register
+from fedvlm.core import Frozen, Tensors, Traits, register
 
 
 @register
@@ -24,5 +24,5 @@ class ZeroShot:
         return frozen.scale * x @ frozen.text.mT
 
     name = "zero-shot"
-    needs, memory = frozenset({"image", "text"}), frozenset[str]()
+    traits = Traits(needs=frozenset({"image", "text"}))
     send, update, aggregate, adapt = parts.everything, parts.idle, parts.mean, parts.nothing

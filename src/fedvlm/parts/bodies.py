@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Client, Frozen, Tensors
+from fedvlm.core import Batch, Client, Frozen, Tensors, a_sum_of
 from fedvlm.tensors import full
 
 
@@ -58,6 +58,7 @@ def nothing(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Cl
     return local
 
 
+@a_sum_of("rows")
 def mean(
     self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
 ) -> Tensors:
@@ -72,17 +73,12 @@ def mean(
     }
 
 
-mean.sums = "rows"  # type: ignore[attr-defined]  # a secure sum of rows · upload is all it needs
-
-
+@a_sum_of("clients")
 def uniform(
     self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
 ) -> Tensors:
     """aggregate: the mean of the uploads, every client weighing the same."""
     return mean(self, shared, uploads, torch.ones_like(weights), ids)
-
-
-uniform.sums = "clients"  # type: ignore[attr-defined]
 
 
 def idle(

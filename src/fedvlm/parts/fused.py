@@ -36,7 +36,8 @@ def _one(
     local, states = split_state(local)
     now = {**sent, **local}
     start = {key: value.clone() for key, value in sent.items()}
-    names = [key for key in now if key not in self.memory]
+    memory = self.traits.memory
+    names = [key for key in now if key not in memory]
     trained = [now[key].requires_grad_() for key in names]
     moments = states or split_state(parts.moments({key: now[key].detach() for key in names}))[1]
     means, squares, counts = (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from fedvlm.core import Batch, Client, Frozen, Tensors
+from fedvlm.core import Batch, Client, Frozen, Tensors, schedule, walks
 from fedvlm.machine import give_back
 from fedvlm.parts.bodies import minibatch
 from fedvlm.tensors import count_bytes
@@ -20,6 +20,7 @@ Objective = Callable[[Tensors, Tensors, Batch], tuple[Tensor, Tensors]]
 STATE = "state "  # starts the names of local tensors that hold an optimiser's state over the rounds
 
 
+@walks
 def sgd(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
@@ -28,17 +29,18 @@ def sgd(
 
 
 def sgd_step(self: Any) -> Stepper:
-    momentum, decay = getattr(self, "momentum", 0.0), getattr(self, "decay", 0.0)
+    pace = schedule(self)
 
     def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
-        speed = gradient + decay * value
+        speed = gradient + pace.decay * value
         if kept:
-            speed = momentum * kept["speed"] + speed
-        return value - self.rate * speed, {"speed": speed}
+            speed = pace.momentum * kept["speed"] + speed
+        return value - pace.rate * speed, {"speed": speed}
 
     return step
 
 
+@walks
 def adam(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
@@ -46,18 +48,18 @@ def adam(
 
     Moments start anew in every round, unless `init` puts `moments` among the local tensors.
     """
-    first, second = getattr(self, "betas", (0.9, 0.999))
-    eps, decay = getattr(self, "eps", 1e-8), getattr(self, "decay", 0.0)
+    pace = schedule(self)
+    first, second = pace.betas
 
     def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
-        pull = gradient + decay * value
+        pull = gradient + pace.decay * value
         mean, square, count = (1 - first) * pull, (1 - second) * pull.square(), torch.ones(())
         if kept:
             mean = mean + first * kept["mean"]
             square = square + second * kept["square"]
             count = count + kept["count"]
-        spread = (square / (1 - second**count)).sqrt() + eps
-        moved = value - self.rate * mean / (1 - first**count) / spread
+        spread = (square / (1 - second**count)).sqrt() + pace.eps
+        moved = value - pace.rate * mean / (1 - first**count) / spread
         return moved, {"mean": mean, "square": square, "count": count}
 
     return descend(self, frozen, sent, local, client, step)
@@ -86,10 +88,6 @@ def join_state(states: dict[str, Tensors]) -> Tensors:
     return {f"{STATE}{name} {key}": v for key, one in states.items() for name, v in one.items()}
 
 
-for _part in (sgd, adam):
-    _part.walks = "loss"  # type: ignore[attr-defined]  # tells `register` to ask for a loss
-
-
 def descend(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client, step: Stepper
 ) -> tuple[Tensors, Tensors]:
@@ -101,8 +99,9 @@ def descend(
     local, states = split_state(local)
     keeps = bool(states)
     everything = {**sent, **local}
-    trained = {key: value for key, value in everything.items() if key not in self.memory}
-    kept = {key: value for key, value in everything.items() if key in self.memory}
+    memory = self.traits.memory
+    trained = {key: value for key, value in everything.items() if key not in memory}
+    kept = {key: value for key, value in everything.items() if key in memory}
     states = {key: dict(states.get(key, {})) for key in trained}
     none = torch.zeros(())
 
@@ -114,7 +113,7 @@ def descend(
         return result if isinstance(result, tuple) else (result, {})
 
     # Engines take clients that train a tower one by one.
-    plain = "image tower" in self.needs
+    plain = "image tower" in self.traits.needs
     gradient_of = slopes_of(objective) if plain else grad_and_value(objective, has_aux=True)
     for index in range(client.order.shape[0]):
         batch = minibatch(client, index)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedvlm.classifier.personalised import of_client, reopen
-from fedvlm.core import make
+from fedvlm.core import Matching, make
 from fedvlm.encoders.cache.decode import decode
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.errors import DataError, EncoderError, SettingsError, unknown
@@ -54,7 +54,7 @@ def explain(
     """
     result = run if isinstance(run, Record) else Record(Path(run))
     method = make(**result.manifest["identity"]["method"])
-    if not hasattr(method, "similarity"):
+    if not isinstance(method, Matching):
         raise SettingsError(
             f"{result.folder} is a run of {method.name}, which moves nothing between patches and "
             "prompts; explain a run of fedotp"

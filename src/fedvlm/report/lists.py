@@ -14,7 +14,7 @@ def list_methods() -> list[Row]:
     return [
         {
             "method": name,
-            "needs": ", ".join(sorted(kind.needs)),
+            "needs": ", ".join(sorted(kind().traits.needs)),
             "what": (getdoc(getmodule(kind)) or "").split("\n\n")[0].replace("\n", " "),
             "settings": ", ".join(f"{one.name}={one.default}" for one in fields(kind)),
         }

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError, unknown
-from fedvlm.evaluate import reference, scores
+from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
 
@@ -35,7 +35,7 @@ def label(result: Record) -> str:
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
     if first := result.manifest["identity"].get("warm_start"):
         odd.append(f"warm start by {first['name']}")
-    if reference.wants_reference(method) and method.reference == "target":
+    if method.traits.reference == "target":
         odd.remove("reference=target")
         odd.append("TRANSDUCTIVE: adapts to the test rows")
     plain = asdict(Channel())

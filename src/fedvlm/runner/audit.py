@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import arrive, leave
-from fedvlm.core import Tensors
+from fedvlm.core import Telling, Tensors
 from fedvlm.data.table import Embedded
 from fedvlm.engines.client import Task, Terms, World, predict
 from fedvlm.engines.loop import start
@@ -135,8 +135,9 @@ def contents(world: World, id: str, seen: Mapping[str, Tensors]) -> Line:
     upload = seen[id]
     labels = world.y[torch.from_numpy(world.members[id].train)]
     counts = torch.bincount(labels, minlength=len(world.frozen.classes))
-    covers = getattr(world.method, "covers", None)
-    told = covers(upload) & (counts > 0) if covers else counts > 0
+    told = counts > 0
+    if isinstance(world.method, Telling):
+        told &= world.method.covers(upload)
     return {
         "fields": {
             key: {
@@ -157,11 +158,12 @@ def upload_auc(
 ) -> float | None:
     """By the upload alone: likeness to its class means, or the loss of the model that it is."""
     upload = seen[task.id]
-    means = getattr(world.method, "means", None)
-    if means is not None and (mine := means(upload)) is not None:
-        others = torch.stack(
-            [means(one) for id, one in seen.items() if id != task.id] or [0 * mine]
-        )
+    means = {}
+    if isinstance(world.method, Telling):
+        means = {id: world.method.means(one) for id, one in seen.items()}
+    if (mine := means.get(task.id)) is not None:
+        rest = [one for id, one in means.items() if id != task.id and one is not None]
+        others = torch.stack(rest or [0 * mine])
         there = (others != 0).any(dim=2)
         known = others.sum(dim=0) / there.sum(dim=0).clamp(min=1)[:, None]
         return _means_auc(world, task.id, mine, known)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fedvlm.core import Method
 from fedvlm.data import open_dataset
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, Embedded
@@ -50,8 +51,8 @@ def embedded(
     """A data set through an encoder, with all that a method needs of it."""
     method = settings.method
     meet(method, encoder.name, encoder.offers)
-    done = encode(dataset, encoder, "patches" in method.needs, settings.precision, told)
-    text, image = towers(encoder, dataset.classes, method.needs)
+    done = encode(dataset, encoder, "patches" in method.traits.needs, settings.precision, told)
+    text, image = towers(encoder, dataset.classes, method.traits.needs)
     pictures = None
     if image is not None:
         content = done.embedded.content
@@ -72,10 +73,9 @@ def towers(
     )
 
 
-def meet(method: Any, encoder: str, offered: Collection[str]) -> None:
+def meet(method: Method, encoder: str, offered: Collection[str]) -> None:
     """Refuses a method that asks more of an encoder than it offers."""
-    needs = method.needs | ({"text"} if getattr(method, "head", None) == "text" else set())
-    if missing := sorted(needs - set(offered)):
+    if missing := sorted(method.traits.needs - set(offered)):
         able = ", ".join(
             kind.form
             for name, kind in ENCODERS.items()

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedvlm import tensors
-from fedvlm.core import Batch, Frozen, Tensors
+from fedvlm.core import Batch, Factored, Frozen, Method, Tensors, Trained, schedule
 from fedvlm.errors import SettingsError
 from fedvlm.machine import cores, free_memory
 from fedvlm.runner.settings import Settings
@@ -52,7 +51,7 @@ def check(settings: Settings, frozen: Frozen, picture: Sequence[int], clients: i
         f"{method.name} would take about {_gb(room.total)} and {_gb(free)} are free: "
         f"{room.takers} clients send {_gb(room.upload)} each, {room.processes} train at once on "
         f"{_gb(COPIES * room.trained)} of weights and {_gb(room.graph)} for batch = "
-        f"{getattr(method, 'batch', 32)}; train fewer blocks (blocks = 2), use lora or vpt, a "
+        f"{schedule(method).batch}; train fewer blocks (blocks = 2), use lora or vpt, a "
         "smaller batch, workers = 1, or a smaller fraction"
     )
 
@@ -64,14 +63,14 @@ def _gb(count: int) -> str:
 def estimate(settings: Settings, frozen: Frozen, picture: Sequence[int], clients: int) -> Room:
     method = settings.method
     shared, local = method.init(frozen)
-    factors = getattr(method, "factors", None)  # LoRA uploads these, whatever the server keeps
-    uploaded = factors(frozen) if factors and shared else shared
+    # LoRA uploads its factors, whatever the server keeps.
+    uploaded = method.factors(frozen) if isinstance(method, Factored) and shared else shared
     every = {**shared, **uploaded, **local}
-    trained = {key: value for key, value in every.items() if key not in method.memory}
+    trained = {key: value for key, value in every.items() if key not in method.traits.memory}
     takers = max(1, round(settings.fraction * clients))
     alone = settings.engine != "batched"
     each = [graph_bytes(method, frozen, picture, every, local, rows) for rows in (1, 2)]
-    batch = getattr(method, "batch", 32)
+    batch = schedule(method).batch
     return Room(
         shared=tensors.count_bytes(shared),
         upload=tensors.count_bytes(uploaded),
@@ -86,7 +85,7 @@ def estimate(settings: Settings, frozen: Frozen, picture: Sequence[int], clients
 
 
 def graph_bytes(
-    method: Any,
+    method: Method,
     frozen: Frozen,
     picture: Sequence[int],
     every: Tensors,
@@ -94,10 +93,11 @@ def graph_bytes(
     rows: int,
 ) -> int:
     """What a gradient over so many rows keeps on the way forward, beside weights that are there."""
-    if not every:
+    if not every or not isinstance(method, Trained):
         return 0
     leaves = {
-        key: value.detach().requires_grad_(key not in method.memory) for key, value in every.items()
+        key: value.detach().requires_grad_(key not in method.traits.memory)
+        for key, value in every.items()
     }
     tower = frozen.image_tower
     assert tower is not None

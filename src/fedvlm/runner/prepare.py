@@ -67,7 +67,8 @@ class Prepared:
     def warm_world(self, training: Training) -> World:
         """The same as the one-shot method that gives the first head sees it."""
         first = self.settings.warm_start
-        return replace(self.world(training), method=first, x=self.rows.view(first.needs))
+        assert first is not None
+        return replace(self.world(training), method=first, x=self.rows.view(first.traits.needs))
 
     def own_world(self, id: str, name: str = "", entropy: bool = False) -> World:
         """What one client works on, without a row of another; `name` is what it is called there."""
@@ -85,7 +86,7 @@ class Prepared:
     ) -> World:
         return World(
             **vars(terms_of(self.settings, self.frozen, self.seed)),
-            x=self.rows.view(self.settings.method.needs),
+            x=self.rows.view(self.settings.method.traits.needs),
             y=torch.from_numpy(self.rows.labels),
             members=members,
             reference=reference,

@@ -2,20 +2,20 @@
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, fits
-from fedvlm.core import FEWEST, SMALLEST, check_type, make
+from fedvlm.core import FEWEST, SMALLEST, Method, check_range, check_type, is_method, make
 from fedvlm.data.clients import Clients, words
 from fedvlm.errors import SettingsError, unknown
 
 
 @dataclass(frozen=True)
 class Settings:
-    method: Any  # a registered method with its settings
-    warm_start: Any = None  # a one-shot method whose result the method's head starts from
+    method: Method  # a registered method with its settings
+    warm_start: Method | None = None  # a one-shot method whose result the method's head starts from
     data: str = "demo"
     encoder: str = "demo"
     source: dict[str, Any] = field(default_factory=dict)  # how to read the data: layout, classes, …
@@ -43,8 +43,8 @@ class Settings:
         whole = asdict(self)
         for key in ("workers", "access", "reproduces"):
             del whole[key]
-        counting = [hasattr(one, "smallest") for one in (self.method, self.warm_start)]
-        if not (self.allow_small and any(counting)):
+        both = [one for one in (self.method, self.warm_start) if one is not None]
+        if not (self.allow_small and any(one.traits.smallest for one in both)):
             del whole["allow_small"]
         usual = {"channel": Channel(), "descriptions": "", "texts": "", "warm_start": None}
         for key in usual:  # left out as it was before there was a choice
@@ -93,12 +93,12 @@ def _checked(settings: Settings) -> Settings:
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     fits(settings.channel, settings.method)
-    for key in ("method", "warm_start"):
-        one = getattr(settings, key)
-        if one is not None and not settings.allow_small:
-            settings = replace(settings, **{key: _guarded(one, settings.channel.secure)})
-        elif hasattr(one, "smallest"):
-            settings = replace(settings, **{key: replace(one, smallest=1)})
+    first = settings.warm_start
+    settings = replace(
+        settings,
+        method=_guarded(settings.method, settings),
+        warm_start=None if first is None else _guarded(first, settings),
+    )
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
     if settings.workers < 0:
@@ -106,27 +106,32 @@ def _checked(settings: Settings) -> Settings:
     return settings
 
 
-def _method(value: Any) -> Any:
+def _method(value: Any) -> Method:
     if isinstance(value, str):
         return make(value)
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_method(value):
+        for one in fields(value):
+            check_range(f"{value.name}.{one.name}", getattr(value, one.name))
         return value
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         return make(**value)
     raise SettingsError(f'method = {value!r} has no name; write [method] with name = "fedot"')
 
 
-def _guarded(method: Any, secure: bool) -> Any:
+def _guarded(method: Method, settings: Settings) -> Method:
     """A method that uploads class statistics, held to those of enough rows and enough clients."""
-    if (smallest := getattr(method, "smallest", SMALLEST)) < SMALLEST:
+    smallest, contributors = method.traits.smallest, method.traits.contributors
+    if settings.allow_small:
+        return method if smallest is None else replace(method, smallest=1)
+    if smallest is not None and smallest < SMALLEST:
         raise SettingsError(
             f"{method.name}.smallest = {smallest}: the statistics of a class of fewer than "
             f"{SMALLEST} rows give its rows away; set allow_small = true (--allow-small) if they "
             "may be uploaded all the same"
         )
-    if not secure or getattr(method, "contributors", FEWEST) >= FEWEST:
+    if not settings.channel.secure or contributors is None or contributors >= FEWEST:
         return method
-    return replace(method, contributors=FEWEST, rounds=method.rounds + (method.contributors == 1))
+    return replace(method, contributors=FEWEST, rounds=method.rounds + (contributors == 1))
 
 
 def clients_of(value: Any) -> Clients:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fedvlm.core import Frozen
+from fedvlm.core import Frozen, Method, Starting, Tempered
 from fedvlm.engines.client import World
 from fedvlm.engines.loop import open_engine, start, train
 from fedvlm.engines.state import Plan, State
@@ -17,9 +17,9 @@ from fedvlm.runner.settings import Settings
 from fedvlm.runner.training import file_name, has_checkpoint
 
 
-def check(first: Any, method: Any, frozen: Frozen) -> None:
+def check(first: Method, method: Method, frozen: Frozen) -> None:
     """Refuses a method that gives no head, and one that takes none."""
-    if not callable(getattr(first, "head", None)):
+    if not isinstance(first, Starting):
         raise SettingsError(f"warm_start = {first.name!r} gives no head to start from; use 'tofa'")
     first.init(frozen)
     head = method.init(frozen)[0].get("head")
@@ -43,6 +43,7 @@ def begin(
     `before` is the world as the one-shot method sees it. Its exchanges are rounds below 0.
     """
     first, name = before.method, file_name(training, world.seed)
+    assert isinstance(first, Starting)  # `check` has seen to it
     if has_checkpoint(record, name):
         return state
     record.keep_lines(name, -first.rounds)
@@ -57,7 +58,8 @@ def begin(
     with closing(engine):
         done = train(before, engine, plan, done, fresh, on_round)
     scale = world.frozen.scale
-    head = scale / getattr(world.method, "tau", scale) * first.head(world.frozen, done.shared)
+    own = world.method.tau if isinstance(world.method, Tempered) else scale
+    head = scale / own * first.first_head(world.frozen, done.shared)
     known = head.abs().amax(1, keepdim=True) > 0  # nobody may have told of a class
     head = torch.where(known, head, state.shared["head"])
     return replace(state, shared={**state.shared, "head": head})

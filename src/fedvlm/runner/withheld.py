@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedvlm.core import Method
 from fedvlm.errors import listing
 
 
 def withheld(
-    method: Any, members: Mapping[str, Any], labels: NDArray[np.int64], classes: int
+    method: Method | None, members: Mapping[str, Any], labels: NDArray[np.int64], classes: int
 ) -> list[str]:
     """What stays at the clients because a class has too few rows there, for the run's owner."""
-    least = getattr(method, "smallest", 1)
+    least = (method.traits.smallest if method else None) or 1
     counts = {id: np.bincount(labels[one.train], minlength=classes) for id, one in members.items()}
     small = {id: int(((one > 0) & (one < least)).sum()) for id, one in counts.items()}
     held = sum(int((one > 0).sum()) for one in counts.values())

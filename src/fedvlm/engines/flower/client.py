@@ -15,10 +15,9 @@ import torch
 from fedvlm import tensors
 from fedvlm.channel import validate
 from fedvlm.channel.secure import to_secagg
-from fedvlm.channel.settings import sums
 from fedvlm.channel.uploads import join, leave, split
-from fedvlm.core import Tensors
-from fedvlm.engines.client import Done, Task, World, drawing, own_world
+from fedvlm.core import Conditioned, Described, Tensors, sums
+from fedvlm.engines.client import Done, Task, World, drawing, here, own_world
 from fedvlm.engines.flower.wire import Arrays, Parcel
 from fedvlm.engines.single import Single, where
 from fedvlm.errors import FederationError
@@ -165,8 +164,9 @@ def share(world: World, id: str, about: Mapping[str, Any]) -> float:
 
 def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:
     """The few numbers that a method says of local tensors, which stay here."""
-    if adapts:
-        describe = getattr(world.method, "describe", None)
-        return dict(describe(world.frozen, sent, done.local)) if describe else {}
-    condition = getattr(world.method, "condition", None)
-    return {"condition": float(condition(done.local))} if condition else {}
+    method = world.method
+    if adapts and isinstance(method, Described):
+        return dict(method.describe(world.frozen, sent, here(done.local)))
+    if not adapts and isinstance(method, Conditioned):
+        return {"condition": float(method.condition(here(done.local)))}
+    return {}

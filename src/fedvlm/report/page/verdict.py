@@ -154,7 +154,7 @@ def _oracle(run: Run) -> bool:
 
 def _transductive(run: Run) -> bool:
     method = make(**run["identity"]["method"])
-    return reference.wants_reference(method) and bool(method.reference == "target")
+    return reference.wants_reference(method) and method.traits.reference == "target"
 
 
 def _small(run: Run) -> bool:

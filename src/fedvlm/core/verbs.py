@@ -1,0 +1,154 @@
+"""Verbs a method may have beyond the six, and what standard parts say of themselves.
+
+The first paragraph of a protocol is its line in docs/contract.md, which is made from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from fedvlm.core.contract import Batch, Client, Frozen, Method, Schedule, Sum
+from fedvlm.tensors import Tensors
+
+P = TypeVar("P", bound=Callable[..., Any])
+
+
+@runtime_checkable
+class Trained(Protocol):
+    """what a gradient part walks down; it may also give new values of tensors in `memory`"""
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor | tuple[Tensor, Tensors]: ...
+
+
+@runtime_checkable
+class Stacked(Protocol):
+    """a faster `update` of stacked clients; the contract test shows that it gives the same"""
+
+    def update_many(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+    ) -> tuple[Tensors, Tensors]: ...
+
+
+@runtime_checkable
+class Noisy(Protocol):
+    """how many standard normal numbers a step needs; they come in `client.noise`"""
+
+    def noise(self, frozen: Frozen) -> int: ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """numbers about a client's local tensors, for the record"""
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """of an upload of class statistics: which classes it tells of, and (classes, dim) the means
+    it gives of them, if any; the contract test compares the first with `smallest`"""
+
+    def covers(self, upload: Tensors) -> Tensor: ...
+    def means(self, upload: Tensors) -> Tensor | None: ...
+
+
+@runtime_checkable
+class Starting(Protocol):
+    """(classes, dim) a head that another method may start from (`warm_start`)"""
+
+    def first_head(self, frozen: Frozen, shared: Tensors) -> Tensor: ...
+
+
+@runtime_checkable
+class Tempered(Protocol):
+    """the temperature of a head over cosines, where it is not the encoder's"""
+
+    @property
+    def tau(self) -> float: ...
+
+
+@runtime_checkable
+class Conditioned(Tempered, Protocol):
+    """κ of a client's map, for the bound on how far clients pull a head apart"""
+
+    @property
+    def rate(self) -> float: ...
+    def condition(self, local: Tensors) -> float: ...
+
+
+@runtime_checkable
+class Factored(Protocol):
+    """what is trained and uploaded where that is not what the server keeps"""
+
+    def factors(self, frozen: Frozen) -> Tensors: ...
+
+
+@runtime_checkable
+class Matching(Protocol):
+    """(rows, classes, 2, patches) cosines of patches with a shared and a local prompt, for
+    `fedvlm explain`"""
+
+    @property
+    def transport(self) -> str: ...
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def strength(self) -> float: ...
+    def similarity(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor: ...
+
+
+OPTIONAL: tuple[type, ...] = (
+    Trained,
+    Stacked,
+    Noisy,
+    Described,
+    Telling,
+    Starting,
+    Tempered,
+    Conditioned,
+    Factored,
+    Matching,
+)
+WALKS: set[Callable[..., Any]] = set()  # updates that go down a `loss`
+SUM_OF: dict[Callable[..., Any], Sum] = {}  # aggregates that need only a sum of the uploads
+
+
+def walks(part: P) -> P:
+    """Marks an update that goes down a `loss`: `register` asks for what it reads."""
+    WALKS.add(part)
+    return part
+
+
+def a_sum_of(kind: Sum) -> Callable[[P], P]:
+    """Marks an aggregate that needs only this sum of the uploads."""
+
+    def mark(part: P) -> P:
+        SUM_OF[part] = kind
+        return part
+
+    return mark
+
+
+def sums(method: Method) -> Sum | None:
+    """What sum of the uploads a method's aggregate is a function of, if any is.
+
+    A method says so in its traits; the standard parts say so themselves.
+    """
+    return method.traits.sums or SUM_OF.get(type(method).aggregate)
+
+
+def schedule(method: Method) -> Schedule:
+    """How a method's minibatches are dealt and its steps are taken."""
+    names = [one.name for one in fields(Schedule)]
+    return Schedule(**{key: getattr(method, key) for key in names if hasattr(method, key)})
+
+
+def tunable(method: Method) -> tuple[str, ...]:
+    """Settings worth choosing on validation rows."""
+    if method.traits.tunable is not None:
+        return method.traits.tunable
+    return ("rate",) if isinstance(method, Trained) else ()

@@ -1,0 +1,73 @@
+"""docs/contract.md, made from the classes it is about.
+
+`python -m fedvlm.report.contract` writes it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import fields
+from inspect import getdoc, isfunction, signature
+from pathlib import Path
+from typing import Any
+
+from fedvlm.core import OPTIONAL, Schedule, Traits
+from fedvlm.core.schema import RANGES
+
+OPENING = """# What a method may say
+
+Beside its name, its settings and the six verbs ([concepts](concepts.md)). This page is made from
+`fedvlm.core`; what is not on it, nothing reads. `register` refuses a name that is nearly one of
+these.
+"""
+
+
+def contract_page() -> str:
+    """Three tables: traits, settings that engines read, and optional verbs."""
+    traits = [
+        (f"`{one.name}`", _value(one.default), one.metadata["says"]) for one in fields(Traits)
+    ]
+    settings = [
+        (
+            f"`{one.name}`",
+            _value(one.default),
+            RANGES.get(one.name, ("", ""))[1],
+            one.metadata["says"],
+        )
+        for one in fields(Schedule)
+    ]
+    verbs = [(_asked(kind), (getdoc(kind) or "").replace("\n", " ")) for kind in OPTIONAL]
+    return "\n".join(
+        [
+            OPENING,
+            "## Traits\n",
+            f"{' '.join((getdoc(Traits) or '').split())}\n",
+            *_table(("trait", "if left out", "what it says"), traits),
+            "\n## Settings that engines and parts read\n",
+            "A method with a `loss` has the first three.\n",
+            *_table(("setting", "if left out", "it takes", "what it is"), settings),
+            "\n## Optional verbs\n",
+            "A name without brackets is a setting that goes with the verb.\n",
+            *_table(("verb", "what it gives"), verbs),
+            "",
+        ]
+    )
+
+
+def _value(default: Any) -> str:
+    return "-" if default is None or default == frozenset() else f"`{default}`"
+
+
+def _asked(kind: type) -> str:
+    """What a protocol asks for: verbs with their arguments, settings by name."""
+    own = [(name, one) for name, one in vars(kind).items() if not name.startswith("_")]
+    verbs = [(name, list(signature(one).parameters)[1:]) for name, one in own if isfunction(one)]
+    said = [f"`{name}({', '.join(words)})`" for name, words in verbs]
+    return ", ".join(said + [f"`{name}`" for name, one in own if isinstance(one, property)])
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = [head, ("---",) * len(head), *rows]
+    return [f"| {' | '.join(one)} |" for one in lines]
+
+
+if __name__ == "__main__":
+    Path("docs/contract.md").write_text(contract_page(), encoding="utf-8")

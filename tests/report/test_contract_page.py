@@ -1,0 +1,21 @@
+"""The page on what a method may say is the classes' own."""
+
+from pathlib import Path
+
+from fedvlm.core import OPTIONAL
+from fedvlm.report.contract import contract_page
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_of_the_contract_is_made_from_the_classes():
+    assert (DOCS / "contract.md").read_text(encoding="utf-8") == contract_page(), (
+        "docs/contract.md is old; make it again: python -m fedvlm.report.contract"
+    )
+
+
+def test_every_optional_verb_has_a_line_of_its_own():
+    lines = [line for line in contract_page().splitlines() if line.startswith("| `")]
+    for kind in OPTIONAL:
+        words = [name for name in vars(kind) if not name.startswith("_")]
+        assert any(all(f"`{word}" in line for word in words) for line in lines), kind
