@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedvlm import seeds
 from fedvlm.channel import Channel
-from fedvlm.core import Client, Frozen, Method, Noisy, Tensors
+from fedvlm.core import Client, Frozen, Method, Noisy, Tensors, schedule
 from fedvlm.evaluate.metrics import details, diagrams, every_metric
 from fedvlm.maths import noise
 from fedvlm.tensors import full

@@ -183,10 +183,10 @@ def disagreement(
     keys = sorted(key for key in shared if shared[key].is_floating_point())
     each = [[one[key] for key in keys] for one in (shared, *uploads)]
     out = {"cosine": mean_cosine(each[0], each[1:])}
+    counts = [steps(method, one.rows)[:2] for one in done.values()]
+    walked = [epochs * each for epochs, each in counts]
     if isinstance(method, Conditioned):
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-        counts = [steps(method, one.rows)[:2] for one in done.values()]
-        walked = [epochs * each for epochs, each in counts]
         out["difference"] = largest_difference(start, ends, walked, method.rate)
         conditions = [
             method.condition(here(one.local)) if one.told is None else one.told["condition"]
