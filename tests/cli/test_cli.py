@@ -7,6 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
 
@@ -200,3 +201,20 @@ def test_partition_keeps_a_target_whole_and_takes_the_first_seed_of_a_run(ok):
     names = [line.split()[0] for line in whole.splitlines()[2:]]
     assert names == ["client-0", "client-1", "noto"]
     assert ok(*words, "--set", "seeds=[7]") == ok(*words, "--seed", "7") != ok(*words)
+
+
+def test_the_version_is_told(ok):
+    assert ok("--version").strip() == f"fedvlm {fedvlm.__version__}"
+
+
+@pytest.mark.parametrize("words", [["deploy", "init"], ["run"], ["audit"]])
+def test_help_has_no_escapes(ok, words):
+    text = ok(*words, "--help")
+    assert "\\" not in text
+    assert "[required]" in text or "[default: " in text
+
+
+def test_a_missing_folder_is_called_missing_with_the_nearest_name(refused, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    text = refused("run", "--method", "fedot", "--data", tmp_path / "picturs")
+    assert f"there is no {tmp_path / 'picturs'}; did you mean {tmp_path / 'pictures'}?" in text

@@ -1,8 +1,10 @@
 """The command line: the only package that talks to a person."""
 
 import sys
+from typing import Annotated
 
 import typer
+import typer.core
 
 from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
@@ -12,12 +14,31 @@ from fedvlm.cli.runs import compare, demo, list_, plot, report, resume, run
 from fedvlm.cli.share import export, ledger, predict
 from fedvlm.cli.texts import describe, join
 
+typer.core.HAS_RICH = False  # typer escapes brackets for rich also where help is plain
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     help="Adapt a frozen vision-language model across sites whose images may not leave them.",
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from fedvlm import __version__
+
+        typer.echo(f"fedvlm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Tell the version.")
+    ] = False,
+) -> None: ...
+
+
 app.command()(demo)
 app.command()(run)
 app.command()(resume)

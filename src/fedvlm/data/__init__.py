@@ -1,5 +1,7 @@
 """Data sets, splits, few-shot and the federation made of them."""
 
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from fedvlm.data import catalogue
@@ -24,7 +26,14 @@ def open_dataset(name: str, **options: Any) -> Dataset:
     kinds = [f"{kind}:..." for kind in KINDS]
     if "/" in name or "." in name:
         raise DataError(
-            f"{name} is not there; name a folder, a .zip, a manifest, a data set of the catalogue, "
-            f"or one of {', '.join(kinds)}"
+            f"there is no {name}; {nearest(Path(name))}name a folder, a .zip, a manifest, "
+            f"a data set of the catalogue, or one of {', '.join(kinds)}"
         )
     raise unknown("data set", name, [*entries, *kinds])
+
+
+def nearest(path: Path) -> str:
+    """The question whether a name beside a missing path was meant, if one is near."""
+    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, sorted(beside), n=1, cutoff=0.5)
+    return f"did you mean {path.parent / near[0]}? " if near else ""

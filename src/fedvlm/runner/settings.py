@@ -158,6 +158,15 @@ def _known(table: str, value: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def _whole_numbers(key: str, value: Any) -> tuple[int, ...]:
+    if key == "seeds" and type(value) is int:
+        many = list(range(value)) if 0 < value < 10 else [0, 1, 2]
+        count = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(
+            len(many), f"{len(many)} seeds"
+        )
+        raise SettingsError(
+            f"seeds = {value} may mean two things; write {many} for {count}, [{value}] for the "
+            f"seed {value}"
+        )
     many = [value] if isinstance(value, int) else value
     if not isinstance(many, list | tuple) or any(type(one) is not int for one in many):
         raise SettingsError(f"{key} = {value!r} does not fit; it takes whole numbers, as [0, 1, 2]")
