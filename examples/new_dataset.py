@@ -10,7 +10,8 @@ from PIL import Image
 
 from fedvlm.data import open_dataset
 from fedvlm.data.catalogue import Entry, add
-from fedvlm.data.federation import Clients, divide, rows_of
+from fedvlm.data.clients import Clients
+from fedvlm.data.federation import divide, rows_of
 
 SLIDES = add(
     Entry(

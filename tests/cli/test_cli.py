@@ -179,3 +179,24 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
         cli.main()
     assert stop.value.code == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("clientz.by=own", "did you mean 'clients'"),
+        ("clients.coutn=3", "did you mean 'count'"),
+        ("target=nto", "no domain is called 'nto'; did you mean 'noto'"),
+        ("rounds=3", "no setting is called 'rounds'"),
+    ],
+)
+def test_partition_refuses_what_a_run_would_refuse(refused, word, says):
+    assert says in refused("partition", "demo", "--set", word, "--set", "protocol=source-target")
+
+
+def test_partition_keeps_a_target_whole_and_takes_the_first_seed_of_a_run(ok):
+    words = ("partition", "demo", "--set", "clients.by=dirichlet", "--set", "clients.count=2")
+    whole = ok(*words, "--set", "protocol=source-target", "--set", "target=noto")
+    names = [line.split()[0] for line in whole.splitlines()[2:]]
+    assert names == ["client-0", "client-1", "noto"]
+    assert ok(*words, "--set", "seeds=[7]") == ok(*words, "--seed", "7") != ok(*words)

@@ -5,7 +5,8 @@ import pytest
 from PIL import Image
 from plain_rows import make_rows
 
-from fedvlm.data.federation import Clients, divide
+from fedvlm.data.clients import Clients
+from fedvlm.data.federation import divide
 from fedvlm.data.partition import count_table
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.partition import draw

@@ -13,7 +13,8 @@ from PIL import Image
 from trees import grid, make_zip, picture, plant
 
 from fedvlm.data import open_dataset
-from fedvlm.data.federation import Clients, divide, rows_of
+from fedvlm.data.clients import Clients
+from fedvlm.data.federation import divide, rows_of
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 
 PATHS = grid(["art", "photo"], ["cat", "dog"])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from plain_rows import make_rows
 
 from fedvlm.data import splits
-from fedvlm.data.federation import Clients, Division, Rows, divide
+from fedvlm.data.clients import Clients
+from fedvlm.data.federation import Division, Rows, divide
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.seeds import numbers
 
@@ -208,7 +209,7 @@ def test_shots_are_per_class_and_client_and_leave_the_test_rows_alone():
         assert np.bincount(table.labels[member.train]).tolist() == [3] * 4
         assert set(member.train) < set(full.members[key].train)
         assert (member.test == full.members[key].test).all()
-    plenty = divide(table, Clients(shots=1000), 0)
+    plenty = divide(table, Clients(shots=1000, validation_shots=0), 0)
     assert pictures(table, plenty) == pictures(table, full)
 
 
@@ -261,6 +262,8 @@ def test_bad_tables_are_named():
         ({"alpha": 0.0}, "clients.alpha = 0.0"),
         ({"alpha": float("nan")}, "clients.alpha = nan"),
         ({"shots": -1}, "clients.shots = -1"),
+        ({"validation_shots": -1}, "clients.validation_shots = -1"),
+        ({"validation_shots": 1.5}, "clients.validation_shots = 1.5"),
         ({"minimum": 2.5}, "clients.minimum = 2.5"),
         ({"shares": (0.5, 0.2, 0.2)}, "sum to 1, not 0.9"),
         ({"shares": (0.0, 0.5, 0.5)}, "above 0 for train"),

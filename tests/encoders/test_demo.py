@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from fedvlm.data import open_dataset
-from fedvlm.data.federation import Clients, divide
+from fedvlm.data.clients import Clients
+from fedvlm.data.federation import divide
 from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
 from fedvlm.encoders.cache.embed import embed
 from fedvlm.encoders.demo import demo_directory

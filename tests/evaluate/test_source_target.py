@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 import fedvlm
 from fedvlm import cli
 from fedvlm.core import make
-from fedvlm.data.federation import Clients, divide
+from fedvlm.data.clients import Clients
+from fedvlm.data.federation import divide
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate import protocols, reference
 from fedvlm.evaluate.metrics import METRICS, THRESHOLDS

@@ -8,6 +8,7 @@ import torch
 
 import fedvlm
 from fedvlm.core import make
+from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.report.tables import compare
 from fedvlm.runner import training as jobs
@@ -83,6 +84,13 @@ def test_the_default_directory_is_made_of_the_settings(rows, tmp_path, monkeypat
     b = fedvlm.run({**QUICK, "rounds": 2}, embedded=rows)
     assert a.folder == fedvlm.run(QUICK, embedded=rows).folder != b.folder
     assert a.folder.parent.name == "runs"
+
+
+def test_a_run_on_a_store_is_named_after_the_store(rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = save_store(tmp_path / "clinic.safetensors", rows)
+    done = fedvlm.run("zero-shot", encoder=f"store:{store}")
+    assert done.folder.name.startswith("zero-shot-clinic-")
 
 
 def test_another_runs_directory_is_refused(rows, rows_like, tmp_path):
@@ -258,3 +266,17 @@ def test_the_manifest_keeps_what_a_run_reproduces_and_its_identity_does_not(rows
 def test_a_run_reproduces_names_and_nothing_else(rows):
     with pytest.raises(SettingsError, match="reproduces = 7 does not fit"):
         fedvlm.run("zero-shot", embedded=rows, reproduces=7)
+
+
+def test_a_smoke_run_of_many_clients_has_few(rows_like, tmp_path):
+    many = {"by": "dirichlet", "count": 100}
+    done = fedvlm.run(
+        "zero-shot",
+        embedded=rows_like(900),
+        out=tmp_path / "a",
+        protocol="own-test",
+        clients=many,
+        smoke=True,
+    )
+    assert 1 < len(done.manifest["clients"]) <= 10
+    assert done.manifest["identity"]["clients"]["count"] == 100

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fedvlm.classifier.personalised import Personalised, of_newcomer
-from fedvlm.data.federation import Clients
+from fedvlm.data.clients import Clients
 from fedvlm.data.table import Embedded
 from fedvlm.encoders.store import open_store
 from fedvlm.engines.client import client

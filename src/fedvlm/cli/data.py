@@ -53,21 +53,26 @@ def embed(
 def partition(
     data: str,
     source: Source = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="clients.by=…")] = None,
-    seed: int = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="a.b=value, as a run takes it.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The first of `seeds` if left out.")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG of rows per class and client.")] = None,
 ) -> None:
     """Rows per class and client, before anything is encoded."""
-    from fedvlm.data import open_dataset
     from fedvlm.data.federation import divide, rows_of
     from fedvlm.data.partition import count_table
     from fedvlm.report.partition import draw
     from fedvlm.report.tables import render
-    from fedvlm.runner.settings import clients_of, override
+    from fedvlm.runner.load import opened, sample
+    from fedvlm.runner.settings import build, override
 
-    rows = rows_of(open_dataset(data, **options(source)))
-    clients = clients_of(override({}, set_ or []).get("clients", {}))
-    division = divide(rows, clients, seed)
+    values = {"method": "zero-shot", "data": data, "source": options(source)}
+    settings = build(override(values, set_ or []))
+    dataset = opened(settings.data, settings.source)
+    rows = rows_of(sample(dataset) if settings.smoke else dataset)
+    first = settings.seeds[0] if seed is None else seed
+    division = divide(rows, settings.clients, first, settings.target)
     counts = count_table(division, rows)
     ids = list(division.members)
     body = [

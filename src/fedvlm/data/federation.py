@@ -4,80 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
-from math import isfinite
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.data import splits
+from fedvlm.data.clients import Clients
 from fedvlm.data.splits import PARTS, Ints
 from fedvlm.data.table import Dataset, Strings
-from fedvlm.errors import DataError, SettingsError, unknown
+from fedvlm.errors import DataError, unknown
 from fedvlm.seeds import numbers
-
-By = Literal["domain", "own", "dirichlet", "pathological", "domain-dirichlet"]
-
-
-@dataclass(frozen=True)
-class Clients:
-    """Settings: how rows become clients."""
-
-    by: By = "domain"  # own: the data's own client column (writers, sites)
-    count: int = 10  # clients (dirichlet, pathological), or clients per domain (domain-dirichlet)
-    alpha: float = 0.3  # Dirichlet concentration
-    minimum: int = 10  # training rows a Dirichlet client has at least
-    shots: int = 0  # training rows per class and client; 0: all
-    shares: tuple[float, float, float] = (0.6, 0.2, 0.2)  # train, validation, test
-    domains: tuple[str, ...] = ()  # whose rows become clients; empty: all
-    public: float = 0.0  # share set aside as nobody's rows, for methods that adapt to a reference
-
-    def __post_init__(self) -> None:
-        if self.by not in get_args(By):
-            raise unknown("way of making clients", str(self.by), get_args(By))
-        for key, least in (("count", 1), ("minimum", 1), ("shots", 0)):
-            value = getattr(self, key)
-            if type(value) is not int or value < least:
-                raise SettingsError(
-                    f"clients.{key} = {value!r} does not fit; it takes a whole number from {least}"
-                )
-        if not _number(self.alpha) or self.alpha <= 0:
-            raise SettingsError(
-                f"clients.alpha = {self.alpha!r} does not fit; it takes a number above 0"
-            )
-        if not _number(self.public) or not 0 <= self.public < 1:
-            raise SettingsError(
-                f"clients.public = {self.public!r} does not fit; it takes a share from 0 to below 1"
-            )
-        object.__setattr__(self, "domains", words("clients.domains", self.domains))
-        shares = self.shares
-        if (
-            not isinstance(shares, list | tuple)
-            or len(shares) != 3
-            or not all(map(_number, shares))
-        ):
-            raise SettingsError(
-                f"clients.shares = {shares!r} does not fit; it takes three numbers: the shares of "
-                "train, validation and test, as [0.6, 0.2, 0.2]"
-            )
-        if min(shares) < 0 or shares[0] == 0 or abs(sum(shares) - 1) > 1e-9:
-            raise SettingsError(
-                f"clients.shares = {list(shares)} do not fit; they are above 0 for train, not "
-                f"negative, and sum to 1, not {sum(shares):g}"
-            )
-        object.__setattr__(self, "shares", tuple(shares))
-
-
-def words(key: str, value: object) -> tuple[str, ...]:
-    """One name, or several."""
-    many = [value] if isinstance(value, str) else value
-    if not isinstance(many, list | tuple) or any(not isinstance(one, str) for one in many):
-        raise SettingsError(f"{key} = {value!r} does not fit; it takes a name, or a list of names")
-    return tuple(many)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 class Table(Protocol):
@@ -196,9 +133,8 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
     dealt = order[owners[order] >= 0]
     for name, mine in zip(names, _groups(dealt, owners, len(names)), strict=True):
         train, validation, test = (mine[parts[mine] == part] for part in range(len(PARTS)))
-        if clients.shots:
-            drawn = numbers("shots", seed, name)
-            train = train[splits.first_of_each(labels[train], clients.shots, drawn)]
+        train = _few(labels, train, clients.shots, "shots", seed, name)
+        validation = _few(labels, validation, clients.held, "validation shots", seed, name)
         domains = sorted(set(table.domains[mine].tolist()))
         domain = domains[0] if len(domains) == 1 else ""
         made[name] = Member(name, domain, train, validation, test)
@@ -283,6 +219,13 @@ def _owners(
     return splits.dirichlet(
         labels, parts, clients.count, clients.alpha, clients.minimum, drawn, title
     )
+
+
+def _few(labels: Ints, rows: Ints, shots: int, purpose: str, seed: int, name: str) -> Ints:
+    """At most so many rows of each class, or all."""
+    if not shots:
+        return rows
+    return rows[splits.first_of_each(labels[rows], shots, numbers(purpose, seed, name))]
 
 
 def _check_trained(classes: tuple[str, ...], trained: Ints) -> None:

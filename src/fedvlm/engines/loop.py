@@ -30,6 +30,7 @@ from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
 from fedvlm.machine import give_back
 from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
+from fedvlm.parts import nothing
 
 
 class Engine(Protocol):
@@ -91,7 +92,9 @@ def train(
         begin = perf_counter()
         ids = participants(terms, plan, number)
         # A round is chosen by what all clients make of it; else only participants are measured.
-        known = ids if plan.selection == "last" else sorted(plan.train)
+        known = sorted(plan.train) if chooses(method, plan) else ids
+        if chooses(method, plan) and adapts(method):
+            state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         answers = engine.round(number, tasks)
         done = answers.done
@@ -99,7 +102,8 @@ def train(
         trained = [task for task in tasks if task.id in ids]
         came = _carry(terms, passage, state, number, trained, answers)
         scores = {id: one.scores for id, one in done.items()}
-        state = choose(plan, state, scores)
+        if chooses(method, plan) and not adapts(method):
+            state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
             line |= disagreement(
@@ -209,10 +213,28 @@ def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     }
 
 
+def chooses(method: Any, plan: Plan) -> bool:
+    """Whether there are rounds to choose between; a method of one exchange is not without it."""
+    return plan.selection != "last" and method.rounds > 1
+
+
+def adapts(method: Any) -> bool:
+    return type(method).adapt is not nothing
+
+
+def _reported(
+    terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local
+) -> dict[str, Scores]:
+    """How everyone would fare if this state were the chosen one, its adaptation included."""
+    everyone = sorted({*plan.train, *plan.unseen})
+    method = terms.method
+    verb, those = (engine.adapt, plan.train) if adapts(method) else (engine.round, ())
+    answers = verb(method.rounds, _tasks(method, state, fresh, everyone, those))
+    return {id: one.scores for id, one in answers.done.items()}
+
+
 def choose(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
     """Keeps the state if it scores better than every one before it, as the selection says."""
-    if plan.selection == "last":
-        return state
     if plan.selection == "validation":
         score = accuracy(scores, plan.train, "validation") or 0.0
     else:
@@ -242,9 +264,8 @@ class Outcome:
 def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local) -> Outcome:
     method = terms.method
     everyone = sorted({*plan.train, *plan.unseen})
-    if plan.selection != "last":
-        done = engine.round(method.rounds, _tasks(method, state, fresh, everyone, ())).done
-        state = choose(plan, state, {id: one.scores for id, one in done.items()})
+    if chooses(method, plan):
+        state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
         assert state.best_shared is not None and state.best_local is not None
         state = replace(
             state, round=state.best_round, shared=state.best_shared, local=state.best_local

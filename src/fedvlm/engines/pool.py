@@ -81,6 +81,7 @@ class Pool:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
+                process.join()
 
 
 def lost(number: int) -> FederationError:

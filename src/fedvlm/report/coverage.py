@@ -6,7 +6,7 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal, get_args
 
-from fedvlm.data.federation import By
+from fedvlm.data.clients import By
 from fedvlm.report.papers import Item, Values, apart, find, flat, items, numbers
 
 State = Literal["full", "partly", "not"]
@@ -72,8 +72,8 @@ def covered(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Cove
 
 
 @cache
-def every_item() -> tuple[Covered, ...]:
-    """All tables and figures, by the experiments that say they reproduce them."""
+def reproducing() -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The runs, as their identities, of the experiments that say they reproduce an item."""
     from fedvlm.runner.experiments import experiments, runs
     from fedvlm.runner.settings import build, read_toml
 
@@ -84,6 +84,13 @@ def every_item() -> tuple[Covered, ...]:
             identities = [build(one).identity() for one in runs(values)]
             for one in reproduced:
                 named[find(one).name][name] = identities
+    return named
+
+
+@cache
+def every_item() -> tuple[Covered, ...]:
+    """All tables and figures, and what the experiments that name them run of them."""
+    named = reproducing()
     return tuple(covered(item, named[name]) for name, item in items().items())
 
 

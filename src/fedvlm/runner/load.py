@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Told = Callable[[str, int, int], None]  # what is going on, done, total
 FEW_ROWS = 600  # of a smoke run
 FEW_ROUNDS = 3
+FEW_CLIENTS = 10
 
 
 def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
@@ -157,4 +158,5 @@ def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
     method = settings.method
     if "rounds" in {one.name for one in fields(method)}:
         method = replace(method, rounds=min(method.rounds, FEW_ROUNDS))
-    return replace(settings, method=method), small
+    clients = replace(settings.clients, count=min(settings.clients.count, FEW_CLIENTS))
+    return replace(settings, method=method, clients=clients), small

@@ -76,8 +76,8 @@ def _begin(
         },
         {one.seed: one.division.dropped for one in seeds},
     )
-    told = {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes}
-    record.begin({"identity": identity, **told, **about})
+    about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes}
+    record.begin({"identity": identity, **about})
     if again:
         record.clear()
     if rows.descriptions is not None:
@@ -145,8 +145,10 @@ def _train(
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
     """The same settings always get the same directory, so a finished run is found again."""
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
-    data = slug(Path(settings.data).name if embedded is None else embedded.name)
-    return f"{settings.method.name}-{data}-{sha256(key.encode()).hexdigest()[:8]}"
+    kind, _, place = settings.encoder.partition(":")
+    data = Path(place).stem if kind == "store" else Path(settings.data).name
+    name = slug(data if embedded is None else embedded.name)
+    return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
 
 
 def told_of(rows: Embedded) -> dict[str, Any]:

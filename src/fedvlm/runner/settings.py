@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, fits
 from fedvlm.core import FEWEST, SMALLEST, check_type, make
-from fedvlm.data.federation import Clients, words
+from fedvlm.data.clients import Clients, words
 from fedvlm.errors import SettingsError, unknown
 
 

@@ -20,6 +20,7 @@ from fedvlm.engines.flower.client import (
 from fedvlm.engines.flower.engine import Flower
 from fedvlm.engines.flower.wire import Parcel, flower, from_records, seal, to_records, unseal
 from fedvlm.errors import FedVLMError
+from fedvlm.tensors import difference
 
 
 class InProcess(Flower):
@@ -48,7 +49,8 @@ class InProcess(Flower):
 
     def local(self, id: str, version: int) -> Tensors:
         there, known = self._there(id), self.known[id]
-        self.known[id] = {one: known.get(one, there[one]) for one in there}
+        same = {one for one in there if one in known and not difference(known[one], there[one])}
+        self.known[id] = {one: (known if one in same else there)[one] for one in there}
         return self.known[id][version]
 
     def _there(self, id: str) -> Versions:

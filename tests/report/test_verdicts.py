@@ -1,0 +1,93 @@
+"""Our numbers beside printed ones: what a verdict says, and when there can be none."""
+
+import pytest
+
+from fedvlm.report.papers import find, fits, judge, numbers, obstacle, verdict
+from fedvlm.runner.settings import build
+
+
+@pytest.mark.parametrize(
+    ("ours", "mine", "theirs", "word"),
+    [
+        (90.0, None, None, "met"),
+        (95.0, 0.1, 0.1, "met"),
+        (89.0, 0.0, None, "within noise"),  # one point where no deviation is printed
+        (88.9, 5.0, None, "differs"),
+        (89.0, 0.3, 0.4, "within noise"),  # 2 * 0.5
+        (88.99, 0.3, 0.4, "differs"),
+        (89.5, None, 0.2, "differs"),
+    ],
+)
+def test_verdicts_are_met_within_noise_or_differ(ours, mine, theirs, word):
+    assert verdict(ours, mine, 90.0, theirs).word == word
+
+
+def test_void_and_not_comparable_say_why_whatever_the_numbers_are():
+    for ours in (10.0, 90.0, 99.0):
+        assert str(verdict(ours, None, 90.0, None, "void", True, "a slip")) == "void (a slip)"
+        said = verdict(ours, None, 90.0, None, "void", False, "a smoke run")
+        assert str(said) == "not comparable (a smoke run)"
+
+
+def test_a_copied_number_is_judged_and_says_where_it_is_from():
+    assert str(verdict(91.0, None, 90.0, None, "copied", True, "there")) == "met (there)"
+
+
+def test_less_is_better_where_it_is():
+    assert verdict(1.0, None, 1.3, None, lower=True).word == "met"
+    assert verdict(3.0, None, 1.3, None, lower=True).word == "differs"
+
+
+def run_of(number, **changed):
+    """The identity of a run that is what a number is printed for."""
+    item = find(number.name)
+    values = {"data": number.data, "seeds": [50, 77, 98], "method": {"name": number.method}}
+    wanted = {**item.settings, **number.settings, **changed}
+    for key, value in wanted.items():
+        head, _, name = key.partition(".")
+        if name:
+            values.setdefault(head, {})[name] = value
+        else:
+            values[head] = value
+    return build(values).identity()
+
+
+def test_a_run_as_published_is_judged_by_its_number():
+    (number,) = (
+        one
+        for one in numbers()["fedot-v1/T1"]
+        if (one.row, one.data, one.column) == ("FedOT", "pacs", "G")
+    )
+    identity = run_of(number)
+    assert fits(number, identity)
+    assert not fits(number, run_of(number, **{"method.head": "random"}))
+    assert not obstacle(number, identity)
+    assert judge(number, 94.7, 0.1, identity).word == "met"
+    assert judge(number, 93.9, 0.1, identity).word == "within noise"
+    assert judge(number, 93.0, 0.1, identity).word == "differs"
+    copy = run_of(number, encoder="hf:models/clip-vit-base-patch32")
+    assert not obstacle(number, copy)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"smoke": True}, "a smoke run"),
+        ({"data": "office-home"}, "data is 'office-home', not 'pacs'"),
+        ({"encoder": "demo"}, "encoder is 'demo', not 'hf:openai/clip-vit-base-patch32'"),
+        ({"method.blocks": 4}, "method.blocks is 4, not 1"),
+    ],
+)
+def test_a_run_of_something_else_is_not_comparable(changed, says):
+    number = next(
+        one for one in numbers()["fedot-v1/T1"] if (one.row, one.data) == ("FedOT", "pacs")
+    )
+    identity = run_of(number, **changed)
+    assert str(judge(number, 94.7, None, identity)) == f"not comparable ({says})"
+
+
+def test_other_shots_are_not_comparable():
+    number = next(one for one in numbers()["tofa/T1"] if one.method == "tofa")
+    assert not obstacle(number, run_of(number))
+    few = run_of(number, **{"clients.shots": 4})
+    assert obstacle(number, few) == "clients.shots is 4, not 16"

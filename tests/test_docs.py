@@ -1,0 +1,124 @@
+"""What the pages say of names, defaults and lists is what the code has."""
+
+import re
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from fedvlm.channel.settings import Channel
+from fedvlm.core import Frozen, make, methods
+from fedvlm.data.clients import By, Clients
+from fedvlm.deploy.kits import ServerKit
+from fedvlm.encoders import ENCODERS
+from fedvlm.errors import FedVLMError
+from fedvlm.evaluate.protocols import PROTOCOLS
+from fedvlm.runner.load import meet
+from fedvlm.runner.settings import Settings
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def table(page, head):
+    """The cells of the table that begins with this heading."""
+    lines = iter((DOCS / page).read_text().splitlines())
+    assert any(line.startswith(f"| {head} |") for line in lines), f"{page} has no table {head}"
+    next(lines)
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def written(default):
+    """A default as the pages write it."""
+    if default is MISSING or default is None:
+        return "none"
+    if default in ("", (), {}):
+        return "empty"
+    if isinstance(default, str):
+        return f"`{default}`"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
+    if isinstance(default, Clients):
+        return "by domain"
+    if isinstance(default, Channel):
+        return "off"
+    return f"`{str(default).lower().replace('e-0', 'e-')}`"
+
+
+def defaults(kind, without=()):
+    found = {one.name: one for one in fields(kind) if one.name not in without}
+    return {
+        name: written(one.default if one.default_factory is MISSING else one.default_factory())
+        for name, one in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "kind", "without"),
+    [
+        ("settings.md", "key", Settings, ()),
+        ("settings.md", "`clients.`", Clients, ()),
+        ("channel.md", "`channel.`", Channel, ()),
+        ("deploy.md", "`server.toml`", ServerKit, ("folder", "rehearsal")),
+    ],
+)
+def test_a_table_of_settings_has_every_name_and_default(page, head, kind, without):
+    said = {row[0].strip("`"): row[1] for row in table(page, head)}
+    assert said == defaults(kind, without)
+
+
+def test_the_settings_page_has_every_word_of_a_choice():
+    said = {row[0].strip("`"): " ".join(row[1:]) for row in table("settings.md", "key")}
+    for one in fields(Settings):
+        for word in get_args(one.type):
+            if isinstance(word, str):
+                assert f"`{word}`" in said[one.name], f"{one.name} = {word!r} is not on the page"
+    ways = {row[0]: " ".join(row[1:]) for row in table("settings.md", "`clients.`")}["`by`"]
+    assert set(re.findall(r"`([a-z-]+)`", ways)) == set(get_args(By))
+
+
+def test_encoders_offer_what_the_page_says():
+    said = {}
+    for names, offers in table("concepts.md", "encoder"):
+        for form in re.findall(r"`([^`]+)`", names):
+            said[form] = tuple(offers.split(", "))
+    assert said == {kind.form: kind.offers for kind in ENCODERS.values()}
+
+
+def test_every_protocol_and_engine_is_on_the_page():
+    assert {row[0].strip("`") for row in table("concepts.md", "`protocol`")} == set(PROTOCOLS)
+    text = (DOCS / "concepts.md").read_text()
+    engines = text[text.index("## Engines") : text.index("## Protocols")]
+    [choice] = [get_args(one.type) for one in fields(Settings) if one.name == "engine"]
+    assert [row[0].strip("`") for row in table("concepts.md", "`engine`")] == list(choice)
+    assert all(f"`{name}`" in engines for name in choice)
+
+
+def image_alone(name):
+    """Whether a method runs on pooled embeddings alone, set to do without text if it can be."""
+    without = {"head": "random", "text": False}
+    chosen = {one.name for one in fields(methods()[name])} & without.keys()
+    method = make(name, **{key: without[key] for key in chosen})
+    try:
+        meet(method, "a black box", {"image"})
+        method.init(Frozen(("ant", "bee"), 16, 1.0, None))
+    except FedVLMError:
+        return set()
+    return chosen or {"nothing"}
+
+
+def test_the_methods_for_a_black_box_of_images_are_those_the_page_names():
+    found = {"head": set(), "text": set(), "nothing": set()}
+    for name in methods():
+        for key in image_alone(name):
+            found[key].add(name)
+    said = {
+        re.findall("`([^`]+)`", row[0])[0].split(" ")[0]: set(re.findall("`([^`]+)`", row[1]))
+        for row in table("concepts.md", "set")
+    }
+    assert said == {key: names for key, names in found.items() if names}
