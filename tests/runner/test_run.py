@@ -12,6 +12,7 @@ from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.report.tables import compare
 from fedvlm.runner import training as jobs
+from fedvlm.runner.load import few
 from fedvlm.storage.sealed import read_tensors
 
 QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
@@ -283,3 +284,12 @@ def test_a_smoke_run_of_many_clients_has_few(rows_like, tmp_path):
     )
     assert 1 < len(done.manifest["clients"]) <= 10
     assert done.manifest["identity"]["clients"]["count"] == 100
+
+
+def test_a_smoke_run_has_rows_of_every_class(rows_like):
+    many = replace(
+        rows_like(4000), classes=tuple(map(str, range(100))), labels=np.arange(4000) // 4 % 100
+    )
+    kept = np.bincount(many.labels[few(many)], minlength=100)
+    assert kept.min() >= 9
+    assert kept.sum() <= 1200

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Told = Callable[[str, int, int], None]  # what is going on, done, total
 FEW_ROWS = 600  # of a smoke run
+FEW_OF_CLASS = 12  # at least, on average: so that every class has some to train on
 FEW_ROUNDS = 3
 FEW_CLIENTS = 10
 
@@ -136,7 +137,8 @@ def few(rows: Dataset | Embedded) -> np.ndarray[Any, Any]:
     """Row numbers of a small sample that keeps every class, domain and client in proportion."""
     count = len(rows.labels)
     order = np.lexsort((rows.labels, rows.clients, rows.domains))
-    return np.sort(order[:: max(1, -(-count // FEW_ROWS))])
+    most = max(FEW_ROWS, FEW_OF_CLASS * len(rows.classes))
+    return np.sort(order[:: max(1, -(-count // most))])
 
 
 def sample(dataset: Dataset) -> Dataset:
