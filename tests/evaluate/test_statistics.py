@@ -7,7 +7,7 @@ import pytest
 
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.metrics import unpack_hits
-from fedvlm.evaluate.statistics import columns, paired, rows_of, ties, value, visible
+from fedvlm.evaluate.statistics import columns, paired, rows_of, ties, value
 
 
 @dataclass
@@ -122,11 +122,6 @@ def test_best_is_named_with_what_every_other_run_lacks():
     assert others["near"].mean == pytest.approx(-2 / 400)
     assert not others["near"].told_apart
     assert ties({"only": [high]}) == ("only", {})
-
-
-def test_visible_difference_falls_with_rows_and_is_a_row_at_least():
-    assert visible(100) > visible(1000) > visible(10000)
-    assert visible(3, 0.0) == 1 / 3
 
 
 def test_packed_hits_come_back():

@@ -7,7 +7,6 @@ sum over clients of mean differences of rows, and rows are drawn again within ea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from statistics import fmean
 
 import numpy as np
@@ -18,7 +17,7 @@ from fedvlm import seeds
 Cell = tuple[str, str]  # training, client
 Weights = Mapping[Cell, float]
 Rows = Mapping[str, NDArray[np.float64]]  # by client: what each of its test rows adds
-DRAWS = 1000
+DRAWS = 4000
 CHANCE = 0.05  # that an interval leaves out the true difference
 
 
@@ -91,7 +90,10 @@ class Difference:
 def paired(
     ours: Sequence[Rows], theirs: Sequence[Rows], chance: float = CHANCE, draws: int = DRAWS
 ) -> Difference:
-    """Seeds are drawn again, and in each the rows of every client; both runs get the same draws."""
+    """Seeds are drawn again, and in each the rows of every client; both runs get the same draws.
+
+    One seed cannot say how much seeds differ: its interval is of the rows alone, and too narrow.
+    """
     gaps = [
         [one[id] - other[id] for id in sorted(one)] for one, other in zip(ours, theirs, strict=True)
     ]
@@ -119,12 +121,3 @@ def ties(runs: Mapping[str, Sequence[Rows]]) -> tuple[str, dict[str, Difference]
     best = max(means, key=lambda name: means[name])
     others = [name for name in runs if name != best]
     return best, {name: paired(runs[name], runs[best], CHANCE / len(others)) for name in others}
-
-
-def visible(rows: int, differing: float = 0.2) -> float:
-    """The smallest difference between two runs that this many test rows can show.
-
-    About two standard errors if the runs disagree on the share `differing` of the rows; never
-    less than one row.
-    """
-    return max(1 / rows, 1.96 * sqrt(differing / rows))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedvlm.core import make
 from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.metrics import unpack_hits
-from fedvlm.evaluate.statistics import Cell, Rows, columns, rows_of, ties, visible
+from fedvlm.evaluate.statistics import Cell, Rows, columns, rows_of, ties
 
 Run = Mapping[str, Any]
 MEANING = {
@@ -41,11 +41,11 @@ def judge(runs: Sequence[Run], details: Sequence[Any], main: Sequence[str]) -> d
         if len(there) < 2:
             continue
         best, differences = ties(there)
+        halves = [(one.high - one.low) / 2 for one in differences.values()]
         order = sorted(differences, key=lambda place: -differences[place].mean)
-        tested = sum(len(one) for one in there[best][0].values())
         out[column] = {
             "best": int(best),
-            "visible": round(visible(tested), 4),
+            "widths": [round(one, 5) for one in (min(halves), max(halves))],
             "differences": {
                 place: [round(one.mean, 5), round(one.low, 5), round(one.high, 5)]
                 for place, one in differences.items()
