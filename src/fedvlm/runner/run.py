@@ -1,6 +1,7 @@
 """One run: settings -> federation -> engine -> evaluate -> record."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
@@ -98,7 +99,7 @@ def _notes(seeds: Sequence[Prepared]) -> list[str]:
         notes.append(room.check(settings, first.frozen, rows.pictures.shape[1:], most))
     for method in (settings.warm_start, settings.method):
         notes += withheld(method, first.division.members, rows.labels, len(rows.classes))
-    if settings.channel.noise or getattr(settings.method, "noise_multiplier", 0):
+    if settings.channel.noise or asdict(settings.method).get("noise_multiplier"):
         notes.append(SEEDED)
     return notes
 
