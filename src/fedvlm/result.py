@@ -2,8 +2,10 @@
 
 import csv
 import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 from markupsafe import Markup
 
@@ -17,6 +19,7 @@ from fedvlm.report.tables import compare
 from fedvlm.runner import run as runner
 from fedvlm.runner.run import Progress
 from fedvlm.runner.settings import build
+from fedvlm.runner.track import Trackers
 
 
 class Result(Record):
@@ -72,15 +75,22 @@ def run(
     again: bool = False,
     embedded: Embedded | None = None,
     progress: Progress | None = None,
+    track: Sequence[str | Callable[[str, Any], None]] = (),
     **settings: Any,
 ) -> Result:
     """Runs a method by name or as an object; keyword arguments are settings of the run.
 
     `embedded` takes rows that are already in memory instead of data and encoder. A finished run
-    of the same settings is not run again unless `again`; an unfinished one goes on.
+    of the same settings is not run again unless `again`; an unfinished one goes on. `track` names
+    trackers, as "tensorboard:DIR", or functions of the run's name and a line of its record.
     """
     built = build({"method": method, **settings})
-    return Result(runner.execute(built, out, again, embedded, progress).folder)
+    trackers = Trackers(track)
+    done = runner.execute(built, out, again, embedded, progress, trackers if track else None)
+    trackers.close()
+    for note in trackers.notes:
+        warn(note, stacklevel=2)
+    return Result(done.folder)
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Result:
