@@ -40,11 +40,13 @@ def execute(
     again: bool = False,
     embedded: Embedded | None = None,
     progress: Progress | None = None,
+    listen: Callable[[str, Any], None] | None = None,
 ) -> Record:
     told = progress or (lambda what, done, total: None)
     if embedded is not None and (settings.descriptions or settings.texts):
         raise SettingsError("rows in memory have their own descriptions and texts; set them there")
-    record = Record(Path(out) if out else Path("runs") / default_name(settings, embedded))
+    folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
+    record = Record(folder, listen)
     with record.lock():
         if record.result() is not None and not again:
             found: dict[str, Any] = {"identity": settings.identity()}
