@@ -146,7 +146,8 @@ def _train(
         before = prepared.warm_world(training)
         state = warm.begin(settings, training, before, world, state, record)
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
-    return carry_out(settings, training, world, engine, state, fresh, record, tell)
+    taught = prepared.taught(training)
+    return carry_out(settings, taught, world, engine, state, fresh, record, tell)
 
 
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
