@@ -113,9 +113,7 @@ def share(groups: Groups, draw: np.random.Generator | None = None, like: int = 0
 
 def interval(first: Groups, second: Groups) -> tuple[float, float, float]:
     """Mean difference, and where 95 % of bootstrap draws over seeds and rows have it (paired)."""
-    apart = [
-        [a - b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)
-    ]
+    apart = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)]
     draw = np.random.default_rng(0)
     many = [share(apart, draw) for _ in range(DRAWS)]
     low, high = np.quantile(many, (0.025, 0.975))
@@ -126,7 +124,10 @@ def told(found: dict[str, dict[int, dict[str, Any]]], column: str) -> dict[str, 
     """Hits by method, of methods that have the column for every seed."""
     return {
         name: [
-            [np.array([int(c) for c in text], dtype=np.float64) for text in seeds[s]["hits"][column]]
+            [
+                np.array([int(c) for c in text], dtype=np.float64)
+                for text in seeds[s]["hits"][column]
+            ]
             for s in sorted(seeds)
         ]
         for name, seeds in found.items()
@@ -166,7 +167,9 @@ def main() -> None:
         found: dict[str, dict[int, dict[str, Any]]] = {}
         for method in args.methods.split(","):
             for seed in range(args.seeds):
-                path = args.work / f"{name.replace(', ', '-').replace(' ', '-')}-{method}-{seed}.json"
+                path = (
+                    args.work / f"{name.replace(', ', '-').replace(' ', '-')}-{method}-{seed}.json"
+                )
                 if not path.exists():
                     one = one or opened()
                     path.write_text(json.dumps(measure(one, method, seed)))

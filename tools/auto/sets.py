@@ -16,7 +16,7 @@ from fedvlm.runner.settings import build
 
 SIX = ["dog", "elephant", "giraffe", "horse", "house", "person"]  # the classes with a text vector
 DISJOINT = {"by": "pathological", "count": 10, "shots": 16}
-DIGITS = "zero one two three four five six seven eight nine".split()
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 LODO, OWN = "leave-one-domain-out", "own-test"
 
 
