@@ -12,11 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
-=======
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, register
->>>>>>> 14e19b5 (REFACTOR tidy the probes)
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian, probe, quasi
 from fedvlm.methods import _probe
