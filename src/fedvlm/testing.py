@@ -92,6 +92,8 @@ def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
     norm = Affine(torch.ones(width), torch.zeros(width))
     return TextTower(
         start=torch.randn(width, generator=draw),
+        template="of a {}",
+        prefix=torch.randn(2, width, generator=torch.Generator().manual_seed(13)),
         suffixes=torch.randn(classes, 3, width, generator=draw),
         ends=torch.arange(classes) % 2 + 1,
         positions=0.1 * torch.randn(24, width, generator=draw),

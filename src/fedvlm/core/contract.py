@@ -24,6 +24,10 @@ class TextTower(Protocol):
     """A frozen text tower: context vectors in, class features out."""
 
     @property
+    def template(self) -> str: ...  # the sentence around a class name
+    @property
+    def prefix(self) -> Tensor: ...  # (tokens, width) what it has before the class name
+    @property
     def suffixes(self) -> Tensor: ...  # (classes, longest, width) of class name and what follows
     @property
     def ends(self) -> Tensor: ...  # (classes,) where the feature is read in the suffix

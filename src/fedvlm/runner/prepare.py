@@ -174,6 +174,11 @@ def frozen_from(
     return Frozen(classes, int(about["dim"]), scale, text, seed, descriptions=descriptions)
 
 
+def template_of(rows: Frozen | Embedded) -> dict[str, str]:
+    """What a manifest, a saved classifier and a site tell of the words around a prompt."""
+    return {} if rows.text_tower is None else {"template": rows.text_tower.template}
+
+
 def check_rows(settings: Settings, rows: Embedded) -> None:
     """Refuses rows no method can use, before any work."""
     # A sum is finite only if all its numbers are, and takes no second copy of the rows.
