@@ -122,6 +122,9 @@ class Traits:
     needs: frozenset[str] = said(frozenset(), f"what it asks of the encoder, of {', '.join(NEEDS)}")
     memory: frozenset[str] = said(frozenset(), "names of tensors that are kept but not trained")
     least: int = said(1, "training rows that every client must have")
+    clients: str | None = said(
+        None, "name of a shared tensor that holds, from the start, how many clients there are"
+    )
     sums: Literal["rows", "clients", "total"] | None = said(
         None,
         f"of {', '.join(SUMS)}: all its aggregate needs of uploads, so a secure sum will do",
