@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fedvlm.result import Result, resume, run
     from fedvlm.result import compare_runs as compare
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Personalised",
     "Result",
