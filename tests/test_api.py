@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = tuple(
-    f"fedvlm{one}" for one in ("", ".core", ".parts", ".testing", ".data", ".encoders")
-)
-    "fedvlm",
-    "fedvlm.core",
-    "fedvlm.parts",
-    "fedvlm.testing",
-    "fedvlm.data",
-    "fedvlm.encoders",
-)
+PARTS = ("", ".core", ".parts", ".testing", ".data", ".encoders")
+PUBLIC = [f"fedvlm{part}" for part in PARTS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
