@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Logistic regression by its laws: scikit-learn's solution, anchor, padding, clients."""
-=======
-"""Logistic regression by its laws: that of scikit-learn, its anchor, its padding, its clients."""
->>>>>>> 14e19b5 (REFACTOR tidy the probes)
 
 import pytest
 import torch

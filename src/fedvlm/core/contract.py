@@ -134,6 +134,9 @@ class Traits:
     reference: Literal["public", "target"] | None = said(
         None, "unlabelled rows that come as `batch.reference` (a setting)"
     )
+    centralised: bool = said(
+        False, "one client has the rows of all that train: not federated, in a simulation only"
+    )
     tunable: tuple[str, ...] | None = said(
         None, "settings worth choosing on validation rows; None: `rate`, where there is a `loss`"
     )

@@ -70,7 +70,7 @@ class Prepared:
     @property
     def centralised(self) -> bool:
         """Whether the method is no federation: one client with the rows of all that train."""
-        return bool(getattr(self.settings.method, "centralised", False))
+        return bool(self.settings.method.traits.centralised)
 
     def taught(self, training: Training) -> Training:
         """Who trains and who is only measured: if rows are pooled, all clients are."""
