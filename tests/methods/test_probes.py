@@ -91,15 +91,18 @@ def test_a_client_of_the_probe_is_no_worse_than_shared_or_alone_on_validation_ro
         assert own <= held_loss(other, single, single.local[id], id) + 1e-4
 
 
-def test_the_second_moments_of_few_rows_stay_at_home():
-    world = world_of("probe", sizes=(40, 9, 70, 33))
+@pytest.mark.parametrize("name", ["probe", "auto"])
+def test_a_client_of_few_rows_says_nothing_and_still_has_a_classifier(name):
+    world = world_of(name, sizes=(40, 9, 70, 33), rounds=4)
     shared, local = world.method.init(world.frozen)
     sent = world.method.send(shared, "")
     few, enough = (
-        world.method.update(world.frozen, sent, local, client(world, id, 0))[0]["gram"]
+        world.method.update(world.frozen, sent, local, client(world, id, 0))[0]
         for id in ("client-1", "client-0")
     )
-    assert not few.any() and enough.any()
+    assert not any(one.any() for one in few.values())
+    assert all(enough[key].any() for key in ("slope", "told", "gram"))
+    assert learn(world).local["client-1"]["weight change"].any()
 
 
 def test_a_server_keeps_its_walk_to_itself():

@@ -127,7 +127,9 @@ def _seed(prepared: Prepared, record: Record, told: Progress) -> scores.Table:
         def tell(finished: int, place: int = place) -> None:
             told(settings.method.name, place * rounds + finished, total)
 
-        done[training.name] = (training, _train(prepared, training, record, tell))
+        found = _train(prepared, training, record, tell)
+        clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
+        done[training.name] = (training, {id: found[id] for id in clients if id in found})
         tell(rounds)
     domains = prepared.division.domains
     return protocols.table(settings.protocol, domains, done, prepared.generalises)
