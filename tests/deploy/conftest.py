@@ -96,6 +96,11 @@ def place(tmp_path, rows):
     return Place(tmp_path, rows)
 
 
+@pytest.fixture(scope="session")
+def place_of():
+    return Place
+
+
 class Federation:
     """A SuperLink, and three sites that play the domains of one small folder of pictures."""
 

@@ -113,7 +113,7 @@ def test_each_round_lacks_another_third_of_the_sites(federation, going, tmp_path
         [],
     ]
     assert f"did not answer within {deadline:g} s" in lines[2]["missing"]["sketch"]
-    assert "fedot is not allowed here" in lines[3]["missing"]["art"]
+    assert "the method is not allowed here" in lines[3]["missing"]["art"]
     ledgers = {name: Ledger(federation.site(name)).read() for name in NAMES}
     assert not any(ledger.broken for ledger in ledgers.values())
     [refused] = [line for line in ledgers["art"].lines if line["direction"] == "refused"]

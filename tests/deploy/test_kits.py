@@ -18,7 +18,7 @@ from fedvlm.cli import main
 from fedvlm.deploy.flower.processes import Unreachable, knock
 from fedvlm.deploy.keys import Signer, Verifier, certificates
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site, told_site
-from fedvlm.deploy.site import serve
+from fedvlm.deploy.serve import serve
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.storage.files import alone

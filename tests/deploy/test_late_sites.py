@@ -58,7 +58,7 @@ def test_a_site_cannot_go_on_with_another_encoder_than_it_began_with(place):
         place.run(grid=grid)
     for name in NAMES:
         place.change(name, encoder=np.array("toy@1"))
-    with pytest.raises(FederationError, match="began this training with the encoder toy@0, and"):
+    with pytest.raises(FederationError, match="began this training with another encoder"):
         place.run()
 
 

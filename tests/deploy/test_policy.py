@@ -9,11 +9,11 @@ from fedvlm.channel import Channel
 from fedvlm.deploy.policy import (
     EXAMPLE,
     Policy,
-    Refused,
     give_consent,
     read_policy,
     withdraw_consent,
 )
+from fedvlm.deploy.reasons import Refused
 from fedvlm.errors import SettingsError
 
 LABELS = np.array([0, 0, 0, 1, 1, 1, 3])
@@ -40,7 +40,7 @@ def test_without_a_file_all_is_allowed_and_the_example_says_the_same(tmp_path):
             'methods = ["fedavg", "fedlt"]',
             "the method fedot is not allowed here, only fedavg, fedlt",
         ),
-        ("smallest_class = 2", "a class has fewer than 2 training rows here"),
+        ("smallest_class = 2", "a class has fewer than 2 training rows, and"),
         ("clip = 0.5", "channel.clip = 1, but this site wants its change clipped to 0.5 or less"),
         ("noise = 3", "channel.noise = 2, but this site wants 3 or more"),
         ("consent = true", "nobody at this site has consented"),
@@ -60,7 +60,7 @@ def test_a_round_within_the_policy_is_admitted(tmp_path):
     mine.admit(tmp_path, "fedot", Channel(clip=1.0, noise=2.0), LABELS)
     mine.admit(tmp_path, "fedot", Channel(clip=0.1, noise=9.0), LABELS)
     mine.release(9)
-    with pytest.raises(Refused, match="the upload has 10 bytes, but this site sends 9 at most"):
+    with pytest.raises(Refused, match="the answer has 10 bytes, but this site sends 9 at most"):
         mine.release(10)
 
 

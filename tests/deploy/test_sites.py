@@ -13,7 +13,7 @@ from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import EXAMPLE, give_consent
 from fedvlm.deploy.server import REFERENCE, ready
-from fedvlm.deploy.site import Site
+from fedvlm.deploy.site import Site, Stranger
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
@@ -135,10 +135,12 @@ def test_a_site_may_lack_a_class(place, rows):
 def test_a_site_with_another_class_is_refused(place):
     place.rules(quorum=1.0)
     place.change("photo", classes=np.array(["ant", "bee", "cow", "dog"]))
-    with pytest.raises(
-        FederationError, match="site photo has pictures of 'cow', which is no class"
-    ):
+    said = []
+    place.desks["photo"].say = said.append
+    with pytest.raises(FederationError, match="photo: it has images of 1 classes that") as error:
         place.run()
+    assert "cow" not in str(error.value)  # its name is for the people of the site
+    assert "site photo has pictures of 'cow', which is no class" in said[0]
 
 
 def test_a_site_with_another_encoder_is_refused(place):
@@ -173,12 +175,14 @@ def test_a_reference_goes_with_the_first_message_and_is_asked_for_if_missing(pla
     assert torch.equal(kept["reference"], place.rows.x[:20]) and sizes[0] == [1, 1, 1]
 
 
-def test_a_request_that_the_server_did_not_sign_is_not_answered(place):
+def test_a_request_that_the_server_did_not_sign_is_dropped_without_a_word(place):
     site = place.desks["art"]
     asked = {"kind": "open", "training": "0", "round": 0, "nonce": "x", "spec": {}}
-    reply, _ = site.answer(seal(Parcel(asked)), Parcel({}))
-    assert "not signed by the server of this federation" in reply.about["error"]
-    assert not reply.arrays
+    for about in (asked, {"kind": []}, {}):
+        with pytest.raises(Stranger):
+            site.answer(seal(Parcel(about)), Parcel({}))
+    [line] = Ledger(place.site("art")).read().lines  # of the first; the others are counted later
+    assert (line["direction"], line["strangers"], line["fields"]) == ("dropped", 1, {})
 
 
 def test_a_site_that_signs_with_another_key_is_left_out(place):

@@ -10,7 +10,7 @@ import pytest
 from fedvlm.deploy.flower import client_app
 from fedvlm.deploy.flower.gate import HEADER, NAME, PASS, new_secret, word
 from fedvlm.deploy.flower.supernode import behind_a_gate
-from fedvlm.deploy.site import answer_one
+from fedvlm.deploy.serve import answer_one
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel, flower, to_bytes, to_records
 

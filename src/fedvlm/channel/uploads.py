@@ -1,7 +1,8 @@
 """The whole way of an upload: what the client does to it, and what the server makes of it."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -102,6 +103,7 @@ class Arrived:
     weights: torch.Tensor
     sizes: Mapping[str, int]  # bytes that travelled, by client
     kept: Mapping[str, Tensors]  # what the channel keeps, by client
+    refused: Mapping[str, str] = field(default_factory=dict)  # whose upload is not used, and why
 
 
 class Passage:
@@ -122,31 +124,50 @@ class Passage:
         where: Callable[[str], str],
         total: Tensors | None = None,
     ) -> Arrived:
-        """`passed` are the clients that did their half themselves: their uploads are `leave`'s.
+        """`passed` are the clients that did their half themselves: their uploads are `leave`'s, and
+        one that does not fit is left out; that of a client in this process is a mistake.
 
         If only a `total` came, of SecAgg+, it is all there is.
         """
-        ids = list(uploads)
-        after = {id: kept.get(id, {}) for id in ids}
+        after = {id: kept.get(id, {}) for id in uploads}
         if total is not None:
-            return self._sum(number, total, sent, rows, after, where(", ".join(ids)))
-        sizes, whole = {}, {}
-        for id, upload in uploads.items():
-            travels = upload
+            return self._sum(number, total, sent, rows, after, where(", ".join(uploads)))
+        sizes, whole, refused = {}, {}, {}
+
+        @contextmanager
+        def judging(id: str) -> Iterator[None]:
             try:
+                yield
+            except ChannelError as error:
+                if id not in passed:
+                    raise FederationError(f"{where(id)}: {error}") from error
+                refused[id] = f"{where(id)}: {error}"
+            except Exception as error:
+                if id not in passed:
+                    raise
+                known = isinstance(error, FederationError)
+                refused[id] = str(error) if known else f"{where(id)}: its upload does not fit"
+
+        for id, upload in uploads.items():
+            with judging(id):
+                travels = upload
                 if id not in passed:
                     validate(upload, self.inbox.local, where(id))
                     draw = seeded(seeds.generator("channel noise", self.seed, id, number))
                     travels, after[id] = leave(self.channel, upload, sent[id], after[id], draw)
                 whole[id] = arrive(self.channel, travels, sent[id])
-            except ChannelError as error:
-                raise FederationError(f"{where(id)}: {error}") from error
-            sizes[id] = tensors.count_bytes(travels)
-            self.inbox.check(whole[id], sent[id], rows[id], id, number, where(id))
+                sizes[id] = tensors.count_bytes(travels)
+        self.inbox.agree(number, whole, sent)
+        for id in list(whole):
+            with judging(id):
+                self.inbox.check(whole[id], sent[id], rows[id], id, number, where(id))
+        whole = {id: one for id, one in whole.items() if id not in refused}
+        ids = list(whole)
+        after = {id: after[id] for id in ids}
         weights = torch.tensor([float(rows[id]) for id in ids])
         left = self._spent(after, self._weights(rows, [id for id in ids if uploads[id]]))
         if not self.channel.secure or not any(uploads.values()):
-            return Arrived(ids, list(whole.values()), weights, sizes, left)
+            return Arrived(ids, list(whole.values()), weights, sizes, left, refused)
         masked, words = {}, (self.seed, number)
         for id, upload in whole.items():
             if own := [key for key in upload if key in self.uneven]:

@@ -1,6 +1,7 @@
 """Refuses an upload that is not what the method sends, before it reaches the aggregate."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,14 +91,40 @@ class Inbox:
                 )
         return tensors, about.get("rows")
 
-    def check(
-        self, upload: Tensors, sent: Tensors, rows: Any, client: str, number: int, where: str
-    ) -> None:
-        """Refuses what no sound client uploads, and a second upload in the same round."""
+    def _begin(self, number: int) -> None:
         if number != self.round:
             self.round = number
             self.first.clear()
             self.taken.clear()
+
+    def agree(
+        self, number: int, uploads: Mapping[str, Tensors], sent: Mapping[str, Tensors]
+    ) -> None:
+        """Of those who were sent the same, the others are compared with what most of them upload;
+        where as many upload one thing as another, with what is most like what was sent."""
+        self._begin(number)
+        groups: dict[str, dict[str, Schema]] = {}
+        for id in sorted(uploads):
+            groups.setdefault(str(schema(sent[id])), {})[id] = self._even(uploads[id])
+        for given, found in groups.items():
+            votes = Counter(str(one) for one in found.values())
+            wanted = schema(sent[min(found)]).items()
+
+            def merit(id: str, found: Any = found, votes: Any = votes, wanted: Any = wanted) -> Any:
+                return votes[str(found[id])], -len(found[id].items() ^ wanted)
+
+            best = max(found, key=merit)
+            self.first[given] = (best, found[best])
+
+    def _even(self, upload: Tensors) -> Schema:
+        uneven = self.method.traits.uneven if self.method else frozenset()
+        return {key: value for key, value in schema(upload).items() if key not in uneven}
+
+    def check(
+        self, upload: Tensors, sent: Tensors, rows: Any, client: str, number: int, where: str
+    ) -> None:
+        """Refuses what no sound client uploads, and a second upload in the same round."""
+        self._begin(number)
         if client in self.taken:
             raise FederationError(
                 f"{where}: an upload of this round has come already; it counts once"
@@ -116,9 +143,7 @@ class Inbox:
 
     def _like(self, upload: Tensors, sent: Tensors, client: str, where: str) -> None:
         """Who is sent the same uploads the same; a mean is of what was sent."""
-        uneven = self.method.traits.uneven if self.method else frozenset()
-        given = schema(sent)
-        found = {key: value for key, value in schema(upload).items() if key not in uneven}
+        given, found = schema(sent), self._even(upload)
         other, first = self.first.setdefault(str(given), (client, found))
         _compare(found, first, f"client {other}'s", where)
         if self.method is not None and sums(self.method) in ("rows", "clients") and found:

@@ -65,7 +65,7 @@ def site(
     from fedvlm.cli.data import options
     from fedvlm.deploy.kits import keep_site, read_site, told_site
     from fedvlm.deploy.rows import embed_early
-    from fedvlm.deploy.site import serve
+    from fedvlm.deploy.serve import serve
 
     _stop_gently()
     given: dict[str, Any] = {"data": data, "encoder": encoder}

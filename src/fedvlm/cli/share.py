@@ -99,4 +99,6 @@ def _what(line: dict[str, Any]) -> str:
     """Why nothing left, or what did: each name with its type and shape."""
     if "error" in line:
         return str(line["error"]).splitlines()[0]
+    if "strangers" in line:
+        return f"{line['strangers']} messages that the server did not sign"
     return ", ".join(f"{name} {shape}" for name, shape in line["fields"].items())

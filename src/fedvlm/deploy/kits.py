@@ -32,6 +32,7 @@ class ServerKit:
     quorum: float = 0.5  # share of the sites asked that must answer
     deadline: float = 600.0  # seconds a site has for one round
     wait: float = 120.0  # seconds to wait for sites before the first round
+    rows: int = 1_000_000  # training rows a site is believed to have at most
     rehearsal: bool = False  # sites play clients of the experiment's own data
 
 

@@ -22,7 +22,7 @@ from fedvlm.storage.files import disk
 
 NAME = "ledger.jsonl"
 START = "0" * 64  # what the first line says of the line before it
-Direction = Literal["in", "out", "refused"]
+Direction = Literal["in", "out", "refused", "dropped"]
 
 
 @dataclass(frozen=True)

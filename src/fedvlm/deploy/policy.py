@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.core import check_type
-from fedvlm.errors import FederationError, SettingsError, unknown
+from fedvlm.deploy.reasons import Refused
+from fedvlm.errors import SettingsError, unknown
 from fedvlm.runner.settings import read_toml
 from fedvlm.storage.files import write
 
@@ -25,10 +26,6 @@ clip = 0.0            # the channel must clip to this norm or a smaller one; 0: 
 noise = 0.0           # the channel's noise multiplier must be this or more
 consent = false       # true: no round starts without a person's consent (fedvlm deploy consent)
 """
-
-
-class Refused(FederationError):
-    """A request that a site does not grant; the server is told the reason and nothing else."""
 
 
 class Protection(Protocol):
@@ -59,29 +56,32 @@ class Policy:
         """Refuses a round before anything is computed. `labels` are those of the training rows."""
         if self.methods and method not in self.methods:
             raise Refused(
-                f"the method {method} is not allowed here, only {', '.join(self.methods)}"
+                "method",
+                f"the method {method} is not allowed here, only {', '.join(self.methods)}",
             )
         if self.clip and not 0 < channel.clip <= self.clip:
             raise Refused(
+                "clip",
                 f"channel.clip = {channel.clip:g}, but this site wants its change clipped to "
-                f"{self.clip:g} or less"
+                f"{self.clip:g} or less",
+                most=self.clip,
             )
         if channel.noise < self.noise:
             raise Refused(
-                f"channel.noise = {channel.noise:g}, but this site wants {self.noise:g} or more"
+                "noise",
+                f"channel.noise = {channel.noise:g}, but this site wants {self.noise:g} or more",
+                least=self.noise,
             )
         counts = np.bincount(labels, minlength=1)
         if ((counts > 0) & (counts < self.smallest_class)).any():  # which and how few is not said
-            raise Refused(f"a class has fewer than {self.smallest_class} training rows here")
+            raise Refused("class", least=self.smallest_class)
         if self.consent:
             check_consent(Path(folder), method)
 
     def release(self, size: int) -> None:
         """Refuses to let a message of this many bytes leave."""
         if self.largest_upload and size > self.largest_upload:
-            raise Refused(
-                f"the upload has {size} bytes, but this site sends {self.largest_upload} at most"
-            )
+            raise Refused("upload", bytes=size, most=self.largest_upload)
 
 
 def read_policy(folder: str | Path) -> Policy:
@@ -132,14 +132,16 @@ def withdraw_consent(folder: str | Path) -> None:
 
 def check_consent(folder: Path, method: str) -> None:
     if not (folder / CONSENT).exists():
-        raise Refused("nobody at this site has consented to training")
+        raise Refused("consent")
     try:
         told = json.loads((folder / CONSENT).read_text())
         until, methods = datetime.fromisoformat(told["until"]), list(told["methods"])
         over = datetime.now(UTC) > until
     except (KeyError, TypeError, ValueError) as error:
-        raise Refused("the consent given at this site cannot be read") from error
+        raise Refused("consent damaged") from error
     if over:
-        raise Refused(f"the consent given at this site ended at {told['until']}")
+        raise Refused("consent ended", f"the consent given at this site ended at {told['until']}")
     if methods and method not in methods:
-        raise Refused(f"the consent given at this site is not for the method {method}")
+        raise Refused(
+            "consent method", f"the consent given at this site is not for the method {method}"
+        )

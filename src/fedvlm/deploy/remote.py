@@ -1,26 +1,31 @@
 """The engine of a deployed run: Flower's messages to real sites, signed both ways."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.validate import plausible
+from fedvlm.channel.validate import plausible, schema
 from fedvlm.core import Tensors
+from fedvlm.data.splits import PARTS
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
+from fedvlm.deploy.reasons import sentence
 from fedvlm.deploy.site import fingerprint, key_of
+from fedvlm.deploy.words import LARGE, check_reply
 from fedvlm.engines.client import Answers, Task
 from fedvlm.engines.flower.client import arrays, unpack
 from fedvlm.engines.flower.engine import Flower
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError
-from fedvlm.runner.run import PARTS
 
+KNOWN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int8}
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN = 600.0  # seconds a site has to open a training: it may have to embed its pictures first
 AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
@@ -33,6 +38,10 @@ class Opened:
     about: Mapping[str, Any]
     first: Tensors  # shared tensors as it would start from them
     text: Tensor | None
+
+    @property
+    def texts(self) -> Tensors:
+        return {} if self.text is None else {"class texts": self.text}
 
 
 class Remote(Flower):
@@ -47,6 +56,7 @@ class Remote(Flower):
         self.keys = {name: Verifier(kit.folder / "sites" / f"{name}.pub") for name in kit.sites}
         self.sites: dict[str, Opened] = {}
         self.counts = {name: dict.fromkeys(PARTS, 0) for name in kit.sites}  # rows of each part
+        self.base = ""  # a site that the others are like
         self.turned_away: dict[int, float] = {}  # nodes of sites that took no part, and when
         self.strangers: dict[int, str] = {}  # nodes that are nobody's here; never asked again
 
@@ -56,12 +66,35 @@ class Remote(Flower):
     def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
         name = str(parcel.about.get("client"))
         if name not in self.keys:
-            raise FederationError(f"{where}: {name!r} is no site of this federation")
+            raise FederationError(f"{where}: {name[:80]!r} is no site of this federation")
         try:
             self.keys[name](parcel, f"site {name}")
         except FederationError as error:
             raise FederationError(f"{where}: {error}") from error
         return parcel
+
+    def reason(self, said: Any) -> str:
+        """A sentence of ours; of what Flower or a site's process says, a line at most."""
+        if type(said) is str:
+            inner = said[said.find("{") : said.rfind("}") + 1]  # of a secure sum, inside Flower's
+            try:
+                said = json.loads(inner)
+            except (ValueError, RecursionError):
+                plain = " ".join(said.split())[:300]
+                return "".join(one for one in plain if one.isprintable())
+        return sentence(said)
+
+    def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
+        check_reply(parcel, request.about)
+        check_arrays(parcel)
+        counts, scores = self.counts[id], parcel.about["scores"]
+        held = counts["validation"] or counts["train"]
+        for part, known in (("validation", held), ("test", counts["test"])):
+            if scores[f"{part}_rows"] not in (0, known):
+                raise FederationError(
+                    f"it says it has {scores[f'{part}_rows']} {part} rows, and said {known} when "
+                    "it opened the training"
+                )
 
     def gather(self) -> None:
         """Waits for the sites, as long as the kit says, and opens the training at each."""
@@ -74,11 +107,29 @@ class Remote(Flower):
             sleep(0.5)
         self.missing = {id: self.absent.get(id, "it is not connected") for id in sorted(late)}
         self.missing |= {f"node {node}": why for node, why in self.strangers.items()}
+        if self.nodes:
+            self._part(min(self._alike(), key=lambda group: (-len(group), min(group))))
         self._count(self.kit.sites, self.nodes, 0)
-        first, *others = sorted(self.nodes)
-        for name in others:
-            if why := self._differs(first, name):
-                raise FederationError(why)
+
+    def _alike(self) -> list[list[str]]:
+        """The sites in groups that can train together."""
+        groups: list[list[str]] = []
+        for name in sorted(self.nodes):
+            for group in groups:
+                if self._differs(group[0], name) is None:
+                    group.append(name)
+                    break
+            else:
+                groups.append([name])
+        return groups
+
+    def _part(self, group: Sequence[str]) -> None:
+        """Who does not fit the largest group is missing, by name; it cannot stop the others."""
+        self.base = group[0]
+        for name in sorted(self.nodes.keys() - set(group)):
+            why = self._differs(self.base, name) or ""
+            self._turn_away(self.nodes.pop(name), name, why)
+            self.missing[name] = why
 
     def join(self, patience: float) -> None:
         """Opens the training at nodes that have not been asked, or were turned away a while ago."""
@@ -89,7 +140,7 @@ class Remote(Flower):
             return
         about = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
         parcel = Parcel(about, arrays(self.reference))
-        door = Door(self, new, patience)
+        door = self.door(new, patience)
         for id, reply in door.exchange(dict.fromkeys(new, parcel), 0).items():
             self._welcome(reply, new[id])
         for id, why in door.missing.items():
@@ -97,6 +148,9 @@ class Remote(Flower):
                 self._turn_away(new[id], door.names[id], why.removeprefix(f"{id}: "))
             else:
                 self.strangers[new[id]] = why
+
+    def door(self, nodes: Mapping[str, int], patience: float) -> "Door":
+        return Door(self, nodes, patience)
 
     def _turn_away(self, node: int, name: str, why: str) -> None:
         self.absent[name] = why
@@ -109,24 +163,44 @@ class Remote(Flower):
         self.nodes[name] = node
         self.absent.pop(name, None)
         self.sites[name] = Opened(about, first, values.get("text"))
-        self.counts[name] = {
-            part: plausible(about["rows"][part], self.channel, f"site {name}") for part in PARTS
-        }
+        self.counts[name] = dict(about["rows"])
         self.rows[name] = self.counts[name]["train"]
+
+    def check_opening(self, parcel: Parcel, request: Parcel) -> None:
+        """What one site alone can get wrong; how it differs from the others is seen later."""
+        check_reply(parcel, request.about)
+        check_arrays(parcel)
+        about, wanted = parcel.about, self.spec["classes"]
+        if about["opened"] != self.training or (wanted and about["classes"] != wanted):
+            raise FederationError("it opened another training, or with other classes")
+        if not about["scale"] > 0 or not about["classes"]:
+            raise FederationError("the scale of its encoder, or its list of classes, does not fit")
+        shape = (len(about["classes"]), about["dim"])
+        for key, value in parcel.arrays.items():
+            if not (key.startswith("shared/") or (key == "text" and value.shape == shape)):
+                raise FederationError("it sends tensors that no opening has")
+        for part in PARTS:
+            plausible(about["rows"][part], self.channel, "it")
+        if self.kit.rows and about["rows"]["train"] > self.kit.rows:
+            raise FederationError(
+                f"it says it has {about['rows']['train']} training rows; server.toml believes "
+                f"{self.kit.rows} at most"
+            )
 
     def _differs(self, first: str, name: str) -> str | None:
         """How a site differs from another: one encoder, one list of classes, one first state."""
         one, other = self.sites[first], self.sites[name]
-        for key in ("encoder", "classes", "dim", "template"):
+        for key in ("encoder", "classes", "dim", "scale", "local", "template"):
             mine, theirs = one.about.get(key, ""), other.about.get(key, "")
             if key == "encoder":
                 mine, theirs = fingerprint(mine), fingerprint(theirs)
-            if mine != theirs:
+            if not _close(mine, theirs):
                 return (
-                    f"sites {first} and {name} do not have the same {key}: {mine!r} and "
-                    f"{theirs!r}; all sites need the same, to the fingerprint"
+                    f"sites {first} and {name} do not have the same {key}: {str(mine)[:80]!r} and "
+                    f"{str(theirs)[:80]!r}; all sites need the same, to the fingerprint"
                 )
-        if tensors.difference(one.first, other.first) > SAME:
+        mine, theirs = ({**each.first, **each.texts} for each in (one, other))
+        if schema(mine) != schema(theirs) or tensors.difference(mine, theirs) > SAME:
             return (
                 f"sites {first} and {name} start from different tensors, though their "
                 "encoders are the same; do they have the same templates and versions?"
@@ -139,7 +213,7 @@ class Remote(Flower):
         if any(task.id not in there for task in tasks):
             self.join(self.kit.deadline)
         for name in self.nodes.keys() - there:
-            if why := self._differs(min(there), name):
+            if why := self._differs(self.base, name):
                 self._turn_away(self.nodes.pop(name), name, why)
         return super().round(number, tasks)
 
@@ -160,6 +234,27 @@ class Door(Flower):
         self.names[id] = str(parcel.about["client"])
         return parcel
 
+    def reason(self, said: Any) -> str:
+        return self.remote.reason(said)
+
+    def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
+        self.remote.check_opening(parcel, request)
+
     def enough(self) -> bool:
         """Whoever else is connected to the server cannot hold a run up."""
         return {*self.names.values(), *self.remote.nodes} >= set(self.remote.kit.sites)
+
+
+def check_arrays(parcel: Parcel) -> None:
+    """Types that our methods have, and numbers that can be added up."""
+    for key, value in unpack(parcel.arrays).items():
+        if value.dtype not in KNOWN:
+            raise FederationError(f"{key[:80]!r} is of a type that no method uploads")
+        if value.numel() and not value.abs().max() <= LARGE:  # also where it is NaN
+            raise FederationError(f"{key[:80]!r} holds numbers that are not finite, or huge")
+
+
+def _close(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= SAME * abs(one)
+    return bool(one == other)

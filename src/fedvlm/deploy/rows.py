@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedvlm.data.table import Dataset, Embedded, text
 from fedvlm.deploy.kits import SiteKit
+from fedvlm.deploy.reasons import Said
 from fedvlm.engines.client import World
 from fedvlm.errors import DataError, FederationError, SettingsError, listing
 from fedvlm.evaluate.reference import wants_reference
@@ -110,12 +111,13 @@ def named(name: str) -> str:
 
 def _labels(dataset: Dataset | Embedded, classes: list[str], site: str) -> NDArray[np.int64]:
     """The site's labels as the experiment counts them; a site need not have every class."""
-    for name in dataset.classes:
-        if named(name) not in classes:
-            raise DataError(
-                f"site {site} has pictures of {name!r}, which is no class of this experiment; its "
-                f"classes are {listing(classes)}"
-            )
+    if strange := [name for name in dataset.classes if named(name) not in classes]:
+        raise Said(
+            "classes",
+            f"site {site} has pictures of {strange[0]!r}, which is no class of this experiment; "
+            f"its classes are {listing(classes)}",
+            count=len(strange),
+        )
     number = np.array([classes.index(named(name)) for name in dataset.classes], dtype=np.int64)
     out: NDArray[np.int64] = number[dataset.labels]
     return out

@@ -97,7 +97,7 @@ class Run:
         }
         engine = Remote(self.grid, self.kit, spec, self.reference(training, seed))
         engine.gather()
-        first = engine.sites[min(engine.sites)]
+        first = engine.sites[engine.base]
         if not (self.record.folder / "manifest.json").exists():
             self.record.begin(self.about(engine, first, seed))
         else:

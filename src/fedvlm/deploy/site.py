@@ -1,38 +1,40 @@
-"""A site: its own rows, its policy and ledger, and a process that answers the server's requests."""
+"""A site: its own rows, its policy and ledger, and its answers to the server's requests."""
 
 import json
-import os
-import socket
-import sys
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from threading import Event
+from time import monotonic
 from typing import Any
 
 from fedvlm import tensors
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import Tensors
-from fedvlm.deploy.flower.client_app import DESK, receive, send_all
-from fedvlm.deploy.flower.gate import NAME as CONTROL
-from fedvlm.deploy.flower.gate import PASS, new_secret
-from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
 from fedvlm.deploy.keys import Signer, Verifier
-from fedvlm.deploy.kits import SiteKit, secret
+from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import Refused, read_policy
+from fedvlm.deploy.policy import read_policy
+from fedvlm.deploy.reasons import Refused, Said, word
 from fedvlm.deploy.rows import Own, own_rows
+from fedvlm.deploy.words import MORE, SCORES, check_request
 from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
-from fedvlm.storage.files import alone, slug
+from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
 
 Say = Callable[[str], None]
+PLAIN = re.compile(r"\w[\w.+-]{0,63}")  # an encoder's name that is no path and no address
+SAME = ("kind", "training", "round", "nonce")  # what a reply repeats of its request
+QUIET = 60.0  # seconds between two lines of the ledger about strangers
+
+
+class Stranger(FederationError):
+    """A message that the server did not sign; it gets no answer."""
 
 
 class Site:
@@ -45,36 +47,74 @@ class Site:
         self.ledger = Ledger(kit.folder)
         self.desk = Desk(guard=self)
         self.rows: dict[str, Own] = {}  # by training
+        self.strangers, self.heard = 0, -QUIET  # messages of others since a line, and its time
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
     def answer(self, request: Parcel, state: Parcel) -> tuple[Parcel, Parcel]:
-        """The signed reply, also of an error or a refusal, and the new state."""
-        about = request.about
-        number = about.get("round", -1)
-        same = {key: about.get(key) for key in ("kind", "training", "round", "nonce")}
-        words: dict[str, Any] = {**same, "client": self.kit.name}
-        kind: Any = "out"
+        """The signed reply, also of an error or a refusal, and the new state.
+
+        Whoever is not the server gets none: nothing of its message is looked at.
+        """
         try:
             self.check(request, "the server")
-            self.ledger.add("in", number, unpack(request.arrays), to_bytes(request), **_notes(same))
-            if about["kind"] == "open":
-                reply = self.open(about, unpack(request.arrays))
-            else:
-                self._reopen(about["training"])
-                reply, state = self.desk.answer(request, state)
+        except Exception as error:  # whatever a stranger's words make of a checksum
+            self._dropped()
+            raise Stranger("a message that the server did not sign was dropped") from error
+        try:
+            check_request(request.about)
+            about = dict(request.about)
+        except FederationError as error:  # signed, so the server may hear of it
+            return self._reply({}, Said("words", str(error))), state
+        try:
+            self.ledger.add(
+                "in", about["round"], unpack(request.arrays), to_bytes(request), **_notes(about)
+            )
+            reply, state = self._answered(request, about, state)
             read_policy(self.kit.folder).release(sum(one.nbytes for one in reply.arrays.values()))
-        except Refused as refusal:
-            kind, reply = "refused", Parcel({**words, "error": f"refused by its policy: {refusal}"})
-        except FedVLMError as error:
-            reply = Parcel({**words, "error": str(error)})
-        except Exception:
-            reply = Parcel({**words, "error": traceback.format_exc()})
-        reply = self.sign(reply)
-        why = {"error": reply.about["error"]} if "error" in reply.about else {}
-        data = to_bytes(reply)
-        self.ledger.add(kind, number, unpack(reply.arrays), data, **_notes({**same, **why}))
-        self.say(_line(about, reply))
-        return reply, state
+        except Exception as error:
+            return self._reply(about, error), state
+        return self._sent("out", about, self.sign(reply)), state
+
+    def _answered(
+        self, request: Parcel, about: Mapping[str, Any], state: Parcel
+    ) -> tuple[Parcel, Parcel]:
+        if about["kind"] == "open":
+            return self.open(about, unpack(request.arrays)), state
+        self._reopen(about["training"])
+        if about["training"] not in self.desk.trainings:
+            raise Said("closed")
+        reply, state = self.desk.answer(request, state)
+        told = {name: reply.about["scores"][name] for name in SCORES}
+        told |= {
+            name: reply.about["scores"][name] for name in MORE if name in reply.about["scores"]
+        }
+        return Parcel({**reply.about, "releases": 0, "scores": told}, reply.arrays), state
+
+    def _reply(self, about: Mapping[str, Any], error: Exception) -> Parcel:
+        """A kind and its numbers for the server; all else for the people of the site."""
+        known = isinstance(error, FedVLMError)
+        detail = str(error) if known else "".join(traceback.format_exception(error))
+        self.say(detail)
+        words = {**{name: about.get(name) for name in SAME}, "client": self.kit.name}
+        reply = self.sign(Parcel({**words, "error": word(error)}))
+        kind: Any = "refused" if isinstance(error, Refused) else "out"
+        return self._sent(kind, about, reply, error=detail[-2000:])
+
+    def _sent(self, direction: Any, about: Mapping[str, Any], reply: Parcel, **more: str) -> Parcel:
+        """Noted before it leaves."""
+        number, data = about.get("round", -1), to_bytes(reply)
+        self.ledger.add(direction, number, unpack(reply.arrays), data, **_notes(about), **more)
+        if not more:
+            self.say(_line(about, reply))
+        return reply
+
+    def _dropped(self) -> None:
+        """A short line, and not more than one a minute: a stranger cannot fill the disk."""
+        self.strangers += 1
+        if monotonic() - self.heard >= QUIET:
+            self.heard = monotonic()
+            self.ledger.add("dropped", -1, strangers=self.strangers)
+            self.strangers = 0
 
     def open(self, about: Mapping[str, Any], sent: Tensors) -> Parcel:
         """Makes a training known here, and tells the server what it has to know to start it."""
@@ -94,10 +134,10 @@ class Site:
         member = own.world.members[self.kit.name]
         text = {} if own.world.frozen.text is None else {"text": own.world.frozen.text}
         words = {
-            **{name: about[name] for name in ("kind", "training", "round", "nonce")},
+            **{name: about[name] for name in SAME},
             "client": self.kit.name,
             "opened": key,
-            "encoder": own.encoder,
+            "encoder": public(own.encoder),
             "classes": list(own.world.frozen.classes),
             "dim": own.world.frozen.dim,
             "scale": own.world.frozen.scale,
@@ -109,7 +149,7 @@ class Site:
 
     def _reopen(self, key: str) -> None:
         """After a restart, from what was noted when the training was opened."""
-        if key in self.desk.trainings or not set(key) <= set("0123456789abcdef"):
+        if key in self.desk.trainings:
             return
         folder = self._folder(key)
         if (folder / "training.json").exists():
@@ -158,103 +198,28 @@ def fingerprint(encoder: str) -> str:
     return encoder.rpartition("@")[2]
 
 
+def public(encoder: str) -> str:
+    """An encoder as the server may know it: its fingerprint, and its name if that is a mere word;
+    a path or an address may tell of folders, hosts or passwords."""
+    name, _, fingerprint = encoder.rpartition("@")
+    return encoder if PLAIN.fullmatch(name) else fingerprint
+
+
 def _same_encoder(noted: Mapping[str, Any], own: Own) -> None:
     if fingerprint(noted["encoder"]) != fingerprint(own.encoder):
-        raise FederationError(
+        raise Said(
+            "encoder",
             f"this site began this training with the encoder {noted['encoder']}, and now has "
-            f"{own.encoder}; give it the first one again, or start another experiment"
+            f"{own.encoder}; give it the first one again, or start another experiment",
         )
 
 
-def _notes(words: Mapping[str, Any]) -> dict[str, str | int | float | None]:
-    return {name: value for name, value in words.items() if name not in ("round", "nonce")}
+def _notes(about: Mapping[str, Any]) -> dict[str, str | int | float | None]:
+    return {name: about.get(name) for name in ("kind", "training")}
 
 
 def _line(about: Mapping[str, Any], reply: Parcel) -> str:
-    what = {"open": "opened a training", "adapt": "adapted"}.get(about.get("kind", ""), "")
-    what = what or f"round {about.get('round')}"
-    if "error" in reply.about:
-        return f"{what}: {reply.about['error'].strip().splitlines()[-1]}"
+    what = {"open": "opened a training", "adapt": "adapted"}.get(about["kind"], "")
     sent = sum(one.nbytes for one in reply.arrays.values())
+    what = what or f"round {about['round']}"
     return f"{what}: {sent} bytes left this site ({', '.join(reply.arrays) or 'scores only'})"
-
-
-def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
-    """The life of a site's process: answers what its SuperNode brings, until it is stopped."""
-    site = Site(kit, say)
-    stop = stop or Event()
-    with (
-        alone(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"),
-        TemporaryDirectory(prefix="fedvlm-") as place,
-        socket.socket(socket.AF_UNIX) as door,
-    ):
-        bin = Path(place) / "bin"
-        bin.mkdir()
-        _script(bin / "flwr-clientapp", "client_app", "main")
-        _script(bin / "flower-superexec", "superexec", "at_site")
-        secret(Path(place) / CONTROL, new_secret())
-        door.bind(str(Path(place) / "desk"))
-        door.listen(8)
-        door.settimeout(0.5)
-        say(f"site {kit.name} is connecting to {kit.address}; stop it with Ctrl-C")
-        if not _reach(kit, say, stop):
-            return
-        node = _node(kit, bin, place)
-        try:
-            while not stop.is_set():
-                if not node.alive:
-                    raise FederationError(refusal(kit, node))
-                try:
-                    stream, _ = door.accept()
-                except TimeoutError:
-                    continue
-                with stream:
-                    answer_one(site, stream, say)
-        finally:
-            node.stop()
-
-
-def answer_one(site: Site, stream: socket.socket, say: Say) -> None:
-    """Whatever comes in, and whatever comes of it, the site goes on."""
-    stream.settimeout(60)
-    try:
-        send_all(stream, site.answer(receive(stream), receive(stream)))
-    except Exception as error:
-        say(f"a request was not answered ({type(error).__name__}: {error})")
-
-
-def _reach(kit: SiteKit, say: Say, stop: Event) -> bool:
-    """Waits for the server as long as it takes, and says why it is not reached."""
-    said = ""
-    while not stop.is_set():
-        try:
-            knock(kit.address, kit.folder / "ca.crt")
-            return True
-        except Unreachable as error:
-            if said != (said := str(error)):
-                say(f"{said}; trying again every second")
-        stop.wait(1.0)
-    return False
-
-
-def _node(kit: SiteKit, bin: Path, place: str) -> Process:
-    source = str(Path(__file__).resolve().parents[2])  # as this process found fedvlm
-    paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    told = {DESK: str(Path(place) / "desk"), PASS: place, "PYTHONPATH": paths}
-    return supernode(kit, bin, told)
-
-
-def _script(path: Path, module: str, main: str) -> None:
-    """A program of this name, to be found before Flower's own."""
-    named = f"from fedvlm.deploy.flower.{module} import {main}"
-    path.write_text(f"#!{sys.executable}\n{named}\n{main}()\n")
-    path.chmod(0o700)
-
-
-def refusal(kit: SiteKit, node: Process) -> str:
-    """Why a SuperNode ended, in words that help."""
-    return (
-        f"site {kit.name} cannot join {kit.address}; either its key is not known there, because "
-        "the kit is of another `fedvlm deploy init` than the server's folder, or a copy of the kit "
-        f"is connected (or was, a minute ago). Flower says:\n{node.tail()}"
-    )

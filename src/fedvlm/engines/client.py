@@ -119,6 +119,7 @@ class Done:
     rows: int  # that it trains on: what its upload weighs
     told: Mapping[str, float] | None = None  # by a client that keeps its local tensors to itself
     passed: bool = False  # the client has put its upload through the channel: it is as it travelled
+    releases: int = 0  # uploads of this training that have left it, by its own count; 0: not said
 
     @property
     def own(self) -> Tensors:
@@ -132,6 +133,7 @@ class Answers:
     done: Mapping[str, Done]
     missing: Mapping[str, str] = field(default_factory=dict)
     total: Tensors | None = None  # of the uploads, if a secure sum is all there is of them
+    least: int = 0  # how many must be left if some are refused later
 
 
 def steps(method: Method, rows: int) -> tuple[int, int, int]:

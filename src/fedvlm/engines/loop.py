@@ -10,6 +10,7 @@ import torch
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
 from fedvlm.core import Conditioned, Described, Method, Tensors
+from fedvlm.engines.aggregate import aggregated, without
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import (
     Answers,
@@ -99,26 +100,24 @@ def train(
             state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         answers = engine.round(number, tasks)
+        trained = [task for task in tasks if task.id in ids and task.id in answers.done]
+        came = _carry(terms, passage, state, number, trained, answers)
+        passed = {id for id, one in answers.done.items() if one.passed}
+        shared, came = aggregated(method, state.shared, came, passed, number)
+        answers = without(answers, came.refused, [task.id for task in tasks])
         done = answers.done
         ids = [id for id in ids if id in done]
-        trained = [task for task in tasks if task.id in ids]
-        came = _carry(terms, passage, state, number, trained, answers)
         scores = {id: one.scores for id, one in done.items()}
         if chooses(method, plan) and not adapts(method):
             state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            line |= disagreement(
-                terms.method, state.shared, came.uploads, {id: done[id] for id in ids}
-            )
+            line |= disagreement(method, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
             t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
         }
         if len(done) < len(tasks):
             line["missing"] = dict(answers.missing)
-        shared = state.shared
-        if any(came.uploads):
-            shared = method.aggregate(shared, came.uploads, came.weights, came.ids)
         kept = {**state.channel, **came.kept}
         if terms.channel.noise:
             line["epsilon"] = spent_epsilon(terms.channel, kept)
@@ -190,16 +189,18 @@ def disagreement(
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         out["difference"] = largest_difference(start, ends, walked, method.rate)
         conditions = [
-            method.condition(here(one.local)) if one.told is None else one.told["condition"]
+            method.condition(here(one.local)) if one.told is None else one.told.get("condition")
             for one in done.values()
         ]
-        out["difference_bound"] = difference_bound(method.tau, conditions)
+        known = [float(one) for one in conditions if one is not None]
+        if len(known) == len(conditions):  # a site may leave its own out
+            out["difference_bound"] = difference_bound(method.tau, known)
     return out
 
 
 def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     """What a curve shows: the state before this round's update, averaged over clients."""
-    own = [scores[id]["loss"] for id in sorted(scores) if id in plan.train]
+    own = [scores[id]["loss"] for id in sorted(scores) if id in plan.train and "loss" in scores[id]]
     more: dict[str, float | None] = {}
     for name in METRICS[1:]:
         both = {"clients": metric(scores, plan.train, name)}

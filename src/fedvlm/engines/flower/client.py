@@ -26,6 +26,10 @@ from fedvlm.storage.sealed import read_tensors, write_tensors
 Versions = dict[int, Tensors]
 
 
+class Lost(FederationError):
+    """Local tensors that a client no longer has, or never had."""
+
+
 def arrays(values: Tensors) -> Arrays:
     return {key: value.detach().contiguous().numpy() for key, value in values.items()}
 
@@ -108,7 +112,7 @@ class Desk:
         held = training.read(state, version)
         fresh = tensors.copy(world.method.init(world.frozen)[1])
         if version and version not in held:
-            raise FederationError(
+            raise Lost(
                 f"{where(world, number, id)}: the server goes on from local tensors of version "
                 f"{version}, but this client has {sorted(held) or 'none'}; bring its folder of "
                 "personal state back, or run the experiment again from the start"

@@ -4,7 +4,8 @@ A client answers with what it uploads, its scores, and a number for the version 
 tensors; these stay with it, in its Context.state.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import ceil
 from secrets import token_hex
 from typing import Any
@@ -64,6 +65,13 @@ class Flower:
     def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
         return unseal(parcel, where)
 
+    def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
+        """Refuses a reply that no sound client sends; in one process they are all sound."""
+
+    def reason(self, said: Any) -> str:
+        """An error of a client, as the record may have it."""
+        return str(said)
+
     def _ask(self, kind: str, number: int, tasks: Sequence[Task]) -> Answers:
         parcels = {
             task.id: Parcel(
@@ -91,9 +99,16 @@ class Flower:
             about = reply.about
             upload = unpack(reply.arrays) if about["uploads"] else None
             local = self.local(id, about["version"])
-            scores, told = about["scores"], about["told"]
-            done[id] = Done(upload, local, scores, self.rows[id], told, passed=True)
-        return Answers(done, dict(self.missing), total)
+            done[id] = Done(
+                upload,
+                local,
+                about["scores"],
+                self.rows[id],
+                about["told"],
+                passed=True,
+                releases=about.get("releases", 0),
+            )
+        return Answers(done, dict(self.missing), total, self._least(len(parcels)))
 
     def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:
         """Sends each client its parcel and returns the replies that fit; too few are an error."""
@@ -109,10 +124,8 @@ class Flower:
         replies: dict[str, Parcel] = {}
         for message in collect(self.grid, list(asked), self.deadline, self.enough):
             id, request = asked.pop(message.metadata.reply_to_message_id)
-            try:
+            with self._forgiving(id, request):
                 replies[id] = self._accept(message, id, request)
-            except FederationError as error:
-                self.missing[id] = str(error)
         for id, _ in asked.values():
             self.missing[id] = f"it did not answer within {self.deadline:g} s"
         self._count(parcels, replies, number)
@@ -146,8 +159,9 @@ class Flower:
             words = came.words.get(self.nodes[id])
             if words is None:
                 why = came.failures.get(self.nodes[id], "it did not stay to the end of the sum")
-                self.missing[id] = f"client {id}, round {number}: {why}"
-            else:
+                self.missing[id] = f"client {id}, round {number}: {self.reason(why)}"
+                continue
+            with self._forgiving(id, request):  # its masked upload is in the sum all the same
                 replies[id] = self._fitting(Parcel(words), id, request)
         self._count(parcels, replies, number)
         if not replies:
@@ -174,27 +188,46 @@ class Flower:
         """The reply as a parcel, if it is whole, from this client, and to this very request."""
         where = _where(id, request)
         if message.has_error():
-            raise FederationError(f"{where}: {message.error.reason}")
+            raise FederationError(f"{where}: {self.reason(message.error.reason)}")
         return self._fitting(from_records(message.content, where), id, request)
 
     def _fitting(self, parcel: Parcel, id: str, request: Parcel) -> Parcel:
         where = _where(id, request)
         parcel = self.unseal(parcel, id, where)
         if "error" in parcel.about:
-            raise FederationError(f"{where}: {parcel.about['error']}")
+            raise FederationError(f"{where}: {self.reason(parcel.about['error'])}")
         for key in ("kind", "training", "round", "nonce"):
             if parcel.about.get(key) != request.about[key]:
                 raise FederationError(
                     f"{where}: the reply is to another request (its {key} is "
-                    f"{parcel.about.get(key)!r}, not {request.about[key]!r}); it is left out"
+                    f"{str(parcel.about.get(key))[:80]!r}, not {request.about[key]!r}); it is left "
+                    "out"
                 )
         if parcel.about.get("client") != id and request.about["kind"] != "open":
-            raise FederationError(f"{where}: the reply is from {parcel.about.get('client')!r}")
+            raise FederationError(f"{where}: the reply is another client's")
+        try:
+            self.check(parcel, id, request)
+        except FederationError as error:
+            raise FederationError(f"{where}: {error}") from error
         return parcel
+
+    @contextmanager
+    def _forgiving(self, id: str, request: Parcel) -> Iterator[None]:
+        """Whatever is wrong with one client's reply, that client is missing and no other."""
+        try:
+            yield
+        except FederationError as error:
+            self.missing[id] = str(error)
+        except Exception as error:
+            why = f"its reply cannot be used ({type(error).__name__}); it is left out"
+            self.missing[id] = f"{_where(id, request)}: {why}"
+
+    def _least(self, asked: int) -> int:
+        return ceil(self.quorum * asked - 1e-9)
 
     def _count(self, parcels: Iterable[str], replies: Mapping[str, Any], number: int) -> None:
         asked = len(list(parcels))
-        least = ceil(self.quorum * asked - 1e-9)
+        least = self._least(asked)
         if len(replies) < least:
             why = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
             raise FederationError(

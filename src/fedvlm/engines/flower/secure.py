@@ -57,7 +57,7 @@ def records(reply: Parcel, hidden: bool) -> Any:
             raise FederationError("the upload of a secure sum was asked for without a mask")
         return to_records(reply)
     if "error" in reply.about:  # raised, because it must not enter the sum
-        raise FederationError(str(reply.about["error"]))
+        raise FederationError(json.dumps(reply.about["error"]))
     names = sorted(reply.arrays)
     arrays = [np.asarray(reply.arrays[name], np.float64) for name in names]
     return app.RecordDict(

@@ -1,0 +1,89 @@
+"""Why a site does not answer: kinds with numbers, which travel, and details, which do not.
+
+A site's words for an error may hold names of its files, classes or people. So the server gets a
+kind of this list and its numbers, and makes the sentence itself; the rest is in the site's log.
+"""
+
+from math import isfinite
+from string import Formatter
+from typing import Any
+
+from fedvlm.engines.flower.client import Lost
+from fedvlm.errors import DataError, EncoderError, FederationError, SettingsError
+
+POLICY = "refused by its policy: "
+KINDS = {
+    # the policy
+    "method": POLICY + "the method is not allowed here",
+    "clip": POLICY + "channel.clip must be above 0, and {most:g} at most",
+    "noise": POLICY + "channel.noise must be {least:g} or more",
+    "secure": POLICY + "uploads leave this site in a secure sum only; set channel.secure",
+    "consent": POLICY + "nobody at this site has consented to training",
+    "consent ended": POLICY + "the consent given at this site has ended",
+    "consent method": POLICY + "the consent given at this site is not for this method",
+    "consent damaged": POLICY + "the consent given at this site cannot be read",
+    "class": POLICY + "a class has fewer than {least} training rows, and the method sends them all",
+    "rows": POLICY + "it has fewer than {least} training rows",
+    "division": POLICY + "clients.shots and clients.shares are the site's to say, not the server's",
+    "upload": POLICY + "the answer has {bytes} bytes, but this site sends {most} at most",
+    "trainings": POLICY + "{most} trainings have been opened here, and no more may be",
+    "rounds": POLICY + "{most} rounds of this training have been answered, and no more may be",
+    "all rounds": POLICY + "{most} rounds have been answered in all, and no more may be",
+    "measures": POLICY + "{most} measurements without training were answered in this training",
+    "epsilon": POLICY + "the round would cost more than what is left of ε = {most:g}",
+    "no noise": POLICY + "ε is limited to {most:g} here, and the upload would have no noise",
+    "policy": POLICY + "its policy is missing or cannot be read",
+    "ledger": POLICY + "its ledger was changed, so nobody knows what has left",
+    # what a person at either side can put right
+    "words": "the request does not fit; it runs another version of fedvlm",
+    "closed": "the training is not open here; the server opens it first",
+    "version": "it does not have the local tensors that the server goes on from; bring its folder "
+    "of personal state back, or run the experiment again from the start",
+    "encoder": "this site began this training with another encoder than it has now",
+    "classes": "it has images of {count} classes that are none of this experiment",
+    "settings": "the settings do not fit this site; its own log says why",
+    "data": "its data cannot be used; its own log says why",
+    "access": "its encoder does not answer as it should; its own log says why",
+    "federation": "the training failed there; its own log says why",
+    "failure": "an error of the program; its own log says which",
+}
+USUAL = {
+    SettingsError: "settings",
+    DataError: "data",
+    EncoderError: "access",
+    Lost: "version",
+    FederationError: "federation",
+}
+
+
+class Said(FederationError):
+    """An error with a kind that the server is told; `detail` stays here."""
+
+    def __init__(self, kind: str, detail: str = "", **numbers: float) -> None:
+        self.kind, self.numbers = kind, numbers
+        super().__init__(detail or KINDS[kind].format(**numbers))
+
+
+class Refused(Said):
+    """A request that a site does not grant."""
+
+
+def word(error: Exception) -> dict[str, Any]:
+    """What leaves of an error."""
+    if isinstance(error, Said):
+        return {"kind": error.kind, "numbers": error.numbers}
+    kinds = [kind for known, kind in USUAL.items() if isinstance(error, known)]
+    return {"kind": kinds[0] if kinds else "failure", "numbers": {}}
+
+
+def sentence(word: Any) -> str:
+    """What the server makes of it; a site cannot put words of its own into the record."""
+    kind = word.get("kind") if type(word) is dict else None
+    numbers = word.get("numbers") if type(word) is dict else None
+    if type(kind) is not str or kind not in KINDS or type(numbers) is not dict:
+        return "it reports an error of a kind that is not known here"
+    wanted = {name for _, name, _, _ in Formatter().parse(KINDS[kind]) if name}
+    sound = [type(one) in (int, float) and abs(one) < 1e15 for one in numbers.values()]
+    if set(numbers) != wanted or not all(sound) or not all(map(isfinite, numbers.values())):
+        return "it reports an error whose numbers do not fit"
+    return KINDS[kind].format(**numbers)

@@ -1,0 +1,104 @@
+"""The life of a site's process: it answers what its SuperNode brings, whatever comes in."""
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
+
+from fedvlm.deploy.flower.client_app import DESK, receive, send_all
+from fedvlm.deploy.flower.gate import NAME as CONTROL
+from fedvlm.deploy.flower.gate import PASS, new_secret
+from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
+from fedvlm.deploy.kits import SiteKit, secret
+from fedvlm.deploy.site import Say, Site
+from fedvlm.errors import FederationError
+from fedvlm.storage.files import alone
+
+
+def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
+    """The life of a site's process: answers what its SuperNode brings, until it is stopped."""
+    site = Site(kit, say)
+    stop = stop or Event()
+    with (
+        alone(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"),
+        TemporaryDirectory(prefix="fedvlm-") as place,
+        socket.socket(socket.AF_UNIX) as door,
+    ):
+        bin = Path(place) / "bin"
+        bin.mkdir()
+        _script(bin / "flwr-clientapp", "client_app", "main")
+        _script(bin / "flower-superexec", "superexec", "at_site")
+        secret(Path(place) / CONTROL, new_secret())
+        door.bind(str(Path(place) / "desk"))
+        door.listen(8)
+        door.settimeout(0.5)
+        say(f"site {kit.name} is connecting to {kit.address}; stop it with Ctrl-C")
+        if not _reach(kit, say, stop):
+            return
+        node = _node(kit, bin, place)
+        try:
+            while not stop.is_set():
+                if not node.alive:
+                    raise FederationError(refusal(kit, node))
+                try:
+                    stream, _ = door.accept()
+                except TimeoutError:
+                    continue
+                except OSError as error:  # as when no file can be opened for a while
+                    say(f"a request was not taken ({error})")
+                    stop.wait(0.5)
+                    continue
+                with stream:
+                    answer_one(site, stream, say)
+        finally:
+            node.stop()
+
+
+def answer_one(site: Site, stream: socket.socket, say: Say) -> None:
+    """Whatever comes in, and whatever comes of it, the site goes on."""
+    stream.settimeout(60)
+    try:
+        send_all(stream, site.answer(receive(stream), receive(stream)))
+    except Exception as error:
+        with suppress(Exception):  # also if nobody reads what the site says
+            say(f"a request was not answered ({type(error).__name__}: {error})")
+
+
+def _reach(kit: SiteKit, say: Say, stop: Event) -> bool:
+    """Waits for the server as long as it takes, and says why it is not reached."""
+    said = ""
+    while not stop.is_set():
+        try:
+            knock(kit.address, kit.folder / "ca.crt")
+            return True
+        except Unreachable as error:
+            if said != (said := str(error)):
+                say(f"{said}; trying again every second")
+        stop.wait(1.0)
+    return False
+
+
+def _node(kit: SiteKit, bin: Path, place: str) -> Process:
+    source = str(Path(__file__).resolve().parents[2])  # as this process found fedvlm
+    paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    told = {DESK: str(Path(place) / "desk"), PASS: place, "PYTHONPATH": paths}
+    return supernode(kit, bin, told)
+
+
+def _script(path: Path, module: str, main: str) -> None:
+    """A program of this name, to be found before Flower's own."""
+    named = f"from fedvlm.deploy.flower.{module} import {main}"
+    path.write_text(f"#!{sys.executable}\n{named}\n{main}()\n")
+    path.chmod(0o700)
+
+
+def refusal(kit: SiteKit, node: Process) -> str:
+    """Why a SuperNode ended, in words that help."""
+    return (
+        f"site {kit.name} cannot join {kit.address}; either its key is not known there, because "
+        "the kit is of another `fedvlm deploy init` than the server's folder, or a copy of the kit "
+        f"is connected (or was, a minute ago). Flower says:\n{node.tail()}"
+    )

@@ -1,0 +1,76 @@
+"""The aggregate of a round; no single upload from elsewhere can stop it or make it infinite."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fedvlm.channel.uploads import Arrived
+from fedvlm.core import Method, Tensors
+from fedvlm.engines.client import Answers
+from fedvlm.errors import FederationError
+
+
+def aggregated(
+    method: Method, shared: Tensors, came: Arrived, passed: Collection[str], number: int
+) -> tuple[Tensors, Arrived]:
+    """What is shared from now on, and whose uploads it is of.
+
+    Where the uploads are other machines' (`passed`) and their aggregate fails or is not finite,
+    that with the largest number is left out, until it is. One in this process is a mistake.
+    """
+    while any(came.uploads):
+        try:
+            out = method.aggregate(shared, came.uploads, came.weights, came.ids)
+            _check_finite(shared, out, method, number)
+            return out, came
+        except Exception as error:
+            if len(came.ids) < 2 or not set(came.ids) <= set(passed):
+                raise
+            sizes = [_largest(one) for one in came.uploads]
+            why = f"the aggregate fails with its upload ({type(error).__name__}); it is left out"
+            came = _without(came, sizes.index(max(sizes)), f"round {number}: {why}")
+    return shared, came
+
+
+def _check_finite(before: Tensors, after: Tensors, method: Method, number: int) -> None:
+    """Before a checkpoint keeps it; what a method sets to infinity on purpose it does at once."""
+    for key, value in after.items():
+        old = before.get(key)
+        if not value.is_floating_point() or value.isfinite().all():
+            continue
+        if value.isnan().any() or (old is not None and old.isfinite().all()):
+            raise FederationError(
+                f"method {method.name}, round {number}: the aggregate of {key!r} is not finite; "
+                "it is not kept, and the run can be resumed from the round before"
+            )
+
+
+def _largest(upload: Tensors) -> float:
+    return max((float(one.abs().max()) for one in upload.values() if one.numel()), default=0.0)
+
+
+def _without(came: Arrived, place: int, why: str) -> Arrived:
+    keep = [i for i in range(len(came.ids)) if i != place]
+    return replace(
+        came,
+        ids=[came.ids[i] for i in keep],
+        uploads=[came.uploads[i] for i in keep],
+        weights=came.weights[torch.tensor(keep)],
+        refused={**came.refused, came.ids[place]: why},
+    )
+
+
+def without(answers: Answers, refused: Mapping[str, str], asked: Sequence[str]) -> Answers:
+    """The answers without those that are not used, if enough are left."""
+    if not refused:
+        return answers
+    done = {id: one for id, one in answers.done.items() if id not in refused}
+    missing = {**answers.missing, **refused}
+    if len(done) < answers.least:
+        why = "\n".join(f"  {id}: {reason}" for id, reason in sorted(missing.items()))
+        raise FederationError(
+            f"the answers of {len(done)} of {len(asked)} clients can be used, and {answers.least} "
+            f"must (quorum)\n{why}"
+        )
+    return replace(answers, done=done, missing=missing)

@@ -1,0 +1,100 @@
+"""Whatever words come, signed or not: a site answers or drops them, a server leaves them out."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedvlm.deploy.keys import Signer
+from fedvlm.deploy.remote import Remote
+from fedvlm.deploy.site import Stranger
+from fedvlm.engines.flower.local import local_grid
+from fedvlm.engines.flower.wire import Parcel
+from fedvlm.errors import FederationError
+
+EXAMPLES = 150  # of each test in the suite; docs/security.md has the counts of a longer run
+few = settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+words = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["open", "round", "adapt", "0", "../..", "art", "fedot"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+KINDS = ["open", "round", "adapt"]
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory, rows_like, place_of):
+    """A place, its server's engine, and an honest request and reply of each kind."""
+    place = place_of(tmp_path_factory.mktemp("fuzz"), rows_like())
+    site, pairs = place.desks["art"], {}
+    answer = site.answer
+
+    def listen(request, state):
+        reply, state = answer(request, state)
+        pairs[request.about["kind"]] = (request, reply)
+        return reply, state
+
+    site.answer = listen
+    grid = local_grid(place.desks)
+    place.run(grid=grid)
+    del site.answer
+    engine = Remote(grid, place.kit, pairs["open"][0].about["spec"], {})
+    engine.gather()
+    return place, engine, pairs
+
+
+def changed(about, path, value):
+    """The words with one of them, perhaps an inner one, replaced."""
+    about = dict(about)
+    key = sorted(about)[path % len(about)]
+    inner = about[key]
+    if isinstance(inner, dict) and inner and path % 2:
+        about[key] = changed(inner, path // 2, value)
+    else:
+        about[key] = value
+    return about
+
+
+@few
+@given(about=st.dictionaries(st.text(max_size=8) | st.sampled_from(["kind", "round"]), words))
+def test_a_site_drops_whatever_the_server_did_not_sign(heard, about):
+    with pytest.raises(Stranger):
+        heard[0].desks["art"].answer(Parcel(about), Parcel({}))
+
+
+@few
+@given(kind=st.sampled_from(KINDS), path=st.integers(0, 200), value=words)
+def test_a_site_answers_whatever_the_server_signs(heard, kind, path, value):
+    place, _, pairs = heard
+    request = pairs[kind][0]
+    sign = Signer(place.kit.folder / "signing.key")
+    asked = sign(Parcel(changed(request.about, path, value), request.arrays))
+    reply, _ = place.desks["art"].answer(asked, Parcel({}))
+    if "error" in reply.about:
+        assert set(reply.about["error"]) == {"kind", "numbers"} and not reply.arrays
+
+
+@few
+@given(kind=st.sampled_from(KINDS), path=st.integers(0, 200), value=words)
+def test_a_server_reads_whatever_a_site_signs(heard, kind, path, value):
+    place, engine, pairs = heard
+    request, reply = pairs[kind]
+    said = place.desks["art"].sign(Parcel(changed(reply.about, path, value), reply.arrays))
+    at = engine.door({}, 1.0) if kind == "open" else engine
+    try:
+        parcel = at._fitting(said, "art", request)
+    except FederationError as error:
+        assert len(str(error)) < 1000
+        return
+    for name in ("version", "dim"):
+        assert type(parcel.about.get(name, 0)) is int

@@ -1,0 +1,195 @@
+"""A site with a valid key that lies: it is missing, by name, and the run ends as without it."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fedvlm.engines.flower.local import local_grid
+from fedvlm.engines.flower.wire import Parcel
+from fedvlm.errors import FederationError
+from fedvlm.storage.sealed import read_tensors
+
+NAN, INF = float("nan"), float("inf")
+METHOD = {"name": "fedot", "rounds": 1, "rate": 1e-3}
+
+
+def say(*path, value):
+    """A lie in the words: at this place, this value."""
+
+    def lie(about, arrays):
+        about = inner = json.loads(json.dumps(about))
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        return about, arrays
+
+    return lie
+
+
+def forget(*path):
+    def lie(about, arrays):
+        about = inner = json.loads(json.dumps(about))
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+        return about, arrays
+
+    return lie
+
+
+def send(change):
+    """A lie in the tensors."""
+    return lambda about, arrays: (about, change({key: one.copy() for key, one in arrays.items()}))
+
+
+def filled(value):
+    return send(lambda given: {key: np.full_like(one, value) for key, one in given.items()})
+
+
+def with_one(value):
+    def change(given):
+        for one in given.values():
+            one.flat[0] = value
+        return given
+
+    return send(change)
+
+
+OPEN = {
+    "another encoder": say("encoder", value="toy@9"),
+    "an encoder that is no word": say("encoder", value=["toy@0"]),
+    "other classes": say("classes", value=["ant", "bee", "cat", "cow"]),
+    "no classes": say("classes", value=[]),
+    "a class more": say("classes", value=["ant", "bee", "cat", "dog", "eel"]),
+    "another width": say("dim", value=17),
+    "a width of nothing": say("dim", value=0),
+    "a scale of NaN": say("scale", value=NAN),
+    "a negative scale": say("scale", value=-20.0),
+    "another scale": say("scale", value=21.0),
+    "local tensors of other names": say("local", value=["head"]),
+    "local tensors that are no list": say("local", value={"skew": 1}),
+    "ten million rows": say("rows", "train", value=10**7),
+    "more rows than fit": say("rows", "train", value=10**30),
+    "negative rows": say("rows", "test", value=-1),
+    "half a row": say("rows", "validation", value=0.5),
+    "no rows said": forget("rows"),
+    "another training": say("opened", value="0" * 24),
+    "first tensors of NaN": filled(NAN),
+    "first tensors of others": filled(0.5),
+    "no first tensors": send(lambda given: {}),
+    "a tensor more": send(lambda given: {**given, "shared/x": np.zeros(3, np.float32)}),
+    "a strange tensor": send(lambda given: {**given, "passwords": np.zeros(3, np.float32)}),
+    "a strange word": say("hello", value=1),
+}
+ROUND = {
+    "infinite numbers": filled(INF),
+    "one NaN": with_one(NAN),
+    "numbers of 3e38": filled(3e38),
+    "one number of -3e38": with_one(-3e38),
+    "another shape": send(lambda given: {k: v[:-1] for k, v in given.items()}),
+    "a turned shape": send(lambda given: {k: v.T.copy() for k, v in given.items()}),
+    "no dimension": send(lambda given: {k: np.float32(1.0) for k in given}),
+    "doubles": send(lambda given: {k: v.astype(np.float64) for k, v in given.items()}),
+    "whole numbers": send(lambda given: {k: v.astype(np.int64) for k, v in given.items()}),
+    "complex numbers": send(lambda given: {k: v.astype(np.complex64) for k, v in given.items()}),
+    "texts": send(lambda given: {k: v.astype("<U9") for k, v in given.items()}),
+    "an upload of nothing": send(lambda given: {}),
+    "a tensor more": send(lambda given: {**given, "more": np.zeros(4, np.float32)}),
+    "its local tensor": send(lambda given: {**given, "skew": np.zeros((4, 4), np.float32)}),
+    "another name": send(lambda given: {f"{k}2": v for k, v in given.items()}),
+    "no upload": say("uploads", value=False),
+    "an upload that is no truth": say("uploads", value="yes"),
+    "a version of the future": say("version", value=7),
+    "a version of the past": say("version", value=0),
+    "a version that is no number": say("version", value=None),
+    "a loss of NaN": say("scores", "loss", value=NAN),
+    "a loss that is a word": say("scores", "loss", value="low"),
+    "more hits than rows": say("scores", "test_hits", value=10**6),
+    "more rows than it opened with": say("scores", "test_rows", value=10**6),
+    "negative hits": say("scores", "validation_hits", value=-1),
+    "no hits": forget("scores", "test_hits"),
+    "no scores": forget("scores"),
+    "scores that are a list": say("scores", value=[1, 2]),
+    "scores of single rows": say("scores", "hits", value="ff"),
+    "an infinite number told": say("told", "condition", value=INF),
+    "a word told": say("told", "condition", value="fine"),
+    "another client's name": say("client", value="photo"),
+    "no client": forget("client"),
+    "another round": say("round", value=5),
+    "another nonce": say("nonce", value="0" * 32),
+    "a masked upload": say("masked", value="no"),
+    "an error of no kind": say("error", value=["<script>", {"a": 1}]),
+    "an error of a whole book": say("error", value={"kind": "x" * 10**6, "numbers": {}}),
+}
+ADAPT = {
+    "a loss of NaN in the end": say("scores", "loss", value=NAN),
+    "an upload in the end": send(lambda given: {"head": np.zeros((4, 16), np.float32)}),
+    "a metric that is a list": say("scores", "AUC", value=[[1.0]]),
+    "numbers that are none": say("told", "orthogonality", value=None),
+}
+LIES = [
+    *(pytest.param("open", lie, id=f"open: {name}") for name, lie in OPEN.items()),
+    *(pytest.param("round", lie, id=f"round: {name}") for name, lie in ROUND.items()),
+    *(pytest.param("adapt", lie, id=f"adapt: {name}") for name, lie in ADAPT.items()),
+]
+
+
+class Liar:
+    """An honest site until a request of one kind comes; then what it signs is not true."""
+
+    def __init__(self, site, kind, lie):
+        self.site, self.kind, self.lie = site, kind, lie
+
+    def answer(self, request, state):
+        reply, state = self.site.answer(request, state)
+        if request.about["kind"] == self.kind:
+            about, arrays = self.lie(reply.about, reply.arrays)
+            reply = self.site.sign(Parcel(about, arrays))
+        return reply, state
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, rows_like, place_of):
+    return place_of(tmp_path_factory.mktemp("lies"), rows_like())
+
+
+def run(place, out, kind="", lie=None, **settings):
+    desks = {**place.desks, "sketch": Liar(place.desks["sketch"], kind, lie)}
+    grid = local_grid(desks)
+    return place.run(place.settings(METHOD, **settings), out, grid)
+
+
+def end(result):
+    return json.loads((result.folder / "jobs" / "0-all.json").read_text())["scores"]
+
+
+def test_a_liar_that_does_not_lie_takes_part(place):
+    result = run(place, "honest")
+    assert sorted(result.rounds[0]["clients"]) == sorted(end(result)) == ["art", "photo", "sketch"]
+
+
+@pytest.mark.parametrize(("kind", "lie"), LIES)
+def test_a_lie_stops_nobody_and_is_not_accepted(place, kind, lie, request):
+    result = run(place, request.node.callspec.id.replace(" ", "-").replace(":", ""), kind, lie)
+    [line] = result.rounds
+    there = ["art", "photo"]
+    if kind == "adapt":
+        assert sorted(end(result)) == there
+        return
+    assert sorted(line["clients"]) == there and list(line["missing"]) == ["sketch"]
+    assert 0 < len(line["missing"]["sketch"]) < 600
+    shared = read_tensors(result.folder / "jobs/0-all.safetensors")[0]
+    assert all(one.isfinite().all() for one in shared.values())
+
+
+def test_below_the_quorum_a_lie_stops_the_run_before_its_checkpoint(place):
+    kit = place.kit
+    place.kit = replace(kit, quorum=1.0)
+    try:
+        with pytest.raises(FederationError, match="sketch"):
+            run(place, "quorum", "round", filled(3e38))
+    finally:
+        place.kit = kit
+    assert not list((place.folder / "quorum" / "jobs").glob("*.checkpoint"))
