@@ -1,12 +1,12 @@
 """The whole way of an upload: what the client does to it, and what the server makes of it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import secure
+from fedvlm.channel import compare, secure
 from fedvlm.channel.clip import add_noise, apply, change, clip
 from fedvlm.channel.quantise import SCALE, dequantise, quantise
 from fedvlm.channel.settings import Channel, ChannelError
@@ -102,6 +102,7 @@ class Arrived:
     weights: torch.Tensor
     sizes: Mapping[str, int]  # bytes that travelled, by client
     kept: Mapping[str, Tensors]  # what the channel keeps, by client
+    apart: Mapping[str, dict[str, float]] = field(default_factory=dict)  # how far from the others
 
 
 class Passage:
@@ -110,6 +111,7 @@ class Passage:
     def __init__(self, channel: Channel, method: Method, local: Sequence[str], seed: int) -> None:
         self.channel, self.kind, self.seed = channel, sums(method), seed
         self.inbox, self.uneven = Inbox(channel, local, method), method.traits.uneven
+        self.method = method
 
     def carry(
         self,
@@ -145,8 +147,10 @@ class Passage:
             self.inbox.check(whole[id], sent[id], rows[id], id, number, where(id))
         weights = torch.tensor([float(rows[id]) for id in ids])
         left = self._spent(after, self._weights(rows, [id for id in ids if uploads[id]]))
-        if not self.channel.secure or not any(uploads.values()):
+        if not any(uploads.values()):
             return Arrived(ids, list(whole.values()), weights, sizes, left)
+        if not self.channel.secure:
+            return self._compared(Arrived(ids, list(whole.values()), weights, sizes, left), sent)
         masked, words = {}, (self.seed, number)
         for id, upload in whole.items():
             if own := [key for key in upload if key in self.uneven]:
@@ -159,6 +163,17 @@ class Passage:
         sizes = {id: tensors.count_bytes(one) for id, one in masked.items()}
         one = secure.combined(secure.total(masked.values()), str(self.kind), whole[ids[0]])
         return Arrived(["everyone"], [one], weights.sum(0, keepdim=True), sizes, left)
+
+    def _compared(self, came: Arrived, sent: Mapping[str, Tensors]) -> Arrived:
+        """Says who is far from the rest; bound and combined by a robust rule, where asked."""
+        if self.kind is None or len({tuple(one) for one in came.uploads}) > 1:
+            return came
+        begun = [sent[id] for id in came.ids]
+        now = compare.Round(self.method, self.kind, came.uploads, begun, came.weights)
+        dots = now.dots()
+        ids, uploads, weights = compare.settle(self.channel, now, came.ids, dots)
+        apart = compare.apart(came.ids, dots)
+        return replace(came, ids=ids, uploads=uploads, weights=weights, apart=apart)
 
     def _sum(
         self,

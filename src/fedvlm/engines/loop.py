@@ -10,6 +10,7 @@ import torch
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
 from fedvlm.core import Conditioned, Described, Method, Tensors
+from fedvlm.engines.attack import attacked
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import (
     Answers,
@@ -97,7 +98,7 @@ def train(
         if chooses(method, plan) and adapts(method):
             state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
-        answers = engine.round(number, tasks)
+        answers = attacked(terms, plan.train, number, tasks, engine.round(number, tasks))
         done = answers.done
         ids = [id for id in ids if id in done]
         trained = [task for task in tasks if task.id in ids]
@@ -111,7 +112,9 @@ def train(
                 terms.method, state.shared, came.uploads, {id: done[id] for id in ids}
             )
         line["clients"] = {
-            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
+            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) | came.apart.get(t.id, {})
+            for t in tasks
+            if t.id in done
         }
         if len(done) < len(tasks):
             line["missing"] = dict(answers.missing)

@@ -5,7 +5,7 @@ posterior of it, and mixes that classifier with the text one by how sure the two
 Zhang et al., TOFA: training-free one-shot federated adaptation for vision-language models, 2025.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,9 +18,10 @@ from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, calibration, gaussian
 from fedvlm.maths.accounting import epsilon
 from fedvlm.maths.noise import cover
+from fedvlm.methods import _totals
 from fedvlm.methods._texts import prompts, texts
 
-TERMS = 8  # a bound on the size of a term of r, for its fixed point
+TERMS = _totals.TERMS
 
 
 @register
@@ -180,38 +181,6 @@ class TOFA:
         counts = upload["counts"].clamp(min=1)[:, None]
         return gaussian.from_fixed(upload["sums"], self.most) / counts
 
-    def per_row(self, upload: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-        """Class means and a scatter, means of votes, and who holds a class at all."""
-        said: dict[str, tuple[Tensor, Tensor]] = {}
-        if "counts" in upload:
-            counts, dim = upload["counts"].double(), upload["sums"].shape[1]
-            sums, second = (gaussian.from_fixed(upload[k], self.most) for k in ("sums", "moments"))
-            means, scatter = gaussian.told(counts, sums, gaussian.unpack(second, dim))
-            said = {"means": (means, counts), "scatter": (scatter[None], counts.sum()[None])}
-        if "scores" in upload:
-            voters = upload["voters"].double()
-            terms = gaussian.from_fixed(upload["scores"], TERMS)
-            said["scores"] = (terms / voters.clamp(min=1)[:, None], voters)
-        if "holders" in upload:
-            said["holders"] = (upload["holders"][:, None][:, :0].double(), upload["holders"].double())
-        return said
-
-    def whole(self, said: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors:
-        out: Tensors = {}
-        if "means" in said:
-            counts = said["means"][1].round()
-            sums, second = gaussian.untold(counts, said["means"][0], said["scatter"][0][0])
-            out["counts"] = counts.long()
-            step = gaussian.quantum(self.most)
-            out |= {"sums": (sums / step).round().long(), "moments": (second / step).round().long()}
-        if "scores" in said:
-            terms, voters = said["scores"][0], said["scores"][1].round()
-            out["voters"] = voters.long()
-            out["scores"] = (terms * voters[:, None] / gaussian.quantum(TERMS)).round().long()
-        if "holders" in said:
-            out["holders"] = said["holders"][1].round().long()
-        return out
-
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
     ) -> Tensors:
@@ -319,3 +288,4 @@ class TOFA:
 
     name = "tofa"
     send = parts.everything
+    per_row, whole = _totals.per_row, _totals.whole
