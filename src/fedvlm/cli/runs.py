@@ -80,6 +80,7 @@ def run(
     table = compare(results, paper=values.get("paper"), traffic=values.get("traffic", False))
     typer.echo(table, nl=False)
     typer.echo("records: " + ", ".join(str(one.folder) for one in results))
+    typer.echo(next_steps(results))
     if not no_report:
         from fedvlm.report.page.render import write_page
 
@@ -88,6 +89,19 @@ def run(
         typer.echo(
             f"report: {write_page(results, page_of(results, out), **words, command=again_by)}"
         )
+
+
+def next_steps(results: "Sequence[Record]") -> str:
+    """Three commands that are of use after a run, as they would be typed."""
+    folders = [shlex.quote(str(one.folder)) for one in results]
+    return "\n".join(
+        [
+            "next:",
+            f"  fedvlm compare {' '.join(folders)} --columns balanced,F1,AUC,ECE",
+            f"  fedvlm audit {folders[-1]}",
+            f"  fedvlm plot {folders[-1]}",
+        ]
+    )
 
 
 def page_of(results: "Sequence[Record]", out: Path | None) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, register
+from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.maths import gaussian, probe
 from fedvlm.methods.alone import own_path
 
@@ -36,6 +36,5 @@ class Pooled:
         return x @ sent["weight"].mT + sent["bias"]
 
     name = "pooled"
-    needs, memory = frozenset({"image"}), frozenset[str]()
-    centralised = True  # one client has everyone's rows
+    traits = Traits(needs=frozenset({"image"}), centralised=True)
     send, aggregate, adapt = parts.everything, parts.mean, parts.nothing

@@ -72,7 +72,7 @@ class Prepared:
     @property
     def centralised(self) -> bool:
         """Whether the method is no federation: one client with the rows of all that train."""
-        return bool(getattr(self.settings.method, "centralised", False))
+        return self.settings.method.traits.centralised
 
     def taught(self, training: Training) -> Training:
         """Who trains and who is only measured: if rows are pooled, all clients are."""
@@ -175,6 +175,11 @@ def frozen_from(
     classes = tuple(about["classes"])
     scale = float(about["scale"])
     return Frozen(classes, int(about["dim"]), scale, text, seed, descriptions=descriptions)
+
+
+def template_of(rows: Frozen | Embedded) -> dict[str, str]:
+    """What a manifest, a saved classifier and a site tell of the words around a prompt."""
+    return {} if rows.text_tower is None else {"template": rows.text_tower.template}
 
 
 def check_rows(settings: Settings, rows: Embedded) -> None:

@@ -20,7 +20,7 @@ from fedvlm.record import DESCRIPTIONS, Record, provenance
 from fedvlm.runner import memory as room
 from fedvlm.runner import warm
 from fedvlm.runner.load import load, thin
-from fedvlm.runner.prepare import Prepared, check_rows, prepare
+from fedvlm.runner.prepare import Prepared, check_rows, prepare, template_of
 from fedvlm.runner.settings import Settings, attack_of, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.runner.withheld import withheld
@@ -182,7 +182,7 @@ def told_of(rows: Embedded) -> dict[str, Any]:
         "dim": rows.x.shape[1],
         "scale": rows.scale,
         "text": None if rows.text is None else rows.text.tolist(),
-    }
+    } | template_of(rows)
 
 
 def manifest(
