@@ -5,6 +5,7 @@ import json
 
 import pytest
 import tiny_models
+
 from fedvlm.data.describing import local_writer
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import EncoderError, SettingsError
