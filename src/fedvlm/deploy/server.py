@@ -17,7 +17,7 @@ from fedvlm.deploy.rows import named
 from fedvlm.engines.client import Kept
 from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError
-from fedvlm.evaluate import protocols, reference, scores
+from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
 from fedvlm.runner.load import load
@@ -109,7 +109,7 @@ class Run:
             done[training.name] = (training, scores)
             path = self.record.folder / "jobs" / f"{name}.safetensors"
             shares = shares or any(key.startswith("shared/") for key in read_tensors(path)[0])
-        return protocols.table(settings.protocol, domains, done, shares)
+        return settings.rules().table(domains, done, shares)
 
     def train(self, training: Training, seed: int) -> scores.Results:
         settings = self.settings

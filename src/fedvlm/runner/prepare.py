@@ -21,7 +21,7 @@ from fedvlm.data.table import Embedded
 from fedvlm.engines.attack import mislabelled
 from fedvlm.engines.client import Terms, World, own_world
 from fedvlm.errors import DataError
-from fedvlm.evaluate import protocols, reference
+from fedvlm.evaluate import reference
 from fedvlm.evaluate.protocols import Training
 from fedvlm.runner import warm
 from fedvlm.runner.load import meet
@@ -139,18 +139,11 @@ def prepare_one(
 
 def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> list[Training]:
     """The trainings of one seed; of the clients nothing but their domains has to be known."""
-    return protocols.trainings(
-        settings.protocol,
-        domains,
-        counts=settings.counts,
-        unseen=settings.unseen,
-        target=settings.target,
-        seed=seed,
-    )
+    return settings.rules().trainings(domains, seed)
 
 
 def terms_of(settings: Settings, frozen: Frozen, seed: int) -> Terms:
-    every = settings.protocol == "source-target"
+    every = settings.rules().every_round
     attack = attack_of(settings)
     return Terms(settings.method, frozen, seed, settings.channel, metrics=every, attack=attack)
 

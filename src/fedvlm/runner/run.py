@@ -14,7 +14,7 @@ from fedvlm.data.table import Embedded
 from fedvlm.engines.attackers import attackers
 from fedvlm.engines.loop import open_engine, start
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate import protocols, scores
+from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import DESCRIPTIONS, Record, provenance
 from fedvlm.runner import memory as room
@@ -137,7 +137,7 @@ def _seed(prepared: Prepared, record: Record, told: Progress) -> scores.Table:
         done[training.name] = (training, {id: found[id] for id in clients if id in found})
         tell(rounds)
     domains = prepared.division.domains
-    return protocols.table(settings.protocol, domains, done, prepared.generalises)
+    return settings.rules().table(domains, done, prepared.generalises)
 
 
 def _train(

@@ -11,6 +11,8 @@ from fedvlm.core import FEWEST, SMALLEST, Method, check_range, check_type, is_me
 from fedvlm.data.clients import Clients, words
 from fedvlm.engines.attackers import Attack, Kind
 from fedvlm.errors import SettingsError, unknown
+from fedvlm.evaluate import protocols
+from fedvlm.evaluate.protocols import Rules
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Settings:
     attackers: float = 0.1  # share of the training clients that attack, drawn by seed
     strength: float = 0.0  # of the attack; 0: the usual one
     reproduces: tuple[str, ...] = ()  # tables and figures of papers, as fedot-v1/T1; only noted
+
+    def rules(self) -> Rules:
+        """The protocol with its knobs, which are settings of the run."""
+        knobs = {"counts": self.counts, "unseen": self.unseen, "target": self.target}
+        return protocols.make(self.protocol, **knobs)
 
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
@@ -92,11 +99,7 @@ def _checked(settings: Settings) -> Settings:
     """What no single value shows: whether the settings fit each other."""
     if not 0 < settings.fraction <= 1:
         raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
-    if settings.target and settings.protocol != "source-target":
-        raise SettingsError(
-            f"target = {list(settings.target)} is for protocol = 'source-target', "
-            f"not {settings.protocol!r}; leave one of them out"
-        )
+    settings.rules()
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     fits(settings.channel, settings.method)
