@@ -113,11 +113,6 @@ def test_a_knob_of_another_protocol_is_refused_by_name():
         make("own-test", counts=(1, 2))
 
 
-def test_an_unknown_protocol_is_refused_with_the_nearest():
-    with pytest.raises(SettingsError, match="did you mean 'own-test'"):
-        make("own-tset")
-
-
 def test_a_protocol_without_a_table_is_refused():
     class Half:
         name = "half"
