@@ -183,3 +183,12 @@ def test_the_demo_is_small():
     model, data = demo_directory(), Path(str(files("fedvlm.data") / "demo"))
     assert 0 < size(model, "*.safetensors") <= 6 * MEGABYTE
     assert size(model) + size(data) <= 8 * MEGABYTE
+
+
+@pytest.mark.parametrize("template", ["a picture of a {}", "a black{}, drawn", "sun{}s", "{} here"])
+def test_the_templates_own_tokens_give_its_text_features_also_where_words_join(
+    encoder, dataset, template
+):
+    tower = encoder.text_tower(dataset.classes, template)
+    wanted = encoder.embed_text([template.replace("{}", name) for name in dataset.classes])
+    assert torch.allclose(tower(tower.prefix), wanted, atol=1e-5)
