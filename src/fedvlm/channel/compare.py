@@ -30,11 +30,11 @@ class Round:
     sent: Sequence[Tensors]
     rows: Tensor  # (clients,) as they say
 
-    def said(self, place: int) -> Said:
-        """What one client's totals say per row."""
+    def said(self, place: int, found: Tensors | None = None) -> Said:
+        """What one client's totals say per row, knowing what was found of all."""
         upload = self.uploads[place]
         if isinstance(self.method, Totalled):
-            return self.method.per_row(upload)
+            return self.method.per_row(upload, found or {})
         rows = self.rows[place].double().clamp(min=1)[None]
         return {key: (value.double().reshape(1, -1) / rows, rows) for key, value in upload.items()}
 
@@ -53,11 +53,11 @@ class Round:
         there = sent is not None and sent.shape == value.shape and sent.dtype == value.dtype
         return sent if sent is not None and there else torch.zeros_like(value)
 
-    def stacks(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def stacks(self, found: Tensors | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
         """By name: (clients, units, numbers) and their (clients, units) rows; one at a time."""
         count = range(len(self.uploads))
         if self.kind == "total":
-            every = [self.said(i) for i in count]
+            every = [self.said(i, found) for i in count]
             for key in every[0]:
                 values, rows = ([one[key][part] for one in every] for part in (0, 1))
                 yield key, torch.stack(values), torch.stack(rows)
@@ -118,15 +118,21 @@ def combined(now: Round, rule: str, dots: Tensor) -> Tensors:
             first = now.first(0, key)
             out[key] = (first.double() + moved.reshape(first.shape)).to(first.dtype)
         return out
+    found = {key: value for key, (value, _) in _by_unit(now, rule, {}).items()}
+    return now.whole(_by_unit(now, rule, found))
+
+
+def _by_unit(now: Round, rule: str, found: Tensors) -> Said:
+    """The rule unit by unit, among the clients that have rows of it."""
     said = {}
-    for key, values, rows in now.stacks():
+    for key, values, rows in now.stacks(found):
         means = torch.zeros_like(values[0])
         for unit in range(values.shape[1]):
             there = rows[:, unit] > 0
             if there.any() and values.shape[2]:
                 means[unit] = RULES[rule](values[there, unit])
         said[key] = (means, rows.sum(0))
-    return now.whole(said)
+    return said
 
 
 def settle(

@@ -98,9 +98,10 @@ class Factored(Protocol):
 @runtime_checkable
 class Totalled(Protocol):
     """of an upload of totals: by name (units, numbers) what they are per row and (units,) the rows,
-    class by class where they are; and an upload made of such. Without it the client's rows count"""
+    class by class where they are; and an upload made of such. `found` is what a first look at all
+    clients gave, empty before that. Without the verb totals count per row of the client"""
 
-    def per_row(self, upload: Tensors) -> dict[str, tuple[Tensor, Tensor]]: ...
+    def per_row(self, upload: Tensors, found: Tensors) -> dict[str, tuple[Tensor, Tensor]]: ...
     def whole(self, said: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors: ...
 
 

@@ -138,7 +138,8 @@ class Auto:
 
     def gaussians(self, total: Tensors) -> Tensors:
         dim = total["sums"].shape[1]
-        second = gaussian.unpack(total["gram"], dim + 1)[:-1, :-1]
+        gram = gaussian.definite(gaussian.unpack(total["gram"], dim + 1))
+        second = gram[:-1, :-1]
         known = gaussian.centred(total["counts"], total["sums"], second)
         named = gaussian.Moments(known.counts[:-1], known.means[:-1], known.scatter)
         rule = gaussian.discriminant(named, gaussian.ridge(named, 1.0))
@@ -148,7 +149,7 @@ class Auto:
             "counts": named.counts,
             "means": named.means,
             "scatter": gaussian.pack(named.scatter),
-            "walk gram": total["gram"],
+            "walk gram": gaussian.pack(gram),
         }
         return {key: value.float() for key, value in out.items()}
 
