@@ -168,14 +168,26 @@ def apart(ids: Sequence[str], dots: Tensor) -> dict[str, dict[str, float | bool]
     others = unit.sum() - 2 * unit.sum(1) + unit.diagonal()
     cosines = mine / others.clamp(min=1e-12).sqrt()
     ratio = norms / norms.median()
-    below = cosines.median() - cosines
-    limit = max(FAR_COSINE, FAR_SPREAD * float(below.abs().median()))
-    far = (ratio > FAR_NORM) | (ratio < 1 / FAR_NORM) | (below > limit)
-    far &= torch.tensor(len(ids) >= COMPARED)
+    far = outside(ratio, cosines)
     return {
         id: {"norm": float(ratio[i]), "cosine": float(cosines[i]), "far": bool(far[i])}
         for i, id in enumerate(ids)
     }
+
+
+def outside(
+    ratio: Tensor,
+    cosines: Tensor,
+    most: float = FAR_NORM,
+    least: float = FAR_COSINE,
+    spread: float = FAR_SPREAD,
+) -> Tensor:
+    """(clients,) True where a norm against the median, or a cosine, is far from the others'."""
+    if len(ratio) < COMPARED:
+        return torch.zeros(len(ratio), dtype=torch.bool)
+    below = cosines.median() - cosines
+    limit = max(least, spread * float(below.abs().median()))
+    return (ratio > most) | (ratio < 1 / most) | (below > limit)
 
 
 def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
