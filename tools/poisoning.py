@@ -1,6 +1,6 @@
 """What attackers do to a federation, what the channel keeps of it, and whom it names.
 
-python -m tools.poisoning --stores FOLDER [--seeds 20] [--sets pacs,demo] [--methods fedavg]
+python -m tools.poisoning --stores FOLDER [--seeds 20] [--sets "pacs, domains;demo, iid"]
 python -m tools.poisoning --stores FOLDER --choose
 Accuracy is that of the honest clients' test rows after the last round. `--choose` tries limits of
 the flags on seeds that the table does not use. Runs that were made are kept in --work.
@@ -165,18 +165,26 @@ def choose(runs: Runs, sets: list[str], methods: list[str]) -> None:
         print(f"| {words} | {100 * named:.1f} | {100 * wrong:.1f} | {100 * alone:.1f} |")
 
 
-def table(runs: Runs, sets: list[str], methods: list[str], share: float, seeds: int) -> None:
+def table(
+    runs: Runs,
+    sets: list[str],
+    methods: list[str],
+    defences: list[str],
+    attacks: list[str],
+    share: float,
+    seeds: int,
+) -> None:
     print(
         f"\n{share:.0%} of the clients attack; {seeds} seeds; accuracy of the honest in per cent\n"
     )
-    head = ["set", "method", "attack", *DEFENCES, "attackers named", "honest named"]
+    head = ["set", "method", "attack", *defences, "attackers named", "honest named"]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for name, method in product(sets, methods):
-        for attack in ("", *ATTACKS) if share else ("",):
+        for attack in ("", *attacks):
             part = share if attack else 0.0
             made = {
                 channel: [runs.get(name, method, channel, attack, part, s) for s in range(seeds)]
-                for channel in DEFENCES
+                for channel in defences
             }
             cells = [f"{100 * fmean(r['accuracy'] for r in many):.1f}" for many in made.values()]
             found = [rates(many) for many in made.values()]  # over all defences
@@ -191,20 +199,23 @@ def main() -> None:
     ask.add_argument("--stores", type=Path, required=True)
     ask.add_argument("--work", type=Path, default=Path("runs/poisoning"))
     ask.add_argument("--seeds", type=int, default=20)
-    ask.add_argument("--sets", default="demo,pets, iid,pacs")
+    ask.add_argument("--sets", default="demo, iid;pets, iid;pacs, domains")
     ask.add_argument("--methods", default="fedavg,tofa")
     ask.add_argument("--shares", default="0.1,0.3")
+    ask.add_argument("--defences", default=",".join(DEFENCES))
+    ask.add_argument("--attacks", default=",".join(one.split(",")[0] for one in ATTACKS))
     ask.add_argument("--choose", action="store_true")
     told = ask.parse_args()
     torch.set_num_threads(1)
-    sets = [name for name in SETS if told.sets == "all" or name.split(",")[0] in told.sets]
+    sets = [name for name in SETS if name in told.sets.split(";")]
     methods = told.methods.split(",")
+    attacks = [name for name in ATTACKS if name.split(",")[0] in told.attacks.split(",")]
     runs = Runs(told.stores, told.work)
     if told.choose:
         choose(runs, sets, methods)
         return
     for share in map(float, told.shares.split(",")):
-        table(runs, sets, methods, share, told.seeds)
+        table(runs, sets, methods, told.defences.split(","), attacks, share, told.seeds)
 
 
 if __name__ == "__main__":
