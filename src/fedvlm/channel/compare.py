@@ -151,8 +151,8 @@ def settle(
 
 COMPARED = 5  # clients below which nobody is called far: of four, who would be the rest?
 FAR_NORM = 3.0  # times the median, or below its third part
-FAR_COSINE = 0.3  # below the median of the clients' cosines
-FAR_SPREAD = 4.0  # or this many of their median deviations, if that is more
+FAR_COSINE = 0.5  # below the median of the clients' cosines
+FAR_SPREAD = 6.0  # or this many of their median deviations, if that is more
 
 
 def apart(ids: Sequence[str], dots: Tensor) -> dict[str, dict[str, float | bool]]:
