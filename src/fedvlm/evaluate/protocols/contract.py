@@ -26,7 +26,7 @@ Done = Mapping[str, tuple[Training, Results]]  # by the name of the training
 
 
 class Rules(Protocol):
-    """A frozen dataclass; its fields are its knobs, which a run's settings have by the same name."""
+    """A frozen dataclass; its fields are its knobs, and settings of a run by the same name."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     name: ClassVar[str]

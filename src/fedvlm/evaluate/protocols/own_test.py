@@ -27,7 +27,8 @@ class OwnTest:
         return out
 
     def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
-        return {"own": even(name, train) for name, (train, _) in who.items()}
+        ((name, (train, _)),) = who.items()
+        return {"own": even(name, train)}
 
 
 def within(domains: Mapping[str, str], training: Training, scores: Results) -> Table:
