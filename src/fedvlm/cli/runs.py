@@ -21,8 +21,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo"),
     no_report: NoReport = False,
 ) -> None:
-    """Leave-one-domain-out on the embedded emoji: who generalises, who personalises."""
-    run("demo", out=out, no_report=no_report)
+    """Two questions to the embedded emoji: a site nobody has seen, and sites that differ."""
+    for name, folder in (("demo", "unseen"), ("demo-shift", "shift")):
+        run(name, out=out / folder, no_report=no_report)
 
 
 def run(
@@ -49,6 +50,8 @@ def run(
 ) -> None:
     """Run a method, or an experiment of several, and print its table."""
     from fedvlm.errors import SettingsError
+    from fedvlm.report.page.gather import gather
+    from fedvlm.report.page.render import write_model
     from fedvlm.report.tables import compare
     from fedvlm.runner.experiments import find, runs
     from fedvlm.runner.run import execute
@@ -78,17 +81,17 @@ def run(
     for note in (*(n for one in results for n in one.manifest["notes"]), *trackers.notes):
         typer.echo(note, err=True)
     table = compare(results, paper=values.get("paper"), traffic=values.get("traffic", False))
+    if title := values.get("title"):
+        typer.echo(f"\n{title}\n")
     typer.echo(table, nl=False)
+    command = f"fedvlm run {shlex.quote(file)}" if file else ""
+    model = gather(results, title or "", values.get("paper"), command)
+    if len(results) > 1:
+        typer.echo("\n".join(model["sentences"]))
     typer.echo("records: " + ", ".join(str(one.folder) for one in results))
     typer.echo(next_steps(results))
     if not no_report:
-        from fedvlm.report.page.render import write_page
-
-        words = {"title": values.get("title", ""), "paper": values.get("paper")}
-        again_by = f"fedvlm run {shlex.quote(file)}" if file else ""
-        typer.echo(
-            f"report: {write_page(results, page_of(results, out), **words, command=again_by)}"
-        )
+        typer.echo(f"report: {write_model(model, page_of(results, out))}")
 
 
 def next_steps(results: "Sequence[Record]") -> str:
