@@ -42,7 +42,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
-    if settings.attack:
+    if settings.attack != "none":
         raise SettingsError(
             f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run"
         )

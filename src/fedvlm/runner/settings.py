@@ -39,7 +39,7 @@ class Settings:
     allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through
-    attack: Kind = ""  # by some clients, to see what it does; simulations only
+    attack: Kind = "none"  # by some clients, to see what it does; simulations only
     attackers: float = 0.1  # share of the training clients that attack, drawn by seed
     strength: float = 0.0  # of the attack; 0: the usual one
     reproduces: tuple[str, ...] = ()  # tables and figures of papers, as fedot-v1/T1; only noted
@@ -55,7 +55,7 @@ class Settings:
         for key in ("workers", "access", "reproduces"):
             del whole[key]
         for key in ("attack", "attackers", "strength"):
-            if not self.attack:
+            if self.attack == "none":
                 del whole[key]
         both = [one for one in (self.method, self.warm_start) if one is not None]
         if not (self.allow_small and any(one.traits.smallest for one in both)):
@@ -118,23 +118,24 @@ def _checked(settings: Settings) -> Settings:
 
 
 def attack_of(settings: Settings) -> Attack | None:
-    if not settings.attack:
+    if settings.attack == "none":
         return None
     return Attack(settings.attack, settings.attackers, settings.strength)
 
 
 def _check_attack(settings: Settings) -> None:
-    if settings.attack and settings.engine == "flower":
+    if attack_of(settings) is None:
+        return
+    if settings.engine == "flower":
         raise SettingsError(
             f"attack = {settings.attack!r} is a simulation in one process; with engine = 'flower' "
             "clients upload for themselves, so leave engine out"
         )
-    if settings.attack and not settings.method.rounds:
+    if not settings.method.rounds:
         raise SettingsError(
             f"attack = {settings.attack!r}: {settings.method.name} has no rounds, so no upload "
             "to attack; choose a method that trains"
         )
-    attack_of(settings)
 
 
 def _method(value: Any) -> Method:
