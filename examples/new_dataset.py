@@ -8,10 +8,7 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from fedvlm.data import open_dataset
-from fedvlm.data.catalogue import Entry, add
-from fedvlm.data.clients import Clients
-from fedvlm.data.federation import divide, rows_of
+from fedvlm.data import Clients, Entry, add, divide, open_dataset, rows_of
 
 SLIDES = add(
     Entry(

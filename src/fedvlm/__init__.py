@@ -8,15 +8,27 @@ if TYPE_CHECKING:
     from fedvlm.classifier.personalised import Personalised
     from fedvlm.core import make, methods, register
     from fedvlm.result import Result, resume, run
+    from fedvlm.result import compare_runs as compare
 
-__version__ = "0.1.0"
-__all__ = ["Personalised", "Result", "join", "make", "methods", "register", "resume", "run"]
+__version__ = "0.2.0"
+__all__ = [
+    "Personalised",
+    "Result",
+    "compare",
+    "join",
+    "make",
+    "methods",
+    "register",
+    "resume",
+    "run",
+]
 
 # Looked up when first used, so that `fedvlm --help` does not wait for torch.
 _HOMES = {
     "join": "classifier.join",
     "Personalised": "classifier.personalised",
     "Result": "result",
+    "compare": "result",
     "resume": "result",
     "run": "result",
 }
@@ -25,4 +37,5 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fedvlm' has no attribute {name!r}")
-    return getattr(import_module(f"fedvlm.{_HOMES.get(name, 'core')}"), name)
+    home = import_module(f"fedvlm.{_HOMES.get(name, 'core')}")
+    return getattr(home, "compare_runs" if name == "compare" else name)

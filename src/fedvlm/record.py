@@ -3,7 +3,7 @@
 import json
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cached_property
@@ -85,8 +85,9 @@ DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 class Record:
     """One run's directory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, listen: Callable[[str, Any], None] | None = None) -> None:
         self.folder = folder
+        self.listen = listen  # is told of every line that is written
 
     def begin(self, manifest: Mapping[str, Any]) -> None:
         """Starts the record, or goes on with one of the same identity and the same rows."""
@@ -167,6 +168,8 @@ class Record:
     def add_line(self, line: Mapping[str, Any]) -> None:
         with disk(self.lines_path), open(self.lines_path, "ab") as file:
             file.write((json.dumps(line) + "\n").encode())
+        if self.listen is not None:
+            self.listen(self.folder.name, line)
 
     def result(self) -> Any | None:
         path = self.folder / "result.json"

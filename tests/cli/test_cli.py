@@ -66,6 +66,17 @@ def test_run_prints_a_table_and_where_the_record_is(ok, store, tmp_path):
     out = ok("run", "--method", "fedot", "--encoder", store, "--out", tmp_path / "r", *QUICK)
     assert out.splitlines()[0].split() == ["method", "G", "P", "C", "seeds"]
     assert f"records: {tmp_path / 'r'}" in out
+    assert out.splitlines()[-1] == f"report: {tmp_path / 'r' / 'report.html'}"
+    steps = [line.split()[1:] for line in out.splitlines() if line.startswith("  fedvlm ")]
+    assert len(steps) == 3
+    for words in steps:
+        ok(*words)
+
+
+def test_no_report_leaves_the_page_out(ok, store, tmp_path):
+    words = ("run", "--method", "zero-shot", "--encoder", store, "--out", tmp_path / "r")
+    assert "report:" not in ok(*words, "--no-report")
+    assert not (tmp_path / "r" / "report.html").exists()
 
 
 def test_a_toml_file_with_several_methods_is_one_table(ok, store, tmp_path):

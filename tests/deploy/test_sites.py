@@ -42,6 +42,12 @@ def test_sites_with_their_own_rows_give_what_one_process_gives(place):
     assert own.predict(place.rows.x[:9]) == wanted.predict(place.rows.x[:9])
 
 
+def test_no_site_tells_row_by_row_what_it_hit(place):
+    for about in place.run().jobs().values():
+        for scores in about["scores"].values():
+            assert not {"hits", "confusion", "recall", "scores"} & scores.keys()
+
+
 @pytest.mark.parametrize(
     "protocol",
     [

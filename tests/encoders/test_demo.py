@@ -84,7 +84,9 @@ def test_what_the_demo_offers_is_there(encoder, dataset, pictures):
     assert answer.pooled.shape == (3, encoder.dim)
     assert answer.patches.shape == (3, 36, encoder.dim)
     assert encoder.embed_text(["a cat", "a dog"]).shape == (2, encoder.dim)
-    assert encoder.text_tower(dataset.classes).room >= 16  # context vectors, as prompt papers use
+    assert (
+        encoder.text_tower(dataset.classes, "{}").room >= 16
+    )  # context vectors, as prompt papers use
     tower = encoder.image_tower()
     again = tower(tower.weights, torch.from_numpy(np.stack(pixels)))
     assert torch.allclose(again, torch.from_numpy(answer.pooled), atol=1e-5)
@@ -99,7 +101,7 @@ def test_the_prompt_path_gives_the_official_text_features(encoder, dataset):
     words = "a picture of a"
     ids = encoder.tokenizer(words, add_special_tokens=False, return_tensors="pt")["input_ids"]
     context = encoder.model.text_model.embeddings.token_embedding(ids[0])
-    features = encoder.text_tower(dataset.classes)(context)
+    features = encoder.text_tower(dataset.classes, "{}.")(context)
     sentences = [f"{words} {name}." for name in dataset.classes]
     tokens = encoder.tokenizer(sentences, padding=True, return_tensors="pt")
     official = encoder.model.get_text_features(**tokens).pooler_output

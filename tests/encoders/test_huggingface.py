@@ -110,7 +110,7 @@ def test_siglip_text_is_padded_to_full_length_and_unit_norm(siglip):
     assert torch.allclose(got, torch.nn.functional.normalize(official, dim=1), atol=1e-6)
     assert siglip.offers == {"image", "text", "patches", "image tower"}
     with pytest.raises(EncoderError, match="take a CLIP model"):
-        siglip.text_tower(["cat"])
+        siglip.text_tower(["cat"], "a {}")
 
 
 def test_text_does_not_depend_on_its_neighbours(clip):

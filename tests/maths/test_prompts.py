@@ -8,6 +8,7 @@ from fedvlm.errors import SettingsError
 
 CLASSES = ["cat", "very long name", "alarm_clock", "dog"]
 SENTENCE = "a photo of a"
+TEMPLATE = SENTENCE + " {}."
 
 
 @pytest.fixture(scope="module", params=["quick_gelu", "gelu"])
@@ -17,7 +18,7 @@ def encoder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tower(encoder):
-    return encoder.text_tower(CLASSES)
+    return encoder.text_tower(CLASSES, TEMPLATE)
 
 
 def words(encoder):
@@ -47,7 +48,7 @@ def official(encoder, context):
 def test_a_real_sentence_as_context_gives_the_official_text_features(encoder, attention):
     encoder.model.set_attn_implementation(attention)
     sentences = [f"{SENTENCE} {name.replace('_', ' ')}." for name in CLASSES]
-    features = encoder.text_tower(CLASSES)(words(encoder))
+    features = encoder.text_tower(CLASSES, TEMPLATE)(words(encoder))
     assert torch.allclose(features, encoder.embed_text(sentences), atol=1e-5)
     assert features.std() > 0.05  # the tiny tower tells the sentences apart
 
@@ -72,7 +73,7 @@ def test_shared_prefix_equals_the_full_path_also_in_its_gradient(encoder, tower,
 def test_old_checkpoints_that_call_token_two_the_end_work_too(tmp_path):
     encoder = HuggingFace(tiny_models.clip(tmp_path, eos=2))
     sentences = [f"{SENTENCE} {name.replace('_', ' ')}." for name in CLASSES]
-    features = encoder.text_tower(CLASSES)(words(encoder))
+    features = encoder.text_tower(CLASSES, TEMPLATE)(words(encoder))
     assert torch.allclose(features, encoder.embed_text(sentences), atol=1e-5)
 
 
@@ -87,7 +88,7 @@ def test_prompts_are_encoded_one_by_one_or_all_at_once(tower):
 
 def test_a_class_does_not_depend_on_the_other_classes(encoder, tower):
     context = torch.randn(4, tower.width, generator=torch.Generator().manual_seed(4))
-    alone = encoder.text_tower(["cat"])(context)
+    alone = encoder.text_tower(["cat"], TEMPLATE)(context)
     assert torch.allclose(tower(context)[:1], alone, atol=1e-5)
 
 

@@ -1,9 +1,12 @@
 """Every registered method keeps the contract, on every engine."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from fedvlm.core import make, methods
-from fedvlm.testing import check_method, check_same, learn, short, toy_world
+from fedvlm.methods.fedrep import FedRep
+from fedvlm.testing import check_method, check_same, check_uploads, learn, short, toy_world
 
 CASES = [(name, {}) for name in methods()]
 CASES += [("fedot", {"blocks": 4}), ("fedot", {"blocks": "auto"}), ("fedot", {"head": "random"})]
@@ -23,3 +26,21 @@ def test_method_keeps_the_contract(name, settings):
 def test_two_processes_give_the_same_bits_as_one(name, settings):
     world = toy_world(short(make(name, **settings)))
     check_same(learn(world, workers=2), learn(world, workers=1), 0.0, "workers change the result")
+
+
+@dataclass(frozen=True)
+class Leaking(FedRep):
+    """Uploads its own head under another name."""
+
+    def update(self, frozen, sent, local, client):
+        upload, own = FedRep.update(self, frozen, sent, local, client)
+        return {**upload, "pattern": own["head"]}, own
+
+
+def test_a_local_tensor_uploaded_under_another_name_is_refused():
+    with pytest.raises(AssertionError, match="'pattern' is the local tensor 'head' renamed"):
+        check_uploads(toy_world(Leaking(head_epochs=1)))
+
+
+def test_the_change_of_a_local_tensor_that_was_zero_is_no_leak():
+    check_uploads(toy_world(make("scaffold")))

@@ -14,9 +14,10 @@ from fedvlm.engines.client import Kept, Terms, World
 from fedvlm.engines.state import State
 from fedvlm.evaluate.reference import wants_reference
 from fedvlm.record import pack, unpack
+from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_of, prepare, prepare_one, terms_of, trainings_of
 from fedvlm.runner.settings import build
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.sealed import read_json, read_tensors, write_tensors
 
 SOURCE = Path(fedvlm.__file__).parent
 BESIDE_A_RUN = {"cli/data.py"}  # `fedvlm partition` shows a division before there is a run
@@ -116,3 +117,27 @@ def test_versions_of_tensors_that_are_at_their_clients_survive_a_checkpoint(tmp_
     }
     assert torch.equal(back.local["b"]["skew"], here["skew"])
     assert back.best_local == best and back.round == 4
+
+
+def test_a_centralised_method_has_one_client_with_the_rows_of_all_that_train():
+    rows = load(build({"method": "pooled"}), lambda what, done, total: None)[0]
+    prepared = prepare(build({"method": "pooled"}), rows, 0)
+    training = prepared.trainings[0]
+    members = prepared.world(training).members
+    both = [members[id] for id in training.train]
+    assert set(members["pooled"].train) == {row for one in both for row in one.train}
+    assert set(members["pooled"].validation) == {row for one in both for row in one.validation}
+    taught = prepared.taught(training)
+    assert taught.train == ("pooled",) and set(taught.unseen) == set(
+        training.train + training.unseen
+    )
+    federated = prepare(build({"method": "alone"}), rows, 0)
+    assert (
+        federated.taught(training) is training and "pooled" not in federated.world(training).members
+    )
+
+
+def test_a_run_of_a_centralised_method_measures_every_client(tmp_path):
+    fedvlm.run("pooled", smoke=True, out=tmp_path / "run", workers=1)
+    found = read_json(tmp_path / "run" / "result.json")["tables"][0]
+    assert {"G", "P", "C"} <= found.keys() and all(0 < found[key] < 1 for key in "GPC")

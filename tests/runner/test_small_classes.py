@@ -29,7 +29,8 @@ def counts_of(world, id):
 
 def upload_of(world, id, sent=None):
     shared, local = world.method.init(world.frozen)
-    return world.method.update(world.frozen, sent or shared, local, client(world, id, 0))[0]
+    sent = sent or world.method.send(shared, id)
+    return world.method.update(world.frozen, sent, local, client(world, id, 0))[0]
 
 
 def test_tofa_is_held_to_the_rule():

@@ -26,6 +26,7 @@ from .sets import (
     OPEN_SETS,
     SIZE,
     STYLE_WORDS,
+    VALIDATION,
 )
 
 
@@ -40,15 +41,16 @@ def render(svg: str) -> NDArray[np.uint8]:
     return np.asarray(canvas.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX))
 
 
+def drawings_of(packages: Packages, style: str) -> dict[str, str]:
+    """Code of an emoji -> its SVG in this style."""
+    icons = packages.icons(style)
+    codes = packages.read(f"@iconify-json/{style}", "chars.json")
+    return {code.replace("-fe0f", ""): icons[name] for code, name in codes.items() if name in icons}
+
+
 def choose_demo(packages: Packages, concepts: list[Concept]) -> dict[str, dict[str, str]]:
     """Mark the demo concepts (drawn in all four styles, capped) and return code -> SVG each."""
-    drawings: dict[str, dict[str, str]] = {}
-    for domain, style in DOMAINS.items():
-        icons = packages.icons(style)
-        codes = packages.read(f"@iconify-json/{style}", "chars.json")
-        drawings[domain] = {
-            code.replace("-fe0f", ""): icons[name] for code, name in codes.items() if name in icons
-        }
+    drawings = {domain: drawings_of(packages, style) for domain, style in DOMAINS.items()}
     for label in CLASSES:
         members = [
             concept
@@ -108,6 +110,16 @@ def write_keywords(packages: Packages, out: Path, concepts: list[Concept]) -> No
             described[concept.label].append(f"{text}, {', '.join(extra)}" if extra else text)
     text = json.dumps(described, indent=1)
     (out / "keywords.json").write_text(text + "\n", encoding="utf-8")
+
+
+def validation_drawings(
+    packages: Packages, concepts: list[Concept]
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The demo's concepts in the style that settings are chosen on: images and labels."""
+    drawings = drawings_of(packages, VALIDATION)
+    chosen = [concept for concept in concepts if concept.in_demo and concept.code in drawings]
+    images = [render(drawings[concept.code]) for concept in chosen]
+    return np.stack(images), np.array([list(CLASSES).index(concept.label) for concept in chosen])
 
 
 def training_pairs(

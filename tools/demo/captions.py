@@ -14,6 +14,11 @@ PROMPT = "a picture of a {}"
 TEMPLATES = (PROMPT, PROMPT, "{}", "a {}", "a {} emoji", "an icon of a {}", "a drawing of a {}")
 
 
+def sentence(phrase: str) -> str:
+    """In one of the templates, with a full stop half of the time: prompts end in either way."""
+    return random.choice(TEMPLATES).format(phrase) + random.choice(("", "."))
+
+
 def phrases_of(concept: Concept) -> list[str]:
     """What may be said of a concept; the name most often, the class word no more than another."""
     name = re.sub(r"^(an?|the) ", "", concept.name)
@@ -51,4 +56,4 @@ class Captions:
         """A caption for a concept and the number of the phrase in it; the name most often."""
         said = self.said[position]
         phrase = said[0] if random.random() < 0.35 else random.choice(said)
-        return random.choice(TEMPLATES).format(phrase), self.phrase_ids[phrase]
+        return sentence(phrase), self.phrase_ids[phrase]

@@ -11,8 +11,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from fedvlm.data.federation import Clients, Rows, digest, divide
+
 from .model import MEAN, STD, normalized
 from .sets import CLASSES, DOMAINS
+
+SEEDS = (0, 1, 2)  # of the demo experiment
 
 
 class Demo:
@@ -22,18 +26,18 @@ class Demo:
         self.classes = list(CLASSES)
         self.pixels: dict[str, Tensor] = {}
         self.labels: dict[str, NDArray[np.int64]] = {}
+        self.untested: dict[str, NDArray[np.bool_]] = {}
         with zipfile.ZipFile(path) as archive:
             for domain in DOMAINS:
                 members = [n for n in archive.namelist() if n.startswith(domain + "/")]
-                arrays = [
-                    np.asarray(Image.open(io.BytesIO(archive.read(n))).convert("RGB"))
-                    for n in members
-                ]
+                files = [archive.read(n) for n in members]
+                arrays = [np.asarray(Image.open(io.BytesIO(f)).convert("RGB")) for f in files]
                 stack = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
                 self.pixels[domain] = normalized(stack.float() / 255)
                 self.labels[domain] = np.array(
                     [self.classes.index(n.split("/")[1]) for n in members]
                 )
+                self.untested[domain] = untested(domain, self.labels[domain], files)
 
     def split(self, domain: str, seed: int) -> list[NDArray[np.int64]]:
         """Train, validation and test rows: 60/20/20 of each class, drawn for this domain alone."""
@@ -45,6 +49,17 @@ class Demo:
             for part, chunk in zip(parts, np.split(rows, [first, second]), strict=True):
                 part.extend(chunk.tolist())
         return [np.array(part) for part in parts]
+
+
+def untested(domain: str, labels: NDArray[np.int64], files: list[bytes]) -> NDArray[np.bool_]:
+    """Which rows of a domain no seed of the demo experiment tests on."""
+    nothing = np.full(len(files), "")
+    content = [digest(one) for one in files]
+    table = Rows(tuple(CLASSES), labels, np.full(len(files), domain), nothing, nothing, content)
+    free = np.ones(len(files), dtype=np.bool_)
+    for seed in SEEDS:
+        free[divide(table, Clients(), seed).members[domain].test] = False
+    return free
 
 
 def near_copies(images: NDArray[np.uint8], demo: Demo, limit: float = 0.006) -> NDArray[np.bool_]:

@@ -78,8 +78,11 @@ def normalized(pictures: Tensor) -> Tensor:
     return (pictures - MEAN) / STD
 
 
-def image_features(model: CLIPModel, pixels: Tensor, keep: int | None = None) -> Tensor:
-    """Unit image embeddings; with `keep`, from that many random patches only (faster training)."""
+def image_views(model: CLIPModel, pixels: Tensor, keep: int | None = None) -> tuple[Tensor, Tensor]:
+    """Unit embeddings of the picture, pooled and as the mean over its unit patch embeddings.
+
+    With `keep`, from that many random patches only (faster training).
+    """
     vision = model.vision_model
     hidden = vision.embeddings(pixels)
     if keep is not None:
@@ -87,7 +90,8 @@ def image_features(model: CLIPModel, pixels: Tensor, keep: int | None = None) ->
         chosen = torch.cat([torch.zeros(len(chosen), 1, dtype=torch.long), chosen], 1)
         hidden = hidden.gather(1, chosen[..., None].expand(-1, -1, hidden.shape[2]))
     hidden = vision.encoder(inputs_embeds=vision.pre_layrnorm(hidden)).last_hidden_state
-    return F.normalize(model.visual_projection(vision.post_layernorm(hidden[:, 0])), dim=-1)
+    tokens = F.normalize(model.visual_projection(vision.post_layernorm(hidden)), dim=-1)
+    return tokens[:, 0], F.normalize(tokens[:, 1:].mean(1), dim=-1)
 
 
 def text_features(model: CLIPModel, tokenizer: CLIPTokenizer, texts: list[str]) -> Tensor:

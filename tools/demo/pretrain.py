@@ -1,9 +1,13 @@
-"""Stage 1: both towers, contrasting two drawings and one caption of each concept of a batch."""
+"""Stages 1 and 3: both towers, contrasting two drawings and a caption of each concept of a batch.
+
+A drawing is seen in two views, pooled and as the mean of its patches, so that both meet the text.
+"""
 
 import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,11 +20,22 @@ from transformers import CLIPModel, CLIPTokenizer
 from .augment import augment
 from .captions import Captions
 from .losses import both_ways, soft_cross_entropy
-from .model import DIM, image_features, make_model, normalized, text_features
+from .model import DIM, image_views, normalized, text_features
 from .muon import Muon
 from .recipe import Recipe
 
 MUON_RATE = 0.02
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How long and how fast a model is trained that may have been trained before."""
+
+    steps: int
+    pace: float  # share of the rates
+    part: float  # share of the steps that see 20 of the 36 patches, which is faster
+    average: float  # decay of the averaged weights
+    settled: bool  # begin the stand-ins at what the model sees of their drawings
 
 
 class Proxies(nn.Module):
@@ -37,6 +52,17 @@ class Proxies(nn.Module):
         self.kind_of = torch.tensor([numbers.get(group, -100) for group in groups])
         self.concepts = nn.Parameter(torch.randn(len(groups), DIM) * 0.1)
         self.kinds = nn.Parameter(torch.randn(len(numbers), DIM) * 0.1)
+
+    @torch.no_grad()
+    def settle(self, pixels: Tensor, captions: Captions, model: CLIPModel) -> None:
+        """Begin at the mean of what a trained model sees, so as not to disturb it."""
+        seen = torch.cat(
+            [image_views(model, normalized(c.float() / 255))[0] for c in torch.split(pixels, 256)]
+        )
+        for place, owner in enumerate(captions.drawn):
+            self.concepts[place] = seen[captions.drawings[owner]].mean(0)
+        for kind in range(len(self.kinds)):
+            self.kinds[kind] = self.concepts[self.kind_of == kind].mean(0)
 
     def loss(self, seen: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """How badly pictures are told apart by concept and by subgroup."""
@@ -77,42 +103,52 @@ def draw(captions: Captions, batch: NDArray[np.int64]) -> tuple[list[int], list[
     return rows, texts, phrases
 
 
+def view_loss(
+    model: CLIPModel, proxies: Proxies, seen: Tensor, read: Tensor, batch: Tensor, true: Tensor
+) -> Tensor:
+    """One view of the drawings against the captions, against each other and the stand-ins."""
+    itself = torch.eye(len(batch), dtype=torch.bool)
+    alike = (10 * seen @ seen.T).masked_fill(itself, -1e4)
+    same = (batch[:, None] == batch[None]) & ~itself
+    told, kind = proxies.loss(seen, batch)
+    loss = both_ways(model.logit_scale.exp() * seen @ read.T, true)
+    return loss / 2 + 0.3 * soft_cross_entropy(alike, same) + 0.3 * told + 0.4 * kind
+
+
 def pretrain(
     pixels: Tensor,
     captions: Captions,
+    model: CLIPModel,
     tokenizer: CLIPTokenizer,
     recipe: Recipe,
-    checkpoint: Callable[[CLIPModel, CLIPTokenizer, str], None],
+    stage: Stage,
+    checkpoint: Callable[[CLIPModel, str], None],
 ) -> None:
-    """Hands `checkpoint` the averaged model, the tokenizer and a line on how far it is."""
+    """Hands `checkpoint` the averaged model and a line on how far it is."""
     random.seed(recipe.seed)
     torch.manual_seed(recipe.seed)
-    model = make_model(tokenizer, pixels[::8])
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
-    decay = get_ema_multi_avg_fn(0.998)  # type: ignore[no-untyped-call]
+    decay = get_ema_multi_avg_fn(stage.average)  # type: ignore[no-untyped-call]
     average = AveragedModel(model, multi_avg_fn=decay)
     proxies = Proxies(captions)
+    if stage.settled:
+        proxies.settle(pixels, captions, model)
     muon, adam = make_optimizers(model, proxies, recipe.rate)
     chooser = np.random.default_rng(recipe.seed)
-    start, full_from = time.time(), int(0.8 * recipe.steps)
-    for step in range(1, recipe.steps + 1):
-        cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * (step / recipe.steps)))
-        pace = min(1.0, step / 200) * cosine
+    start, full_from = time.process_time(), int(stage.part * stage.steps)
+    for step in range(1, stage.steps + 1):
+        cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * (step / stage.steps)))
+        pace = min(1.0, step / 200) * cosine * stage.pace
         for group in adam.param_groups:
             group["lr"] = recipe.rate * pace
         batch = chooser.choice(len(captions.drawn), recipe.batch, replace=False, p=captions.odds)
         rows, texts, phrases = draw(captions, batch)
         inputs = normalized(augment(pixels[rows].float() / 255 - 1, strong=0.4) + 1)
-        seen = image_features(model, inputs, keep=20 if step < full_from else None)
+        views = image_views(model, inputs, keep=20 if step < full_from else None)
         read = text_features(model, tokenizer, texts)
         index = torch.from_numpy(batch).repeat_interleave(2)
-        positives = captions.truth[index][:, phrases]
-        loss = both_ways(model.logit_scale.exp() * seen @ read.T, positives)
-        itself = torch.eye(len(index), dtype=torch.bool)
-        alike = (10 * seen @ seen.T).masked_fill(itself, -1e4)
-        same = (index[:, None] == index[None]) & ~itself
-        told, kind = proxies.loss(seen, index)
-        loss = loss / 2 + 0.3 * soft_cross_entropy(alike, same) + 0.3 * told + 0.4 * kind
+        true = captions.truth[index][:, phrases]
+        losses = [view_loss(model, proxies, seen, read, index, true) for seen in views]
+        loss = torch.stack(losses).mean()
         muon.zero_grad()
         adam.zero_grad()
         torch.autograd.backward(loss)
@@ -120,10 +156,7 @@ def pretrain(
         adam.step()
         model.logit_scale.data.clamp_(max=math.log(100))
         average.update_parameters(model)
-        if step % recipe.every == 0 or step in (recipe.steps, recipe.stop):
-            spent = time.time() - start
-            checkpoint(
-                average.module, tokenizer, f"step {step} {spent:.0f}s loss {loss.item():.3f}"
-            )
-        if step == recipe.stop:
-            break
+        if step % recipe.every == 0 or step == stage.steps:
+            spent = time.process_time() - start
+            told = " ".join(f"{one.item():.3f}" for one in losses)
+            checkpoint(average.module, f"step {step} {spent:.0f}s loss {told}")

@@ -34,6 +34,7 @@ ICON_SETS = (
     "streamline-ultimate-color@1.2.2",
 )
 OPEN_SETS = ("game-icons@1.2.4",)
+VALIDATION = "openmoji@1.2.29"  # settings are chosen on it: not trained on, not shipped
 EMOJI_DATA, EMOJI_WORDS = "emojibase-data@17.0.0", "emojilib@4.0.3"
 
 # Demo class -> Unicode subgroups (CLDR order) that make it up.

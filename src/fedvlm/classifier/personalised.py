@@ -13,8 +13,10 @@ from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.record import Record
 from fedvlm.runner.load import towers
-from fedvlm.runner.prepare import frozen_from
+from fedvlm.runner.prepare import frozen_from, template_of
 from fedvlm.storage.sealed import read_tensors, write_tensors
+
+FIRST = "{}."  # around class names behind a prompt, whatever the template, up to 0.1
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Personalised:
             "seed": self.frozen.seed,
             "client": self.client,
             "encoder": self.encoder,
-        }
+        } | template_of(self.frozen)
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
@@ -93,7 +95,7 @@ class Personalised:
         method = make(**about["method"])
         return cls(
             method,
-            equip(frozen, method, about["encoder"], encoder),
+            equip(frozen, method, about, encoder),
             group("shared"),
             group("local"),
             about["client"],
@@ -123,11 +125,13 @@ def reopen(encoder: str, where: str = "", access: Mapping[str, Any] | None = Non
     return box
 
 
-def equip(frozen: Frozen, method: Method, encoder: str, where: str = "") -> Frozen:
+def equip(frozen: Frozen, method: Method, about: Mapping[str, Any], where: str = "") -> Frozen:
     """The towers a method needs, from the very encoder it was trained on."""
     if not method.traits.needs & {"text tower", "image tower"}:
         return frozen
-    text, image = towers(reopen(encoder, where), frozen.classes, method.traits.needs)
+    template = about.get("template", FIRST)
+    box = reopen(about["encoder"], where)
+    text, image = towers(box, frozen.classes, template, method.traits.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
 
@@ -165,5 +169,5 @@ def _classifier(
     seed = told["identity"]["seeds"][0] if seed is None else seed
     frozen = frozen_from(told, text, seed, record.descriptions)
     method = make(**told["identity"]["method"])
-    frozen = equip(frozen, method, told["encoder"])
+    frozen = equip(frozen, method, told)
     return Personalised(method, frozen, shared, local, client, told["encoder"])

@@ -38,6 +38,9 @@ def run(
         bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")
     ] = False,
     no_report: NoReport = False,
+    track: Annotated[
+        list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")
+    ] = None,
 ) -> None:
     """Run a method, or an experiment of several, and print its table."""
     from fedvlm.errors import SettingsError
@@ -45,6 +48,7 @@ def run(
     from fedvlm.runner.experiments import find, runs
     from fedvlm.runner.run import execute
     from fedvlm.runner.settings import build, override, read_toml
+    from fedvlm.runner.track import Trackers
 
     if file is None and method is None:
         raise SettingsError("nothing to run; name a TOML file, or --method (`fedvlm list methods`)")
@@ -58,16 +62,19 @@ def run(
     every = runs(values)
     settings = [build(override(one, set_ or [])) for one in every]
     results: list[Record] = []
+    trackers = Trackers(track or [])
     with progress() as told:
         for number, one in enumerate(settings):
             place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
-            results.append(execute(one, place, again, progress=told))
-    for result in results:
-        for note in result.manifest["notes"]:
-            typer.echo(note, err=True)
+            listen = trackers if track else None
+            results.append(execute(one, place, again, progress=told, listen=listen))
+    trackers.close()
+    for note in (*(n for one in results for n in one.manifest["notes"]), *trackers.notes):
+        typer.echo(note, err=True)
     table = compare(results, paper=values.get("paper"), traffic=values.get("traffic", False))
     typer.echo(table, nl=False)
     typer.echo("records: " + ", ".join(str(one.folder) for one in results))
+    typer.echo(next_steps(results))
     if not no_report:
         from fedvlm.report.page.render import write_page
 
@@ -76,6 +83,19 @@ def run(
         typer.echo(
             f"report: {write_page(results, page_of(results, out), **words, command=again_by)}"
         )
+
+
+def next_steps(results: "Sequence[Record]") -> str:
+    """Three commands that are of use after a run, as they would be typed."""
+    folders = [shlex.quote(str(one.folder)) for one in results]
+    return "\n".join(
+        [
+            "next:",
+            f"  fedvlm compare {' '.join(folders)} --columns balanced,F1,AUC,ECE",
+            f"  fedvlm audit {folders[-1]}",
+            f"  fedvlm plot {folders[-1]}",
+        ]
+    )
 
 
 def page_of(results: "Sequence[Record]", out: Path | None) -> Path:

@@ -21,6 +21,7 @@ from fedvlm.core.registry import METHODS, is_method, make, methods, register
 from fedvlm.core.schema import check_range, check_type
 from fedvlm.core.verbs import (
     OPTIONAL,
+    Alternating,
     Conditioned,
     Described,
     Factored,
@@ -47,6 +48,7 @@ __all__ = [
     "SMALLEST",
     "SUMS",
     "VERBS",
+    "Alternating",
     "Batch",
     "Client",
     "Conditioned",

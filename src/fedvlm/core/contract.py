@@ -24,6 +24,10 @@ class TextTower(Protocol):
     """A frozen text tower: context vectors in, class features out."""
 
     @property
+    def template(self) -> str: ...  # the sentence around a class name
+    @property
+    def prefix(self) -> Tensor: ...  # (tokens, width) what it has before the class name
+    @property
     def suffixes(self) -> Tensor: ...  # (classes, longest, width) of class name and what follows
     @property
     def ends(self) -> Tensor: ...  # (classes,) where the feature is read in the suffix
@@ -118,6 +122,9 @@ class Traits:
     needs: frozenset[str] = said(frozenset(), f"what it asks of the encoder, of {', '.join(NEEDS)}")
     memory: frozenset[str] = said(frozenset(), "names of tensors that are kept but not trained")
     least: int = said(1, "training rows that every client must have")
+    clients: str | None = said(
+        None, "name of a shared tensor that holds, from the start, how many clients there are"
+    )
     sums: Literal["rows", "clients", "total"] | None = said(
         None,
         f"of {', '.join(SUMS)}: all its aggregate needs of uploads, so a secure sum will do",
@@ -133,6 +140,9 @@ class Traits:
     )
     reference: Literal["public", "target"] | None = said(
         None, "unlabelled rows that come as `batch.reference` (a setting)"
+    )
+    centralised: bool = said(
+        False, "not federated: one client has the rows of all that train, in a simulation only"
     )
     tunable: tuple[str, ...] | None = said(
         None, "settings worth choosing on validation rows; None: `rate`, where there is a `loss`"

@@ -25,6 +25,14 @@ class Trained(Protocol):
 
 
 @runtime_checkable
+class Alternating(Protocol):
+    """whether a gradient part trains a tensor in an epoch of the round, from 0 (a bool tensor like
+    `epoch`), where not all are trained in all"""
+
+    def in_turn(self, key: str, epoch: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
 class Stacked(Protocol):
     """a faster `update` of stacked clients; the contract test shows that it gives the same"""
 
@@ -103,6 +111,7 @@ class Matching(Protocol):
 
 OPTIONAL: tuple[type, ...] = (
     Trained,
+    Alternating,
     Stacked,
     Noisy,
     Described,

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.data import catalogue
+from fedvlm.data.catalogue import Entry, add
+from fedvlm.data.clients import Clients
+from fedvlm.data.federation import divide, rows_of
 from fedvlm.data.kinds import KINDS, call, kind_of
 from fedvlm.data.table import Dataset
 from fedvlm.errors import DataError, unknown
 
-__all__ = ["Dataset", "open_dataset"]
+__all__ = ["Clients", "Dataset", "Entry", "add", "divide", "open_dataset", "rows_of"]
 
 
 def open_dataset(name: str, **options: Any) -> Dataset:

@@ -190,8 +190,8 @@ class Remote(Flower):
     def _differs(self, first: str, name: str) -> str | None:
         """How a site differs from another: one encoder, one list of classes, one first state."""
         one, other = self.sites[first], self.sites[name]
-        for key in ("encoder", "classes", "dim", "scale", "local"):
-            mine, theirs = one.about[key], other.about[key]
+        for key in ("encoder", "classes", "dim", "scale", "local", "template"):
+            mine, theirs = one.about.get(key, ""), other.about.get(key, "")
             if key == "encoder":
                 mine, theirs = fingerprint(mine), fingerprint(theirs)
             if not _close(mine, theirs):

@@ -28,6 +28,7 @@ from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_json, read_tensors, write_json
 
+KNOWN = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
 REFERENCE = "reference.safetensors"  # in the server's folder, for methods that need one
 REQUEST = "request.json"  # in the server's folder: the run that is asked for
 FAILED = "error.txt"  # in the server's folder: why the last run ended
@@ -118,7 +119,7 @@ class Run:
         """The manifest: of the rows the server knows no more than classes and numbers."""
         settings, told = self.settings, first.about
         text = None if first.text is None else first.text.tolist()
-        known = {key: told[key] for key in ("encoder", "classes", "dim", "scale")}
+        known = {key: told[key] for key in KNOWN if key in told}
         known |= {"rows": "at the sites", "data": f"{len(self.kit.sites)} sites", "text": text}
         trainings = trainings_of(settings, {name: name for name in self.kit.sites}, seed)
         names = [one.name for one in trainings]

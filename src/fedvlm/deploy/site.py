@@ -22,6 +22,7 @@ from fedvlm.deploy.words import MORE, SCORES, check_request
 from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
+from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
@@ -142,7 +143,7 @@ class Site:
             "scale": own.world.frozen.scale,
             "local": sorted(local),
             "rows": {part: len(getattr(member, part)) for part in ("train", "validation", "test")},
-        }
+        } | template_of(own.world.frozen)
         first = {f"shared/{name}": value for name, value in shared.items()}
         return Parcel(words, arrays({**first, **text}))
 

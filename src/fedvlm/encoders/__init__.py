@@ -9,6 +9,8 @@ from typing import Any
 from fedvlm.encoders.interface import Encoder
 from fedvlm.errors import SettingsError, unknown
 
+__all__ = ["ENCODERS", "Encoder", "Kind", "fingerprint", "open_encoder"]
+
 
 @dataclass(frozen=True)
 class Kind:

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
-from fedvlm.data.table import clean
 from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.text import sentences
 from fedvlm.errors import EncoderError, SettingsError
-from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower, suffixes
+from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower, in_common, suffixes
 from fedvlm.maths.towers import ImageTower
 
 # The model class and the processor whose defaults hold where preprocessor_config.json is silent.
@@ -136,18 +136,21 @@ class HuggingFace:
         """The differentiable way from weights and pixels to pooled embeddings."""
         return ImageTower(self.model, lambda pixels: self._image(pixels)[0])
 
-    def text_tower(self, classes: Sequence[str]) -> TextTower:
+    def text_tower(self, classes: Sequence[str], template: str) -> TextTower:
         """The differentiable way from context vectors to the features of these classes."""
         if "text tower" not in self.offers:
             raise EncoderError(f"{self.name} has no text tower for prompts; take a CLIP model")
-        names = [clean(name) + "." for name in classes]
-        tokens = self.tokenizer(names)["input_ids"]  # SOS ... EOT each
+        # Whole sentences, since a tokenizer may join what stands before a name to it.
+        tokens = self.tokenizer(sentences(classes, template))["input_ids"]  # SOS ... EOT each
+        before = self.tokenizer(template.split("{}")[0])["input_ids"][:-1]
+        cut = in_common([before, *tokens])
         text, config = self.model.text_model, self.model.config.text_config
         table = text.embeddings.token_embedding.weight
-        start, end = tokens[0][0], tokens[0][-1]
-        tails, ends = suffixes([row[1:-1] for row in tokens], end, table)
+        tails, ends = suffixes([row[cut:-1] for row in tokens], tokens[0][-1], table)
         return TextTower(
-            start=table[start],
+            start=table[tokens[0][0]],
+            template=template,
+            prefix=table[tokens[0][1:cut]],
             suffixes=tails,
             ends=ends,
             positions=text.embeddings.position_embedding.weight,

@@ -29,7 +29,7 @@ class Vectors:
 
 
 class Encoder(Protocol):
-    """`text_tower(classes) -> maths.prompts.TextTower` is there if "text tower" is offered."""
+    """`text_tower(classes, template)`, a maths.prompts.TextTower, if "text tower" is offered."""
 
     name: str  # as the user wrote it, e.g. "hf:openai/clip-vit-base-patch32"
     offers: frozenset[str]  # a subset of core.NEEDS, as far as its owner opens it

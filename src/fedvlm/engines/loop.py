@@ -26,7 +26,7 @@ from fedvlm.engines.client import (
     steps,
 )
 from fedvlm.engines.single import Single, where
-from fedvlm.engines.state import Plan, State
+from fedvlm.engines.state import Plan, State, counted
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
@@ -90,6 +90,7 @@ def train(
     """Runs the rounds that are left; `on_round` gets each new state with the line to record."""
     method = terms.method
     passage = Passage(terms.channel, method, names(fresh), terms.seed)
+    state = counted(method, plan, state)
     for number in range(state.round, method.rounds):
         begin = perf_counter()
         ids = participants(terms, plan, number)

@@ -1,11 +1,14 @@
 """What a training has learnt so far, and the plan it follows."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from fedvlm.core import Tensors
+import torch
+
+from fedvlm.core import Method, Tensors
 from fedvlm.engines.client import Local
+from fedvlm.errors import SettingsError
 
 Selection = Literal["last", "validation", "oracle"]
 
@@ -32,3 +35,17 @@ class State:
     best_shared: Tensors | None = None  # None: the current state is the chosen one
     best_local: Mapping[str, Local] | None = None
     channel: Mapping[str, Tensors] = field(default_factory=dict)  # what it keeps, by client id
+
+
+def counted(method: Method, plan: Plan, state: State) -> State:
+    """With the number of clients that may take part, where a method shares a tensor for it."""
+    name = method.traits.clients
+    if name is None:
+        return state
+    if name not in state.shared:
+        raise SettingsError(
+            f"method {method.name}: its traits say that {name!r} holds the number of clients, but "
+            "init does not share such a tensor; add it"
+        )
+    count = torch.full_like(state.shared[name], len(plan.train))
+    return replace(state, shared={**state.shared, name: count})

@@ -1,6 +1,7 @@
 """Class text features from learned context vectors, through a frozen causal text transformer.
 
-A prompt is [SOS][context][class name][.][EOT] and its feature is read at EOT. Attention is causal,
+A prompt is [SOS][context][class name and what the template has behind it][EOT] and its feature is
+read at EOT. Attention is causal,
 so SOS and context look the same to every class: they are encoded once, and each class's suffix
 attends to their keys and values. What follows EOT cannot reach it and is never computed. Both are
 exact. The attention is written out here because it has to be causal whatever the library's
@@ -10,6 +11,7 @@ attention backend does, and has to pass through torch.func.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -48,7 +50,11 @@ class TextTower:
     """From context vectors to class features, for a fixed list of classes; nothing in it trains."""
 
     start: Tensor  # (width,) embedding of SOS
-    suffixes: Tensor  # (classes, longest, width) embeddings of [class name][.][EOT], padded
+    template: str  # the sentence around a class name that prefix and suffixes are from
+    prefix: Tensor  # (tokens, width) what it has before the name: a context to start from
+    suffixes: (
+        Tensor  # (classes, longest, width) embeddings of [class name and the rest][EOT], padded
+    )
     ends: Tensor  # (classes,) where EOT is in the suffix
     positions: Tensor  # (length, width)
     layers: tuple[Layer, ...]
@@ -150,8 +156,14 @@ def later_hidden(scores: Tensor) -> Tensor:
 
 
 def suffixes(tokens: Sequence[Sequence[int]], end: int, table: Tensor) -> tuple[Tensor, Tensor]:
-    """`TextTower.suffixes` and `.ends` of class names as token ids; padding repeats EOT."""
+    """`TextTower.suffixes` and `.ends` of token ids; padding repeats EOT."""
     ends = [len(ids) for ids in tokens]
     longest = max(ends) + 1
     ids = torch.tensor([[*ids, *[end] * (longest - len(ids))] for ids in tokens])
     return table[ids], torch.tensor(ends)
+
+
+def in_common(many: Sequence[Sequence[int]]) -> int:
+    """With how many tokens all of them begin."""
+    columns = zip(*many, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -32,13 +32,18 @@ def kept(shared: Tensors) -> quasi.Walk:
     return quasi.Walk(*(shared[f"{WALK}{key}"] for key in quasi.Walk._fields))
 
 
-def answer(sent: Tensors, client: Client) -> Tensors:
-    """Sums of a client's rows at the head it was sent: loss and slope, and the validation loss."""
+def answer(sent: Tensors, client: Client, smallest: int) -> Tensors:
+    """Sums of a client's rows at the head it was sent: loss and slope, and the validation loss.
+
+    A client with too few rows says nothing.
+    """
     asked = probe.Head(sent["weight"], sent["bias"])
     loss, slope = probe.pull_of(asked, client.x, client.y)
     rows, held = (client.y >= 0).sum(), (client.held_y >= 0).sum()
     judged = probe.losses(asked.logits(client.held_x), client.held_y)
-    return {"slope": slope, "told": torch.stack([loss, rows, judged, held]).float()}
+    told = torch.stack([loss, rows, judged, held]).float()
+    enough = rows >= smallest
+    return {"slope": torch.where(enough, slope, 0.0), "told": torch.where(enough, told, 0.0)}
 
 
 def second(client: Client, smallest: int) -> Tensor:

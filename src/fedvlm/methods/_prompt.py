@@ -6,7 +6,7 @@ clients than for one.
 """
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ from fedvlm.errors import SettingsError
 from fedvlm.tensors import full
 
 AT_ONCE = 1 << 19  # numbers in a layer of the tower; the backward pass keeps a few hundred as many
+USUAL = 16  # vectors of a prompt in most papers
+Start = Literal["random", "template"]
+
+
+class Prompted(Protocol):
+    """A method with a prompt's two settings."""
+
+    @property
+    def vectors(self) -> int | None: ...  # None: the usual number, or as many as the template has
+    @property
+    def start(self) -> Start: ...
 
 
 def tower_of(frozen: Frozen) -> TextTower:
@@ -28,9 +39,20 @@ def tower_of(frozen: Frozen) -> TextTower:
     return frozen.text_tower
 
 
-def first_prompt(frozen: Frozen, vectors: int, purpose: str = "prompt") -> Tensor:
-    """(vectors, width) drawn from N(0, 0.02²); what does not fit the tower is refused."""
+def length(method: Prompted, frozen: Frozen, usual: int = USUAL) -> int:
+    """The vectors of a prompt; what does not fit the tower or the template is refused."""
     tower = tower_of(frozen)
+    vectors, words = method.vectors, len(tower.prefix)
+    if method.start == "template":
+        if vectors not in (None, words) or not words:
+            asked = "" if vectors is None else f" and vectors = {vectors}"
+            raise SettingsError(
+                f"start = 'template'{asked}, but the template {tower.template!r} has {words} "
+                "tokens before the class; leave vectors out, or set start = 'random'"
+            )
+        vectors = words
+    elif vectors is None:
+        vectors = usual
     if vectors < 1:
         raise SettingsError(f"vectors = {vectors}; a prompt has 1 or more")
     if vectors > tower.room:
@@ -41,8 +63,17 @@ def first_prompt(frozen: Frozen, vectors: int, purpose: str = "prompt") -> Tenso
             f"class {name!r} takes {tokens} of them, which leaves room for {max(tower.room, 0)}; "
             "use fewer vectors, or shorten the class name"
         )
-    generator = seeds.generator(purpose, frozen.seed)
-    return 0.02 * torch.randn(vectors, tower.width, generator=generator)
+    return vectors
+
+
+def first_prompt(
+    method: Prompted, frozen: Frozen, purpose: str = "prompt", usual: int = USUAL
+) -> Tensor:
+    """(vectors, width) drawn from N(0, 0.02²), or the template's words before the class."""
+    vectors, tower = length(method, frozen, usual), tower_of(frozen)
+    if method.start == "template":
+        return tower.prefix.detach().clone()
+    return 0.02 * torch.randn(vectors, tower.width, generator=seeds.generator(purpose, frozen.seed))
 
 
 def class_features(frozen: Frozen, prompt: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Auto:
     ) -> tuple[Tensors, Tensors]:
         if "gauss weight" in sent:
             return {"judged": self.judge(frozen, sent, client)}, local
-        upload = _probe.answer(sent, client)
+        upload = _probe.answer(sent, client, self.smallest)
         return upload if "begun" in sent else upload | self.statistics(frozen, client), local
 
     def statistics(self, frozen: Frozen, client: Client) -> Tensors:
@@ -94,8 +94,17 @@ class Auto:
         return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
 
     def covers(self, upload: Tensors) -> Tensor:
-        """(classes,) True where the upload has statistics of the class."""
-        return upload["counts"][:-1] > 0
+        """(classes,) True where the upload tells of the class: by statistics, later by a slope."""
+        if "counts" in upload:
+            return upload["counts"][:-1] > 0
+        return upload.get("slope", torch.zeros(1, 1)).abs().amax(1) > 0
+
+    def means(self, upload: Tensors) -> Tensor | None:
+        """(classes, dim) class means, for those who look what an upload gives away."""
+        if "sums" not in upload:
+            return None
+        means: Tensor = (upload["sums"] / upload["counts"].clamp(min=1)[:, None])[:-1]
+        return means
 
     def judge(self, frozen: Frozen, sent: Tensors, client: Client) -> Tensor:
         """Validation loss at every mix of the shared parts."""
@@ -104,7 +113,7 @@ class Auto:
         told = []
         for share in torch.split(mixes(len(logits)), len(SHARES)):  # all at once would be large
             told.append(probe.losses(torch.einsum("mj,jnk->mnk", share.to(logits), logits), y))
-        return torch.cat(told)
+        return torch.where((client.y >= 0).sum() >= self.smallest, torch.cat(told), 0.0)
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]

@@ -16,9 +16,10 @@ from torch.nn.functional import linear
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.methods._blocks import one_by_one
-from fedvlm.methods._prompt import class_features, first_prompt, tower_of
+from fedvlm.methods._prompt import Start, class_features, first_prompt, tower_of
 from fedvlm.methods.promptfl import PromptFL
 
+VECTORS = 4  # M of the paper
 NARROW = 16  # the network's hidden layer is this many times narrower than an embedding
 TOKENS = 1 << 15  # token vectors in the text tower at once: every picture has prompts of its own
 
@@ -27,7 +28,8 @@ TOKENS = 1 << 15  # token vectors in the text tower at once: every picture has p
 @dataclass(frozen=True)
 class CoCoOp:
     form: Literal["server-coop", "random-meta", "all-global"] = "server-coop"
-    vectors: int = 4  # M
+    vectors: int | None = None  # M: 4, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 2e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4  # weight decay
@@ -36,7 +38,7 @@ class CoCoOp:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        prompt = {"prompt": first_prompt(frozen, self.vectors)}
+        prompt = {"prompt": first_prompt(self, frozen, usual=VECTORS)}
         network = first_network(frozen, silent=self.form == "server-coop")
         if self.form == "all-global":
             return {**prompt, **network}, {}

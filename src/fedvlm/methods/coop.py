@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
 
 @register
 @dataclass(frozen=True)
 class CoOp:
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η; FedOTP's tables, the CoOp paper has 2e-3
     momentum: float = 0.9
     decay: float = 5e-4
@@ -24,7 +25,7 @@ class CoOp:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        return {}, {"prompt": first_prompt(frozen, self.vectors)}
+        return {}, {"prompt": first_prompt(self, frozen)}
 
     name = "coop"
     traits = Traits(needs=frozenset({"image", "text tower"}))

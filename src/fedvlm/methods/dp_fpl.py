@@ -19,7 +19,7 @@ from fedvlm.errors import SettingsError
 from fedvlm.maths.accounting import epsilon
 from fedvlm.maths.private import blurred, carried, clipped_sum, factors
 from fedvlm.methods._blocks import one_by_one
-from fedvlm.methods._prompt import class_features, first_prompt, tower_of
+from fedvlm.methods._prompt import Start, class_features, first_prompt, length, tower_of
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -30,7 +30,8 @@ class DPFPL:
     clip: float = 10.0  # C: the most that one row adds to a sum, over all that is trained
     delta: float = 1e-5  # δ at which ε is told
     rank: int = 8  # of the local prompt's factors; at most as many as its vectors
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     batch: int = 32  # B
     epochs: int = 1  # E
@@ -46,9 +47,11 @@ class DPFPL:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         epsilon(self.noise_multiplier, 1, 1.0, self.delta)  # a missing library is found now
-        own = {"own": first_prompt(frozen, self.vectors, "local prompt")}
+        prompt, own = first_prompt(self, frozen), first_prompt(self, frozen, "local prompt")
+        if self.start == "template":  # half of it each: it is their sum that is read
+            prompt, own = prompt / 2, own / 2
         counts = {"noisy steps": torch.tensor(0), "passes": torch.tensor(0)}
-        return {"prompt": first_prompt(frozen, self.vectors)}, {**own, **counts}
+        return {"prompt": prompt}, {"own": own, **counts}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         whole = {"prompt": sent["prompt"] + local["own"]}
@@ -79,9 +82,9 @@ class DPFPL:
 
     def noise(self, frozen: Frozen) -> int:
         """How many numbers of noise a step takes: for the shared prompt and the two factors."""
-        width = tower_of(frozen).width
-        rank = min(self.rank, self.vectors, width)
-        return self.vectors * width + rank * (self.vectors + width)
+        vectors, width = length(self, frozen), tower_of(frozen).width
+        rank = min(self.rank, vectors, width)
+        return vectors * width + rank * (vectors + width)
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """What a client's pictures have paid; a row is in one noisy step of each pass."""

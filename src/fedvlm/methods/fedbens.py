@@ -16,7 +16,7 @@ from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.curvature import mode
-from fedvlm.methods._prompt import class_features, first_prompt
+from fedvlm.methods._prompt import Start, class_features, first_prompt
 from fedvlm.methods.fedlpa import FedLPA, samples
 
 SHARPEST = 1e6  # a variance is 1e-6 at least
@@ -29,7 +29,8 @@ class FedBEns:
     prior: float = 10.0  # precision of the prior N(0, 1/prior) of every number
     temperature: float = 0.1  # T: the Fisher information counts 1/T times
     iterations: int = 50  # of the server's climb
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-2  # η
     momentum: float = 0.9
     decay: float = 0.0
@@ -44,9 +45,15 @@ class FedBEns:
                 f"{self.prior} and temperature = {self.temperature} above 0; correct them"
             )
 
+        if self.start == "template" and self.runs > 1:
+            raise SettingsError(
+                f"start = 'template' and runs = {self.runs}: prompts that start from the same "
+                "words stay the same; set runs = 1, or start = 'random'"
+            )
+
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         purposes = ("prompt", *(f"prompt {run}" for run in range(1, self.runs)))
-        starts = [first_prompt(frozen, self.vectors, purpose) for purpose in purposes]
+        starts = [first_prompt(self, frozen, purpose) for purpose in purposes]
         return {"prompts": torch.stack(starts)}, {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths.curvature import blend, probe
 from fedvlm.maths.gaussian import pack, unpack
-from fedvlm.methods._prompt import class_features
+from fedvlm.methods._prompt import Start, class_features
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -25,7 +25,8 @@ from fedvlm.methods.promptfl import PromptFL
 class FedLPA:
     damping: float = 1.0  # added to a factor's diagonal, as a share of its mean
     iterations: int = 100  # of conjugate gradients, from the mean prompt
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4

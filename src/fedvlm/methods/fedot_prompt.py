@@ -13,7 +13,7 @@ from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.maths import cayley
 from fedvlm.methods._blocks import identity
-from fedvlm.methods._prompt import class_features, first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, class_features, first_prompt, sgd_together
 from fedvlm.methods.fedot import FedOT
 from fedvlm.methods.promptfl import PromptFL
 
@@ -21,7 +21,8 @@ from fedvlm.methods.promptfl import PromptFL
 @register
 @dataclass(frozen=True)
 class FedOTPrompt:
-    vectors: int = 16  # M; the paper says K tokens and not how many
+    vectors: int | None = None  # M: 16, or the template's; the paper says K
+    start: Start = "random"  # or the template's words
     blocks: int = 1  # r, any divisor of d
     rate: float = 1e-3  # η of both the prompt and the map
     momentum: float = 0.9
@@ -31,7 +32,7 @@ class FedOTPrompt:
     rounds: int = 50  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        prompt = first_prompt(frozen, self.vectors)
+        prompt = first_prompt(self, frozen)
         return {"prompt": prompt}, {"skew": identity(frozen.dim, self.blocks)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.maths.transport import Kind, check, plan
-from fedvlm.methods._prompt import features_of_both, first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, features_of_both, first_prompt, sgd_together
 
 
 @register
@@ -23,7 +23,8 @@ class FedOTP:
     transport: Kind = "unbalanced"  # of patches to prompts
     gamma: float = 0.8  # γ: the share of an image's patches that prompts take, if unbalanced
     strength: float = 0.1  # λ of the entropy
-    vectors: int = 16  # s, of each prompt
+    vectors: int | None = None  # s of each prompt: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     momentum: float = 0.9  # the code's; the paper does not say
     decay: float = 5e-4  # likewise
@@ -35,8 +36,8 @@ class FedOTP:
         check(self.gamma, self.strength)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        shared = {"prompt": first_prompt(frozen, self.vectors)}
-        return shared, {"own": first_prompt(frozen, self.vectors, "local prompt")}
+        shared = {"prompt": first_prompt(self, frozen)}
+        return shared, {"own": first_prompt(self, frozen, "local prompt")}
 
     def similarity(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         """(rows, classes, 2, patches) cosines with the shared and the local prompt's features."""

@@ -16,7 +16,7 @@ from torch.func import grad
 from fedvlm import parts, seeds
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._prompt import class_features, first_prompt
+from fedvlm.methods._prompt import Start, class_features, first_prompt
 from fedvlm.methods.promptfl import PromptFL
 
 NETWORK = ("hidden weight", "hidden bias", "out weight", "out bias")
@@ -29,7 +29,8 @@ BETAS, ADAPTIVITY = (0.9, 0.99), 1e-3  # β₁, β₂ and τ of FedAdam
 class FENS:
     units: int = 2  # d': hidden units per client
     server_rate: float = 1e-3  # of FedAdam; a client's step of rate 1 is the gradient itself
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4
@@ -43,7 +44,7 @@ class FENS:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {
-            "prompt": first_prompt(frozen, self.vectors),
+            "prompt": first_prompt(self, frozen),
             "origin": torch.tensor([frozen.seed, len(frozen.classes)]),  # for the network's start
         }
         # (prompts, classes, dim): once a client has all prompts it need not be sent them again

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import sgd_together
+from fedvlm.methods._prompt import Start, sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
 WEIGHTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # a, as parts of the logit scale
@@ -25,7 +25,8 @@ SHARPNESS = (1.0, 3.0, 10.0, 30.0, 100.0)  # b
 @register
 @dataclass(frozen=True)
 class PFedPrompt:
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4  # weight decay
@@ -34,7 +35,7 @@ class PFedPrompt:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        shared, _ = PromptFL(vectors=self.vectors).init(frozen)
+        shared, _ = PromptFL(vectors=self.vectors, start=self.start).init(frozen)
         empty = {"features": torch.zeros(0, frozen.dim), "labels": torch.zeros(0, dtype=torch.long)}
         return shared, {**empty, "weight": torch.tensor(0.0), "sharpness": torch.tensor(1.0)}
 

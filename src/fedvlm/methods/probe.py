@@ -24,7 +24,7 @@ from fedvlm.methods.alone import own_path
 class Probe:
     ridge: float = 1e-4  # of the shared head, per row
     own: bool = True  # False: every client uses the shared head
-    smallest: int = SMALLEST  # rows a client must have to say their second moments
+    smallest: int = SMALLEST  # rows a client must have to say anything of them
     rounds: int = 20
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Probe:
     def update(
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
     ) -> tuple[Tensors, Tensors]:
-        upload = _probe.answer(sent, client)
+        upload = _probe.answer(sent, client, self.smallest)
         if "begun" not in sent:
             upload["gram"] = _probe.second(client, self.smallest)
         return upload, local

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import class_features, first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, class_features, first_prompt, sgd_together
 
 
 @register
 @dataclass(frozen=True)
 class PromptFL:
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4  # weight decay
@@ -25,7 +26,7 @@ class PromptFL:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        return {"prompt": first_prompt(frozen, self.vectors)}, {}
+        return {"prompt": first_prompt(self, frozen)}, {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         prompt = {**sent, **local}["prompt"]  # CoOp holds it locally

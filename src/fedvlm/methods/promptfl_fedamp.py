@@ -14,7 +14,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._prompt import sgd_together
+from fedvlm.methods._prompt import Start, sgd_together
 from fedvlm.methods.promptfl_ft import PromptFLFT
 
 HELD = "of "  # the server's name for a client's prompt: this and the client's id
@@ -26,7 +26,8 @@ class PromptFLFedAMP:
     alpha: float = 0.1  # α_K: how much of another client's equal prompt goes into a cloud
     sigma: float = 1.0  # σ: squared distance at which the attraction has fallen to 1/e
     pull: float = 0.05  # λ: of a client's prompt towards its cloud
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4

@@ -12,14 +12,15 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._prompt import first_prompt, sgd_together
+from fedvlm.methods._prompt import USUAL, Start, first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
 
 @register
 @dataclass(frozen=True)
 class PromptFLFedPer:
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     own: int = 8  # of the vectors, the last ones: never sent
     rate: float = 1e-3  # η
     momentum: float = 0.9
@@ -29,14 +30,19 @@ class PromptFLFedPer:
     rounds: int = 10  # T
 
     def __post_init__(self) -> None:
-        if not 0 <= self.own < self.vectors:
+        usual = USUAL if self.start == "random" else self.own + 1  # the template is not known yet
+        self.check(usual if self.vectors is None else self.vectors)
+
+    def check(self, vectors: int) -> None:
+        if not 0 <= self.own < vectors:
             raise SettingsError(
-                f"own = {self.own} of vectors = {self.vectors}; keep 0 or more and share at least 1"
+                f"own = {self.own} of vectors = {vectors}; keep 0 or more and share at least 1"
             )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        prompt = first_prompt(frozen, self.vectors)
-        cut = self.vectors - self.own
+        prompt = first_prompt(self, frozen)
+        self.check(len(prompt))
+        cut = len(prompt) - self.own
         return {"prompt": prompt[:cut]}, {"own": prompt[cut:]} if self.own else {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:

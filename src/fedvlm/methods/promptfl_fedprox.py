@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import sgd_together
+from fedvlm.methods._prompt import Start, sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -18,7 +18,8 @@ from fedvlm.methods.promptfl import PromptFL
 @dataclass(frozen=True)
 class PromptFLFedProx:
     mu: float = 0.5  # μ
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
 
 @register
 @dataclass(frozen=True)
 class PromptFLFT:
-    vectors: int = 16  # M
+    vectors: int | None = None  # M: 16, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4
@@ -26,7 +27,7 @@ class PromptFLFT:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        prompt = first_prompt(frozen, self.vectors)
+        prompt = first_prompt(self, frozen)
         return {"prompt": prompt}, {"offset": torch.zeros_like(prompt)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:

@@ -11,15 +11,18 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._prompt import features_of_both, first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, features_of_both, first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
+
+VECTORS = 8  # M of the paper's code
 
 
 @register
 @dataclass(frozen=True)
 class PromptFolio:
     mix: float = 0.4  # θ: the share of the local prompt's features
-    vectors: int = 8  # M
+    vectors: int | None = None  # M: 8, or the template's
+    start: Start = "random"  # or the template's words
     rate: float = 2e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4
@@ -32,8 +35,8 @@ class PromptFolio:
             raise SettingsError(f"mix = {self.mix} is outside [0, 1]; 0 is the shared prompt alone")
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        shared = {"prompt": first_prompt(frozen, self.vectors)}
-        return shared, {"own": first_prompt(frozen, self.vectors, "local prompt")}
+        shared = {"prompt": first_prompt(self, frozen, usual=VECTORS)}
+        return shared, {"own": first_prompt(self, frozen, "local prompt", VECTORS)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         common, own = features_of_both(frozen, sent["prompt"], local["own"]).unbind(-3)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from fedvlm.core import Batch, Client, Frozen, Tensors, schedule, walks
+from fedvlm.core import Alternating, Batch, Client, Frozen, Tensors, schedule, walks
 from fedvlm.machine import give_back
 from fedvlm.parts.bodies import minibatch
 from fedvlm.tensors import count_bytes
@@ -115,15 +115,19 @@ def descend(
     # Engines take clients that train a tower one by one.
     plain = "image tower" in self.traits.needs
     gradient_of = slopes_of(objective) if plain else grad_and_value(objective, has_aux=True)
+    epochs = epoch_of(self, client.order)
     for index in range(client.order.shape[0]):
         batch = minibatch(client, index)
         active = batch.real.any()
         gradient, (_, remembered) = gradient_of(trained, kept, batch)
         for key, value in trained.items():  # one by one: a whole tower is large to hold twice
             moved, after = step(value, gradient.pop(key), states[key])
-            trained[key] = torch.where(active, moved, value)
+            moves = active
+            if isinstance(self, Alternating):
+                moves = active & self.in_turn(key, epochs[index])
+            trained[key] = torch.where(moves, moved, value)
             for name, new in after.items():
-                states[key][name] = torch.where(active, new, states[key].get(name, none))
+                states[key][name] = torch.where(moves, new, states[key].get(name, none))
         kept |= {
             key: torch.where(active, remembered[key], kept[key])
             for key in kept.keys() & remembered.keys()
@@ -133,6 +137,13 @@ def descend(
     if keeps:
         own |= join_state(states)
     return {key: now[key] for key in sent}, own
+
+
+def epoch_of(self: Any, order: Tensor) -> Tensor:
+    """(..., steps): in which pass over its rows a step is; steps without a row do not count."""
+    real = (order >= 0).any(dim=-1)
+    each = real.sum(dim=-1, keepdim=True) // schedule(self).epochs
+    return (real.cumsum(dim=-1) - 1).clamp(min=0) // each.clamp(min=1)
 
 
 def slopes_of(objective: Objective) -> Callable[[Tensors, Tensors, Batch], Any]:

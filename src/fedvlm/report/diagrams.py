@@ -20,39 +20,56 @@ KINDS = (("clients", "train", "#1f6fb4"), ("unseen", "unseen", "#c2571a"))
 CURVES = (("accuracy", "unseen", "accuracy", "-"), ("clients F1", "target F1", "macro-F1", ":"))
 
 
+PANELS = ("reliability", "decision", "rounds")
+
+
 def draw_diagrams(
     result: Record, out: str | Path, job: str | None = None, seed: int | None = None
 ) -> Path:
     """One training's three diagrams to a PNG file; the first job and seed if none is named."""
+    return save(diagram(result, PANELS, job, seed), out)
+
+
+def diagram(
+    result: Record, kinds: Sequence[str], job: str | None = None, seed: int | None = None
+) -> Any:
+    """Some of PANELS side by side, as a matplotlib figure."""
+    for kind in kinds:
+        if kind not in PANELS:
+            raise unknown("figure", kind, PANELS)
     jobs = result.jobs(seed)
     name = job or result.manifest["jobs"][0]
     if name not in jobs:
         raise unknown("job of this run", name, jobs)
     about = jobs[name]
-    figure = canvas(13.2, 4.3)
-    panels = figure.subplots(1, 3)
+    figure = canvas(4.4 * len(kinds), 4.3)
+    panels = dict(zip(kinds, figure.subplots(1, len(kinds), squeeze=False)[0], strict=True))
+    measured = False
     for label, key, colour in KINDS:
         scores = [about["scores"][id] for id in about[key] if "decision" in about["scores"][id]]
-        if scores:
-            _reliability(panels[0], scores, label, colour)
-            _decision(panels[1], scores, label, colour)
-    if not panels[1].lines:
+        measured |= bool(scores)
+        if scores and "reliability" in panels:
+            _reliability(panels["reliability"], scores, label, colour)
+        if scores and "decision" in panels:
+            _decision(panels["decision"], scores, label, colour)
+    if not measured and set(kinds) != {"rounds"}:
         raise DataError(f"{result.folder} has no metrics of test rows; run it again to have them")
     seed = result.manifest["identity"]["seeds"][0] if seed is None else seed
-    lines = [line for line in result.lines() if line["job"] == f"{seed}-{slug(name)}"]
-    _rounds(panels[2], lines)
+    if "rounds" in panels:
+        mine = [line for line in result.lines() if line["job"] == f"{seed}-{slug(name)}"]
+        _rounds(panels["rounds"], mine)
     told = "".join(f", {id} unseen" for id in about["unseen"][:3])
     figure.suptitle(
         f"{result.manifest['identity']['method']['name']} on {result.manifest['data']}{told}",
         fontsize=11,
         color=INK,
     )
-    for panel in panels:
+    for panel in panels.values():
         panel.tick_params(labelsize=8, colors=INK)
         panel.spines[["top", "right"]].set_visible(False)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=8, frameon=False)
-    return save(figure, out)
+    return figure
 
 
 def _reliability(panel: Any, scores: Sequence[Any], label: str, colour: str) -> None:

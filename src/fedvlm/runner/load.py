@@ -53,7 +53,7 @@ def embedded(
     method = settings.method
     meet(method, encoder.name, encoder.offers)
     done = encode(dataset, encoder, "patches" in method.traits.needs, settings.precision, told)
-    text, image = towers(encoder, dataset.classes, method.traits.needs)
+    text, image = towers(encoder, dataset.classes, dataset.templates[0], method.traits.needs)
     pictures = None
     if image is not None:
         content = done.embedded.content
@@ -64,12 +64,12 @@ def embedded(
 
 
 def towers(
-    encoder: Encoder, classes: Sequence[str], needs: Collection[str]
+    encoder: Encoder, classes: Sequence[str], template: str, needs: Collection[str]
 ) -> "tuple[TextTower | None, ImageTower | None]":
     """What a method needs of an open encoder beyond embeddings."""
     box: Any = encoder  # has them if it offers them, which `meet` has seen to
     return (
-        box.text_tower(classes) if "text tower" in needs else None,
+        box.text_tower(classes, template) if "text tower" in needs else None,
         box.image_tower() if "image tower" in needs else None,
     )
 

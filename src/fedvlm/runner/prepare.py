@@ -27,6 +27,7 @@ from fedvlm.runner.load import meet
 from fedvlm.runner.settings import Settings
 
 Ints = NDArray[np.int64]
+POOLED = "pooled"  # the client that has everyone's rows, where a method asks for it
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,21 @@ class Prepared:
     def world(self, training: Training) -> World:
         """All that one training works on."""
         members = {id: self.division.members[id] for id in (*training.train, *training.unseen)}
+        if self.centralised:
+            members[POOLED] = pooled([members[id] for id in training.train])
         texts = dealt(self.rows.texts, self.division.members)
         return self._world(members, texts, self.reference(training))
+
+    @property
+    def centralised(self) -> bool:
+        """Whether the method is no federation: one client with the rows of all that train."""
+        return self.settings.method.traits.centralised
+
+    def taught(self, training: Training) -> Training:
+        """Who trains and who is only measured: if rows are pooled, all clients are."""
+        if not self.centralised:
+            return training
+        return replace(training, train=(POOLED,), unseen=(*training.train, *training.unseen))
 
     def warm_world(self, training: Training) -> World:
         """The same as the one-shot method that gives the first head sees it."""
@@ -98,6 +112,15 @@ class Prepared:
 def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
     division = divide(rows, settings.clients, seed, settings.target)
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
+
+
+def pooled(members: Sequence[Member]) -> Member:
+    """All their training and validation rows as those of one client; nobody tests it."""
+    train, validation = (
+        np.sort(np.concatenate([getattr(one, part) for one in members]))
+        for part in ("train", "validation")
+    )
+    return Member(POOLED, "", train, validation, np.zeros(0, np.int64))
 
 
 def prepare_one(
@@ -149,6 +172,11 @@ def frozen_from(
     classes = tuple(about["classes"])
     scale = float(about["scale"])
     return Frozen(classes, int(about["dim"]), scale, text, seed, descriptions=descriptions)
+
+
+def template_of(rows: Frozen | Embedded) -> dict[str, str]:
+    """What a manifest, a saved classifier and a site tell of the words around a prompt."""
+    return {} if rows.text_tower is None else {"template": rows.text_tower.template}
 
 
 def check_rows(settings: Settings, rows: Embedded) -> None:

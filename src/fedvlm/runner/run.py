@@ -1,6 +1,7 @@
 """One run: settings -> federation -> engine -> evaluate -> record."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
@@ -18,7 +19,7 @@ from fedvlm.record import DESCRIPTIONS, Record, provenance
 from fedvlm.runner import memory as room
 from fedvlm.runner import warm
 from fedvlm.runner.load import load, thin
-from fedvlm.runner.prepare import Prepared, check_rows, prepare
+from fedvlm.runner.prepare import Prepared, check_rows, prepare, template_of
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.runner.withheld import withheld
@@ -39,11 +40,13 @@ def execute(
     again: bool = False,
     embedded: Embedded | None = None,
     progress: Progress | None = None,
+    listen: Callable[[str, Any], None] | None = None,
 ) -> Record:
     told = progress or (lambda what, done, total: None)
     if embedded is not None and (settings.descriptions or settings.texts):
         raise SettingsError("rows in memory have their own descriptions and texts; set them there")
-    record = Record(Path(out) if out else Path("runs") / default_name(settings, embedded))
+    folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
+    record = Record(folder, listen)
     with record.lock():
         if record.result() is not None and not again:
             found: dict[str, Any] = {"identity": settings.identity()}
@@ -98,7 +101,7 @@ def _notes(seeds: Sequence[Prepared]) -> list[str]:
         notes.append(room.check(settings, first.frozen, rows.pictures.shape[1:], most))
     for method in (settings.warm_start, settings.method):
         notes += withheld(method, first.division.members, rows.labels, len(rows.classes))
-    if settings.channel.noise or getattr(settings.method, "noise_multiplier", 0):
+    if settings.channel.noise or asdict(settings.method).get("noise_multiplier"):
         notes.append(SEEDED)
     return notes
 
@@ -124,7 +127,9 @@ def _seed(prepared: Prepared, record: Record, told: Progress) -> scores.Table:
         def tell(finished: int, place: int = place) -> None:
             told(settings.method.name, place * rounds + finished, total)
 
-        done[training.name] = (training, _train(prepared, training, record, tell))
+        found = _train(prepared, training, record, tell)
+        clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
+        done[training.name] = (training, {id: found[id] for id in clients if id in found})
         tell(rounds)
     domains = prepared.division.domains
     return protocols.table(settings.protocol, domains, done, prepared.generalises)
@@ -143,7 +148,8 @@ def _train(
         before = prepared.warm_world(training)
         state = warm.begin(settings, training, before, world, state, record)
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
-    return carry_out(settings, training, world, engine, state, fresh, record, tell)
+    taught = prepared.taught(training)
+    return carry_out(settings, taught, world, engine, state, fresh, record, tell)
 
 
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
@@ -173,7 +179,7 @@ def told_of(rows: Embedded) -> dict[str, Any]:
         "dim": rows.x.shape[1],
         "scale": rows.scale,
         "text": None if rows.text is None else rows.text.tolist(),
-    }
+    } | template_of(rows)
 
 
 def manifest(

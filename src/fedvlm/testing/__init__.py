@@ -1,158 +1,35 @@
 """The conformance suite: `check_method(MyMethod(...))` says what a method breaks, if anything."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import numpy as np
 import torch
 
 from fedvlm import tensors
-from fedvlm.core import Client, Frozen, Method, Noisy, Telling, Tensors, register, schedule
-from fedvlm.engines.batched import Batched
+from fedvlm.core import Method, Noisy, Telling, Tensors, register
 from fedvlm.engines.claims import sum_gap
-from fedvlm.engines.client import Part, World, client, here
-from fedvlm.engines.loop import Outcome, finish, start, train
-from fedvlm.engines.single import Single
-from fedvlm.engines.state import Plan, State
-from fedvlm.maths.prompts import Affine, Layer, TextTower
-from fedvlm.maths.towers import ImageTower
+from fedvlm.engines.client import World, client, here
+from fedvlm.engines.loop import Outcome
+from fedvlm.engines.state import State
 from fedvlm.record import pack, unpack
 from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.testing.toys import bare, learn, short, toy_image_tower, toy_text_tower, toy_world
 
+__all__ = [
+    "bare",
+    "check_method",
+    "check_same",
+    "check_small",
+    "check_uploads",
+    "learn",
+    "short",
+    "toy_image_tower",
+    "toy_text_tower",
+    "toy_world",
+]
 CLOSE = 1e-5  # relative, between engines
-
-
-def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16) -> World:
-    """A made federation: four classes, clients of unequal size, each with its own shift."""
-    draw = torch.Generator().manual_seed(7)
-    unit = torch.nn.functional.normalize
-    text = unit(torch.randn(4, dim, generator=draw), dim=1)
-    x, y, members, first = [], [], {}, 0
-    for number, size in enumerate(sizes):
-        rows = size + 20
-        labels = torch.randint(4, (rows,), generator=draw)
-        shift = 0.4 * torch.randn(dim, generator=draw)
-        noise = 0.3 * torch.randn(rows, dim, generator=draw)
-        x.append(unit(text[labels] + shift + noise, dim=1))
-        y.append(labels)
-        index = np.arange(first, first + rows)
-        members[f"client-{number}"] = Part(
-            index[:size], index[size : size + 10], index[size + 10 :]
-        )
-        first += rows
-    classes = ("ant", "bee", "cat", "dog")
-    needs = method.traits.needs
-    frozen = Frozen(
-        classes,
-        dim,
-        20.0,
-        text,
-        text_tower=toy_text_tower(len(classes), dim) if "text tower" in needs else None,
-        image_tower=toy_image_tower(dim) if "image tower" in needs else None,
-        descriptions=unit(text[:, None] + 0.2 * torch.randn(4, 3, dim, generator=draw), dim=2),
-    )
-    seen = torch.cat(x)
-    if "image tower" in needs:
-        seen = (seen @ torch.randn(dim, 3 * 64, generator=draw)).reshape(-1, 3, 8, 8)
-    elif "patches" in needs:
-        patches = seen[:, None] + 0.3 * torch.randn(len(seen), 6, dim, generator=draw)
-        seen = (3.0 * patches).half()
-    last = members[f"client-{len(sizes) - 1}"]
-    reference = last.train if method.traits.reference else last.train[:0]
-    return World(method, frozen, 3, x=seen, y=torch.cat(y), members=members, reference=reference)
-
-
-def bare(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    order: torch.Tensor,
-    held_x: torch.Tensor,
-    held_y: torch.Tensor,
-) -> Client:
-    """A client, or several with a leading axis, of rows alone."""
-    lead = y.shape[:-1]
-    none = x.new_zeros(*lead, 0, *x.shape[len(lead) + 1 :])
-    no_noise = x.new_zeros(*order.shape[:-1], 0)
-    texts = x.new_zeros(*lead, 0, 0, x.shape[-1])
-    return Client(x, y, order, held_x, held_y, none, order[..., :0], texts, no_noise)
-
-
-def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
-    """A causal transformer of one layer and random weights; class names have one or two tokens."""
-    draw = torch.Generator().manual_seed(11)
-
-    def affine(out: int, into: int) -> Affine:
-        return Affine(
-            torch.randn(out, into, generator=draw) / into**0.5, torch.randn(out, generator=draw) / 9
-        )
-
-    norm = Affine(torch.ones(width), torch.zeros(width))
-    return TextTower(
-        start=torch.randn(width, generator=draw),
-        suffixes=torch.randn(classes, 3, width, generator=draw),
-        ends=torch.arange(classes) % 2 + 1,
-        positions=0.1 * torch.randn(24, width, generator=draw),
-        layers=(
-            Layer(
-                norm,
-                affine(3 * width, width),
-                affine(width, width),
-                norm,
-                affine(2 * width, width),
-                affine(width, 2 * width),
-            ),
-        ),
-        final=norm,
-        projection=torch.randn(dim, width, generator=draw),
-        heads=2,
-        eps=1e-5,
-        activation="quick_gelu",
-    )
-
-
-def toy_image_tower(dim: int) -> ImageTower:
-    """CLIP's image tower with two layers of width 8, random weights, for pictures of 8 x 8."""
-    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
-
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = CLIPVisionModelWithProjection(
-            CLIPVisionConfig(
-                hidden_size=8,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=8,
-                patch_size=4,
-                projection_dim=dim,
-                attn_implementation="eager",
-            )
-        )
-    model.eval().requires_grad_(False)
-    return ImageTower(model, lambda pixels: model(pixel_values=pixels).image_embeds)
-
-
-def learn(world: World, engine: str = "batched", workers: int = 1, **plan: Any) -> Outcome:
-    """Trains on all clients but the last, which stays unseen."""
-    ids = sorted(world.members)
-    whole = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
-    runner = Single(world) if engine == "single" else Batched(world, workers)
-    state, fresh = start(world)
-    try:
-        state = train(world, runner, whole, state, fresh, lambda state, line: None)
-        return finish(world, runner, whole, state, fresh)
-    finally:
-        runner.close()
-
-
-def short(method: Method) -> Method:
-    """The method with two rounds and two epochs at most: enough to see every verb at work."""
-    names = {one.name for one in fields(method)}
-    now = {"rounds": method.rounds, "epochs": schedule(method).epochs}
-    return replace(method, **{key: min(value, 2) for key, value in now.items() if key in names})
 
 
 def check_method(method: Method) -> None:
@@ -238,13 +115,29 @@ def check_uploads(world: World) -> None:
     )
     leaked = sorted(set(upload) & set(local))
     assert not leaked, f"the local tensor {leaked[0]!r} is in the upload; it never leaves a client"
-    for key, value in own.items():
-        twins = [k for k, v in upload.items() if v.shape == value.shape and torch.equal(v, value)]
-        moved = key in local and not torch.equal(value, local[key])
-        assert not (twins and moved), f"the upload {twins[0]!r} is the local tensor {key!r} renamed"
+    if twins := renamed(upload, local, own):
+        # A change of what was zero is what it has become, once: so look a second time.
+        shared = method.aggregate(shared, [upload], torch.ones(1), ["client-0"])
+        again, later = method.update(
+            frozen, method.send(shared, "client-0"), own, client(world, "client-0", 1)
+        )
+        twins &= renamed(again, own, later)
+    for name, key in sorted(twins):
+        raise AssertionError(f"the upload {name!r} is the local tensor {key!r} renamed")
     if isinstance(method, Telling):
         check_small(world, method, method.traits.smallest or 1)
     assert set(own) == set(local), f"update returns local {sorted(own)}, init {sorted(local)}"
+
+
+def renamed(upload: Tensors, before: Tensors, after: Tensors) -> set[tuple[str, str]]:
+    """Pairs of an uploaded and a local tensor that are the same, if the update changed it."""
+    return {
+        (name, key)
+        for key, value in after.items()
+        for name, sent in upload.items()
+        if key in before and not torch.equal(value, before[key])
+        if sent.shape == value.shape and torch.equal(sent, value)
+    }
 
 
 def check_small(world: World, tells: Telling, smallest: int) -> None:

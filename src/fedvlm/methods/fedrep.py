@@ -1,0 +1,54 @@
+"""A shared linear map below a head of each client's own; a round trains the head, then the map.
+
+Collins et al., Exploiting shared representations for personalized federated learning, ICML 2021,
+with a map from the identity in the place of the network, which is frozen here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedvlm import parts
+from fedvlm.core import Frozen, Tensors, register
+from fedvlm.errors import SettingsError
+from fedvlm.methods._head import first_head, head_traits
+
+
+@register
+@dataclass(frozen=True)
+class FedRep:
+    head_epochs: int = 10  # τ of a round: first the head, with the map that was sent
+    map_epochs: int = 1  # then the map, with that head
+    rate: float = 1e-3  # α
+    momentum: float = 0.0
+    decay: float = 5e-4  # weight decay
+    batch: int = 32  # B
+    rounds: int = 50  # T
+    head: Literal["text", "random"] = "text"
+
+    def __post_init__(self) -> None:
+        if min(self.head_epochs, self.map_epochs) < 0 or self.epochs < 1:
+            raise SettingsError(
+                f"fedrep: head_epochs = {self.head_epochs} and map_epochs = {self.map_epochs} are "
+                "0 or more, and one of them is 1 or more"
+            )
+
+    @property
+    def epochs(self) -> int:
+        return self.head_epochs + self.map_epochs
+
+    def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
+        return {"map": torch.eye(frozen.dim)}, {"head": first_head(self.head, frozen)}
+
+    def in_turn(self, key: str, epoch: Tensor) -> Tensor:
+        return epoch < self.head_epochs if key == "head" else epoch >= self.head_epochs
+
+    def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
+        return frozen.scale * x @ sent["map"].mT @ local["head"].mT
+
+    name = "fedrep"
+    traits = head_traits()
+    loss = parts.misfit
+    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

@@ -1,0 +1,50 @@
+"""Runs as pandas data frames, which are asked for only here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedvlm.errors import SettingsError
+from fedvlm.evaluate import scores
+from fedvlm.evaluate.metrics import METRICS
+from fedvlm.record import Record
+from fedvlm.report.tables import generalises, label
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise SettingsError("a data frame needs pandas; pip install 'fedvlm[frame]'") from error
+    return pandas
+
+
+def frame(result: Record) -> Any:
+    """One row per seed, training and client that has test rows, a column per metric."""
+    pandas = _pandas()
+    rows = []
+    for seed in result.manifest["identity"]["seeds"]:
+        for job, about in result.jobs(seed).items():
+            known = about["unseen"] if generalises(result) else []
+            for id, one in about["scores"].items():
+                if not one["test_rows"] or id not in (*about["train"], *known):
+                    continue
+                numbers = {key: one.get(key) for key in METRICS}
+                numbers["accuracy"] = one["test_hits"] / one["test_rows"]
+                place = {"seed": seed, "training": job, "client": id, "unseen": id in known}
+                rows.append({**place, "rows": one["test_rows"], **numbers})
+    return pandas.DataFrame(rows)
+
+
+def compared(results: Sequence[Record]) -> Any:
+    """One row per run: the mean over seeds of every column, and its deviation beside it."""
+    pandas = _pandas()
+    if not results:
+        raise SettingsError("no run is named; give one or more runs")
+    rows = []
+    for result in results:
+        row: dict[str, Any] = {"method": label(result), "seeds": len(result.tables)}
+        for key, (mean, deviation) in scores.spread(result.tables).items():
+            row |= {key: mean, f"{key} deviation": deviation}
+        exchanges, moved = result.traffic
+        rows.append({**row, "exchanges": exchanges, "kB per client": moved / 1000})
+    return pandas.DataFrame(rows).set_index("method")

@@ -1,0 +1,124 @@
+"""Trackers that people have: they read the record's lines as these are written.
+
+A tracker that fails is left out from then on, with a note; it never stops a run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from fedvlm.errors import SettingsError, unknown
+
+Line = Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    def line(self, run: str, line: Line) -> None: ...
+    def close(self) -> None: ...
+
+
+def numbers(line: Line) -> dict[str, float]:
+    """What of a line is a number of the whole training."""
+    return {
+        key: float(value)
+        for key, value in line.items()
+        if key != "round" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+class TensorBoard:
+    """An event file per training below a folder."""
+
+    def __init__(self, place: str) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.place, self.writer, self.open = place, SummaryWriter, dict[str, Any]()
+
+    def line(self, run: str, line: Line) -> None:
+        name = f"{run}/{line['job']}"
+        if name not in self.open:
+            self.open[name] = self.writer(f"{self.place}/{name}")
+        for key, value in numbers(line).items():
+            self.open[name].add_scalar(key, value, line["round"])
+
+    def close(self) -> None:
+        for writer in self.open.values():
+            writer.close()
+
+
+class MLflow:
+    """A run per training at a tracking address, as sqlite:///FILE or a server's."""
+
+    def __init__(self, place: str) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self.client, self.open = MlflowClient(place or None), dict[str, str]()
+
+    def line(self, run: str, line: Line) -> None:
+        name = f"{run}/{line['job']}"
+        if name not in self.open:
+            found = self.client.get_experiment_by_name("fedvlm")
+            home = found.experiment_id if found else self.client.create_experiment("fedvlm")
+            self.open[name] = self.client.create_run(home, run_name=name).info.run_id
+        for key, value in numbers(line).items():
+            self.client.log_metric(self.open[name], key, value, step=line["round"])
+
+    def close(self) -> None:
+        for id in self.open.values():
+            self.client.set_terminated(id)
+
+
+class Call:
+    """A function of the name of the run and the line, for all other trackers."""
+
+    def __init__(self, function: Callable[[str, Line], None]) -> None:
+        self.line = function
+
+    def close(self) -> None:
+        pass
+
+
+KINDS: Mapping[str, Callable[[str], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+
+
+class Trackers:
+    """Several at once; `notes` says which of them failed, and why."""
+
+    def __init__(self, asked: Sequence[str | Callable[[str, Line], None]]) -> None:
+        self.notes: list[str] = []
+        self.live: dict[str, Tracker] = {}
+        for place, one in enumerate(asked):
+            if callable(one):
+                self.live[f"callback {place + 1}"] = Call(one)
+                continue
+            kind, _, where = one.partition(":")
+            if kind not in KINDS:
+                raise unknown("tracker", kind, KINDS)
+            if kind == "tensorboard" and not where:
+                raise SettingsError("tensorboard needs a folder, as --track tensorboard:logs")
+            try:
+                self.live[one] = KINDS[kind](where)
+            except ImportError as error:
+                raise SettingsError(
+                    f"{kind} cannot be imported ({error}); pip install 'fedvlm[track]'"
+                ) from error
+            except Exception as error:  # whatever a stranger's library makes of a bad address
+                self._failed(one, error)
+
+    def __call__(self, run: str, line: Line) -> None:
+        self._each(lambda tracker: tracker.line(run, line))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.live.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # it is the run that counts
+                self.live.pop(name)
+                self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self.notes.append(
+            f"the tracker {name} failed and was left out ({type(error).__name__}: {error})"
+        )

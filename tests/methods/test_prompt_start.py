@@ -1,0 +1,161 @@
+"""What a prompt starts from: the words of the data set's template, before and behind the class."""
+
+import pytest
+import tiny_models
+import torch
+
+from fedvlm.core import Frozen, make, methods
+from fedvlm.encoders.huggingface import HuggingFace
+from fedvlm.encoders.text import sentences
+from fedvlm.errors import SettingsError
+from fedvlm.maths.transport import plan
+from fedvlm.methods._prompt import class_features
+from fedvlm.testing import check_method, toy_world
+
+CLASSES = ("cat", "very long name of a very long clock", "alarm_clock", "dog")
+TEMPLATE = "a photo of a {}, picture"
+TOKENS = 4
+NAMES = [name for name, one in methods().items() if "text tower" in one().traits.needs]
+MORE = {"promptfl-fedper": {"own": 1}, "fedbens": {"runs": 1}}
+PATCHES = [name for name in NAMES if "patches" in methods()[name]().traits.needs]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return HuggingFace(tiny_models.clip(tmp_path_factory.mktemp("clip")))
+
+
+def known(encoder, template=TEMPLATE, seed=3):
+    text = encoder.embed_text(sentences(CLASSES, template))
+    tower = encoder.text_tower(CLASSES, template)
+    return Frozen(CLASSES, encoder.dim, 20.0, text, seed, tower)
+
+
+def from_template(name, **fields):
+    return make(name, start="template", **{**MORE.get(name, {}), **fields})
+
+
+def contexts(method, frozen):
+    """Every context that the method's first state reads class features from."""
+    shared, local = method.init(frozen)
+    if method.name == "dp-fpl":
+        return [shared["prompt"] + local["own"]]
+    if method.name == "promptfl-fedper":
+        return [torch.cat([shared["prompt"], local["own"]])]
+    every = {**shared, **local}
+    return [every[key] for key in ("prompt", "own", "prompts") if key in every]
+
+
+def rows(*shape):
+    draw = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    return torch.nn.functional.normalize(draw, dim=-1)
+
+
+def test_there_are_fifteen_prompt_methods_and_one_reads_patches():
+    assert len(NAMES) == 15
+    assert PATCHES == ["fedotp"]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, "a photo of a {}.", "picture of {}", "a {} {} dog"])
+@pytest.mark.parametrize("name", NAMES)
+def test_class_features_are_the_templates_before_the_first_round(encoder, name, template):
+    frozen = known(encoder, template)
+    found = contexts(from_template(name), frozen)
+    assert found
+    for context in found:
+        assert torch.allclose(class_features(frozen, context), frozen.text, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PATCHES])
+def test_answers_are_zero_shot_row_by_row_before_the_first_round(encoder, name):
+    frozen, method, x = known(encoder), from_template(name), rows(40, encoder.dim)
+    shared, local = method.init(frozen)
+    found = method.predict(frozen, method.send(shared, "one"), local, x)
+    zero = frozen.scale * x @ frozen.text.T
+    if name == "fedbens":  # of one run: the logarithm of its probabilities
+        zero = zero.log_softmax(dim=1)
+    assert torch.allclose(found, zero, atol=frozen.scale * 1e-5)
+    by_chance = make(name, vectors=TOKENS, **MORE.get(name, {}))
+    shared, local = by_chance.init(frozen)
+    other = by_chance.predict(frozen, by_chance.send(shared, "one"), local, x)
+    assert (other - zero).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("transport", ["unbalanced", "classical", "averaging"])
+def test_fedotp_answers_by_its_plan_with_the_templates_text(encoder, transport):
+    frozen, x = known(encoder), rows(10, 6, encoder.dim)
+    method = from_template("fedotp", transport=transport)
+    found = method.predict(frozen, *method.init(frozen), x)
+    cosines = (frozen.text @ x.mT)[:, :, None].expand(-1, -1, 2, -1)  # (rows, classes, 2, patches)
+    fixed = plan(cosines, transport, method.gamma, method.strength) * cosines
+    assert torch.allclose(found, frozen.scale * fixed.sum(dim=(-2, -1)), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_start_has_as_many_vectors_as_the_template_and_no_other_number(encoder, name):
+    frozen = known(encoder)
+    assert all(len(one.flatten(0, -2)) == TOKENS for one in contexts(from_template(name), frozen))
+    explicit = from_template(name, vectors=TOKENS)
+    assert all(len(one.flatten(0, -2)) == TOKENS for one in contexts(explicit, frozen))
+    for number in (TOKENS - 1, TOKENS + 1, 16):  # a start longer than vectors, and shorter
+        with pytest.raises(SettingsError, match=rf"vectors = {number}, but .* has 4 tokens before"):
+            from_template(name, vectors=number).init(frozen)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_seeds_change_a_random_start_and_not_one_from_the_template(encoder, name):
+    one, other = known(encoder, seed=3), known(encoder, seed=4)
+    random = make(name, vectors=TOKENS, **MORE.get(name, {}))
+    for method, same in ((from_template(name), True), (random, False)):
+        pairs = zip(contexts(method, one), contexts(method, other), strict=True)
+        assert all(torch.equal(first, second) == same for first, second in pairs)
+
+
+@pytest.mark.parametrize(("name", "usual"), [("promptfl", 16), ("promptfolio", 8), ("cocoop", 4)])
+def test_without_a_number_a_random_prompt_has_the_papers(name, usual):
+    world = toy_world(make(name))
+    assert len(world.method.init(world.frozen)[0]["prompt"]) == usual
+
+
+def test_a_prompt_ends_as_the_template_does(encoder):
+    context = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
+    plain, stop, more = (
+        encoder.text_tower(CLASSES, template)(context)
+        for template in ("a photo of a {}", "dog {}.", "{} picture")
+    )
+    assert (plain - stop).abs().max() > 1e-2
+    assert (plain - more).abs().max() > 1e-2
+    assert torch.allclose(plain, encoder.text_tower(CLASSES, "{}")(context))
+
+
+def test_a_template_without_a_place_for_the_class_is_refused(encoder):
+    with pytest.raises(SettingsError, match="has no place for a class"):
+        encoder.text_tower(CLASSES, "a photo")
+
+
+@pytest.mark.parametrize("template", ["{}", "{}, a photo"])
+def test_a_template_without_words_before_the_class_is_no_start(encoder, template):
+    frozen = known(encoder, template)
+    assert len(frozen.text_tower.prefix) == 0
+    with pytest.raises(SettingsError, match="has 0 tokens before the class"):
+        from_template("promptfl").init(frozen)
+    make("promptfl", vectors=2).init(frozen)
+
+
+def test_a_template_that_fills_the_tower_is_refused(encoder):
+    tower = encoder.text_tower(CLASSES, "a photo " * 10 + "{}")
+    frozen = Frozen(CLASSES, encoder.dim, 20.0, None, 0, tower)
+    with pytest.raises(SettingsError, match="vectors = 20, but the text tower reads 24 tokens"):
+        from_template("promptfl").init(frozen)
+
+
+def test_own_vectors_and_runs_that_a_template_cannot_give_are_refused(encoder):
+    with pytest.raises(SettingsError, match="own = 8 of vectors = 4"):
+        make("promptfl-fedper", start="template").init(known(encoder))
+    with pytest.raises(SettingsError, match="set runs = 1"):
+        make("fedbens", start="template")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_methods_that_start_from_the_template_keep_the_contract(name):
+    check_method(from_template(name, rounds=2, epochs=1))

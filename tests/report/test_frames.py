@@ -1,0 +1,41 @@
+"""Runs as data frames, figures and notebook tables say what their tables say."""
+
+import pytest
+
+import fedvlm
+from fedvlm.errors import SettingsError
+
+
+def test_frame_has_a_row_per_seed_training_and_client_and_gives_the_table(bad_runs):
+    found = bad_runs[1].frame()
+    assert len(found) == 2 * 3 * 3
+    unseen = found[found.unseen].groupby("seed").accuracy.mean()
+    assert unseen.tolist() == pytest.approx([table["G"] for table in bad_runs[1].tables])
+
+
+def test_compare_gives_a_row_per_run_of_results_directories_and_pages(bad_runs, bad_page):
+    one = fedvlm.compare(*bad_runs)
+    assert len(one) == 3
+    mean = sum(table["P"] for table in bad_runs[1].tables) / 2
+    assert one["P"].iloc[1] == pytest.approx(mean)
+    assert one.equals(fedvlm.compare(*(run.folder for run in bad_runs)))
+    assert one.equals(fedvlm.compare(bad_page))
+    with pytest.raises(SettingsError, match="no run is named"):
+        fedvlm.compare()
+
+
+@pytest.mark.parametrize("kind", ["reliability", "decision", "rounds"])
+def test_figure_is_one_panel_with_lines(bad_runs, kind):
+    [panel] = bad_runs[1].figure(kind).axes
+    assert panel.lines
+
+
+def test_unknown_figure_is_refused(bad_runs):
+    with pytest.raises(SettingsError, match="did you mean 'rounds'"):
+        bad_runs[1].figure("round")
+
+
+def test_notebook_table_escapes_names(bad_runs):
+    shown = bad_runs[1]._repr_html_()
+    assert shown.startswith("<table><tr><th>method</th>") and "fedavg" in shown
+    assert "<script" not in shown

@@ -1,0 +1,64 @@
+"""Trackers get the record's lines, and a broken one stops nothing."""
+
+import warnings
+
+import pytest
+
+import fedvlm
+from fedvlm.errors import SettingsError
+from fedvlm.runner.track import Trackers, numbers
+
+METHOD = {"name": "fedavg", "rounds": 3}
+
+
+def test_callback_gets_every_line_of_the_record(rows, tmp_path):
+    seen = []
+    track = [lambda run, line: seen.append((run, line))]
+    run = fedvlm.run(METHOD, embedded=rows, out=tmp_path / "r", track=track)
+    assert [line for _, line in seen] == run.rounds
+    assert {name for name, _ in seen} == {"r"}
+
+
+def test_tensorboard_and_mlflow_hold_the_numbers_of_the_record(rows, tmp_path):
+    pytest.importorskip("tensorboardX")
+    pytest.importorskip("mlflow")
+    address = f"sqlite:///{tmp_path / 'm.db'}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of mlflow's own imports
+        track = [f"tensorboard:{tmp_path / 'tb'}", f"mlflow:{address}"]
+        run = fedvlm.run(METHOD, embedded=rows, out=tmp_path / "r", track=track)
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(address)
+        home = client.get_experiment_by_name("fedvlm").experiment_id
+        found = {one.info.run_name: one.info.run_id for one in client.search_runs([home])}
+        job = run.rounds[0]["job"]
+        told = client.get_metric_history(found[f"r/{job}"], "accuracy")
+    mine = [line["accuracy"] for line in run.rounds if line["job"] == job]
+    assert [one.value for one in sorted(told, key=lambda one: one.step)] == pytest.approx(mine)
+    assert len(list((tmp_path / "tb").rglob("events*"))) == len(found) == 3
+
+
+def test_broken_tracker_is_left_out_with_a_note_and_the_run_is_the_same(rows, tmp_path, files):
+    def broken(run, line):
+        raise RuntimeError("no room")
+
+    seen = []
+    track = [broken, lambda run, line: seen.append(line)]
+    with pytest.warns(UserWarning, match="callback 1 failed and was left out .*no room"):
+        fedvlm.run(METHOD, embedded=rows, out=tmp_path / "a", track=track)
+    fedvlm.run(METHOD, embedded=rows, out=tmp_path / "b")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert len(seen) == 9
+
+
+def test_unknown_tracker_is_refused_before_any_work():
+    with pytest.raises(SettingsError, match="did you mean 'tensorboard'"):
+        Trackers(["tensorbord:x"])
+    with pytest.raises(SettingsError, match="needs a folder"):
+        Trackers(["tensorboard"])
+
+
+def test_only_numbers_of_the_whole_training_are_tracked():
+    line = {"job": "a", "round": 1, "loss": 0.5, "unseen": None, "clients": {"x": {}}}
+    assert numbers(line) == {"loss": 0.5}

@@ -1,0 +1,37 @@
+"""What is public is listed on a page, and examples need nothing else."""
+
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("", ".core", ".parts", ".testing", ".data", ".encoders")
+PUBLIC = [f"fedvlm{part}" for part in PARTS]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def listed():
+    page = (ROOT / "docs" / "api.md").read_text()
+    return {
+        module: sorted(re.findall(r"`(\w+)`", names))
+        for module, names in re.findall(r"^\| `([\w.]+)` \| (.*) \|$", page, re.M)
+    }
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_page_lists_what_a_public_module_offers(module):
+    assert listed()[module] == sorted(import_module(module).__all__)
+    for name in import_module(module).__all__:
+        assert getattr(import_module(module), name) is not None
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_imports_nothing_that_is_not_public(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedvlm"):
+            assert node.module in PUBLIC, f"{path.name} imports from {node.module}"
+            offered = {*import_module(node.module).__all__, *(one.split(".")[-1] for one in PUBLIC)}
+            assert {one.name for one in node.names} <= offered

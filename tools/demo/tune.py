@@ -1,0 +1,75 @@
+"""Chooses the rates of the demo's two tables on validation rows; test rows are never looked at.
+
+python -m tools.demo.tune [unseen|shift]     prints every candidate and the chosen ones as TOML
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import fedvlm
+from fedvlm.runner.experiments import find
+from fedvlm.runner.settings import read_toml
+
+RATES = (1e-2, 3e-2, 1e-1, 3e-1)
+SMALL_RATES = (1e-3, 3e-3, 1e-2)  # of Adam
+# By experiment and method: the values of each setting that is chosen.
+GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
+    "demo": {
+        "fedavg": {"rate": RATES},
+        "fedot": {"rate": RATES},
+        "faa-clip": {"rate": SMALL_RATES},
+    },
+    "demo-shift": {
+        "fedavg": {"rate": RATES},
+        "fedot": {"rate": RATES},
+        "promptfl": {"rate": RATES},
+        "fedotp": {"rate": RATES},
+    },
+}
+
+
+def validation(result: fedvlm.Result, seeds: list[int]) -> float:
+    """Mean over seeds, trainings and clients that train, of what would be reported."""
+    shares = []
+    for seed in seeds:
+        for training in result.jobs(seed).values():
+            for id in training["train"]:
+                one = training["scores"][id]
+                shares.append(one["validation_hits"] / one["validation_rows"])
+    return fmean(shares)
+
+
+def points(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    for values in product(*grid.values()):
+        yield dict(zip(grid, values, strict=True))
+
+
+def tune(name: str, folder: str) -> None:
+    values = read_toml(find(name))
+    common = {k: v for k, v in values.items() if k not in ("title", "methods", "bars", "traffic")}
+    for method in values["methods"]:
+        if (grid := GRIDS[name].get(method["name"])) is None:
+            continue
+        scores = []
+        for number, point in enumerate(points(grid)):
+            out = f"{folder}/{name}-{method['name']}-{number}"
+            settings = {k: v for k, v in common.items() if k != "seeds"}
+            result = fedvlm.run({**method, **point}, seeds=values["seeds"], out=out, **settings)
+            scores.append((validation(result, values["seeds"]), point))
+            print(f"{name} {method['name']} {point}: {100 * scores[-1][0]:.2f}", flush=True)
+        best = max(scores, key=lambda one: one[0])
+        print(f"{name} {method['name']}: chosen {best[1]} ({100 * best[0]:.2f})", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    asked = {"unseen": "demo", "shift": "demo-shift"}
+    with TemporaryDirectory() as place:
+        for word in sys.argv[1:] or asked:
+            tune(asked[word], place)
