@@ -28,6 +28,7 @@ from fedvlm.errors import FederationError
 KNOWN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int8}
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN = 600.0  # seconds a site has to open a training: it may have to embed its pictures first
+AGAINST = 1000  # uploads that may have left a site and never arrived; more it would not allow
 AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
 
 
@@ -87,6 +88,8 @@ class Remote(Flower):
     def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
         check_reply(parcel, request.about)
         check_arrays(parcel)
+        if parcel.about["releases"] > parcel.about["round"] + AGAINST:
+            raise FederationError("it says that more of its uploads have left than can have")
         counts, scores = self.counts[id], parcel.about["scores"]
         held = counts["validation"] or counts["train"]
         for part, known in (("validation", held), ("test", counts["test"])):

@@ -166,6 +166,7 @@ def _carry(
         {id for id, one in done.items() if one.passed},
         lambda id: where(terms, number, id),
         answers.total,
+        {task.id: done[task.id].releases for task in tasks},
     )
 
 
