@@ -87,12 +87,10 @@ def explain(policy: Policy) -> list[str]:
             value = "all" if ANY in value else ", ".join(value) or "none: nothing is answered"
         usual = "" if name == "methods" or value == getattr(Policy(), name) else " (not the usual)"
         out.append(f"{name} = {_plain(value)}{usual}: {what}.\n    Why: {why}.")
-    if policy.told({"validation_rows": 1, "validation_hits": 1, "test_rows": 1, "test_hits": 1})[
-        "test_rows"
-    ]:
-        out.append(f"Scores of this site's rows are told, {policy.scores}.")
-    else:
+    if policy.how == "none":
         out.append("No scores of this site's rows are told.")
+    else:
+        out.append(f"Scores of this site's rows are told, {policy.how}.")
     return out
 
 

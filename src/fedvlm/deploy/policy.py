@@ -108,18 +108,22 @@ class Policy:
         if not self.server_divides and clients != own:
             raise Refused("division")
 
+    @property
+    def how(self) -> str:
+        """Scores are told so; beside noise, exact ones would undo it."""
+        return "none" if self.scores == "exact" and (self.noise or self.epsilon) else self.scores
+
     def told(self, scores: Mapping[str, Any]) -> dict[str, Any]:
-        """The scores that may leave; beside noise, exact ones would undo it."""
-        how = "none" if self.scores == "exact" and (self.noise or self.epsilon) else self.scores
+        """The scores that may leave."""
         counts = {
             f"{part}_{what}": int(scores[f"{part}_{what}"])
             for part in ("validation", "test")
             for what in ("rows", "hits")
         }
-        if how == "none":
+        if self.how == "none":
             return dict.fromkeys(counts, 0)
         rest = {key: scores[key] for key in ("loss", *METRICS[1:]) if key in scores}
-        if how == "exact":
+        if self.how == "exact":
             return {**counts, **rest}
         for part in ("validation", "test"):
             rows = counts[f"{part}_rows"]

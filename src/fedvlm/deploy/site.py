@@ -77,7 +77,10 @@ class Site:
             policy.release(sum(one.nbytes for one in reply.arrays.values()))
         except Exception as error:
             return self._reply(about, error), state
-        return self._sent("out", about, self.sign(reply), **costs), state
+        sent = self._sent("out", about, self.sign(reply), **costs)
+        if "spends" in costs:  # after it was counted: what is given again costs nothing
+            Given(self._folder(about["training"])).keep(request, reply)
+        return sent, state
 
     def _answered(
         self, request: Parcel, about: Mapping[str, Any], state: Parcel, policy: Policy
@@ -91,20 +94,17 @@ class Site:
         training = self._known(key, policy)
         own, world = self.rows[key], training.world
         policy.admit(self.kit.folder, world.method, world.channel, own.labels)
-        given = Given(self._folder(key))
-        if (again := given.read(request)) is not None:
+        if (again := Given(self._folder(key)).read(request)) is not None:
             return again, state, {}
         spends = cost(world.method, world.channel, len(own.labels)) if kind == "upload" else 0.0
         self.account.admit(policy, kind, key, spends)
         reply, state = self.desk.answer(request, state)
         words = {
             "scores": policy.told(reply.about["scores"]),
+            "told": {} if policy.how == "none" else reply.about["told"],
             "releases": self.account.rounds[key] + (kind == "upload"),
         }
-        reply = Parcel({**reply.about, **words}, reply.arrays)
-        policy.release(sum(one.nbytes for one in reply.arrays.values()))
-        given.keep(request, reply)
-        return reply, state, {**costs, "spends": spends}
+        return Parcel({**reply.about, **words}, reply.arrays), state, {**costs, "spends": spends}
 
     def _reply(self, about: Mapping[str, Any], error: Exception) -> Parcel:
         """A kind and its numbers for the server; all else for the people of the site."""
@@ -116,11 +116,13 @@ class Site:
         kind: Any = "refused" if isinstance(error, Refused) else "out"
         return self._sent(kind, about, reply, error=detail[-2000:])
 
-    def _sent(self, direction: Any, about: Mapping[str, Any], reply: Parcel, **more: str) -> Parcel:
-        """Noted before it leaves."""
+    def _sent(self, direction: Any, about: Mapping[str, Any], reply: Parcel, **more: Any) -> Parcel:
+        """Noted and counted before it leaves."""
         number, data = about.get("round", -1), to_bytes(reply)
-        self.ledger.add(direction, number, unpack(reply.arrays), data, **_notes(about), **more)
-        if not more:
+        noted = {**_notes(about), **more}
+        self.ledger.add(direction, number, unpack(reply.arrays), data, **noted)
+        self.account.note(noted)
+        if "error" not in more:
             self.say(_line(about, reply))
         return reply
 
