@@ -1,5 +1,7 @@
 """Whatever words come, signed or not: a site answers or drops them, a server leaves them out."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError
 
-EXAMPLES = 150  # of each test in the suite; docs/security.md has the counts of a longer run
+EXAMPLES = int(os.environ.get("FEDVLM_FUZZ", "150"))  # of each; docs/security.md has a longer run
 few = settings(
     max_examples=EXAMPLES,
     derandomize=True,

@@ -127,6 +127,13 @@ def test_nothing_local_is_in_any_message_or_in_the_server_record(place):
         Result(place.folder / "run").personalised("photo")
 
 
+def test_auto_runs_over_sites_under_the_policy_of_init_and_leaves_each_its_classifier(place):
+    place.run(place.settings({"name": "auto", "rounds": 3}))
+    for name in NAMES:
+        own = Personalised.from_pretrained(place.site(name) / "classifiers" / "auto-all-0")
+        assert len(own.predict(place.rows.x[:5])) == 5
+
+
 def test_a_site_may_lack_a_class(place, rows):
     place.change("photo", keep=rows.labels != 2)
     result = place.run()

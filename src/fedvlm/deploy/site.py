@@ -198,7 +198,13 @@ class Site:
         return self.kit.folder / "state" / key
 
     def adapted(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None:
-        """The site's own classifier, which is what all this was for."""
+        """The site's own classifier, which is what all this was for; without it the run goes on."""
+        try:
+            self._keep(training, sent, local)
+        except Exception:
+            self.say(f"its classifier cannot be kept:\n{traceback.format_exc()}")
+
+    def _keep(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None:
         own, world = self.rows[training.key], training.world
         place = self.kit.folder / "classifiers" / slug(own.title)
         # A classifier sends what it holds once more: most methods send all of it, as it is.
