@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedvlm.channel.compare import named
 from fedvlm.core import Tensors
 from fedvlm.engines.client import Kept, Local
 from fedvlm.engines.state import State
@@ -205,6 +206,11 @@ class Record:
         totals = [sum(sizes) for sizes in moved.values()]
         most = max(map(len, moved.values()), default=0)
         return most, sum(totals) / len(totals) if totals else 0.0
+
+    @property
+    def far(self) -> list[str]:
+        """Which clients were far from the rest in most of their rounds, in words."""
+        return named(self.lines())
 
     def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         """Scores and map diagnostics of every training of one seed (the first one if none)."""

@@ -25,6 +25,7 @@ def model(path, inputs, outputs, nodes, **constants):
         [numpy_helper.from_array(value, key) for key, value in constants.items()],
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    path.parent.mkdir(exist_ok=True)
     onnx.save(made, path)
     return path
 
@@ -107,6 +108,35 @@ def test_fingerprint_follows_weights_and_settings(tmp_path):
     second = fingerprint(open_encoder(f"onnx:{file}"))
     image_tower(file, weight=WEIGHT + 1)
     assert len({first, second, fingerprint(open_encoder(f"onnx:{file}"))}) == 3
+
+
+def test_fingerprint_covers_every_file_of_weights_whatever_its_name(tmp_path):
+    found = []
+    for number in range(2):
+        file = image_tower(tmp_path / str(number) / "a.onnx", weight=WEIGHT + number)
+        made = onnx.load(file)
+        onnx.save(
+            made, file, save_as_external_data=True, location="elsewhere.bin", size_threshold=64
+        )
+        found.append(fingerprint(open_encoder(f"onnx:{file}")))
+    graphs = [(tmp_path / str(number) / "a.onnx").read_bytes() for number in range(2)]
+    assert graphs[0] == graphs[1]  # only the file beside differs
+    assert found[0] != found[1]
+
+
+def test_weights_outside_the_folder_of_a_tower_are_refused(tmp_path):
+    file = image_tower(tmp_path / "0" / "a.onnx")
+    onnx.save(
+        onnx.load(file), file, save_as_external_data=True, location="w.bin", size_threshold=64
+    )
+    made = onnx.load(file, load_external_data=False)
+    (tmp_path / "0/w.bin").rename(tmp_path / "w.bin")
+    for tensor in made.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = "../w.bin" if entry.key == "location" else entry.value
+    file.write_bytes(made.SerializeToString())
+    with pytest.raises(EncoderError, match=r"\.\./w\.bin"):
+        open_encoder(f"onnx:{file}")
 
 
 def test_what_does_not_fit_is_named(tmp_path):

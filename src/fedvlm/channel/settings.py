@@ -1,6 +1,7 @@
 """What happens to an upload between a client and the aggregate; all of it is off by default."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from fedvlm.core import SUMS, Method, check_type, sums
 from fedvlm.errors import FederationError, SettingsError
@@ -17,7 +18,10 @@ class Channel:
     delta: float = 1e-5  # δ at which ε is counted
     quantise: bool = False  # 8 bits for each number; what rounding leaves over goes up next time
     secure: bool = False  # the server sees the sum of the uploads and no upload
-    bound: float = 0.0  # the server refuses a change of a larger norm; 0: any that clip allows
+    # The server refuses a change of a larger norm (0: any that clip allows), or with "median"
+    # shortens it to twice the median of the round's.
+    bound: float | Literal["median"] = 0.0
+    aggregation: Literal["mean", "median", "trimmed", "krum", "geometric-median"] = "mean"
     rows: int = 10_000_000  # the server refuses a client that says it has more training rows
 
     def __post_init__(self) -> None:
@@ -25,7 +29,7 @@ class Channel:
             check_type(f"channel.{one.name}", getattr(self, one.name), one.type)
         for name in ("clip", "noise", "bound"):
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
+            if value != "median" and not 0 <= value < float("inf"):
                 raise SettingsError(f"channel.{name} = {value}; it takes 0 (off) or more")
         if self.noise and not self.clip:
             raise SettingsError(
@@ -47,6 +51,26 @@ class Channel:
         """Whether uploads travel as they are; they are checked all the same."""
         return not (self.clip or self.quantise or self.secure)
 
+    @property
+    def most(self) -> float:
+        """The norm above which a change is refused."""
+        return float("inf") if self.bound == "median" else self.bound or float("inf")
+
+    @property
+    def compares(self) -> bool:
+        """Whether the server holds uploads against each other before they are aggregated."""
+        return self.bound == "median" or self.aggregation != "mean"
+
+
+def deployed(channel: Channel, method: Method) -> Channel:
+    """Between machines changes are bound by their median, unless a number is set or none is seen.
+
+    Experiments in one process keep the numbers of their papers.
+    """
+    if channel.bound or channel.secure or sums(method) is None:
+        return channel
+    return replace(channel, bound="median")
+
 
 def fits_secagg(channel: Channel, method: Method) -> None:
     """Refuses what Flower's SecAgg+ cannot sum."""
@@ -67,6 +91,18 @@ def fits_secagg(channel: Channel, method: Method) -> None:
 
 def fits(channel: Channel, method: Method) -> None:
     """Refuses, before any work, a channel that a method cannot use."""
+    asked = "bound = 'median'" if channel.bound == "median" else ""
+    asked = f"aggregation = '{channel.aggregation}'" if channel.aggregation != "mean" else asked
+    if asked and channel.secure:
+        raise SettingsError(
+            f"channel.{asked} compares uploads, and with channel.secure the server sees none, only "
+            "their sum; set channel.clip, which bounds every change at its site, or secure = false"
+        )
+    if asked and sums(method) is None:
+        raise SettingsError(
+            f"channel.{asked} is for uploads that are averaged or added up, but {method.name} "
+            "aggregates single ones in its own way; leave it out, or choose another method"
+        )
     if channel.secure and sums(method) is None:
         raise SettingsError(
             f"channel.secure shows the server a sum, but {method.name} aggregates single uploads "

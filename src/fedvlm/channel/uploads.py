@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import secure
+from fedvlm.channel import compare, secure
 from fedvlm.channel.clip import add_noise, apply, change, clip
 from fedvlm.channel.quantise import SCALE, dequantise, quantise
 from fedvlm.channel.settings import Channel, ChannelError
@@ -105,6 +105,7 @@ class Arrived:
     sizes: Mapping[str, int]  # bytes that travelled, by client
     kept: Mapping[str, Tensors]  # what the channel keeps, by client
     refused: Mapping[str, str] = field(default_factory=dict)  # whose upload is not used, and why
+    apart: Mapping[str, dict[str, float]] = field(default_factory=dict)  # how far from the others
 
 
 class Passage:
@@ -114,6 +115,7 @@ class Passage:
         self.channel, self.kind, self.seed = channel, sums(method), seed
         self.releases: Mapping[str, int] = {}
         self.inbox, self.uneven = Inbox(channel, local, method), method.traits.uneven
+        self.method = method
 
     def carry(
         self,
@@ -171,8 +173,11 @@ class Passage:
         after = {id: after[id] for id in ids}
         weights = torch.tensor([float(rows[id]) for id in ids])
         left = self._spent(after, self._weights(rows, [id for id in ids if uploads[id]]))
-        if not self.channel.secure or not any(uploads.values()):
-            return Arrived(ids, list(whole.values()), weights, sizes, left, refused)
+        came = Arrived(ids, list(whole.values()), weights, sizes, left, refused)
+        if not any(uploads.values()):
+            return came
+        if not self.channel.secure:
+            return self._compared(came, sent)
         masked, words = {}, (self.seed, number)
         for id, upload in whole.items():
             if own := [key for key in upload if key in self.uneven]:
@@ -184,7 +189,18 @@ class Passage:
             masked[id] = secure.mask(secure.fixed(mine, len(ids), where(id)), ids, id, words)
         sizes = {id: tensors.count_bytes(one) for id, one in masked.items()}
         one = secure.combined(secure.total(masked.values()), str(self.kind), whole[ids[0]])
-        return Arrived(["everyone"], [one], weights.sum(0, keepdim=True), sizes, left)
+        return Arrived(["everyone"], [one], weights.sum(0, keepdim=True), sizes, left, refused)
+
+    def _compared(self, came: Arrived, sent: Mapping[str, Tensors]) -> Arrived:
+        """Says who is far from the rest; bound and combined by a robust rule, where asked."""
+        if self.kind is None or len({tuple(one) for one in came.uploads}) > 1:
+            return came
+        begun = [sent[id] for id in came.ids]
+        now = compare.Round(self.method, self.kind, came.uploads, begun, came.weights)
+        dots = now.dots()
+        ids, uploads, weights = compare.settle(self.channel, now, came.ids, dots)
+        apart = compare.apart(came.ids, dots)
+        return replace(came, ids=ids, uploads=uploads, weights=weights, apart=apart)
 
     def _sum(
         self,

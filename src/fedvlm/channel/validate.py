@@ -42,11 +42,11 @@ def longest(channel: Channel, numbers: int) -> float:
     bits, with what earlier rounds left over, adds an eighth at most.
     """
     if not channel.clip:
-        return channel.bound or float("inf")
+        return channel.most
     most = channel.clip * (1 + channel.noise * (math.sqrt(numbers) + 6))
     if channel.quantise:
         most *= (1 + LOSS) / (1 - LOSS)
-    return min(most * (1 + 1e-5), channel.bound or float("inf"))
+    return min(most * (1 + 1e-5), channel.most)
 
 
 def plausible(rows: Any, channel: Channel, where: str) -> int:

@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -37,6 +37,11 @@ def run(
     allow_small: Annotated[
         bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")
     ] = False,
+    attack: Annotated[
+        str | None, typer.Option(help="sign-flip, scale, label-flip, noise or collude: simulated.")
+    ] = None,
+    attackers: Annotated[float | None, typer.Option(help="Share of the clients.")] = None,
+    strength: Annotated[float | None, typer.Option(help="Of the attack.")] = None,
     no_report: NoReport = False,
     track: Annotated[
         list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")
@@ -53,7 +58,8 @@ def run(
     if file is None and method is None:
         raise SettingsError("nothing to run; name a TOML file, or --method (`fedvlm list methods`)")
     values = read_toml(find(file)) if file else {}
-    given = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    given |= {"attack": attack, "attackers": attackers, "strength": strength}
     given["allow_small"] = allow_small or None
     if method:
         values.pop("methods", None)

@@ -3,7 +3,7 @@
 The first paragraph of a protocol is its line in docs/contract.md, which is made from it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -96,6 +96,15 @@ class Factored(Protocol):
 
 
 @runtime_checkable
+class Totalled(Protocol):
+    """of an upload of totals: by name (units, numbers) what they are per row and (units,) the rows,
+    class by class where they are; and an upload made of such. Without it the client's rows count"""
+
+    def per_row(self, upload: Tensors) -> dict[str, tuple[Tensor, Tensor]]: ...
+    def whole(self, said: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors: ...
+
+
+@runtime_checkable
 class Matching(Protocol):
     """(rows, classes, 2, patches) cosines of patches with a shared and a local prompt, for
     `fedvlm explain`"""
@@ -120,6 +129,7 @@ OPTIONAL: tuple[type, ...] = (
     Tempered,
     Conditioned,
     Factored,
+    Totalled,
     Matching,
 )
 WALKS: set[Callable[..., Any]] = set()  # updates that go down a `loss`

@@ -76,8 +76,9 @@ def local_writer(folder: str | Path) -> Writer:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **safe)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **safe)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0]
         raise SettingsError(

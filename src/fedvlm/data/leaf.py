@@ -17,6 +17,8 @@ SIDE = 28
 def is_leaf(folder: Path) -> bool:
     """Whether a folder holds LEAF's files; any other .json says nothing about its pictures."""
     for file in (*folder.glob("*.json"), *folder.glob("train/*.json")):
+        if not file.is_file():  # a FIFO would wait for ever
+            continue
         with file.open("rb") as stream:
             start = stream.read(4096)
         if b'"users"' in start or b'"user_data"' in start:
@@ -34,7 +36,7 @@ def read_leaf(path: str | Path) -> Dataset:
     folders = {name: root / name for name in ("train", "test")} if split else {"": root}
     pixels, labels, writers, names, splits = [], [], [], [], []
     for part, folder in folders.items():
-        for file in sorted(folder.glob("*.json")):
+        for file in sorted(one for one in folder.glob("*.json") if one.is_file()):
             for writer, (x, y) in sorted(_writers(file).items()):
                 pixels.append(x)
                 labels += y

@@ -7,12 +7,13 @@ from itertools import pairwise
 from os import getpid, scandir
 from pathlib import Path, PurePosixPath
 from typing import Any
-from zipfile import BadZipFile, ZipFile, ZipInfo
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.errors import DataError
+from fedvlm.storage.files import LARGEST, read_regular
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -40,7 +41,7 @@ class Files:
 
     def read(self, row: int) -> bytes:
         try:
-            return (self.root / self.paths[row]).read_bytes()
+            return read_regular(self.root / self.paths[row], LARGEST)
         except OSError as error:
             raise DataError(
                 f"{self.root / self.paths[row]} cannot be read ({error.strerror}); "
@@ -69,12 +70,20 @@ class Archive:
         try:
             if self._open is None or self._owner != getpid():
                 self._open, self._owner = ZipFile(self.path), getpid()
-            return self._open.read(self.members[row])
+            # the size a member claims may be a lie: unpacking ends by itself
+            with self._open.open(self.members[row]) as member:
+                data = member.read(LARGEST + 1)
         except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
             raise DataError(
                 f"{self.members[row]} of {self.path} cannot be read ({error}); "
                 "the archive is damaged, so get it again"
             ) from error
+        if len(data) > LARGEST:
+            raise DataError(
+                f"{self.members[row]} of {self.path} unpacks to more than {LARGEST:,} bytes; "
+                "leave it out"
+            )
+        return data
 
 
 class Arrow:
@@ -94,7 +103,7 @@ class Arrow:
         if cell and cell.get("bytes"):
             return bytes(cell["bytes"])
         try:
-            return Path(cell["path"]).read_bytes()
+            return read_regular(Path(cell["path"]), LARGEST)
         except (OSError, TypeError) as error:
             raise DataError(
                 f"{self.name(row)} has neither bytes nor a file ({cell!r}); "
@@ -213,5 +222,7 @@ def check_member(path: Path, member: ZipInfo) -> None:
         what = "is a link"
     elif member.flag_bits & 1:
         what = "is encrypted"
+    elif member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+        what = "is packed neither plainly nor by deflate, the two that are unpacked in steps,"
     if what:
         raise DataError(f"the member {name!r} of {path} {what}; pack plain files only")

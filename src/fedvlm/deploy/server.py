@@ -3,13 +3,13 @@
 import json
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedvlm.channel.settings import fits_secagg
+from fedvlm.channel.settings import deployed, fits_secagg
 from fedvlm.core import Tensors
 from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.remote import Opened, Remote
@@ -42,6 +42,10 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
+    if settings.attack:
+        raise SettingsError(
+            f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run"
+        )
     fits_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
@@ -55,6 +59,26 @@ def ready(kit: ServerKit, settings: Settings) -> None:
             f"{kit.folder / REFERENCE}; make it: fedvlm deploy reference {kit.folder} --data "
             "PICTURES --encoder ENCODER"
         )
+
+
+def bound_note(settings: Settings) -> str:
+    """What keeps one site from moving the mean as far as it likes."""
+    channel = deployed(settings.channel, settings.method)
+    if channel.bound == "median":
+        return (
+            "changes longer than twice the round's median are shortened, and rows above four times "
+            "the median do not count (channel.bound)"
+        )
+    if channel.secure:
+        return (
+            f"only channel.clip = {channel.clip} bounds a change, at its site: in a secure sum "
+            "nobody sees single ones"
+        )
+    if channel.bound:
+        return f"changes of a norm above {channel.bound} are refused (channel.bound)"
+    return (
+        f"nothing bounds a change: {settings.method.name} aggregates single uploads in its own way"
+    )
 
 
 @dataclass
@@ -106,7 +130,10 @@ class Run:
         return carry_out(
             settings,
             training,
-            terms_of(settings, frozen_from(first.about, first.text, seed), seed),
+            replace(
+                terms_of(settings, frozen_from(first.about, first.text, seed), seed),
+                channel=deployed(settings.channel, settings.method),
+            ),
             engine,
             State(0, first.first, {}),
             Kept(0, tuple(first.about["local"])),
@@ -125,7 +152,7 @@ class Run:
         names = [one.name for one in trainings]
         dropped = dict.fromkeys(settings.seeds, 0)
         return {
-            **{"identity": settings.identity(), "memory": True, "notes": []},
+            **{"identity": settings.identity(), "memory": True, "notes": [bound_note(settings)]},
             **manifest(known, names, engine.counts, dropped),
             **{"sites": list(self.kit.sites), "local": told["local"]},
         }

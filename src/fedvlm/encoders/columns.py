@@ -17,6 +17,7 @@ Columns = dict[str, Any]
 ALIASES = {"features": "x", "labels": "y"}
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 BY_ROW = ("x", "y", "domains", "clients", "splits", "paths", "content", "patches")
+MOST_CLASSES = 1 << 16  # three times the largest list of classes we know, ImageNet-21k
 WHOLE = ("classes", "text", "text_classes", "scale", "name", "encoder", "fingerprint", "sha256")
 
 
@@ -58,7 +59,7 @@ def labelled(file: Path, columns: Columns, rows: int) -> tuple[tuple[str, ...], 
     named = columns.get("classes")
     if y.dtype.kind in "iu":
         ids = y.astype(np.int64)
-        count = len(named) if named is not None else int(ids.max()) + 1
+        count = len(named) if named is not None else min(int(ids.max()) + 1, MOST_CLASSES)
         names = tuple(str(one) for one in named) if named is not None else ()
         if ids.min() < 0 or ids.max() >= count:
             row = int(np.flatnonzero((ids < 0) | (ids >= count))[0])

@@ -172,7 +172,8 @@ def load(source: str | Path) -> tuple[Any, Any, Any, Pixels]:
     if not local and (here.is_absolute() or str(source).startswith((".", "~"))):
         raise EncoderError(f"there is no directory {here}; give a model's directory or Hub name")
     where = str(here) if local else str(source)
-    options = {"local_files_only": local}
+    # said aloud, because left out it means "ask": a model brings weights and words, never code
+    options = {"local_files_only": local, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(where, **options)
     if config.model_type not in FAMILIES:
         raise EncoderError(

@@ -6,7 +6,7 @@ and crop in the middle, or "squash"), resample, mean, std, scale, and for text: 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ class Tower:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 4
         self.file = file
+        self.digest = _digest(file)
         try:
             self.session = onnxruntime.InferenceSession(
                 file, options, providers=["CPUExecutionProvider"]
@@ -125,7 +126,6 @@ class Tower:
                 f"text_embeds; it has {told}"
             )
         self.output = (named or flat)[0]
-        self.digest = _digest(file)
 
     def picture(self, size: int | None) -> int:
         """The edge of the pictures, from the settings or the input's own shape."""
@@ -220,9 +220,30 @@ def _tokenizer(path: Path, settings: dict[str, Any]) -> Any:
 
 
 def _digest(file: Path) -> str:
-    """Of the file, and of the weights if they were too large for it."""
-    digests = []
-    for one in [file, *sorted(file.parent.glob(f"{file.name}[._]data"))]:
+    """Of the file, and of every file beside it that holds weights of its graph."""
+    import onnx
+
+    try:
+        graph = onnx.load(file, load_external_data=False)
+    except Exception as error:  # protobuf has kinds of its own
+        raise EncoderError(f"{file} cannot be opened ({error}); export it again") from error
+    home, digests = file.parent.resolve(), []
+    for name in ["", *sorted(set(_places(graph)))]:
+        one = (home / name).resolve() if name else file
+        if name and (Path(name).is_absolute() or home not in one.parents or not one.is_file()):
+            raise EncoderError(
+                f"{file} has weights in {name}, which is no file in its folder; export it again"
+            )
         with one.open("rb") as stream:
             digests.append(file_digest(stream, "sha256").hexdigest())
     return " ".join(digests)
+
+
+def _places(message: Any) -> Iterator[str]:
+    """Where the tensors of a graph lie that are not in it, however deep they are in it."""
+    for field, value in message.ListFields():
+        if field.name == "external_data":
+            yield from (entry.value for entry in value if entry.key == "location")
+        elif field.message_type is not None:
+            for one in value if field.is_repeated else [value]:
+                yield from _places(one)

@@ -3,6 +3,7 @@
 Weights and gradients have no way out; pictures are neither kept nor logged.
 """
 
+import asyncio
 import hmac
 import json
 import logging
@@ -25,6 +26,9 @@ from fedvlm.errors import DataError, EncoderError, SettingsError
 LOG = logging.getLogger("fedvlm.serve")
 MAX_BYTES = 64_000_000  # of one request
 MAX_BATCH = 256  # pictures or sentences in one request
+DECODES = 2  # images at once: a small file may claim 64 megapixels, half a gigabyte each
+REQUESTS = 8  # bodies in memory at once; others wait unread
+BODY_SECONDS = 60.0  # for all of a body
 
 
 class Refused(Exception):
@@ -52,6 +56,7 @@ class Service:
             "max_batch": max_batch,
             "max_bytes": max_bytes,
         }
+        self._decoding = threading.Semaphore(DECODES)
         self._one = threading.Lock()  # encoders are not promised to be safe for many threads
 
     def embed(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +105,8 @@ class Service:
         if self.encoder.preprocess is None:
             return data
         try:
-            return self.encoder.preprocess(decode(data))
+            with self._decoding:
+                return self.encoder.preprocess(decode(data))
         except DataError as error:
             raise Refused(422, f"picture {index}: {error}", index=index) from error
 
@@ -121,6 +127,7 @@ def app(
 
     service = Service(encoder, max_bytes, max_batch)
     server = FastAPI(title="fedvlm encoder", openapi_url=None)
+    room = asyncio.Semaphore(REQUESTS)
 
     async def answer(
         request: Request, work: Callable[[Mapping[str, Any]], dict[str, Any]] | None
@@ -130,18 +137,10 @@ def app(
             _admit(token, request.headers.get("authorization", ""))
             content: dict[str, Any] = service.info
             if work is not None:
-                raw = bytearray()
-                if int(request.headers.get("content-length") or 0) > max_bytes:
-                    raise Refused(
-                        413, f"a request may have {max_bytes:,} bytes; send fewer pictures"
-                    )
-                async for part in request.stream():
-                    size += len(part)
-                    if size > max_bytes:
-                        raise Refused(413, f"a request may have {max_bytes:,} bytes")
-                    raw += part
-                body = _parse(raw)
-                content = await run_in_threadpool(work, body)
+                async with room:
+                    raw = await _body(request, max_bytes)
+                    size = len(raw)
+                    content = await run_in_threadpool(lambda: work(_parse(raw)))
                 count = content["pooled"]["shape"][0]
         except Refused as refusal:
             status, content = refusal.status, refusal.body
@@ -180,6 +179,22 @@ def _admit(token: str | None, header: str) -> None:
         raise Refused(401, "the token is missing or wrong")
 
 
+async def _body(request: Any, most: int) -> bytearray:
+    """All of a body, if it is small enough and comes soon enough."""
+    raw = bytearray()
+    if int(request.headers.get("content-length") or 0) > most:
+        raise Refused(413, f"a request may have {most:,} bytes; send fewer pictures")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > most:
+                    raise Refused(413, f"a request may have {most:,} bytes")
+    except TimeoutError as error:
+        raise Refused(408, f"the body took longer than {BODY_SECONDS:g} seconds") from error
+    return raw
+
+
 def _parse(raw: bytearray) -> Any:
     try:
         return json.loads(raw)
@@ -209,8 +224,11 @@ def serve(
     made = app(encoder, read_token(token_file) if token_file else None)
     import uvicorn
 
+    from fedvlm.encoders.door import Door
+
     config = uvicorn.Config(
         made,
+        http=Door,
         log_config=None,
         access_log=False,
         ws="none",

@@ -31,7 +31,11 @@ from fedvlm.encoders.columns import (
 )
 from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import DataError, EncoderError, unknown
+from fedvlm.machine import free_memory
 from fedvlm.storage.files import draft, write
+
+UNPACKED = 64_000_000  # bytes that any .npz may unpack to
+RATIO = 100  # and for each of its own bytes: embeddings hardly shrink, zeros shrink a thousandfold
 
 
 class Store:
@@ -121,6 +125,7 @@ def read(file: Path) -> tuple[Columns, str]:
         digest = file_digest(stream, "sha256").hexdigest()
     try:
         if file.suffix == ".npz":
+            check_size(file)
             with np.load(file, allow_pickle=False) as archive:
                 return {key: archive[key] for key in archive.files}, digest
         from safetensors import safe_open
@@ -139,7 +144,7 @@ def read(file: Path) -> tuple[Columns, str]:
         return columns, digest
     except DataError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise DataError(f"{file} cannot be read ({error}); write it again") from error
     except Exception as error:  # safetensors has an exception of its own for a broken header
         if type(error).__name__ != "SafetensorError":
@@ -147,13 +152,31 @@ def read(file: Path) -> tuple[Columns, str]:
         raise DataError(f"{file} cannot be read ({error}); write it again") from error
 
 
+def check_size(file: Path) -> None:
+    """Refuses an archive whose arrays would fill the memory, before any is unpacked."""
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+    size = sum(member.file_size for member in members)
+    most = UNPACKED + RATIO * file.stat().st_size
+    free = free_memory()
+    if size > most or (free is not None and size > free):
+        limit = f"{most:,} for a file of its size" if size > most else f"{free:,} of free memory"
+        raise DataError(
+            f"{file} would unpack to {size:,} bytes, more than {limit}; save it uncompressed, as "
+            ".safetensors, or in parts"
+        )
+    if any(m.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for m in members):
+        raise DataError(f"{file} is not packed as numpy does; write it with numpy.savez")
+
+
 def chosen(
     file: Path, all_of: Embedded, text: dict[str, Tensor], classes: Sequence[str] | None
 ) -> Embedded:
     """The rows of the named classes, in their order; text only if every class has its vector."""
     names = all_of.classes if classes is None else tuple(classes)
+    known_classes = set(all_of.classes)
     for name in names:
-        if name not in all_of.classes:
+        if name not in known_classes:
             raise unknown(f"class of {file}", name, all_of.classes)
     if len(set(names)) != len(names):
         raise DataError(f"the classes {', '.join(names)} name one twice; name each once")

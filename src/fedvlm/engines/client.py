@@ -13,6 +13,7 @@ from torch import Tensor
 from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Method, Noisy, Tensors, schedule
+from fedvlm.engines.attackers import Attack
 from fedvlm.evaluate.metrics import details, diagrams, every_metric
 from fedvlm.maths import noise
 from fedvlm.tensors import full
@@ -49,6 +50,7 @@ class Terms:
     seed: int
     channel: Channel = field(default_factory=Channel)  # what an upload goes through on its way
     metrics: bool = False  # measure every metric in every round, not only at the end
+    attack: Attack | None = None  # by some of the clients, in a simulation
 
 
 @dataclass(frozen=True, kw_only=True)

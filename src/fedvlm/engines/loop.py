@@ -11,6 +11,7 @@ from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
 from fedvlm.core import Conditioned, Described, Method, Tensors
 from fedvlm.engines.aggregate import aggregated, without
+from fedvlm.engines.attack import attacked
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import (
     Answers,
@@ -99,7 +100,7 @@ def train(
         if chooses(method, plan) and adapts(method):
             state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
-        answers = engine.round(number, tasks)
+        answers = attacked(terms, plan.train, number, tasks, engine.round(number, tasks))
         trained = [task for task in tasks if task.id in ids and task.id in answers.done]
         came = _carry(terms, passage, state, number, trained, answers)
         passed = {id for id, one in answers.done.items() if one.passed}
@@ -114,7 +115,9 @@ def train(
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
             line |= disagreement(method, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
-            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) for t in tasks if t.id in done
+            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) | came.apart.get(t.id, {})
+            for t in tasks
+            if t.id in done
         }
         if len(done) < len(tasks):
             line["missing"] = dict(answers.missing)

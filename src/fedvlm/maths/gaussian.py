@@ -48,6 +48,18 @@ def centred(counts: Tensor, sums: Tensor, second: Tensor, step: float = 0.0) -> 
     return Moments(counts, means, (vectors * values) @ vectors.mT)
 
 
+def told(counts: Tensor, sums: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Class means and the packed scatter around them per row, of one client's sums as they are."""
+    means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
+    return means, pack(second - (means * counts[:, None]).mT @ means) / counts.sum().clamp(min=1)
+
+
+def untold(counts: Tensor, means: Tensor, scatter: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums, the second packed, that `told` would say this of."""
+    second = pack((means * counts[:, None]).mT @ means) + counts.sum() * scatter
+    return means * counts[:, None], second
+
+
 def posterior(prior: Moments, x: Tensor, y: Tensor, alpha: float) -> Moments:
     """The moments of own rows, with the prior's rows weighing α each: a sum of squares.
 

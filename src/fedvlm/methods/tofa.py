@@ -18,9 +18,10 @@ from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, calibration, gaussian
 from fedvlm.maths.accounting import epsilon
 from fedvlm.maths.noise import cover
+from fedvlm.methods import _totals
 from fedvlm.methods._texts import prompts, texts
 
-TERMS = 8  # a bound on the size of a term of r, for its fixed point
+TERMS = _totals.TERMS
 
 
 @register
@@ -287,3 +288,4 @@ class TOFA:
 
     name = "tofa"
     send = parts.everything
+    per_row, whole = _totals.per_row, _totals.whole

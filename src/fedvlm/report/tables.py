@@ -41,6 +41,8 @@ def label(result: Record) -> str:
     plain = asdict(Channel())
     through = result.manifest["identity"].get("channel", plain)
     odd += [f"channel.{key}={value}" for key, value in through.items() if plain[key] != value]
+    if attack := result.manifest["identity"].get("attack"):
+        odd.append(f"ATTACK: {attack} by {result.manifest['identity']['attackers']:.0%}")
     chosen = result.manifest["identity"]["selection"]
     if chosen == "oracle":
         odd.append("ORACLE: best test round")
@@ -123,7 +125,8 @@ def compare(
     for name, numbers in (paper or {}).items():
         cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
         body.append([f"published: {name}", *cells, *("-" for _ in last)])
-    return render(head, body, form)
+    below = [f"{label(one)}: {far}\n" for one in results for far in one.far]
+    return render(head, body, form) + "".join(below if form in ("text", "markdown") else ())
 
 
 def render(

@@ -18,13 +18,14 @@ from fedvlm.core import Frozen
 from fedvlm.data.descriptions import dealt
 from fedvlm.data.federation import Division, Member, Rows, divide
 from fedvlm.data.table import Embedded
+from fedvlm.engines.attack import mislabelled
 from fedvlm.engines.client import Terms, World, own_world
 from fedvlm.errors import DataError
 from fedvlm.evaluate import protocols, reference
 from fedvlm.evaluate.protocols import Training
 from fedvlm.runner import warm
 from fedvlm.runner.load import meet
-from fedvlm.runner.settings import Settings
+from fedvlm.runner.settings import Settings, attack_of
 
 Ints = NDArray[np.int64]
 POOLED = "pooled"  # the client that has everyone's rows, where a method asks for it
@@ -65,7 +66,8 @@ class Prepared:
         if self.centralised:
             members[POOLED] = pooled([members[id] for id in training.train])
         texts = dealt(self.rows.texts, self.division.members)
-        return self._world(members, texts, self.reference(training))
+        world = self._world(members, texts, self.reference(training))
+        return mislabelled(world, training.train)
 
     @property
     def centralised(self) -> bool:
@@ -149,7 +151,8 @@ def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> l
 
 def terms_of(settings: Settings, frozen: Frozen, seed: int) -> Terms:
     every = settings.protocol == "source-target"
-    return Terms(settings.method, frozen, seed, settings.channel, metrics=every)
+    attack = attack_of(settings)
+    return Terms(settings.method, frozen, seed, settings.channel, metrics=every, attack=attack)
 
 
 def frozen_of(rows: Embedded, seed: int) -> Frozen:

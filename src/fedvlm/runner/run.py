@@ -11,6 +11,7 @@ import numpy as np
 
 from fedvlm.data.federation import Division
 from fedvlm.data.table import Embedded
+from fedvlm.engines.attackers import attackers
 from fedvlm.engines.loop import open_engine, start
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import protocols, scores
@@ -20,7 +21,7 @@ from fedvlm.runner import memory as room
 from fedvlm.runner import warm
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.prepare import Prepared, check_rows, prepare, template_of
-from fedvlm.runner.settings import Settings, build
+from fedvlm.runner.settings import Settings, attack_of, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.runner.withheld import withheld
 from fedvlm.storage.files import slug
@@ -103,6 +104,10 @@ def _notes(seeds: Sequence[Prepared]) -> list[str]:
         notes += withheld(method, first.division.members, rows.labels, len(rows.classes))
     if settings.channel.noise or asdict(settings.method).get("noise_multiplier"):
         notes.append(SEEDED)
+    if attack := attack_of(settings):
+        for one in seeds:
+            who = {id for each in one.trainings for id in attackers(attack, each.train, one.seed)}
+            notes.append(f"{attack.kind} by {', '.join(sorted(who))} in seed {one.seed}")
     return notes
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from fedvlm.channel.settings import Channel, fits
 from fedvlm.core import FEWEST, SMALLEST, Method, check_range, check_type, is_method, make
 from fedvlm.data.clients import Clients, words
+from fedvlm.engines.attackers import Attack, Kind
 from fedvlm.errors import SettingsError, unknown
 
 
@@ -36,6 +37,9 @@ class Settings:
     allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through
+    attack: Kind = ""  # by some clients, to see what it does; simulations only
+    attackers: float = 0.1  # share of the training clients that attack, drawn by seed
+    strength: float = 0.0  # of the attack; 0: the usual one
     reproduces: tuple[str, ...] = ()  # tables and figures of papers, as fedot-v1/T1; only noted
 
     def identity(self) -> dict[str, Any]:
@@ -43,6 +47,9 @@ class Settings:
         whole = asdict(self)
         for key in ("workers", "access", "reproduces"):
             del whole[key]
+        for key in ("attack", "attackers", "strength"):
+            if not self.attack:
+                del whole[key]
         both = [one for one in (self.method, self.warm_start) if one is not None]
         if not (self.allow_small and any(one.traits.smallest for one in both)):
             del whole["allow_small"]
@@ -93,6 +100,7 @@ def _checked(settings: Settings) -> Settings:
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     fits(settings.channel, settings.method)
+    _check_attack(settings)
     first = settings.warm_start
     settings = replace(
         settings,
@@ -104,6 +112,26 @@ def _checked(settings: Settings) -> Settings:
     if settings.workers < 0:
         raise SettingsError(f"workers = {settings.workers}; it takes 0 (automatic) or more")
     return settings
+
+
+def attack_of(settings: Settings) -> Attack | None:
+    if not settings.attack:
+        return None
+    return Attack(settings.attack, settings.attackers, settings.strength)
+
+
+def _check_attack(settings: Settings) -> None:
+    if settings.attack and settings.engine == "flower":
+        raise SettingsError(
+            f"attack = {settings.attack!r} is a simulation in one process; with engine = 'flower' "
+            "clients upload for themselves, so leave engine out"
+        )
+    if settings.attack and not settings.method.rounds:
+        raise SettingsError(
+            f"attack = {settings.attack!r}: {settings.method.name} has no rounds, so no upload "
+            "to attack; choose a method that trains"
+        )
+    attack_of(settings)
 
 
 def _method(value: Any) -> Method:

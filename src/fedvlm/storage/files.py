@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -50,6 +51,29 @@ def draft(path: Path) -> Iterator[Path]:
 def write(path: Path, data: bytes) -> None:
     with draft(path) as beside:
         beside.write_bytes(data)
+
+
+LARGEST = 256 << 20  # bytes of one image's file: above any the pixel limit lets through
+SPECIAL = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+
+
+def read_regular(path: Path, most: int = LARGEST) -> bytes:
+    """A file of at most so many bytes; what could wait for ever or act is told and not opened."""
+    _regular(path, os.stat(path).st_mode)
+    # another may have taken its place since: opening waits for nobody, and it is looked at again
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        _regular(path, found.st_mode)
+        data = file.read(most + 1) if found.st_size <= most else b""
+    if len(data) > most or found.st_size > most:
+        raise DataError(f"{path} has more than {most:,} bytes; make it smaller or leave it out")
+    return data
+
+
+def _regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        what = SPECIAL.get(stat.S_IFMT(mode), "a device")
+        raise DataError(f"{path} is {what} and no file, and was not opened; remove it")
 
 
 @contextmanager

@@ -110,6 +110,7 @@ def _run(record: Record, details: Details) -> dict[str, Any]:
         "weights": _weights(record),
         "shared": _shared(record),
         "epsilon": _epsilon(lines, details),
+        "far": record.far,
     }
 
 

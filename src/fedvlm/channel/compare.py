@@ -1,0 +1,192 @@
+"""A round's uploads held against each other: who is far from the rest, and what a minority may do.
+
+What is compared is a client's change of what it was sent; of uploaded totals, such as TOFA's, what
+they say per row, class by class among the clients that have the class.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvlm.channel.settings import Channel
+from fedvlm.core import Method, Sum, Tensors, Totalled
+from fedvlm.parts.robust import RULES, SHARES
+
+LONGEST = 2.0  # times the median norm: where "median" shortens a change
+HEAVIEST = 4.0  # times the median row count: where it stops to count
+Said = dict[str, tuple[Tensor, Tensor]]  # (units, numbers) and the (units,) rows they are means of
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round's uploads, all of the same tensors."""
+
+    method: Method
+    kind: Sum
+    uploads: Sequence[Tensors]
+    sent: Sequence[Tensors]
+    rows: Tensor  # (clients,) as they say
+
+    def said(self, place: int) -> Said:
+        """What one client's totals say per row."""
+        upload = self.uploads[place]
+        if isinstance(self.method, Totalled):
+            return self.method.per_row(upload)
+        rows = self.rows[place].double().clamp(min=1)[None]
+        return {key: (value.double().reshape(1, -1) / rows, rows) for key, value in upload.items()}
+
+    def whole(self, said: Said) -> Tensors:
+        """The totals that say this."""
+        if isinstance(self.method, Totalled):
+            return self.method.whole(said)
+        return {
+            key: (value * rows[:, None]).reshape(self.uploads[0][key].shape)
+            for key, (value, rows) in said.items()
+        }
+
+    def first(self, place: int, key: str) -> Tensor:
+        """Where a client's tensor starts: what it was sent, or 0."""
+        value, sent = self.uploads[place][key], self.sent[place].get(key)
+        there = sent is not None and sent.shape == value.shape and sent.dtype == value.dtype
+        return sent if sent is not None and there else torch.zeros_like(value)
+
+    def stacks(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """By name: (clients, units, numbers) and their (clients, units) rows; one at a time."""
+        count = range(len(self.uploads))
+        if self.kind == "total":
+            every = [self.said(i) for i in count]
+            for key in every[0]:
+                values, rows = ([one[key][part] for one in every] for part in (0, 1))
+                yield key, torch.stack(values), torch.stack(rows)
+        else:
+            for key in self.uploads[0]:
+                moved = [self.uploads[i][key] - self.first(i, key) for i in count]
+                yield key, torch.stack(moved).reshape(len(moved), 1, -1), torch.ones(len(moved), 1)
+
+    def dots(self) -> Tensor:
+        """(clients, clients) between their changes."""
+        out = torch.zeros(len(self.uploads), len(self.uploads), dtype=torch.float64)
+        for _, values, rows in self.stacks():
+            moved = (values * (rows > 0)[..., None]).flatten(1)
+            for part in torch.split(moved, 1 << 20, dim=1):  # in float64 all at once would be large
+                out += part.double() @ part.double().mT
+        return out
+
+
+def bounded(now: Round, dots: Tensor) -> Round:
+    """Changes no longer than twice the median, and nobody's rows above four times the median."""
+    norms = dots.diagonal().sqrt()
+    shrink = (LONGEST * norms.median() / norms.clamp(min=1e-300)).clamp(max=1.0)
+    limit = HEAVIEST * now.rows.median()
+    uploads = []
+    for place, upload in enumerate(now.uploads):
+        factor = float(shrink[place])
+        if now.kind == "total":
+            uploads.append(_lighter(now, place, factor, float(limit)))
+        elif factor < 1:
+            first = {key: now.first(place, key) for key in upload}
+            moved = {key: factor * (value - first[key]) for key, value in upload.items()}
+            uploads.append({key: (first[key] + moved[key]).to(first[key].dtype) for key in upload})
+        else:
+            uploads.append(upload)
+    return Round(now.method, now.kind, uploads, now.sent, now.rows.clamp(max=limit))
+
+
+def _lighter(now: Round, place: int, factor: float, limit: float) -> Tensors:
+    said = now.said(place)
+    heaviest = max((float(rows.sum()) for _, rows in said.values() if len(rows)), default=0.0)
+    if factor >= 1 and heaviest <= limit:
+        return now.uploads[place]
+    less = min(1.0, limit / max(heaviest, 1.0))
+    return now.whole({key: (factor * value, less * rows) for key, (value, rows) in said.items()})
+
+
+def combined(now: Round, rule: str, dots: Tensor) -> Tensors:
+    """One upload in the place of all: the rule's mean of them, or its mean per row of all rows.
+
+    Shares of krum and the geometric median are of all tensors at once, of totals unit by unit.
+    """
+    if now.kind != "total":
+        shares = SHARES[rule](dots) if rule in SHARES else None
+        out = {}
+        for key, values, _ in now.stacks():
+            flat = values[:, 0].double()
+            moved = RULES[rule](flat) if shares is None else shares @ flat
+            first = now.first(0, key)
+            out[key] = (first.double() + moved.reshape(first.shape)).to(first.dtype)
+        return out
+    said = {}
+    for key, values, rows in now.stacks():
+        means = torch.zeros_like(values[0])
+        for unit in range(values.shape[1]):
+            there = rows[:, unit] > 0
+            if there.any() and values.shape[2]:
+                means[unit] = RULES[rule](values[there, unit])
+        said[key] = (means, rows.sum(0))
+    return now.whole(said)
+
+
+def settle(
+    channel: Channel, now: Round, ids: Sequence[str], dots: Tensor
+) -> tuple[Sequence[str], Sequence[Tensors], Tensor]:
+    """Whom, what and how heavy the aggregate gets."""
+    if channel.bound == "median":
+        now = bounded(now, dots)
+    if channel.aggregation == "mean":
+        return ids, now.uploads, now.rows
+    if channel.bound == "median":
+        dots = now.dots()
+    one = combined(now, channel.aggregation, dots)
+    return ["everyone"], [one], now.rows.sum(0, keepdim=True)
+
+
+COMPARED = 5  # clients below which nobody is called far: of four, who would be the rest?
+FAR_NORM = 3.0  # times the median, or below its third part
+FAR_COSINE = 0.3  # below the median of the clients' cosines
+FAR_SPREAD = 4.0  # or this many of their median deviations, if that is more
+
+
+def apart(ids: Sequence[str], dots: Tensor) -> dict[str, dict[str, float | bool]]:
+    """By client: its norm against the median, its cosine with the others, and if that is far.
+
+    The others are the sum of their directions, so that a long one counts no more than any.
+    """
+    norms = dots.diagonal().sqrt()
+    if len(ids) < 3 or not float(norms.median()) > 0:
+        return {}
+    unit = dots / norms.clamp(min=1e-300)[:, None] / norms.clamp(min=1e-300)
+    mine = unit.sum(1) - unit.diagonal()
+    others = unit.sum() - 2 * unit.sum(1) + unit.diagonal()
+    cosines = mine / others.clamp(min=1e-12).sqrt()
+    ratio = norms / norms.median()
+    below = cosines.median() - cosines
+    limit = max(FAR_COSINE, FAR_SPREAD * float(below.abs().median()))
+    far = (ratio > FAR_NORM) | (ratio < 1 / FAR_NORM) | (below > limit)
+    far &= torch.tensor(len(ids) >= COMPARED)
+    return {
+        id: {"norm": float(ratio[i]), "cosine": float(cosines[i]), "far": bool(far[i])}
+        for i, id in enumerate(ids)
+    }
+
+
+def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who was far from the rest in more than half of its rounds of a training, in words."""
+    seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        for id, one in line["clients"].items():
+            if "far" in one:
+                seen.setdefault((str(line.get("job", "")), id), []).append(one)
+    out = []
+    for (job, id), many in sorted(seen.items()):
+        far = [one for one in many if one["far"]]
+        if 2 * len(far) > len(many):
+            norm, cosine = (sum(one[key] for one in far) / len(far) for key in ("norm", "cosine"))
+            out.append(
+                f"client {id} was far from the rest in {len(far)} of {len(many)} rounds of {job}: "
+                f"its changes were {norm:.2g} times as long as the median, at a cosine of "
+                f"{cosine:.2f} to the others"
+            )
+    return out

@@ -1,0 +1,42 @@
+"""Which attack a simulation has, and who attacks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fedvlm import seeds
+from fedvlm.errors import SettingsError
+
+Kind = Literal["", "sign-flip", "scale", "label-flip", "noise", "collude"]
+USUAL = {"sign-flip": 10.0, "scale": 10.0, "noise": 10.0, "collude": 1.5, "label-flip": 1.0}
+
+
+@dataclass(frozen=True)
+class Attack:
+    kind: Kind
+    share: float  # of the training clients
+    strength: float = 0.0  # 0: the usual one
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise SettingsError(f"attackers = {self.share} is outside (0, 1); 0.1 is one of ten")
+        if not 0 <= self.strength < float("inf"):
+            raise SettingsError(f"strength = {self.strength}; it takes 0 (the usual) or more")
+        if self.kind == "label-flip" and self.strength > 1:
+            raise SettingsError(
+                f"strength = {self.strength} of label-flip is the share of rows; it is at most 1"
+            )
+
+    @property
+    def force(self) -> float:
+        return self.strength or USUAL[self.kind]
+
+
+def attackers(attack: Attack, ids: Sequence[str], seed: int) -> set[str]:
+    """Who attacks, drawn by seed; at least one client."""
+    ordered = sorted(ids)
+    count = max(1, round(attack.share * len(ordered)))
+    drawn = torch.randperm(len(ordered), generator=seeds.generator("attackers", seed))
+    return {ordered[i] for i in drawn[:count].tolist()}

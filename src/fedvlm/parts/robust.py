@@ -1,0 +1,90 @@
+"""Means that a minority of clients cannot pull away: of (clients, numbers), every client as one.
+
+Row counts have no say here: they are the clients' own claims. `krum` and `geometric_median` are
+shares of the clients that follow from the dots between them, so large uploads need no second copy.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+TRIMMED = 0.3  # of the clients, cut off at either end
+STEPS = 100  # of Weiszfeld's walk to the geometric median
+NEAR = 1e-9  # distances below it count as this much, relative to the middle one
+
+
+def mean(x: Tensor) -> Tensor:
+    return x.mean(dim=0)
+
+
+def median(x: Tensor) -> Tensor:
+    """Number by number; of an even count the mean of the two in the middle."""
+    ordered = x.sort(dim=0).values
+    count = len(x)
+    return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+
+
+def trimmed(x: Tensor) -> Tensor:
+    """Number by number, without the largest and the smallest 30 % of the clients."""
+    cut = int(TRIMMED * len(x))
+    return x.sort(dim=0).values[cut : len(x) - cut].mean(dim=0)
+
+
+def krum(x: Tensor) -> Tensor:
+    """The upload that is nearest to its neighbours, of as many as are sure to be honest."""
+    return by_shares(krum_shares, x)
+
+
+def geometric_median(x: Tensor) -> Tensor:
+    """The point of the least sum of distances to all uploads."""
+    return by_shares(geometric_shares, x)
+
+
+def by_shares(shares: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    origin = median(x)
+    moved = (x - origin).double()
+    return origin + (shares(moved @ moved.mT) @ moved).to(x.dtype)
+
+
+def krum_shares(dots: Tensor) -> Tensor:
+    """(clients,) 1 for the chosen one; with fewer than three there is nobody to compare with."""
+    count = len(dots)
+    if count < 3:
+        return torch.full((count,), 1 / count, dtype=dots.dtype)
+    attackers = (count - 3) // 2  # as many as the rule can stand
+    near = distances(dots).sort(dim=1).values[:, 1 : count - attackers - 1]
+    scores = near.square().sum(dim=1)
+    best = (scores == scores.min()).to(dots.dtype)  # of equals the mean, whatever their order
+    return best / best.sum()
+
+
+def geometric_shares(dots: Tensor) -> Tensor:
+    """(clients,) by Weiszfeld's walk, begun among the half that is nearest to the others."""
+    apart = distances(dots)
+    closeness = apart.median(dim=1).values
+    share = (closeness <= closeness.median()).to(dots.dtype)
+    share = share / share.sum()
+    least = NEAR * apart.median().clamp(min=torch.finfo(dots.dtype).tiny)
+    for _ in range(STEPS):
+        pull = dots @ share
+        square = dots.diagonal() - 2 * pull + share @ pull
+        share = 1 / square.clamp(min=0).sqrt().clamp(min=least)
+        share = share / share.sum()
+    return share
+
+
+def distances(dots: Tensor) -> Tensor:
+    """(clients, clients) from the dots; rounding cannot make them negative."""
+    size = dots.diagonal()
+    return (size[:, None] + size - 2 * dots).clamp(min=0).fill_diagonal_(0).sqrt()
+
+
+RULES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": mean,
+    "median": median,
+    "trimmed": trimmed,
+    "krum": krum,
+    "geometric-median": geometric_median,
+}
+SHARES = {"krum": krum_shares, "geometric-median": geometric_shares}
