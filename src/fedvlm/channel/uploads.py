@@ -229,8 +229,9 @@ class Passage:
             before = after[id].get(SPENT, torch.zeros((), dtype=torch.float64))
             known = int(after[id].get(COUNTED, 0))
             count = max(1, self.releases.get(id, 0) - known)
-            more = {SPENT: before + cost * count, COUNTED: torch.tensor(known + count)}
-            after[id] = {**after[id], **more}
+            after[id] = {**after[id], SPENT: before + cost * count}
+            if self.releases.get(id):
+                after[id][COUNTED] = torch.tensor(known + count)
         return {id: one for id, one in after.items() if one}
 
     def _weights(self, rows: Mapping[str, int], ids: Sequence[str]) -> dict[str, float]:
