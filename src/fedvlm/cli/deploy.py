@@ -160,6 +160,19 @@ def reference(
 
 
 @deploy_app.command()
+def policy(folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")]) -> None:
+    """Say in plain words what a site allows, what has left it, and what each rule is good for."""
+    from fedvlm.deploy.account import Account
+    from fedvlm.deploy.explain import explain, so_far
+    from fedvlm.deploy.ledger import Ledger
+    from fedvlm.deploy.policy import read_policy
+
+    rules = read_policy(folder)
+    for line in (*explain(rules), *so_far(Account(Ledger(folder)), rules)):
+        typer.echo(line)
+
+
+@deploy_app.command()
 def consent(
     folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")],
     by: Annotated[str, typer.Option(help="Who consents.")] = "",
@@ -168,7 +181,7 @@ def consent(
     withdraw: Annotated[bool, typer.Option(help="Take it back.")] = False,
 ) -> None:
     """Let training start at a site whose policy asks for a person's consent."""
-    from fedvlm.deploy.policy import give_consent, withdraw_consent
+    from fedvlm.deploy.consent import give_consent, withdraw_consent
 
     if withdraw:
         withdraw_consent(folder)

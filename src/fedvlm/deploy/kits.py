@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.core import check_type
+from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import new_secret
 from fedvlm.deploy.keys import certificates, key_pair
-from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.runner.settings import read_toml
