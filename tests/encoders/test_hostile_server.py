@@ -47,12 +47,12 @@ def test_packed_answers_are_refused_unopened():
 
 
 def test_answers_longer_than_any_sound_one_are_cut_off():
-    with running(answering([b" " * 60_000] * 2000)) as url:
-        with pytest.raises(EncoderError, match="more than"):
-            Http(url, **QUICK).embed([b"x"], patches=False)
-    with running(answering([b" " * 60_000] * 2000, path="/info")) as url:
-        with pytest.raises(EncoderError, match="more than"):
-            Http(url, **QUICK)
+    endless, refused = [b" " * 60_000] * 2000, pytest.raises(EncoderError, match="more than")
+    with running(answering(endless)) as url, refused:
+        Http(url, **QUICK).embed([b"x"], patches=False)
+    refused = pytest.raises(EncoderError, match="more than")
+    with running(answering(endless, path="/info")) as url, refused:
+        Http(url, **QUICK)
 
 
 def test_dimensions_nobody_has_are_refused():
