@@ -15,7 +15,6 @@ from fedvlm.errors import DataError
 from fedvlm.storage.files import write
 from fedvlm.tensors import Tensors
 
-
 INDEX = "index.json"  # of a folder, with the digest of every other file
 
 
@@ -131,7 +130,7 @@ def write_index(folder: Path) -> None:
 
 
 def check_index(folder: Path) -> dict[str, str]:
-    """What is wrong with the files of a folder, by name; files that came later are not looked at."""
+    """What is wrong with the files of a folder, by name; later files are not looked at."""
     told = read_json(folder / INDEX)["files"]
     there = set(_in(folder))
     return {
