@@ -18,7 +18,7 @@ from fedvlm.errors import DataError
 
 SIDE = 16
 # Root mean square difference of two thumbnails, of 255. JPEG of quality 70 made of saturated
-# colours gives up to 3.3, scaling 0.6; the nearest two of 600 different images of the demo are 15.8 apart.
+# colours gives up to 3.3, scaling 0.6; of 600 different demo images the nearest two are 15.8 apart.
 NEAR = 4.0
 BLOCK = 2048  # rows compared at once
 
