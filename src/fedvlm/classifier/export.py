@@ -15,6 +15,7 @@ from fedvlm.core import Frozen
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.record import Record
 from fedvlm.storage.files import write
+from fedvlm.storage.sealed import write_index
 
 CLOSE = 1e-4  # relative to the largest logit
 ONNX = "classifier.onnx"
@@ -33,6 +34,7 @@ def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False)
     else:
         (place / ONNX).unlink(missing_ok=True)  # of an earlier export, which this one replaces
     write(place / "README.md", card(classifier, result, place, onnx).encode())
+    write_index(place)
     return classifier
 
 

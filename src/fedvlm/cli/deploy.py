@@ -191,6 +191,31 @@ def consent(
     typer.echo(f"{by} consents until {until.isoformat(timespec='minutes')}")
 
 
+@deploy_app.command()
+def backup(
+    folder: Annotated[Path, typer.Argument(help="The server's folder, or a site's kit.")],
+    file: Annotated[Path, typer.Argument(help="A new file, as secret as the folder.")],
+) -> None:
+    """Keep a server's folder or a site's kit, with its ledger, in one file."""
+    from fedvlm.deploy.backup import backup as keep
+
+    typer.echo(f"{keep(folder, file)} files in {file}; it holds keys: keep it as you keep them")
+
+
+@deploy_app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(help="What `backup` wrote.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+) -> None:
+    """Bring back what `backup` kept, if every file is what it was."""
+    from fedvlm.deploy.backup import restore as bring
+
+    typer.echo(
+        f"{bring(file, folder)} files in {folder}; what was sent after the backup is not in its "
+        "ledger, and is not counted"
+    )
+
+
 def _stop_gently() -> None:
     """A kill with SIGTERM ends the children, too."""
 

@@ -94,7 +94,7 @@ class Run:
     def all(self) -> None:
         with self.record.lock():
             tables = [self.seed(seed) for seed in self.settings.seeds]
-            write_json(self.record.folder / "result.json", {"tables": tables})
+            self.record.finish(tables)
 
     def seed(self, seed: int) -> scores.Table:
         settings = self.settings

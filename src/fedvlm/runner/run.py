@@ -25,7 +25,7 @@ from fedvlm.runner.settings import Settings, attack_of, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.runner.withheld import withheld
 from fedvlm.storage.files import slug
-from fedvlm.storage.sealed import read_json, write_json, write_tensors
+from fedvlm.storage.sealed import read_json, write_tensors
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 SEEDED = (
@@ -57,7 +57,7 @@ def execute(
             return record
         seeds = _begin(settings, record, again, embedded, told)
         tables = [_seed(one, record, told) for one in seeds]
-        write_json(record.folder / "result.json", {"tables": tables})
+        record.finish(tables)
     return record
 
 

@@ -88,7 +88,9 @@ def embed(
             content=[digest.hex() for digest in content],
             scale=encoder.scale,
             text=text,
-            patches=None if grid is None else opened(grid.mapped(content)),
+            patches=None
+            if grid is None
+            else opened(grid.mapped(content), grid.sums(content), grid.name),
             encoder=f"{encoder.name}@{fingerprint[:16]}",
             fingerprint="",
         )
