@@ -5,10 +5,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import Frozen, Method, Tensors, make
+from fedvlm.data.arrays import numbered
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.record import Record
@@ -19,7 +22,7 @@ from fedvlm.storage.sealed import read_tensors, write_tensors
 FIRST = "{}."  # around class names behind a prompt, whatever the template, up to 0.1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Personalised:
     """One client's classifier: frozen, shared and local tensors, and the encoder it goes with."""
 
@@ -30,11 +33,23 @@ class Personalised:
     client: str
     encoder: str  # name and fingerprint
 
-    def logits(self, x: Tensor) -> Tensor:
+    def __repr__(self) -> str:
+        whose = f" of {self.client}" if self.client else ""
+        return (
+            f"<{self.method.name}{whose}: {len(self.frozen.classes)} classes, {self.encoder}, "
+            f"{self.frozen.dim} dimensions>"
+        )
+
+    def logits(self, x: Any) -> Tensor:
         """(rows, classes) for what the encoder this was trained on makes of pictures.
 
-        Rows are pooled embeddings, or what the method needs instead: patches or pixels.
+        Rows are pooled embeddings, or what the method needs instead: patches or pixels, as an
+        array or a tensor.
         """
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"these rows are no numbers ({error}); give an array") from error
         wanted: tuple[int | str, ...] = ("rows", self.frozen.dim)
         if "image tower" in self.method.traits.needs:
             wanted = ("rows", 3, "height", "width")
@@ -57,9 +72,21 @@ class Personalised:
         out: Tensor = self.method.predict(self.frozen, sent, self.local, x)
         return out
 
-    def predict(self, x: Tensor) -> list[str]:
+    def predict(self, x: Any) -> list[str]:
         """The name of the likeliest class of each row."""
         return [self.frozen.classes[i] for i in self.logits(x).argmax(dim=1).tolist()]
+
+    def predict_proba(self, x: Any) -> NDArray[np.float32]:
+        """(rows, classes) probabilities, in the order of the classes."""
+        return self.logits(x).softmax(dim=1).numpy()
+
+    def score(self, x: Any, y: Any) -> float:
+        """The share of rows whose class is right; labels are numbers or names."""
+        labels = np.asarray(y)
+        if labels.shape != (len(x),) or not len(x):
+            raise DataError(f"{len(x)} rows and labels of shape {labels.shape}; one label per row")
+        found = self.logits(x).argmax(dim=1).numpy()
+        return float((found == numbered("the labels", labels, self.frozen.classes)).mean())
 
     def save_pretrained(self, folder: str | Path) -> None:
         tensors = {f"shared/{key}": value for key, value in self.shared.items()}
