@@ -55,6 +55,7 @@ class Dataset:
     clients: Strings  # (rows,) the data's own clients (writers, sites), or empty strings
     splits: Strings  # (rows,) "train", "validation", "test" where the data set says so, or empty
     templates: tuple[str, ...] = ("a picture of a {}",)
+    groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Embedded:
     pictures: "Rows | None" = None  # (rows, 3, height, width) as the image tower takes them
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same, by client that brings it
+    groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
 
     def offers(self) -> set[str]:
         """What these rows can give a method."""

@@ -43,6 +43,8 @@ class Settings:
         whole = asdict(self)
         for key in ("workers", "access", "reproduces"):
             del whole[key]
+        if self.clients.calibration is None:
+            del whole["clients"]["calibration"]
         both = [one for one in (self.method, self.warm_start) if one is not None]
         if not (self.allow_small and any(one.traits.smallest for one in both)):
             del whole["allow_small"]
