@@ -1,5 +1,6 @@
 """Prediction sets hold the true class as often as they promise, and nothing reads their rows."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, sqrt
@@ -32,7 +33,9 @@ def federation(count: int = 240) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 @pytest.mark.parametrize("aside", [30, 120])  # too few for each class of its own, and enough
 @pytest.mark.parametrize("method", ["auto", "tofa", "alone"])
-def test_mean_coverage_over_200_splits_is_what_was_promised(method: str, aside: int) -> None:
+def test_mean_coverage_over_200_splits_is_what_was_promised(
+    method: str, aside: int, record_property: Callable[[str, object], None]
+) -> None:
     coverage = 0.9
     text = np.eye(DIM)[:CLASSES]
     own = fedvlm.run(method, clients=federation(), text=text).personalised("a")
@@ -56,8 +59,10 @@ def test_mean_coverage_over_200_splits_is_what_was_promised(method: str, aside: 
         split = counts.min() >= needed(coverage)
         most.append(np.mean(1 / (counts + 1)) if split else 1 / (aside + 1))
     error = np.std(hits, ddof=1) / sqrt(SPLITS)
-    said = f"{method}, {aside} rows: {np.mean(hits):.4f} ± {error:.4f}, {np.mean(sizes):.2f} classes"
-    print(said)
+    said = (
+        f"{method}, {aside} rows: {np.mean(hits):.4f} ± {error:.4f}, {np.mean(sizes):.2f} classes"
+    )
+    record_property("sets", said)
     assert coverage - 2 * error <= np.mean(hits) <= coverage + np.mean(most) + 2 * error, said
     assert 1 < np.mean(sizes) < 0.9 * CLASSES, said  # a set of all classes covers too
 

@@ -165,13 +165,15 @@ def to_onnx(classifier: Personalised) -> bytes:
     weight, bias = linear(classifier)
     classes, dim = weight.shape
     least = np.float32(1e-12)
+    warmth = 0.0 if classifier.calibration is None else classifier.calibration.log_heat
     graph = helper.make_graph(
         [
             helper.make_node("ReduceL2", ["embeddings"], ["length"], axes=[1], keepdims=1),
             helper.make_node("Max", ["length", "least"], ["divisor"]),
             helper.make_node("Div", ["embeddings", "divisor"], ["unit"]),
             helper.make_node("Gemm", ["unit", "weight", "bias"], ["logits"], transB=1),
-            helper.make_node("Softmax", ["logits"], ["probabilities"], axis=1),
+            helper.make_node("Mul", ["logits", "cold"], ["calibrated"]),
+            helper.make_node("Softmax", ["calibrated"], ["probabilities"], axis=1),
         ],
         "classifier",
         [helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, ["rows", dim])],
@@ -185,6 +187,7 @@ def to_onnx(classifier: Personalised) -> bytes:
                 ("weight", weight.numpy()),
                 ("bias", bias.numpy()),
                 ("least", least.reshape(1)),
+                ("cold", np.exp(-np.float32(warmth)).reshape(1)),
             )
         ],
     )

@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 import typer.core
 
+from fedvlm.cli.ask import predict, score
 from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, plot, report, resume, run
-from fedvlm.cli.share import export, ledger, predict
+from fedvlm.cli.share import export, ledger
 from fedvlm.cli.texts import describe, join
 
 typer.core.HAS_RICH = False  # typer escapes brackets for rich also where help is plain
@@ -55,6 +56,7 @@ app.command()(join)
 app.command()(describe)
 app.command()(export)
 app.command()(predict)
+app.command()(score)
 app.command()(ledger)
 app.add_typer(cache_app, name="cache")
 app.add_typer(deploy_app, name="deploy")
