@@ -15,8 +15,9 @@ from fedvlm.deploy.kits import SiteKit
 from fedvlm.engines.client import World
 from fedvlm.errors import DataError, FederationError, SettingsError, listing
 from fedvlm.evaluate.reference import wants_reference
+from fedvlm.record import provenance
 from fedvlm.runner.load import embedded, encode, load, opened, reach, skipped
-from fedvlm.runner.prepare import Prepared, check_rows, prepare, prepare_one
+from fedvlm.runner.prepare import Prepared, check_rows, prepare, prepare_one, set_aside
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.sealed import write_tensors
 
@@ -29,6 +30,7 @@ class Own:
     labels: NDArray[np.int64]  # of the training rows
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
+    told: Mapping[str, Any]  # what its card tells of rows and code
 
 
 def own_rows(
@@ -42,13 +44,16 @@ def own_rows(
         prepared = prepare(settings, rows, seed)
         _check_plays(prepared, kit.plays)
     else:
-        prepared = prepare_one(settings, rows, kit.name, seed)
+        own = not kit.encoder.startswith("store:")
+        clients = set_aside(settings.clients) if own else settings.clients
+        prepared = prepare_one(replace(settings, clients=clients), rows, kit.name, seed)
     id = kit.plays or kit.name
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
     labels = rows.labels[prepared.division.members[id].train]
     title = f"{settings.method.name}-{spec['job']}-{seed}"
-    return Own(world, labels, rows.encoder, title)
+    about = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint}
+    return Own(world, labels, rows.encoder, title, about | provenance())
 
 
 def _check_plays(prepared: Prepared, plays: str) -> None:

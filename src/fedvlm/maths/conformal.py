@@ -60,7 +60,7 @@ def limits(calibration: Calibration, classes: Sequence[str], coverage: float) ->
         raise DataError(
             f"coverage {coverage:g} needs {least} rows set aside, and {count} are there; a third "
             f"of the validation rows is set aside, so give the client {3 * least} of those, or ask "
-            + (f"for {_possible(count):g}" if count > 1 else "for none")
+            + (f"for {possible(count):g}" if count > 1 else "for none")
         )
     by_class = torch.bincount(calibration.labels, minlength=len(classes))
     rich = by_class >= least
@@ -80,6 +80,6 @@ def _quantile(scores: Tensor, coverage: float) -> Tensor:
     return scores.sort().values[rank - 1]
 
 
-def _possible(count: int) -> float:
+def possible(count: int) -> float:
     """The largest coverage of whole per cents that so many rows can promise."""
     return next(p for p in range(99, 0, -1) if needed(p / 100) <= count) / 100

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedvlm.core import Frozen
 from fedvlm.data.arrays import MEMORY
 from fedvlm.data.catalogue import catalogue
+from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import dealt
 from fedvlm.data.federation import Division, Member, Rows, divide
 from fedvlm.data.table import Embedded
@@ -114,8 +115,8 @@ class Prepared:
 
 def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
     clients = settings.clients
-    if clients.calibration is None and (rows.encoder == MEMORY or own_data(settings)):
-        clients = replace(clients, calibration=THIRD)
+    if rows.encoder == MEMORY or own_data(settings):
+        clients = set_aside(clients)
     division = divide(rows, clients, seed, settings.target)
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
 
@@ -123,6 +124,11 @@ def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
 def own_data(settings: Settings) -> bool:
     """Whether a run is on a user's own images; experiments on known data keep their splits."""
     return not settings.encoder.startswith("store:") and settings.data not in catalogue()
+
+
+def set_aside(clients: Clients) -> Clients:
+    """A third of the validation rows, unless a share is named."""
+    return clients if clients.calibration is not None else replace(clients, calibration=THIRD)
 
 
 def pooled(members: Sequence[Member]) -> Member:
@@ -142,10 +148,7 @@ def prepare_one(
     classes = tuple(rows.classes[i] for i in present)
     mine = np.full(len(labels), id)
     table = Rows(classes, labels, rows.domains, mine, rows.splits, rows.content, rows.groups)
-    clients = replace(settings.clients, by="own")
-    if clients.calibration is None:
-        clients = replace(clients, calibration=THIRD)
-    division = divide(table, clients, seed)
+    division = divide(table, replace(settings.clients, by="own"), seed)
     return Prepared(settings, rows, seed, division, frozen or frozen_of(rows, seed))
 
 
