@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 import typer.core
 
+from fedvlm.cli.ask import predict, score
 from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, plot, report, resume, run
-from fedvlm.cli.share import export, ledger, predict
+from fedvlm.cli.share import export, ledger
 from fedvlm.cli.texts import describe, join
 from fedvlm.cli.verify import verify
 
@@ -58,6 +59,7 @@ app.command()(join)
 app.command()(describe)
 app.command()(export)
 app.command()(predict)
+app.command()(score)
 app.command()(ledger)
 app.command()(verify)
 app.add_typer(cache_app, name="cache")

@@ -17,8 +17,16 @@ from fedvlm.deploy.reasons import Said
 from fedvlm.engines.client import World
 from fedvlm.errors import DataError, FederationError, SettingsError, listing
 from fedvlm.evaluate.reference import wants_reference
+from fedvlm.record import provenance
 from fedvlm.runner.load import embedded, encode, load, opened, reach, skipped
-from fedvlm.runner.prepare import Prepared, check_rows, frozen_of, prepare, prepare_one
+from fedvlm.runner.prepare import (
+    Prepared,
+    check_rows,
+    frozen_of,
+    prepare,
+    prepare_one,
+    set_aside,
+)
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
 from fedvlm.storage.sealed import write_tensors
@@ -32,6 +40,7 @@ class Own:
     labels: NDArray[np.int64]  # of the training rows
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
+    told: Mapping[str, Any]  # what its card tells of rows and code
 
 
 def own_rows(
@@ -52,8 +61,11 @@ def own_rows(
         prepared = prepare(settings, rows, seed)
         _check_plays(prepared, kit.plays)
     else:
+        own = not kit.encoder.startswith("store:")
+        clients = set_aside(settings.clients) if own else settings.clients
         deal = seed if policy.server_divides else OWN_SEED
-        prepared = prepare_one(settings, rows, kit.name, deal, frozen_of(rows, seed))
+        mine = replace(settings, clients=clients)
+        prepared = prepare_one(mine, rows, kit.name, deal, frozen_of(rows, seed))
         prepared = replace(prepared, seed=seed)
     id = kit.plays or kit.name
     prepared = _few(prepared, id, policy.most_rows)
@@ -61,7 +73,8 @@ def own_rows(
     world = with_reference(world, reference)
     labels = rows.labels[prepared.division.members[id].train]
     title = f"{settings.method.name}-{spec['job']}-{seed}"
-    return Own(world, labels, rows.encoder, title)
+    about = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint}
+    return Own(world, labels, rows.encoder, title, about | provenance())
 
 
 def _few(prepared: Prepared, id: str, most: int) -> Prepared:

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from fedvlm import tensors
+from fedvlm.classifier.card import Story, save
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import Telling, Tensors
 from fedvlm.deploy.account import Account, Given, cost, what
@@ -21,9 +22,11 @@ from fedvlm.deploy.policy import Policy, policy_now, read_policy
 from fedvlm.deploy.reasons import Refused, Said, word
 from fedvlm.deploy.rows import Own, own_rows
 from fedvlm.deploy.words import check_request
+from fedvlm.engines.client import measure
 from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
+from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import slug
@@ -211,8 +214,10 @@ class Site:
         if tensors.difference(sent, world.method.send(sent, training.id)) > 0:
             self.say(f"{world.method.name} sends each client tensors of its own; none is kept")
             return
-        one = Personalised(world.method, world.frozen, sent, local, training.id, own.encoder)
-        one.save_pretrained(place)
+        known = calibration(world, sent, local, training.id)
+        one = Personalised(world.method, world.frozen, sent, local, training.id, own.encoder, known)
+        measured = measure(world, sent, local, training.id)
+        save(one, Story(own.told, own.title, measured["test_rows"], measured["test_hits"]), place)
         self.say(f"its classifier is in {place}")
 
 

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import Frozen
+from fedvlm.data.arrays import MEMORY
+from fedvlm.data.catalogue import catalogue
+from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import dealt
 from fedvlm.data.federation import Division, Member, Rows, divide
 from fedvlm.data.table import Embedded
@@ -28,6 +31,7 @@ from fedvlm.runner.load import meet
 from fedvlm.runner.settings import Settings, attack_of
 
 Ints = NDArray[np.int64]
+THIRD = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by
 POOLED = "pooled"  # the client that has everyone's rows, where a method asks for it
 
 
@@ -112,8 +116,21 @@ class Prepared:
 
 
 def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
-    division = divide(rows, settings.clients, seed, settings.target)
+    clients = settings.clients
+    if rows.encoder == MEMORY or own_data(settings):
+        clients = set_aside(clients)
+    division = divide(rows, clients, seed, settings.target)
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
+
+
+def own_data(settings: Settings) -> bool:
+    """Whether a run is on a user's own images; experiments on known data keep their splits."""
+    return not settings.encoder.startswith("store:") and settings.data not in catalogue()
+
+
+def set_aside(clients: Clients) -> Clients:
+    """A third of the validation rows, unless a share is named."""
+    return clients if clients.calibration is not None else replace(clients, calibration=THIRD)
 
 
 def pooled(members: Sequence[Member]) -> Member:
@@ -132,7 +149,7 @@ def prepare_one(
     present, labels = np.unique(rows.labels, return_inverse=True)
     classes = tuple(rows.classes[i] for i in present)
     mine = np.full(len(labels), id)
-    table = Rows(classes, labels, rows.domains, mine, rows.splits, rows.content)
+    table = Rows(classes, labels, rows.domains, mine, rows.splits, rows.content, rows.groups)
     division = divide(table, replace(settings.clients, by="own"), seed)
     return Prepared(settings, rows, seed, division, frozen or frozen_of(rows, seed))
 

@@ -17,8 +17,8 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import DESCRIPTIONS, Record, provenance
+from fedvlm.runner import calibrate, warm
 from fedvlm.runner import memory as room
-from fedvlm.runner import warm
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.prepare import Prepared, check_rows, prepare, template_of
 from fedvlm.runner.settings import Settings, attack_of, build
@@ -74,11 +74,13 @@ def _begin(
     for one in seeds:
         one.check()
     notes = [*notes, *_notes(seeds)]
+    apart = any(len(one.calibration) for one in seeds[0].division.members.values())
+    parts = (*PARTS, "calibration") if apart else PARTS
     about = manifest(
         told_of(rows),
         [one.name for one in seeds[0].trainings],
         {
-            id: {part: len(getattr(one, part)) for part in PARTS}
+            id: {part: len(getattr(one, part)) for part in parts}
             for id, one in seeds[0].division.members.items()
         },
         {one.seed: one.division.dropped for one in seeds},
@@ -144,8 +146,9 @@ def _train(
     prepared: Prepared, training: Training, record: Record, tell: Callable[[int], None]
 ) -> scores.Results:
     """One training in this process, unless it is finished."""
-    settings = prepared.settings
-    if (scores := finished(record, file_name(training, prepared.seed))) is not None:
+    settings, name = prepared.settings, file_name(training, prepared.seed)
+    if (scores := finished(record, name)) is not None:
+        calibrate.keep(record, name, training.name, prepared.seed, prepared.world(training))
         return scores
     world = prepared.world(training)
     state, fresh = start(world)
@@ -154,7 +157,9 @@ def _train(
         state = warm.begin(settings, training, before, world, state, record)
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
     taught = prepared.taught(training)
-    return carry_out(settings, taught, world, engine, state, fresh, record, tell)
+    scores = carry_out(settings, taught, world, engine, state, fresh, record, tell)
+    calibrate.keep(record, name, training.name, prepared.seed, world)
+    return scores
 
 
 def default_name(settings: Settings, embedded: Embedded | None) -> str:

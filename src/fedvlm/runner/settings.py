@@ -57,6 +57,8 @@ class Settings:
         for key in ("attack", "attackers", "strength"):
             if self.attack == "none":
                 del whole[key]
+        if self.clients.calibration is None:
+            del whole["clients"]["calibration"]
         both = [one for one in (self.method, self.warm_start) if one is not None]
         if not (self.allow_small and any(one.traits.smallest for one in both)):
             del whole["allow_small"]
@@ -76,7 +78,7 @@ def build(values: Mapping[str, Any]) -> Settings:
     out: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            raise unknown("setting", key, known)
+            _refuse(key, values.get("method"), known)
         if key in ("method", "warm_start"):
             out[key] = _method(value)
         elif key == "clients":
@@ -93,6 +95,33 @@ def build(values: Mapping[str, Any]) -> Settings:
     if "method" not in out:
         raise SettingsError('no method is chosen; add method = "fedot" (`fedvlm list methods`)')
     return _checked(Settings(**out))
+
+
+def _refuse(key: str, method: Any, known: Iterable[str]) -> None:
+    """A name that no run has: it may be one of its method's."""
+    if method is not None:
+        whole = _method(method)
+        if key in {one.name for one in fields(whole)}:
+            raise SettingsError(
+                f"{key} is a setting of the method {whole.name}: write it in [method], or "
+                f"--set method.{key}=…"
+            )
+    raise unknown("setting", key, known)
+
+
+def with_method(method: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a run with its method, which takes those that are the method's own settings."""
+    whole = _method(method)
+    known = {one.name for one in fields(Settings)}
+    mine = {one.name for one in fields(whole)} - known
+    own = {key: value for key, value in values.items() if key in mine}
+    rest = {key: value for key, value in values.items() if key not in mine}
+    for key in rest:
+        if key not in known:
+            raise unknown(f"setting of a run or of {whole.name}", key, known | mine)
+    if own:
+        whole = make(whole.name, **{**asdict(whole), **own})
+    return {"method": whole, **rest}
 
 
 def _checked(settings: Settings) -> Settings:

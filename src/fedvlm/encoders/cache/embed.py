@@ -85,6 +85,7 @@ def embed(
             domains=dataset.domains[rows],
             clients=dataset.clients[rows],
             splits=dataset.splits[rows],
+            groups=None if dataset.groups is None else dataset.groups[rows],
             content=[digest.hex() for digest in content],
             scale=encoder.scale,
             text=text,
@@ -218,7 +219,8 @@ def _unit(values: NDArray[Any]) -> Tensor:
 def _fingerprint(embedded: Embedded, templates: tuple[str, ...]) -> str:
     """Covers all that a run on these rows can depend on, but for the encoder."""
     digest = sha256("\x1e".join(embedded.content).encode())
-    columns = (embedded.domains, embedded.clients, embedded.splits)
+    columns = [embedded.domains, embedded.clients, embedded.splits]
+    columns += [] if embedded.groups is None else [embedded.groups]
     for words in (embedded.classes, templates, embedded.labels.astype(str), *columns):
         digest.update("\x1e".join(["\x1d", *words]).encode())
     return digest.hexdigest()
