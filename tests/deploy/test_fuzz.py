@@ -11,7 +11,9 @@ from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError
 
-EXAMPLES = 150  # of each test in the suite; docs/security.md has the counts of a longer run
+EXAMPLES = (
+    150  # of each test in the suite; docs/security has the counts of a longer run
+)
 few = settings(
     max_examples=EXAMPLES,
     derandomize=True,
