@@ -9,7 +9,11 @@ ROOT = HERE.parent
 SOURCE = "https://github.com/fedvlm/fedvlm/blob/main/"
 sys.path[:0] = [str(ROOT / "src"), str(HERE)]
 
+import generate  # noqa: E402
+
 import fedvlm  # noqa: E402
+
+generate.write(HERE / "reference" / "generated")
 
 project = "fedvlm"
 author = "the authors of fedvlm"
