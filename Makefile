@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-long browser check bench clean
+.PHONY: demo test test-all test-long browser check bench docs clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
@@ -32,6 +32,11 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Warnings (a link to nowhere is one) are errors; nothing asks a network.
+docs: $(VENV)/.dev
+	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/docs
+	@echo "the site is in build/docs/index.html"
 
 bench: $(VENV)/.dev
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -14,7 +14,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def listed():
-    page = (ROOT / "docs" / "api.md").read_text()
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
     return {
         module: sorted(re.findall(r"`(\w+)`", names))
         for module, names in re.findall(r"^\| `([\w.]+)` \| (.*) \|$", page, re.M)

@@ -61,10 +61,10 @@ def defaults(kind, without=()):
 @pytest.mark.parametrize(
     ("page", "head", "kind", "without"),
     [
-        ("settings.md", "key", Settings, ()),
-        ("settings.md", "`clients.`", Clients, ()),
-        ("channel.md", "`channel.`", Channel, ()),
-        ("deploy.md", "`server.toml`", ServerKit, ("folder", "rehearsal")),
+        ("reference/settings.md", "key", Settings, ()),
+        ("reference/settings.md", "`clients.`", Clients, ()),
+        ("security/channel.md", "`channel.`", Channel, ()),
+        ("how-to/deploy.md", "`server.toml`", ServerKit, ("folder", "rehearsal")),
     ],
 )
 def test_a_table_of_settings_has_every_name_and_default(page, head, kind, without):
@@ -73,29 +73,34 @@ def test_a_table_of_settings_has_every_name_and_default(page, head, kind, withou
 
 
 def test_the_settings_page_has_every_word_of_a_choice():
-    said = {row[0].strip("`"): " ".join(row[1:]) for row in table("settings.md", "key")}
+    said = {row[0].strip("`"): " ".join(row[1:]) for row in table("reference/settings.md", "key")}
     for one in fields(Settings):
         for word in get_args(one.type):
             if isinstance(word, str):
                 assert f"`{word}`" in said[one.name], f"{one.name} = {word!r} is not on the page"
-    ways = {row[0]: " ".join(row[1:]) for row in table("settings.md", "`clients.`")}["`by`"]
+    ways = {row[0]: " ".join(row[1:]) for row in table("reference/settings.md", "`clients.`")}[
+        "`by`"
+    ]
     assert set(re.findall(r"`([a-z-]+)`", ways)) == set(get_args(By))
 
 
 def test_encoders_offer_what_the_page_says():
     said = {}
-    for names, offers in table("concepts.md", "encoder"):
+    for names, offers in table("explanation/concepts.md", "encoder"):
         for form in re.findall(r"`([^`]+)`", names):
             said[form] = tuple(offers.split(", "))
     assert said == {kind.form: kind.offers for kind in ENCODERS.values()}
 
 
 def test_every_protocol_and_engine_is_on_the_page():
-    assert {row[0].strip("`") for row in table("concepts.md", "`protocol`")} == set(protocols())
-    text = (DOCS / "concepts.md").read_text()
+    found = table("explanation/concepts.md", "`protocol`")
+    assert {row[0].strip("`") for row in found} == set(protocols())
+    text = (DOCS / "explanation/concepts.md").read_text()
     engines = text[text.index("## Engines") : text.index("## Protocols")]
     [choice] = [get_args(one.type) for one in fields(Settings) if one.name == "engine"]
-    assert [row[0].strip("`") for row in table("concepts.md", "`engine`")] == list(choice)
+    assert [row[0].strip("`") for row in table("explanation/concepts.md", "`engine`")] == list(
+        choice
+    )
     assert all(f"`{name}`" in engines for name in choice)
 
 
@@ -119,6 +124,6 @@ def test_the_methods_for_a_black_box_of_images_are_those_the_page_names():
             found[key].add(name)
     said = {
         re.findall("`([^`]+)`", row[0])[0].split(" ")[0]: set(re.findall("`([^`]+)`", row[1]))
-        for row in table("concepts.md", "set")
+        for row in table("explanation/concepts.md", "set")
     }
     assert said == {key: names for key, names in found.items() if names}

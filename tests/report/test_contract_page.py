@@ -9,8 +9,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_of_the_contract_is_made_from_the_classes():
-    assert (DOCS / "contract.md").read_text(encoding="utf-8") == contract_page(), (
-        "docs/contract.md is old; make it again: python -m fedvlm.report.contract"
+    assert (DOCS / "reference" / "contract.md").read_text(encoding="utf-8") == contract_page(), (
+        "docs/reference/contract.md is old; make it again: python -m fedvlm.report.contract"
     )
 
 

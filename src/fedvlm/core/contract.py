@@ -107,7 +107,7 @@ class Batch(NamedTuple):
 
 
 def said(default: Any, says: str) -> Any:
-    """A field with its line in docs/contract.md, which is made from the class."""
+    """A field with its line in docs/reference/contract.md, which is made from the class."""
     return field(default=default, metadata={"says": says})
 
 

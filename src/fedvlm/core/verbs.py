@@ -1,6 +1,6 @@
 """Verbs a method may have beyond the six, and what standard parts say of themselves.
 
-The first paragraph of a protocol is its line in docs/contract.md, which is made from it.
+The first paragraph of a protocol is its line in docs/reference/contract.md, which is made from it.
 """
 
 from collections.abc import Callable, Mapping

@@ -27,6 +27,7 @@ TOKENS = 1 << 15  # token vectors in the text tower at once: every picture has p
 @register
 @dataclass(frozen=True)
 class CoCoOp:
+    # where the network lives: zero at first and local, drawn and local, or shared
     form: Literal["server-coop", "random-meta", "all-global"] = "server-coop"
     vectors: int | None = None  # M: 4, or the template's
     start: Start = "random"  # or the template's words

@@ -34,9 +34,10 @@ MEMORY = statistics("mask", "judge")
 @register
 @dataclass(frozen=True)
 class FAACLIP:
+    # layers of the mask; "no norm" to "linear" are fea₄ to fea₁ of table VIII
     mask: Literal["full", "deeper", "no norm", "no second", "linear, norm", "linear"] = "full"
     adaptation: bool = True  # False: no judge ("w/o DA"), and no reference set
-    reference: Literal["public", "target"] = "public"
+    reference: Literal["public", "target"] = "public"  # D_tgt, whose rows the judge sees
     weight: float = 0.5  # λ of eq. 6
     shared_judge: bool = False  # "w/ shared D"
     local_norm: bool = False  # "w/o shared BN"

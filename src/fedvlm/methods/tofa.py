@@ -25,12 +25,13 @@ from fedvlm.methods._texts import aligned, first_weights, gathered, prompts, sco
 @dataclass(frozen=True)
 class TOFA:
     visual: bool = True  # the three parts of the paper's ablation
-    text: bool = True
+    text: bool = True  # False: the visual classifier alone
     fusion: bool = True  # False: both modalities weigh the same, as they are
     alpha: float = 1.0  # α of the power prior: 0 trusts own rows only
     shrinkage: float = 1.0  # λ of the ridge λ tr(S)/(ν - 1); the paper says only "small"
     sharpness: float = 100.0  # s_t of eq. 5, which prints none: with 1 all texts weigh the same
     temperature: float = 0.5  # τ_t of eq. 7
+    # which rows say how sure each modality is: own ones by leaving out, or validation rows
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
     most: int = 4096  # rows a client may have; the fixed point of uploads is made for them
     smallest: int = SMALLEST  # rows a class must have at a client to be uploaded

@@ -1,4 +1,4 @@
-"""docs/contract.md, made from the classes it is about.
+"""docs/reference/contract.md, made from the classes it is about.
 
 `python -m fedvlm.report.contract` writes it.
 """
@@ -14,9 +14,9 @@ from fedvlm.core.schema import RANGES
 
 OPENING = """# What a method may say
 
-Beside its name, its settings and the six verbs ([concepts](concepts.md)). This page is made from
-`fedvlm.core`; what is not on it, nothing reads. `register` refuses a name that is nearly one of
-these.
+Beside its name, its settings and the six verbs ([concepts](../explanation/concepts.md)). This page
+is made from `fedvlm.core`; what is not on it, nothing reads. `register` refuses a name that is
+nearly one of these.
 """
 
 
@@ -70,4 +70,4 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    Path("docs/contract.md").write_text(contract_page(), encoding="utf-8")
+    Path("docs/reference/contract.md").write_text(contract_page(), encoding="utf-8")

@@ -1,0 +1,194 @@
+"""The pages of reference/generated, made from the code; conf.py calls `write` before each build."""
+
+import ast
+import inspect
+import io
+import tokenize
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, Field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from fedvlm.channel.settings import Channel
+from fedvlm.cli import app
+from fedvlm.core import Schedule, methods
+from fedvlm.core.schema import RANGES
+from fedvlm.data.clients import Clients
+from fedvlm.evaluate.protocols import PROTOCOLS
+from fedvlm.report.lists import LISTS
+from fedvlm.runner.settings import Settings
+
+# Of settings that many methods have and few explain.
+COMMON = {
+    "rounds": "rounds of a training; 0 is zero-shot",
+    "head": "what the head starts from",
+    "vectors": "of a prompt",
+    "start": "what a prompt starts from",
+}
+PUBLIC = ("", ".core", ".parts", ".testing", ".data", ".encoders")
+
+
+def comments(kind: type) -> dict[str, str]:
+    """What a dataclass's source says beside or right above each of its fields."""
+    said = {one.name: one.metadata["says"] for one in fields(Schedule)}
+    for one in reversed([one for one in kind.__mro__ if "__annotations__" in vars(one)]):
+        text = inspect.getsource(one)
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        notes = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+        [node] = ast.parse(text).body
+        for part in (part for part in node.body if isinstance(part, ast.AnnAssign)):
+            lines = [at for at in range(part.lineno, part.end_lineno + 1) if at in notes]
+            above = part.lineno - 1
+            while above in notes and not notes[above].line.partition("#")[0].strip():
+                lines.insert(0, above)
+                above -= 1
+            words = " ".join(notes[at].string.lstrip("# ") for at in lines)
+            said[part.target.id] = words or said.get(part.target.id, COMMON.get(part.target.id, ""))
+    return said
+
+
+def cell(words: Any) -> str:
+    return " ".join(str(words).replace("|", "\\|").split())
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *([cell(one) for one in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines] + [""]
+
+
+def default(one: Field[Any]) -> str:
+    value = one.default if one.default_factory is MISSING else one.default_factory()
+    if value is MISSING:
+        return "must be given"
+    plain = value is None or isinstance(value, bool | int | float | str | tuple | list | dict)
+    return f"`{value!r}`" if plain else "see its table"
+
+
+def takes(one: Field[Any]) -> str:
+    kind = one.type.__name__ if isinstance(one.type, type) else str(one.type)
+    kind = kind.replace("typing.", "").replace("collections.abc.", "")
+    span = RANGES.get(one.name, ("", ""))[1]
+    return f"`{kind}`" + (f", {span}" if span else "")
+
+
+def settings(kind: type) -> list[str]:
+    said = comments(kind)
+    rows = [
+        (f"`{one.name}`", default(one), takes(one), said.get(one.name, "")) for one in fields(kind)
+    ]
+    return table(("setting", "default", "takes", "symbol and meaning"), rows)
+
+
+def own_words(thing: Any) -> str:
+    """Its docstring, unless Python wrote it."""
+    said = inspect.getdoc(thing) or ""
+    made = inspect.isclass(thing) and said.startswith(f"{thing.__name__}(")
+    return "" if made else said.replace("*", "\\*")
+
+
+def paragraphs(thing: Any) -> list[str]:
+    return [own_words(thing), ""]
+
+
+def methods_page() -> list[str]:
+    lines = [
+        "# Methods and their settings",
+        "",
+        "Made from the classes; symbols are the papers'.",
+        "",
+    ]
+    needs = {row["method"]: row["needs"] for row in LISTS["methods"]()}
+    for name, kind in sorted(methods().items()):
+        lines += [f"## {name}", "", *paragraphs(import_module(kind.__module__))]
+        lines += [f"Asks of the encoder: {needs[name]}.", "", *settings(kind)]
+    return lines
+
+
+def listed(what: str, title: str, leave: Sequence[str] = ()) -> list[str]:
+    rows = LISTS[what]()
+    head = [
+        key for key, value in rows[0].items() if not isinstance(value, list) and key not in leave
+    ]
+    body = [[f"`{row[head[0]]}`", *(row[key] for key in head[1:])] for row in rows]
+    return [f"# {title}", "", f"`fedvlm list {what}` prints the same.", "", *table(head, body)]
+
+
+def protocols_page() -> list[str]:
+    rows = [(f"`{name}`", what) for name, what in PROTOCOLS.items()]
+    return ["# Protocols", "", *table(("protocol", "what it does"), rows)]
+
+
+def settings_page() -> list[str]:
+    lines = ["# Settings of a run, clients and channel, with their types", ""]
+    for title, kind in (("A run", Settings), ("clients", Clients), ("channel", Channel)):
+        lines += [f"## {title}", "", *paragraphs(kind), *settings(kind)]
+    return lines
+
+
+def commands(command: Any, name: str) -> list[str]:
+    """A command's help, and that of those below it."""
+    context = typer.Context(command, info_name=name, max_content_width=100, terminal_width=100)
+    lines = [f"## {name}", "", "```text", command.get_help(context), "```", ""]
+    for word, below in sorted(getattr(command, "commands", {}).items()):
+        lines += commands(below, f"{name} {word}")
+    return lines
+
+
+def command_page() -> list[str]:
+    return ["# Command line", "", *commands(typer.main.get_command(app), "fedvlm")]
+
+
+def api_page() -> list[str]:
+    lines = ["# Public names, one by one", "", "[The public API](../api.md) says what keeps.", ""]
+    for part in PUBLIC:
+        module = import_module(f"fedvlm{part}")
+        lines += [f"## fedvlm{part}", ""]
+        rows = [
+            (f"`{name}{call(getattr(module, name))}`", doc(getattr(module, name)))
+            for name in sorted(module.__all__)
+        ]
+        lines += table(("name", "what it is"), rows)
+    return lines
+
+
+def call(thing: Any) -> str:
+    """The names of what a function takes; annotations are in the source."""
+    return (
+        f"({', '.join(inspect.signature(thing).parameters)})" if inspect.isfunction(thing) else ""
+    )
+
+
+def doc(thing: Any) -> str:
+    """The first paragraph of what a name says of itself; constants say their value."""
+    if (inspect.isclass(thing) or inspect.isfunction(thing)) and "fedvlm" in thing.__module__:
+        return own_words(thing).split("\n\n")[0]
+    if isinstance(thing, tuple):
+        return ", ".join(f"`{getattr(one, '__name__', one)}`" for one in thing)
+    return f"`{thing}`" if isinstance(thing, int) else f"a {type(thing).__name__}"
+
+
+PAGES: dict[str, Callable[[], list[str]]] = {
+    "methods": methods_page,
+    "encoders": lambda: listed("encoders", "Encoders"),
+    "datasets": lambda: listed("datasets", "Data sets"),
+    "experiments": lambda: listed("experiments", "Experiments"),
+    "protocols": protocols_page,
+    "settings": settings_page,
+    "command-line": command_page,
+    "public-names": api_page,
+}
+
+
+def write(folder: Path) -> None:
+    """All pages; one that has not changed is left as it is, and one no longer made is deleted."""
+    folder.mkdir(exist_ok=True)
+    for old in set(folder.glob("*.md")) - {folder / f"{name}.md" for name in PAGES}:
+        old.unlink()
+    for name, make in PAGES.items():
+        text = "\n".join(make())
+        path = folder / f"{name}.md"
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")

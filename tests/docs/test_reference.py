@@ -1,0 +1,80 @@
+"""The reference is made from the code: all of it is there, and comments of fields are read."""
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from fedvlm.core import methods
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def generate():
+    sys.path.insert(0, str(DOCS))
+    try:
+        import generate
+
+        yield generate
+    finally:
+        sys.path.remove(str(DOCS))
+
+
+@dataclass
+class Parent:
+    first: int = 1  # beside
+    # above, in
+    # two lines
+    second: tuple[str, str] = (
+        "a",  # within
+        "b",
+    )
+    third: str = "# not a comment"
+
+    def work(self):
+        first = 2  # not of the field
+        return first
+
+
+@dataclass
+class Child(Parent):
+    third: str = "c"  # its own
+    rate: float = 0.1
+
+
+def test_a_field_says_what_its_comments_say(generate):
+    said = generate.comments(Child)
+    assert said["first"] == "beside"
+    assert said["second"] == "above, in two lines within"
+    assert said["third"] == "its own"
+    assert generate.comments(Parent)["third"] == ""
+    assert said["rate"] == "of a step", "words of a setting that engines read stand in"
+
+
+def test_every_method_is_on_the_page_with_every_setting_explained(generate):
+    page = "\n".join(generate.methods_page())
+    for name, kind in methods().items():
+        section = page[page.index(f"\n## {name}\n") :].split("\n## ")[1]
+        rows = {line.split(" | ")[0][3:-1]: line for line in section.splitlines() if "| `" in line}
+        assert list(rows) == [one.name for one in fields(kind)], name
+        for setting, row in rows.items():
+            assert not row.endswith("|  |"), f"{name}.{setting} has no comment in its class"
+
+
+def test_every_command_is_on_the_page(generate):
+    page = "\n".join(generate.command_page())
+    for command in ("run", "report", "cache verify", "deploy init", "deploy site"):
+        assert f"\n## fedvlm {command}\n" in page
+
+
+def test_pages_are_written_once_and_old_ones_go(generate, tmp_path):
+    folder = tmp_path / "generated"
+    generate.write(folder)
+    (folder / "gone.md").write_text("# Gone\n")
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*.md")}
+    generate.write(folder)
+    after = {path: path.stat().st_mtime_ns for path in folder.glob("*.md")}
+    assert after == {path: when for path, when in before.items() if path.name != "gone.md"}
+    assert {path.stem for path in after} == set(generate.PAGES)
