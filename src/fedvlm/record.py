@@ -89,6 +89,8 @@ def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
     )
 
 
+SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
+SETTLED = 1e-4  # a larger one is told; where scikit-learn stops by default
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 
 
@@ -235,6 +237,18 @@ class Record:
     def far(self) -> list[str]:
         """Which clients were far from the rest in most of their rounds, in words."""
         return named(self.lines())
+
+    @property
+    def unsettled(self) -> list[str]:
+        """Which clients' convex fits were not at their end after all steps, in words."""
+        out = []
+        for seed in self.manifest["identity"]["seeds"]:
+            for job, one in self.jobs(seed).items():
+                left = {id: told.get(SLOPE, 0.0) for id, told in one.get("maps", {}).items()}
+                if far := [f"{id} ({left[id]:.0e})" for id in left if left[id] > SETTLED]:
+                    where = f"seed {seed}, {job}: not converged, with the slope left"
+                    out.append(f"{where}: {', '.join(far)}")
+        return out
 
     def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         """Scores and map diagnostics of every training of one seed (the first one if none)."""

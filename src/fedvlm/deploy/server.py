@@ -42,6 +42,11 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
+    if settings.method.traits.centralised:
+        raise SettingsError(
+            f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
+            "which only a simulation has; choose another method, as 'auto' or 'alone'"
+        )
     if settings.attack != "none":
         raise SettingsError(
             f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run"
