@@ -42,7 +42,7 @@ def bars(settings: Sequence[Settings], done: Record) -> list[Settings]:
         engine="batched",
         allow_small=False,
         channel=Channel(),
-        attack="",
+        attack="none",
         reproduces=(),
     )
     return [replace(plain, method=make(name)) for name in BARS if name not in there]
