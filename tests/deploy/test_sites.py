@@ -13,6 +13,7 @@ from fedvlm.deploy.consent import give_consent
 from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.server import REFERENCE, ready
 from fedvlm.deploy.site import Site, Stranger
 from fedvlm.engines.flower.local import local_grid
@@ -156,6 +157,15 @@ def test_a_site_with_another_encoder_is_refused(place):
     place.change("sketch", encoder=np.array("toy@1"))
     with pytest.raises(FederationError, match="art and sketch do not have the same encoder: '0'"):
         place.run()
+
+
+def test_sites_whose_prompts_end_in_other_words_do_not_fit():
+    remote, first = object.__new__(Remote), {"shared/prompt": torch.zeros(2, 4)}
+    about = {"encoder": "demo@0", "classes": ["ant"], "dim": 4, "template": "a {}"}
+    others = {"same": about, "other": {**about, "template": "a {}."}}
+    remote.sites = {name: Opened(one, first, None) for name, one in {"a": about, **others}.items()}
+    assert remote._differs("a", "same") is None
+    assert "do not have the same template: 'a {}' and 'a {}.'" in remote._differs("a", "other")
 
 
 def test_a_site_whose_class_texts_differ_is_refused(place):
