@@ -76,6 +76,17 @@ def test_a_round_asked_for_again_is_answered_with_the_same_bytes_and_costs_nothi
     assert site.account.rounds.total() == before == 2
 
 
+@pytest.mark.parametrize("rounds", [2, KEEP + 2])
+def test_the_same_experiment_run_again_ends_the_same(place, rounds):
+    """From answers that were given before, and from state as it was then; FedOT has local maps."""
+    method = {"name": "fedot", "rounds": rounds, "rate": 1e-3}
+    one, two = (place.run(place.settings(method), name) for name in ("one", "two"))
+    assert one.tables == two.tables and len(two.rounds) == rounds
+    if rounds < KEEP:
+        assert Account(Ledger(place.site("art"))).rounds.total() == rounds
+    assert all(sorted(line["clients"]) == ["art", "photo", "sketch"] for line in two.rounds)
+
+
 def test_another_request_for_the_same_round_is_another_release(heard):
     place, pairs = heard
     request, first = pairs[1]
@@ -272,9 +283,14 @@ def test_only_the_last_answers_are_kept_and_damage_is_no_answer(tmp_path):
     given = Given(tmp_path)
     ask = [Parcel({"round": n, "nonce": "x"}, {"a": np.ones(2)}) for n in range(KEEP + 3)]
     for one in ask:
-        given.keep(one, Parcel({"round": one.about["round"], "nonce": "x"}, {"b": np.ones(3)}))
+        given.keep(
+            one,
+            Parcel({"round": one.about["round"], "nonce": "x"}, {"b": np.ones(3)}),
+            Parcel({"s": 1}),
+        )
     assert len(list((tmp_path / "given").iterdir())) == KEEP
-    assert given.read(ask[-1]).about == {"round": KEEP + 2, "nonce": "x"}
+    reply, state = given.read(ask[-1])
+    assert reply.about == {"round": KEEP + 2, "nonce": "x"} and state.about == {"s": 1}
     path = given.path(ask[-1])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fedvlm.deploy.explain import example
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError
@@ -201,6 +202,8 @@ def test_below_the_quorum_a_lie_stops_the_run_before_its_checkpoint(place):
 @pytest.mark.parametrize("value", [-1e6, 1e14])
 def test_statistics_that_cannot_be_stop_nobody(place, method, value):
     """They may be believed (bounds on poisoning are another matter), but what is kept is finite."""
+    for name in place.desks:
+        (place.site(name) / "policy.toml").write_text(example(("*",)))
     settings = place.settings(method)
     liar = Liar(place.desks["sketch"], "round", filled(value))
     result = place.run(

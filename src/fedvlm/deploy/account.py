@@ -15,7 +15,7 @@ from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Policy, Protection
 from fedvlm.deploy.reasons import Refused
 from fedvlm.engines.client import steps
-from fedvlm.engines.flower.wire import Parcel, checksum, from_bytes, to_bytes
+from fedvlm.engines.flower.wire import Arrays, Parcel, checksum, from_bytes, to_bytes
 from fedvlm.maths.accounting import epsilon
 from fedvlm.storage.files import write
 
@@ -106,22 +106,36 @@ class Given:
         about = {key: value for key, value in request.about.items() if key not in OWN}
         return self.folder / checksum(Parcel(about, request.arrays))
 
-    def read(self, request: Parcel) -> Parcel | None:
-        """The answer to the same request, but for the number that a reply has to name."""
+    def read(self, request: Parcel) -> tuple[Parcel, Parcel] | None:
+        """The answer to the same request, but for the number that a reply has to name, and the
+        state after it."""
         try:
             kept = from_bytes(self.path(request).read_bytes())
-            if kept.about["checksum"] != checksum(Parcel(kept.about["reply"], kept.arrays)):
+            words = kept.about["reply"], kept.about["state"]
+            if kept.about["checksum"] != _seal(*words, kept.arrays):
                 return None
         except Exception:  # none, or damaged: then it is an answer like any other, and counted
             return None
-        return Parcel({**kept.about["reply"], "nonce": request.about["nonce"]}, kept.arrays)
+        both = [
+            {key[2:]: one for key, one in kept.arrays.items() if key.startswith(mark)}
+            for mark in ("r/", "s/")
+        ]
+        reply = {**words[0], "nonce": request.about["nonce"]}
+        return Parcel(reply, both[0]), Parcel(words[1], both[1])
 
-    def keep(self, request: Parcel, reply: Parcel) -> None:
+    def keep(self, request: Parcel, reply: Parcel, state: Parcel) -> None:
         path = self.path(request)
         about = {key: value for key, value in reply.about.items() if key not in OWN}
-        seal = checksum(Parcel(about, reply.arrays))
-        write(path, to_bytes(Parcel({"reply": about, "checksum": seal}, reply.arrays)))
+        arrays = {f"r/{key}": one for key, one in reply.arrays.items()}
+        arrays |= {f"s/{key}": one for key, one in state.arrays.items()}
+        words = {"reply": about, "state": dict(state.about)}
+        seal = _seal(about, state.about, arrays)
+        write(path, to_bytes(Parcel({**words, "checksum": seal}, arrays)))
         old = sorted(self.folder.iterdir(), key=lambda one: (one.stat().st_mtime_ns, one.name))
         for one in old[:-KEEP]:
             if one != path:
                 one.unlink()
+
+
+def _seal(reply: Mapping[str, Any], state: Mapping[str, Any], arrays: Arrays) -> str:
+    return checksum(Parcel({"both": [dict(reply), dict(state)]}, arrays))

@@ -82,7 +82,7 @@ class Site:
             return self._reply(about, error), state
         sent = self._sent("out", about, self.sign(reply), **costs)
         if "spends" in costs:  # after it was counted: what is given again costs nothing
-            Given(self._folder(about["training"])).keep(request, reply)
+            Given(self._folder(about["training"])).keep(request, reply, state)
         return sent, state
 
     def _answered(
@@ -98,7 +98,7 @@ class Site:
         own, world = self.rows[key], training.world
         policy.admit(self.kit.folder, world.method, world.channel, own.labels)
         if (again := Given(self._folder(key)).read(request)) is not None:
-            return again, state, {}
+            return again[0], training.back(again[1]) if about["trains"] else state, {}
         spends = cost(world.method, world.channel, len(own.labels)) if kind == "upload" else 0.0
         self.account.admit(policy, kind, key, spends)
         reply, state = self.desk.answer(request, state)

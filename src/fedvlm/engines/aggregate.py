@@ -1,6 +1,7 @@
 """The aggregate of a round; no single upload from elsewhere can stop it or make it infinite."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -17,20 +18,33 @@ def aggregated(
     """What is shared from now on, and whose uploads it is of.
 
     Where the uploads are other machines' (`passed`) and their aggregate fails or is not finite,
-    that with the largest number is left out, until it is. One in this process is a mistake.
+    one is left out, that with the largest number first; if it fails without any one of them, two,
+    and so on. An upload made in this process is a mistake, and said.
     """
-    while any(came.uploads):
-        try:
-            out = method.aggregate(shared, came.uploads, came.weights, came.ids)
-            _check_finite(shared, out, method, number)
-            return out, came
-        except Exception as error:
-            if len(came.ids) < 2 or not set(came.ids) <= set(passed):
-                raise
-            sizes = [_largest(one) for one in came.uploads]
-            why = f"the aggregate fails with its upload ({type(error).__name__}); it is left out"
-            came = _without(came, sizes.index(max(sizes)), f"round {number}: {why}")
-    return shared, came
+
+    def tried(came: Arrived) -> Tensors:
+        if not any(came.uploads):
+            return shared
+        out = method.aggregate(shared, came.uploads, came.weights, came.ids)
+        _check_finite(shared, out, method, number)
+        return out
+
+    try:
+        return tried(came), came
+    except Exception as error:
+        if not set(came.ids) <= set(passed):
+            raise
+        why = f"the aggregate fails with its upload ({type(error).__name__}); it is left out"
+        first = error
+    while len(came.ids) > 1:
+        sizes = [_largest(one) for one in came.uploads]
+        order = sorted(range(len(sizes)), key=lambda place: -sizes[place])
+        for place in order:
+            less = _without(came, place, f"round {number}: {why}")
+            with suppress(Exception):
+                return tried(less), less
+        came = _without(came, order[0], f"round {number}: {why}")
+    raise first
 
 
 def _check_finite(before: Tensors, after: Tensors, method: Method, number: int) -> None:

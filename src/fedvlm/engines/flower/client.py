@@ -76,6 +76,18 @@ class OwnTraining:
             write_tensors(self.path, flat, about)
         return Parcel(about, arrays(flat))
 
+    def back(self, state: Parcel) -> Parcel:
+        """Versions as they were, beside those that are there: the server may go on from either."""
+        there = Parcel({}) if self.folder is None else self.read_file()
+        both = [unpack_versions(unpack(one.arrays), one.about, self.key) for one in (there, state)]
+        return self.write({**both[0], **both[1]})
+
+    def read_file(self) -> Parcel:
+        if not self.path.exists():
+            return Parcel({})
+        flat, about = read_tensors(self.path)
+        return Parcel(about, arrays(flat))
+
     @property
     def path(self) -> Path:
         assert self.folder is not None
