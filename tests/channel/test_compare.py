@@ -69,6 +69,11 @@ def test_a_long_change_is_shortened_to_twice_the_median_and_others_keep_their_bi
     assert all(out.uploads[i] is now.uploads[i] for i in range(10) if i != 3)
 
 
+def test_of_two_changes_neither_is_shortened():
+    now = longer(heads(2), 0, 100.0)
+    assert bounded(now, now.dots()) is now
+
+
 def test_a_row_count_of_ten_million_does_not_own_the_mean():
     now = heads()
     lie = replace(now, rows=torch.tensor([50.0] * 9 + [1e7]))
