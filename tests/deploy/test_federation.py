@@ -12,6 +12,7 @@ import pytest
 from running import execute
 
 from fedvlm import tensors
+from fedvlm.channel.settings import deployed as bounded
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.deploy.explain import example
 from fedvlm.deploy.flower import processes
@@ -46,7 +47,8 @@ def shared(result):
 
 def check_as_alone(federation, settings, deployed, folder):
     """The table, the bytes and the tensors of a run in one process; `local` is at its site."""
-    alone = execute(replace(settings, engine="single"), folder)
+    channel = bounded(settings.channel, settings.method)  # as a deployment has it by default
+    alone = execute(replace(settings, engine="single", channel=channel), folder)
     for key, value in alone.tables[0].items():
         assert deployed.tables[0][key] == pytest.approx(value, abs=1e-6)
     assert shared(deployed).keys() == shared(alone).keys()

@@ -1,0 +1,198 @@
+"""Uploads held against each other: the bound, robust aggregation, and who is named."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedvlm import tensors
+from fedvlm.channel import Channel
+from fedvlm.channel.compare import HEAVIEST, LONGEST, Round, apart, bounded, combined, named
+from fedvlm.channel.settings import deployed, fits
+from fedvlm.channel.uploads import Passage
+from fedvlm.core import make, methods, sums
+from fedvlm.engines.client import client
+from fedvlm.errors import SettingsError
+from fedvlm.parts.robust import RULES
+from fedvlm.runner.settings import build
+from fedvlm.testing import toy_world
+
+ROBUST = sorted(set(RULES) - {"mean"})
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def heads(count=10, **settings):
+    """A round of fedavg: the same change for all, and a little of their own."""
+    sent = {"head": draw(4, 6, seed=99)}
+    uploads = [{"head": sent["head"] + draw(4, 6) + 0.1 * draw(4, 6, seed=i)} for i in range(count)]
+    rows = torch.full((count,), 50.0)
+    return Round(make("fedavg"), "rows", uploads, [sent] * count, rows)
+
+
+def statistics(count=6, rows=(60,), seed=0):
+    """A round of TOFA: every client has rows of all four classes."""
+    sizes = [rows[i % len(rows)] for i in range(count)]
+    world = toy_world(make("tofa", smallest=1), sizes=sizes)
+    shared, local = world.method.init(world.frozen)
+    ids = sorted(world.members)
+    uploads = [
+        world.method.update(world.frozen, shared, local, client(world, i, 0))[0] for i in ids
+    ]
+    said = torch.tensor([float(len(world.members[i].train)) for i in ids])
+    return Round(world.method, "total", uploads, [shared] * count, said), shared, ids
+
+
+def carried(channel, now, ids=None):
+    names = ids or [f"client-{i}" for i in range(len(now.uploads))]
+    rows = {id: int(n) for id, n in zip(names, now.rows.tolist(), strict=True)}
+    both = (dict(zip(names, part, strict=True)) for part in (now.uploads, now.sent))
+    return Passage(channel, now.method, [], 0).carry(0, *both, rows, {}, (), str)
+
+
+def longer(now, place, factor):
+    """The round with one client's change so many times as long."""
+    uploads = list(now.uploads)
+    sent = now.sent[place]["head"]
+    uploads[place] = {"head": sent + factor * (uploads[place]["head"] - sent)}
+    return replace(now, uploads=uploads)
+
+
+def test_a_long_change_is_shortened_to_twice_the_median_and_others_keep_their_bits():
+    now = longer(heads(), 3, -100.0)
+    out = bounded(now, now.dots())
+    moved = [(one["head"] - now.sent[0]["head"]).norm() for one in now.uploads]
+    short = (out.uploads[3]["head"] - now.sent[3]["head"]).norm()
+    assert short == pytest.approx(LONGEST * float(torch.stack(moved).median()), rel=1e-5)
+    assert all(out.uploads[i] is now.uploads[i] for i in range(10) if i != 3)
+
+
+def test_of_two_changes_neither_is_shortened():
+    now = longer(heads(2), 0, 100.0)
+    assert bounded(now, now.dots()) is now
+
+
+def test_a_row_count_of_ten_million_does_not_own_the_mean():
+    now = heads()
+    lie = replace(now, rows=torch.tensor([50.0] * 9 + [1e7]))
+    assert bounded(lie, lie.dots()).rows.tolist() == [50.0] * 9 + [HEAVIEST * 50]
+    plain, bound = carried(Channel(), lie), carried(Channel(bound="median"), lie)
+    assert float(plain.weights[-1] / plain.weights.sum()) > 0.99
+    assert float(bound.weights[-1] / bound.weights.sum()) < 0.31
+
+
+def test_totals_that_claim_many_rows_are_cut_to_four_times_the_median():
+    now, _, _ = statistics()
+    lie = {**now.uploads[0], "counts": 1000 * now.uploads[0]["counts"]}
+    out = bounded(replace(now, uploads=[lie, *now.uploads[1:]]), now.dots())
+    assert int(out.uploads[0]["counts"].sum()) <= HEAVIEST * float(now.rows.median()) + 4
+    assert out.uploads[1] is now.uploads[1]
+
+
+def test_totals_become_what_they_say_per_row_and_back():
+    now, _, _ = statistics(rows=(60, 33))
+    for place, upload in enumerate(now.uploads):
+        again = now.whole(now.said(place))
+        for key, value in upload.items():
+            assert (again[key].long() - value.long()).abs().max() <= 1, key
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_of_equal_uploads_every_rule_aggregates_as_the_mean_does(rule):
+    one, shared, _ = statistics()
+    for now, first in ((heads(), heads().sent[0]), (one, shared)):
+        same = replace(now, uploads=[now.uploads[0]] * len(now.uploads))
+        results = []
+        for channel in (Channel(), Channel(aggregation=rule)):
+            came = carried(channel, same)
+            results.append(now.method.aggregate(first, came.uploads, came.weights, came.ids))
+        assert tensors.difference(*results) < 1e-4
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_class_statistics_are_robust_by_contributor(rule):
+    now, shared, _ = statistics(count=8)
+    said = now.said(0)
+    liar = now.whole({**said, "means": (-50 * said["means"][0], said["means"][1])})
+    lied = replace(now, uploads=[liar, *now.uploads[1:]])
+    honest = now.method.aggregate(shared, now.uploads[1:], now.rows[1:], [])["means"]
+
+    def gap(uploads):
+        found = now.method.aggregate(shared, uploads, now.rows, [])["means"]
+        return float((found - honest).norm() / honest.norm())
+
+    least = 1.5 if rule == "krum" else 0.6  # one client's few rows are not everyone's
+    assert gap([combined(lied, rule, lied.dots())]) < least
+    assert gap(lied.uploads) > 3
+
+
+@pytest.mark.parametrize("rule", ROBUST)
+def test_a_class_of_one_contributor_keeps_its_mean(rule):
+    now, _, _ = statistics()
+    alone = []
+    for place in range(len(now.uploads)):
+        said = now.said(place)
+        rows = said["means"][1] * (torch.arange(len(said["means"][1])) == place % 6)
+        alone.append(now.whole({**said, "means": (said["means"][0], rows)}))
+    lonely = replace(now, uploads=alone)
+    one = now.method.per_row(combined(lonely, rule, lonely.dots()), {})
+    for place in range(min(6, len(one["means"][0]))):
+        own = now.method.per_row(alone[place], {})["means"][0][place]
+        assert torch.allclose(one["means"][0][place], own, atol=1e-5)
+
+
+def test_every_method_whose_uploads_add_up_can_be_aggregated_robustly():
+    for name in methods():
+        method = make(name)
+        if sums(method) is None:
+            with pytest.raises(SettingsError, match="aggregates single ones in its own way"):
+                fits(Channel(aggregation="median"), method)
+        else:
+            fits(Channel(aggregation="median", bound="median"), method)
+
+
+@pytest.mark.parametrize("asked", [{"aggregation": "krum"}, {"bound": "median"}])
+def test_a_secure_sum_leaves_nothing_to_compare(asked):
+    with pytest.raises(SettingsError, match="sees none, only their sum; set channel.clip"):
+        build({"method": "fedavg", "channel": {"secure": True, **asked}})
+
+
+def test_deployments_are_bound_by_the_median_unless_a_number_or_a_secure_sum_is_set():
+    method = make("fedavg")
+    assert deployed(Channel(), method).bound == "median"
+    assert deployed(Channel(bound=3.0), method).bound == 3.0
+    secure = Channel(secure=True, clip=1.0)
+    assert deployed(secure, method) == secure
+    assert deployed(Channel(), make("fens")).bound == 0.0
+    assert Channel().bound == 0.0
+
+
+def test_who_is_far_in_norm_or_direction_is_named_and_nobody_else():
+    for factor in (-1.0, -10.0, 8.0, 0.05):
+        now = longer(heads(), 3, factor)
+        seen = apart([f"c{i}" for i in range(10)], now.dots())
+        assert [id for id, one in seen.items() if one["far"]] == ["c3"], factor
+        assert seen["c3"]["norm"] == pytest.approx(abs(factor), rel=0.2)
+        assert (seen["c3"]["cosine"] < 0) == (factor < 0)
+    seen = apart([f"c{i}" for i in range(10)], heads().dots())
+    assert not any(one["far"] for one in seen.values())
+
+
+def test_of_four_clients_nobody_is_far():
+    now = longer(heads(4), 3, -10.0)
+    assert not any(one["far"] for one in apart(list("abcd"), now.dots()).values())
+
+
+def test_who_is_far_in_more_than_half_of_the_rounds_is_told_in_words():
+    def line(*far):
+        both = zip("ab", far, strict=True)
+        return {
+            "job": "0-all",
+            "clients": {i: {"norm": 9.0, "cosine": -0.5, "far": f} for i, f in both},
+        }
+
+    told = named([line(True, False), line(True, True), line(False, False)])
+    assert len(told) == 1
+    assert told[0].startswith("client a was far from the rest in 2 of 3 rounds of 0-all")

@@ -1,0 +1,175 @@
+"""Simulated attacks: drawn by seed, as strong as said, and nothing else moves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fedvlm
+from fedvlm import tensors
+from fedvlm.channel import Channel
+from fedvlm.channel.clip import change, norm
+from fedvlm.channel.uploads import Passage
+from fedvlm.core import make
+from fedvlm.engines.attack import attacked, mislabelled
+from fedvlm.engines.attackers import USUAL, Attack, attackers
+from fedvlm.engines.client import Answers, Task
+from fedvlm.engines.loop import start, train
+from fedvlm.engines.single import Single
+from fedvlm.engines.state import Plan
+from fedvlm.errors import SettingsError
+from fedvlm.runner.settings import build
+from fedvlm.testing import toy_world
+
+SIZES = (40, 30, 35, 28, 33, 41)
+FOUR = ("fedot", "tofa", "fedotp", "faa-clip", "auto")  # the four systems, and auto
+
+
+def world_of(method, attack=None, channel=None, **settings):
+    short = {"rounds": 2} if method != "tofa" else {"smallest": 1}
+    world = toy_world(make(method, **short, **settings), sizes=SIZES)
+    return replace(world, attack=attack, channel=channel or Channel())
+
+
+def first_round(method, attack):
+    """A round's uploads, honest and attacked, with what was sent."""
+    world = world_of(method)
+    state, fresh = start(world)
+    ids = sorted(world.members)
+    tasks = [Task(id, world.method.send(state.shared, id), fresh, True) for id in ids]
+    answers = Single(world).round(0, tasks)
+    lied = attacked(replace(world, attack=attack), ids, 0, tasks, answers)
+    bad = attackers(attack, ids, world.seed)
+    return tasks, answers.done, lied.done, bad
+
+
+def learnt(world):
+    state, fresh = start(world)
+    plan = Plan(tuple(sorted(world.members)), ())
+    lines = []
+    world = mislabelled(world, plan.train)
+    out = train(world, Single(world), plan, state, fresh, lambda state, line: lines.append(line))
+    return out, lines
+
+
+def test_who_attacks_follows_from_the_seed_and_not_from_the_order():
+    ids = [f"c{i}" for i in range(10)]
+    one = attackers(Attack("scale", 0.3), ids, 1)
+    assert one == attackers(Attack("noise", 0.3), list(reversed(ids)), 1)
+    assert len(one) == 3
+    assert len({frozenset(attackers(Attack("scale", 0.3), ids, seed)) for seed in range(20)}) > 10
+    assert len(attackers(Attack("scale", 0.01), ids, 1)) == 1
+
+
+@pytest.mark.parametrize(("kind", "sign"), [("sign-flip", -1), ("scale", 1)])
+def test_a_change_is_flipped_or_scaled_by_the_strength(kind, sign):
+    tasks, honest, lied, bad = first_round("fedavg", Attack(kind, 0.2, 7.0))
+    for task in tasks:
+        if task.id in bad:
+            moved = change(lied[task.id].upload, task.sent)
+            wanted = {k: sign * 7 * v for k, v in change(honest[task.id].upload, task.sent).items()}
+            assert tensors.difference(moved, wanted) < 1e-3
+        else:
+            assert lied[task.id] is honest[task.id]
+
+
+def test_noise_is_as_long_as_the_strength_says_and_new_in_every_place():
+    tasks, honest, lied, bad = first_round("fedavg", Attack("noise", 0.3, 7.0))
+    for task in (task for task in tasks if task.id in bad):
+        before = norm(change(honest[task.id].upload, task.sent))
+        added = norm(change(lied[task.id].upload, honest[task.id].upload))
+        assert added == pytest.approx(7 * before, rel=0.3)
+    one, other = sorted(bad)
+    both = [tensors.flat(change(lied[id].upload, tasks[0].sent)) for id in (one, other)]
+    assert abs(float(torch.nn.functional.cosine_similarity(*both, dim=0))) < 0.5
+
+
+def test_who_colludes_uploads_one_and_the_same_near_the_others():
+    tasks, honest, lied, bad = first_round("fedavg", Attack("collude", 0.3))
+    one, other = sorted(bad)
+    assert torch.equal(lied[one].upload["head"], lied[other].upload["head"])
+    good = torch.stack([honest[t.id].upload["head"] for t in tasks if t.id not in bad])
+    wanted = good.mean(0) - 1.5 * good.std(0, unbiased=False)
+    assert torch.allclose(lied[one].upload["head"], wanted, atol=1e-6)
+
+
+def test_flipped_labels_are_those_of_attackers_training_rows_alone():
+    world = world_of("fedavg", Attack("label-flip", 0.2))
+    ids = sorted(world.members)
+    bad = attackers(world.attack, ids, world.seed)
+    other = mislabelled(world, ids)
+    last = len(world.frozen.classes) - 1
+    for id, member in world.members.items():
+        train = torch.from_numpy(member.train)
+        assert torch.equal(other.y[train], last - world.y[train] if id in bad else world.y[train])
+        for rows in (member.validation, member.test):
+            assert torch.equal(other.y[torch.from_numpy(rows)], world.y[torch.from_numpy(rows)])
+
+
+@pytest.mark.parametrize("method", FOUR)
+def test_every_system_can_be_attacked_and_stays_finite_under_a_robust_rule(method):
+    tasks, honest, _, bad = first_round(method, Attack("scale", 0.2))
+    world, ids = world_of(method), [task.id for task in tasks]
+    shared = start(world)[0].shared
+    sent = {task.id: task.sent for task in tasks}
+    rows = {id: honest[id].rows for id in ids}
+    channel = Channel(aggregation="median", bound="median")
+    for kind in sorted(set(USUAL) - {"label-flip"}):
+        terms = replace(world, attack=Attack(kind, 0.2))
+        lied = attacked(terms, ids, 0, tasks, Answers(honest)).done
+        for id in ids:
+            same = tensors.difference(lied[id].upload, honest[id].upload) == 0
+            assert same == (id not in bad), (kind, id)
+        uploads = {id: lied[id].upload for id in ids}
+        came = Passage(channel, world.method, [], 0).carry(0, uploads, sent, rows, {}, (), str)
+        found = world.method.aggregate(shared, came.uploads, came.weights, came.ids)
+        assert all(one.isfinite().all() for key, one in found.items() if key != "walk least")
+        assert set(came.apart) == set(ids)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed", "krum", "geometric-median"])
+def test_a_robust_rule_stays_near_the_honest_head_where_the_mean_is_carried_off(rule):
+    world = world_of("fedavg", rate=0.01)
+    honest, _ = learnt(world)
+    lied = replace(world, attack=Attack("sign-flip", 0.2, 50.0))
+    plain, lines = learnt(lied)
+    safe, _ = learnt(replace(lied, channel=Channel(aggregation=rule)))
+    begun = start(world)[0].shared
+    moved = norm(change(honest.shared, begun))
+    assert norm(change(safe.shared, honest.shared)) < 1.5 * moved
+    assert norm(change(plain.shared, honest.shared)) > 5 * moved
+    bad = attackers(lied.attack, sorted(world.members), world.seed)
+    for line in lines:
+        assert bad <= {id for id, one in line["clients"].items() if one["far"]}
+
+
+def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
+    method = {"name": "fedavg", "rounds": 1}
+    kinds = {"attack": "sign-flip", "attackers": 0.3, "strength": 20.0}
+    clients = {"by": "dirichlet", "count": 6, "alpha": 100.0, "minimum": 1}
+    common = {"embedded": rows, "clients": clients, "protocol": "own-test"}
+    result = fedvlm.run(method, out=tmp_path / "a", **common, **kinds)
+    assert result.manifest["identity"]["attack"] == "sign-flip"
+    assert any(note.startswith("sign-flip by ") for note in result.manifest["notes"])
+    assert "ATTACK: sign-flip by 30%" in result.table()
+    assert "was far from the rest in 1 of 1 rounds" in result.table()
+    assert len(result.far) == 2
+    plain = fedvlm.run(method, out=tmp_path / "b", **common)
+    assert not {"attack", "attackers", "strength"} & plain.manifest["identity"].keys()
+    assert "ATTACK" not in plain.table()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"attack": "bribe"}, "attack = 'bribe' does not fit"),
+        ({"attack": "scale", "attackers": 1.0}, "attackers = 1.0 is outside"),
+        ({"attack": "scale", "strength": -1.0}, "strength = -1.0; it takes"),
+        ({"attack": "label-flip", "strength": 2.0}, "it is at most 1"),
+        ({"attack": "scale", "engine": "flower"}, "is a simulation in one process"),
+        ({"attack": "scale", "method": "zero-shot"}, "no upload to attack"),
+    ],
+)
+def test_attacks_that_cannot_be_are_refused(values, says):
+    with pytest.raises(SettingsError, match=says):
+        build({"method": "fedavg", **values})
