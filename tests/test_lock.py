@@ -39,7 +39,7 @@ def test_every_package_of_the_lock_has_hashes():
 
 
 def test_page_of_licences_has_every_direct_dependency():
-    page = (ROOT / "docs/licences.md").read_text()
+    page = (ROOT / "docs/reference/licences.md").read_text()
     listed = set(re.findall(r"^\| ([\w.-]+) \|", page, re.MULTILINE))
     wanted = [texts for extra, texts in EXTRAS.items() if extra not in ("dev", "docs")]
     asked = names(PROJECT["dependencies"]).union(*map(names, wanted))

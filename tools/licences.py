@@ -1,4 +1,4 @@
-"""docs/licences.md: the licence of every package that fedvlm may bring, as each says itself.
+"""docs/reference/licences.md: the licence of every package that fedvlm may bring, as each says itself.
 
 python tools/licences.py
 """
@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "licences.md"
+PAGE = ROOT / "docs" / "reference" / "licences.md"
 Found = dict[str, tuple[str, str, str]]  # package: version, licence, what needs it
 HEAD = """# Licences of what fedvlm stands on
 
