@@ -1,4 +1,4 @@
-"""docs/reference/licences.md: the licence of every package that fedvlm may bring, as each says itself.
+"""docs/reference/licences.md: the licence of every package that fedvlm may bring, in its words.
 
 python tools/licences.py
 """
