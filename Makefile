@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: demo test test-all test-long browser check bench docs clean
+.PHONY: demo test test-all test-long browser check bench docs sbom lock clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
@@ -40,6 +40,17 @@ docs: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# What is installed, for those who must list it: CycloneDX, in sbom.json.
+sbom: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cyclonedx-bom
+	$(BIN)/python -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
+
+# Hashes for servers and sites, and the licences of all that is brought; needs a package index.
+lock: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(BIN)/python tools/lock.py
+	$(BIN)/python tools/licences.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "fedvlm needs Python 3.11 to 3.13, this is " + sys.version.split()[0] + "; call: make PYTHON=python3.12")'

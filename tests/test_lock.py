@@ -1,0 +1,47 @@
+"""The lock file and the page of licences have what the project asks for."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def names(texts):
+    return {canonicalize_name(Requirement(text).name) for text in texts}
+
+
+def pinned(file):
+    found = re.findall(r"^([\w.-]+)==([\w.+!-]+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in found}
+
+
+def test_lock_has_every_direct_dependency_of_servers_and_sites_but_torch():
+    wanted = names(PROJECT["dependencies"]) | names(EXTRAS["flower"])
+    assert wanted - set(pinned("requirements.lock")) == {"torch"}
+
+
+def test_lock_has_the_versions_of_the_constraints():
+    locked, held = pinned("requirements.lock"), pinned("constraints.txt")
+    assert {k: v for k, v in locked.items() if k in held and held[k] != v} == {}
+
+
+def test_every_package_of_the_lock_has_hashes():
+    text = (ROOT / "requirements.lock").read_text()
+    blocks = re.split(r"^(?=[a-zA-Z])", text, flags=re.MULTILINE)[1:]
+    assert len(blocks) == len(pinned("requirements.lock"))
+    assert [one for one in blocks if not re.search("--hash=sha256:[0-9a-f]{64}", one)] == []
+
+
+def test_page_of_licences_has_every_direct_dependency():
+    page = (ROOT / "docs/reference/licences.md").read_text()
+    listed = set(re.findall(r"^\| ([\w.-]+) \|", page, re.MULTILINE))
+    wanted = [texts for extra, texts in EXTRAS.items() if extra not in ("dev", "docs")]
+    asked = names(PROJECT["dependencies"]).union(*map(names, wanted))
+    assert asked - listed == set()
+    assert "not said" not in page
