@@ -12,9 +12,11 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
+from fedvlm.data.png import png
 from fedvlm.errors import DataError
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+PLAIN = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = (*PLAIN, ".dcm", ".dicom")
 
 
 def is_picture(path: str) -> bool:
@@ -103,10 +105,7 @@ class Arrow:
 
 
 class Pixels:
-    """Grey pictures held as numbers, given out as PNG.
-
-    The PNG is stored, not compressed: compressors differ between machines, and so would digests.
-    """
+    """Grey pictures held as numbers, given out as PNG."""
 
     def __init__(self, pixels: NDArray[np.uint8], names: Sequence[str]) -> None:
         self.pixels, self.names = pixels, list(names)  # (rows, height, width)
@@ -118,17 +117,7 @@ class Pixels:
         return self.names[row]
 
     def read(self, row: int) -> bytes:
-        height, width = self.pixels.shape[1:]
-        lines = np.pad(self.pixels[row], ((0, 0), (1, 0))).tobytes()  # filter byte 0 for each line
-        size = len(lines).to_bytes(2, "little")
-        turned = (len(lines) ^ 0xFFFF).to_bytes(2, "little")
-        body = b"\x78\x01\x01" + size + turned + lines + zlib.adler32(lines).to_bytes(4, "big")
-        head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x00\x00\x00\x00"
-        chunks = ((b"IHDR", head), (b"IDAT", body), (b"IEND", b""))
-        return b"\x89PNG\r\n\x1a\n" + b"".join(
-            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-            for kind, data in chunks
-        )
+        return png(self.pixels[row])
 
 
 class Chosen:
