@@ -63,14 +63,18 @@ def run(
     settings = [build(override(one, set_ or [])) for one in every]
     results: list[Record] = []
     trackers = Trackers(track or [])
+
+    def say(note: str) -> None:
+        typer.echo(note, err=True)
+
     with progress() as told:
         for number, one in enumerate(settings):
             place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
             listen = trackers if track else None
-            results.append(execute(one, place, again, progress=told, listen=listen))
+            results.append(execute(one, place, again, None, told, listen, say))
     trackers.close()
-    for note in (*(n for one in results for n in one.manifest["notes"]), *trackers.notes):
-        typer.echo(note, err=True)
+    for note in trackers.notes:
+        say(note)
     table = compare(results, paper=values.get("paper"), traffic=values.get("traffic", False))
     typer.echo(table, nl=False)
     typer.echo("records: " + ", ".join(str(one.folder) for one in results))

@@ -156,6 +156,16 @@ def list_folder(root: Path) -> tuple[list[str], list[str]]:
     return sorted(files), sorted(folders)
 
 
+def passed_over(root: Path) -> list[str]:
+    """Files below a folder or in a .zip that do not end as images do, hidden ones aside."""
+    if root.is_dir():
+        names = [one.relative_to(root).as_posix() for one in root.rglob("*") if one.is_file()]
+    else:
+        with ZipFile(root) as archive:
+            names = [one.filename for one in archive.infolist() if not one.is_dir()]
+    return sorted(name for name in names if not is_hidden(name) and not is_picture(name))
+
+
 def check_link(entry: Path, root: Path) -> None:
     target = entry.resolve()
     if not target.exists():

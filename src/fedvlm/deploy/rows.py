@@ -115,13 +115,14 @@ def named(name: str) -> str:
 
 def _labels(dataset: Dataset | Embedded, classes: list[str], site: str) -> NDArray[np.int64]:
     """The site's labels as the experiment counts them; a site need not have every class."""
+    place = {named(name).casefold(): index for index, name in enumerate(classes)}
     for name in dataset.classes:
-        if named(name) not in classes:
+        if named(name).casefold() not in place:
             raise DataError(
                 f"site {site} has pictures of {name!r}, which is no class of this experiment; its "
                 f"classes are {listing(classes)}"
             )
-    number = np.array([classes.index(named(name)) for name in dataset.classes], dtype=np.int64)
+    number = np.array([place[named(name).casefold()] for name in dataset.classes], dtype=np.int64)
     out: NDArray[np.int64] = number[dataset.labels]
     return out
 
