@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedvlm.core import Frozen, Method, Tensors, make
 from fedvlm.data.arrays import numbered
+from fedvlm.data.clinical import Window, window_of
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.maths.conformal import Calibration, limits
@@ -36,6 +37,7 @@ class Personalised:
     client: str
     encoder: str  # name and fingerprint
     calibration: Calibration | None = None
+    window: Window | None = None  # what was black and what white in its images of 16 bits
 
     def __repr__(self) -> str:
         whose = f" of {self.client}" if self.client else ""
@@ -140,6 +142,8 @@ class Personalised:
             "client": self.client,
             "encoder": self.encoder,
         } | template_of(self.frozen)
+        if self.window is not None:
+            about["window"] = self.window
         if self.calibration is not None:
             about["calibration"] = told(self.calibration)
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
@@ -166,6 +170,7 @@ class Personalised:
             about["client"],
             about["encoder"],
             read(about["calibration"]) if "calibration" in about else None,
+            window_of(about.get("window")),
         )
 
 
@@ -238,4 +243,5 @@ def _classifier(
     frozen = frozen_from(about, text, seed, record.descriptions)
     method = make(**about["identity"]["method"])
     frozen = equip(frozen, method, about)
-    return Personalised(method, frozen, shared, local, client, about["encoder"])
+    window = window_of(about["identity"]["source"].get("window"))
+    return Personalised(method, frozen, shared, local, client, about["encoder"], window=window)

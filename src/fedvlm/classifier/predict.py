@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedvlm.classifier.personalised import Personalised, reopen
+from fedvlm.data.clinical import Developed, Window
 from fedvlm.data.sources import Archive, Files, is_picture, list_archive, list_folder
 from fedvlm.data.table import Source
 from fedvlm.encoders.cache.workers import prepare
@@ -56,7 +57,7 @@ def predict(
     `coverage` each picture also gets the classes that hold the true one as often as that.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
-    sources = [_source(Path(one)) for one in images]
+    sources = [_source(Path(one), classifier.window) for one in images]
     return of_sources(classifier, sources, encoder, access, progress, coverage)
 
 
@@ -82,20 +83,21 @@ def of_sources(
     return out
 
 
-def _source(path: Path) -> tuple[Source, str]:
+def _source(path: Path, window: Window | None) -> tuple[Source, str]:
     """Where the pictures of a path are, and what their names are below."""
     if path.is_dir():
         names = list_folder(path)[0]
         if not names:
             raise DataError(f"{path} has no pictures; name pictures, or a folder that has some")
-        return Files(path, names), f"{path}/"
+        return Developed(Files(path, names), window), f"{path}/"
     if not path.exists():
         raise DataError(f"there is no {path}; name pictures, folders or .zip archives")
     if path.suffix.lower() == ".zip":
-        return Archive(path, list_archive(path)[0]), f"{path}/"
+        return Developed(Archive(path, list_archive(path)[0]), window), f"{path}/"
     if not is_picture(path.name):
         raise DataError(f"{path} does not end as a picture does (.png, .jpg, …); rename it")
-    return Files(path.parent, [path.name]), f"{path.parent}/" if path.parent.name else ""
+    one = Developed(Files(path.parent, [path.name]), window)
+    return one, f"{path.parent}/" if path.parent.name else ""
 
 
 def _pictures(

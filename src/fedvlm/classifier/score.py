@@ -39,7 +39,8 @@ def score(
 ) -> Score:
     """Of images in folders named after their class, or any data set by name."""
     classifier = Personalised.from_pretrained(folder, encoder)
-    dataset = opened(data, source or {})
+    window = {} if classifier.window is None else {"window": list(classifier.window)}
+    dataset = opened(data, {**window, **(source or {})})
     found = of_sources(classifier, [(dataset.source, "")], encoder, access, progress, coverage)
     names = [text(name) for name in found.classes]
     known = {name.replace("_", " ").casefold(): index for index, name in enumerate(names)}

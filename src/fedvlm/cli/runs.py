@@ -78,17 +78,21 @@ def run(
     results: list[Record] = []
     marks: list[Record] = []
     trackers = Trackers(track or [])
+
+    def say(note: str) -> None:
+        typer.echo(note, err=True)
+
     with progress() as told:
         for number, one in enumerate(settings):
             place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
             listen = trackers if track else None
-            results.append(execute(one, place, again, progress=told, listen=listen))
+            results.append(execute(one, place, again, None, told, listen, say))
         for one in bars(settings, results[0]) if beside else ():
             place = out / "bars" / one.method.name if out else None
             marks.append(execute(one, place, again, progress=told))
     trackers.close()
-    for note in (*(n for one in results for n in one.manifest["notes"]), *trackers.notes):
-        typer.echo(note, err=True)
+    for note in trackers.notes:
+        say(note)
     shown = [*marks, *results]
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
     table = compare(shown, **words, chance=beside)

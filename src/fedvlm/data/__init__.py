@@ -1,5 +1,6 @@
 """Data sets, splits, few-shot and the federation made of them."""
 
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from fedvlm.data import catalogue
 from fedvlm.data.catalogue import Entry, add
 from fedvlm.data.clients import Clients
+from fedvlm.data.clinical import Developed, Window, window_of
 from fedvlm.data.federation import divide, rows_of
 from fedvlm.data.kinds import KINDS, call, kind_of
 from fedvlm.data.table import Dataset
@@ -19,13 +21,15 @@ def open_dataset(name: str, **options: Any) -> Dataset:
     """A data set by name: `demo`, a name of the catalogue, `folder:DIR`, `manifest:FILE`,
     `hub:ID_OR_DIR`, `coop:JSON`, `leaf:DIR`, or a path whose kind can be told.
 
-    Options are those of the reader: `root` for the catalogue, `layout` for folders, and so on.
+    Options are those of the reader: `root` for the catalogue, `layout` for folders, and so on;
+    `window` is what is black and what is white in images of 16 bits and DICOM.
     """
+    window = window_of(options.pop("window", None))
     if name in (entries := catalogue.catalogue()):
-        return call(name, catalogue.open_entry, entries[name], options)
+        return _developed(call(name, catalogue.open_entry, entries[name], options), window)
     if (found := kind_of(name)) is not None:
         kind, place = found
-        return call(kind, KINDS[kind], place, options)
+        return _developed(call(kind, KINDS[kind], place, options), window)
     kinds = [f"{kind}:..." for kind in KINDS]
     if "/" in name or "." in name:
         raise DataError(
@@ -33,6 +37,10 @@ def open_dataset(name: str, **options: Any) -> Dataset:
             f"a data set of the catalogue, or one of {', '.join(kinds)}"
         )
     raise unknown("data set", name, [*entries, *kinds])
+
+
+def _developed(dataset: Dataset, window: Window | None) -> Dataset:
+    return replace(dataset, source=Developed(dataset.source, window))
 
 
 def nearest(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Pictures in folders named after their class, and after a domain, a client or a split above it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedvlm.data import sources
@@ -55,7 +56,7 @@ def read_folder(
     if classes is None:
         inside = [one for one in folders if not skipped or _top(one) in tops]
         _check_empty(root, levels["class"], inside, skipped + words.index("class"))
-    return tabulate(
+    table = tabulate(
         root.stem,
         source,
         levels["class"],
@@ -64,6 +65,23 @@ def read_folder(
         levels.get("client"),
         levels.get("split"),
     )
+    return replace(table, notes=_notes(root, files, folders, words, skipped))
+
+
+def _notes(
+    root: Path, files: list[str], folders: list[str], words: list[str], skipped: int
+) -> tuple[str, ...]:
+    """Files that are no images, and sites without one."""
+    notes = []
+    if other := sources.passed_over(root):
+        notes.append(f"{len(other)} files that are no images are passed over: {listing(other, 3)}")
+    site = next((word for word in ("client", "domain") if word in words), None)
+    if site is not None:
+        level = skipped + words.index(site)
+        full = {file.split("/")[level] for file in files}
+        there = {one.split("/")[level] for one in folders if one.count("/") >= level}
+        notes += [f"{site} {one!r} has no images and is left out" for one in sorted(there - full)]
+    return tuple(notes)
 
 
 def _folders(file: str) -> list[str]:

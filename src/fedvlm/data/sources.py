@@ -12,10 +12,12 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
+from fedvlm.data.png import png
 from fedvlm.errors import DataError
 from fedvlm.storage.files import LARGEST, read_regular
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+PLAIN = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = (*PLAIN, ".dcm", ".dicom")
 
 
 def is_picture(path: str) -> bool:
@@ -112,10 +114,7 @@ class Arrow:
 
 
 class Pixels:
-    """Grey pictures held as numbers, given out as PNG.
-
-    The PNG is stored, not compressed: compressors differ between machines, and so would digests.
-    """
+    """Grey pictures held as numbers, given out as PNG."""
 
     def __init__(self, pixels: NDArray[np.uint8], names: Sequence[str]) -> None:
         self.pixels, self.names = pixels, list(names)  # (rows, height, width)
@@ -127,17 +126,7 @@ class Pixels:
         return self.names[row]
 
     def read(self, row: int) -> bytes:
-        height, width = self.pixels.shape[1:]
-        lines = np.pad(self.pixels[row], ((0, 0), (1, 0))).tobytes()  # filter byte 0 for each line
-        size = len(lines).to_bytes(2, "little")
-        turned = (len(lines) ^ 0xFFFF).to_bytes(2, "little")
-        body = b"\x78\x01\x01" + size + turned + lines + zlib.adler32(lines).to_bytes(4, "big")
-        head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x00\x00\x00\x00"
-        chunks = ((b"IHDR", head), (b"IDAT", body), (b"IEND", b""))
-        return b"\x89PNG\r\n\x1a\n" + b"".join(
-            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-            for kind, data in chunks
-        )
+        return png(self.pixels[row])
 
 
 class Chosen:
@@ -174,6 +163,16 @@ def list_folder(root: Path) -> tuple[list[str], list[str]]:
                 elif is_picture(path):
                     files.append(path)
     return sorted(files), sorted(folders)
+
+
+def passed_over(root: Path) -> list[str]:
+    """Files below a folder or in a .zip that do not end as images do, hidden ones aside."""
+    if root.is_dir():
+        names = [one.relative_to(root).as_posix() for one in root.rglob("*") if one.is_file()]
+    else:
+        with ZipFile(root) as archive:
+            names = [one.filename for one in archive.infolist() if not one.is_dir()]
+    return sorted(name for name in names if not is_hidden(name) and not is_picture(name))
 
 
 def check_link(entry: Path, root: Path) -> None:

@@ -56,6 +56,7 @@ class Dataset:
     splits: Strings  # (rows,) "train", "validation", "test" where the data set says so, or empty
     templates: tuple[str, ...] = ("a picture of a {}",)
     groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
+    notes: tuple[str, ...] = ()  # what was passed over on the way
 
 
 @dataclass(frozen=True, repr=False)

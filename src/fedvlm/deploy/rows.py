@@ -146,14 +146,15 @@ def named(name: str) -> str:
 
 def _labels(dataset: Dataset | Embedded, classes: list[str], site: str) -> NDArray[np.int64]:
     """The site's labels as the experiment counts them; a site need not have every class."""
-    if strange := [name for name in dataset.classes if named(name) not in classes]:
+    place = {named(name).casefold(): index for index, name in enumerate(classes)}
+    if strange := [name for name in dataset.classes if named(name).casefold() not in place]:
         raise Said(
             "classes",
             f"site {site} has pictures of {strange[0]!r}, which is no class of this experiment; "
             f"its classes are {listing(classes)}",
             count=len(strange),
         )
-    number = np.array([classes.index(named(name)) for name in dataset.classes], dtype=np.int64)
+    number = np.array([place[named(name).casefold()] for name in dataset.classes], dtype=np.int64)
     out: NDArray[np.int64] = number[dataset.labels]
     return out
 

@@ -43,7 +43,7 @@ def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
         dataset = sample(dataset)
     encoder, notes = reach(settings.encoder, settings.access)
     rows, more = embedded(settings, dataset, encoder, told)
-    return rows, [*notes, *more]
+    return rows, [*dataset.notes, *notes, *more]
 
 
 def embedded(

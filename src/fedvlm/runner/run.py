@@ -20,7 +20,8 @@ from fedvlm.record import DESCRIPTIONS, Record, provenance
 from fedvlm.runner import calibrate, warm
 from fedvlm.runner import memory as room
 from fedvlm.runner.load import load, thin
-from fedvlm.runner.prepare import Prepared, check_rows, prepare, template_of
+from fedvlm.runner.look import look
+from fedvlm.runner.prepare import Prepared, check_rows, own_data, prepare, template_of
 from fedvlm.runner.settings import Settings, attack_of, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.runner.withheld import withheld
@@ -42,6 +43,7 @@ def execute(
     embedded: Embedded | None = None,
     progress: Progress | None = None,
     listen: Callable[[str, Any], None] | None = None,
+    say: Callable[[str], None] = lambda note: None,  # is told what to know before it begins
 ) -> Record:
     told = progress or (lambda what, done, total: None)
     if embedded is not None and (settings.descriptions or settings.texts):
@@ -54,15 +56,21 @@ def execute(
             if embedded is not None:
                 found |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
             record.compare(found)
+            say(f"already finished, read from {folder}; --again runs it")
             return record
-        seeds = _begin(settings, record, again, embedded, told)
+        seeds = _begin(settings, record, again, embedded, told, say)
         tables = [_seed(one, record, told) for one in seeds]
         record.finish(tables)
     return record
 
 
 def _begin(
-    settings: Settings, record: Record, again: bool, embedded: Embedded | None, told: Progress
+    settings: Settings,
+    record: Record,
+    again: bool,
+    embedded: Embedded | None,
+    told: Progress,
+    say: Callable[[str], None],
 ) -> list[Prepared]:
     """Every seed of a run, prepared; what it cannot do is refused before its record begins."""
     identity, memory = settings.identity(), embedded is not None
@@ -73,7 +81,11 @@ def _begin(
     seeds = [prepare(settings, rows, seed) for seed in settings.seeds]
     for one in seeds:
         one.check()
+    if memory or own_data(settings):
+        notes = [*notes, *look(rows, seeds[0].division)]
     notes = [*notes, *_notes(seeds)]
+    for note in notes:
+        say(note)
     apart = any(len(one.calibration) for one in seeds[0].division.members.values())
     parts = (*PARTS, "calibration") if apart else PARTS
     about = manifest(
