@@ -1,0 +1,73 @@
+"""Every command of the pages for beginners runs as it is written."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path for kind in ("start", "tutorials") for path in (ROOT / "docs" / kind).glob("*.md")
+)
+FIRST = {"hospitals": 1}  # how many blocks of "your own images" a page stands on
+SERVERS = {"hospitals", "3-first-federation"}
+LIMIT = 900  # seconds; most of a page with servers is waiting
+
+
+def blocks(page):
+    """Language and text of each fenced block."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"(?ms)^```(\S*)\n(.*?)^```$", text)
+
+
+def marks(page):
+    own = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 60)]
+    return [*own, pytest.mark.deployed] if page.stem in SERVERS else own
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_pages_have_commands_and_no_block_that_is_not_run():
+    assert len(PAGES) >= 5
+    for page in PAGES:
+        assert {kind for kind, _ in blocks(page)} == {"sh"}, page.name
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=marks(p), id=p.stem) for p in PAGES])
+def test_commands_run_as_written(page, tmp_path):
+    own = [text for _, text in blocks(ROOT / "docs" / "start" / "2-own-images.md")]
+    lines = [*own[: FIRST.get(page.stem, 0)], *(text for _, text in blocks(page))]
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    setting = {**os.environ, "PATH": path, "PORT": str(free_port())}
+    script = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
+        cwd=tmp_path,
+        env=setting,
+        stdout=(tmp_path / "out").open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        code = script.wait(LIMIT)
+    finally:
+        end_group(script.pid)
+    assert code == 0, (tmp_path / "out").read_text()[-3000:]
+
+
+def end_group(pid):
+    """What a page left running, servers too, ends with it."""
+    try:
+        os.killpg(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
