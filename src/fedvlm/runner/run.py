@@ -1,7 +1,7 @@
 """One run: settings -> federation -> engine -> evaluate -> record."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
@@ -18,7 +18,7 @@ from fedvlm.evaluate import protocols, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import DESCRIPTIONS, Record, provenance
 from fedvlm.runner import memory as room
-from fedvlm.runner import warm
+from fedvlm.runner import tune, warm
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.prepare import Prepared, check_rows, prepare, template_of
 from fedvlm.runner.settings import Settings, attack_of, build
@@ -48,7 +48,11 @@ def execute(
         raise SettingsError("rows in memory have their own descriptions and texts; set them there")
     folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
     record = Record(folder, listen)
+    if settings.tune:
+        tune.check(settings)
     with record.lock():
+        if settings.tune and (record.folder / "manifest.json").exists():
+            settings = tune.known(settings, record.manifest)
         if record.result() is not None and not again:
             found: dict[str, Any] = {"identity": settings.identity()}
             if embedded is not None:
@@ -65,7 +69,7 @@ def _begin(
     settings: Settings, record: Record, again: bool, embedded: Embedded | None, told: Progress
 ) -> list[Prepared]:
     """Every seed of a run, prepared; what it cannot do is refused before its record begins."""
-    identity, memory = settings.identity(), embedded is not None
+    asked, memory = settings, embedded is not None
     rows, notes = (embedded, []) if embedded is not None else load(settings, told)
     if settings.smoke:
         settings, rows = thin(settings, rows)
@@ -73,6 +77,11 @@ def _begin(
     seeds = [prepare(settings, rows, seed) for seed in settings.seeds]
     for one in seeds:
         one.check()
+    tuned: dict[str, Any] = {}
+    if settings.tune and not (record.folder / "manifest.json").exists():
+        settings, tuned["tuned"] = tune.race(seeds[0], told)
+        asked = tune.known(asked, tuned)
+        seeds = [replace(one, settings=settings) for one in seeds]
     notes = [*notes, *_notes(seeds)]
     about = manifest(
         told_of(rows),
@@ -84,8 +93,8 @@ def _begin(
         {one.seed: one.division.dropped for one in seeds},
     )
     about["counts"] = counts(rows, seeds[0].division)
-    about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes}
-    record.begin({"identity": identity, **about})
+    about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
+    record.begin({"identity": asked.identity(), **about})
     if again:
         record.clear()
     if rows.descriptions is not None:
@@ -149,6 +158,7 @@ def _train(
         return scores
     world = prepared.world(training)
     state, fresh = start(world)
+    state = replace(state, channel=tune.begun(record.manifest, training.name))
     if settings.warm_start is not None:
         before = prepared.warm_world(training)
         state = warm.begin(settings, training, before, world, state, record)
