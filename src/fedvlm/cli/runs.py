@@ -44,6 +44,10 @@ def run(
     attackers: Annotated[float | None, typer.Option(help="Share of the clients.")] = None,
     strength: Annotated[float | None, typer.Option(help="Of the attack.")] = None,
     no_report: NoReport = False,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(help="Choose rate on validation rows, as own data's methods do; or none."),
+    ] = None,
     no_bars: Annotated[
         bool, typer.Option("--no-bars", help="Without chance, zero-shot, alone and pooled.")
     ] = False,
@@ -61,19 +65,23 @@ def run(
     from fedvlm.runner.run import execute
     from fedvlm.runner.settings import build, override, read_toml
     from fedvlm.runner.track import Trackers
+    from fedvlm.runner.tune import by_default
 
     if not (file or method or data or encoder):
         raise SettingsError("nothing to run; name a TOML file, or --method, or --data DIR for auto")
     values: dict[str, Any] = read_toml(find(file)) if file else {"method": "auto"}
     given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
     given |= {"attack": attack, "attackers": attackers, "strength": strength}
-    given["allow_small"] = allow_small or None
+    given |= {"allow_small": allow_small or None, "tune": tune if tune != ["none"] else []}
     if method:
         values.pop("methods", None)
         given["method"] = method
     values |= {key: value for key, value in given.items() if value is not None}
     every = runs(values)
     settings = [build(override(one, set_ or [])) for one in every]
+    if file is None and tune is None:
+        said = [text.partition("=")[0].strip() for text in set_ or []]
+        settings = [by_default(one, said) for one in settings]
     beside = wants_bars(values) and not no_bars
     results: list[Record] = []
     marks: list[Record] = []

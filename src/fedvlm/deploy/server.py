@@ -42,6 +42,10 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
+    if settings.tune:
+        raise SettingsError(
+            f"tune = {list(settings.tune)} is a race in one process; set the values it should have"
+        )
     if settings.method.traits.centralised:
         raise SettingsError(
             f"{settings.method.name} is not federated: it takes all clients' rows in one place, "

@@ -87,12 +87,16 @@ def train(
     state: State,
     fresh: Local,
     on_round: Callable[[State, dict[str, Any]], None],
+    until: int | None = None,
 ) -> State:
-    """Runs the rounds that are left; `on_round` gets each new state with the line to record."""
+    """Runs the rounds that are left, or those up to `until`.
+
+    `on_round` gets each new state with the line to record.
+    """
     method = terms.method
     passage = Passage(terms.channel, method, names(fresh), terms.seed)
     state = counted(method, plan, state)
-    for number in range(state.round, method.rounds):
+    for number in range(state.round, method.rounds if until is None else until):
         begin = perf_counter()
         ids = participants(terms, plan, number)
         # A round is chosen by what all clients make of it; else only participants are measured.

@@ -33,6 +33,8 @@ def label(result: Record) -> str:
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
     odd = [f"{key}={value}" for key, value in told.items() if usual[key] != value]
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
+    if tuned := result.manifest.get("tuned"):
+        odd.append(f"tuned on validation rows ({len(tuned['trials'])} trials)")
     if first := result.manifest["identity"].get("warm_start"):
         odd.append(f"warm start by {first['name']}")
     if method.traits.centralised:

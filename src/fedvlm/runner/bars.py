@@ -35,6 +35,7 @@ def bars(settings: Sequence[Settings], done: Record) -> list[Settings]:
     plain = replace(
         settings[0],
         warm_start=None,
+        tune=(),
         descriptions="",
         texts="",
         selection="last",

@@ -1,7 +1,7 @@
 """One run: settings -> federation -> engine -> evaluate -> record."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
@@ -17,7 +17,7 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import DESCRIPTIONS, Record, provenance
-from fedvlm.runner import calibrate, warm
+from fedvlm.runner import calibrate, tune, warm
 from fedvlm.runner import memory as room
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.look import look
@@ -50,7 +50,11 @@ def execute(
         raise SettingsError("rows in memory have their own descriptions and texts; set them there")
     folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
     record = Record(folder, listen)
+    if settings.tune:
+        tune.check(settings)
     with record.lock():
+        if settings.tune and (record.folder / "manifest.json").exists():
+            settings = tune.known(settings, record.manifest)
         if record.result() is not None and not again:
             found: dict[str, Any] = {"identity": settings.identity()}
             if embedded is not None:
@@ -73,7 +77,7 @@ def _begin(
     say: Callable[[str], None],
 ) -> list[Prepared]:
     """Every seed of a run, prepared; what it cannot do is refused before its record begins."""
-    identity, memory = settings.identity(), embedded is not None
+    asked, memory = settings, embedded is not None
     rows, notes = (embedded, []) if embedded is not None else load(settings, told)
     if settings.smoke:
         settings, rows = thin(settings, rows)
@@ -81,6 +85,11 @@ def _begin(
     seeds = [prepare(settings, rows, seed) for seed in settings.seeds]
     for one in seeds:
         one.check()
+    tuned: dict[str, Any] = {}
+    if settings.tune and not (record.folder / "manifest.json").exists():
+        settings, tuned["tuned"] = tune.race(seeds[0], told)
+        asked = tune.known(asked, tuned)
+        seeds = [replace(one, settings=settings) for one in seeds]
     if memory or own_data(settings):
         notes = [*notes, *look(rows, seeds[0].division)]
     notes = [*notes, *_notes(seeds)]
@@ -98,8 +107,8 @@ def _begin(
         {one.seed: one.division.dropped for one in seeds},
     )
     about["counts"] = counts(rows, seeds[0].division)
-    about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes}
-    record.begin({"identity": identity, **about})
+    about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
+    record.begin({"identity": asked.identity(), **about})
     if again:
         record.clear()
     if rows.descriptions is not None:
@@ -164,6 +173,7 @@ def _train(
         return scores
     world = prepared.world(training)
     state, fresh = start(world)
+    state = replace(state, channel=tune.begun(record.manifest, training.name))
     if settings.warm_start is not None:
         before = prepared.warm_world(training)
         state = warm.begin(settings, training, before, world, state, record)

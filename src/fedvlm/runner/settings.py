@@ -30,6 +30,7 @@ class Settings:
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
     seeds: tuple[int, ...] = (0,)
+    tune: tuple[str, ...] = ()  # the method's settings to choose on validation rows, as rate
     fraction: float = 1.0  # of the clients that take part in a round
     counts: tuple[int, ...] = ()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
@@ -63,6 +64,7 @@ class Settings:
         if not (self.allow_small and any(one.traits.smallest for one in both)):
             del whole["allow_small"]
         usual = {"channel": Channel(), "descriptions": "", "texts": "", "warm_start": None}
+        usual |= {"tune": ()}
         for key in usual:  # left out as it was before there was a choice
             if getattr(self, key) == usual[key]:
                 del whole[key]
@@ -87,7 +89,7 @@ def build(values: Mapping[str, Any]) -> Settings:
             out[key] = value if isinstance(value, Channel) else channel_of(value)
         elif key in ("seeds", "counts"):
             out[key] = _whole_numbers(key, value)
-        elif key in ("target", "reproduces"):
+        elif key in ("target", "reproduces", "tune"):
             out[key] = words(key, value)
         else:
             check_type(key, value, known[key].type)

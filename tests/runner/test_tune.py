@@ -1,0 +1,148 @@
+"""The race for a rate: what it costs, what it looks at, and what the record says of it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import fedvlm
+from fedvlm.channel.settings import Channel
+from fedvlm.channel.uploads import spent_epsilon
+from fedvlm.errors import SettingsError
+from fedvlm.maths.accounting import epsilon
+from fedvlm.runner import tune
+from fedvlm.runner.prepare import prepare
+from fedvlm.runner.settings import build
+from fedvlm.runner.tune import FACTORS, MOST, cost, plan, race
+
+ASKED = {"protocol": "own-test", "clients": "domain", "tune": ["rate"], "workers": 1}
+METHOD = {"name": "fedavg", "rate": 1e-3, "rounds": 8}
+
+
+def raced(rows, **more):
+    settings = build({**ASKED, "method": METHOD, **more})
+    return race(prepare(settings, rows, 0), lambda *_: None)
+
+
+@pytest.mark.parametrize("rounds", range(1, 60))
+def test_a_race_and_its_run_cost_at_most_four_runs(rounds):
+    count, first = plan(rounds, len(FACTORS))
+    assert 1 <= first <= rounds
+    assert count >= 3
+    assert cost(rounds, count, first) <= MOST * rounds
+
+
+def test_the_record_counts_every_client_update_of_the_trials(rows):
+    _, about = raced(rows)
+    one_run = 3 * 8  # clients, rounds
+    updates = [one["updates"] for one in about["trials"]]
+    assert sum(updates) <= 3 * one_run
+    assert updates == [3 * one["rounds"] for one in about["trials"]]
+    assert sorted(one["rounds"] for one in about["trials"]) == [2, 2, 8, 8]
+
+
+def test_the_chosen_value_has_the_best_validation_score_of_those_that_went_on(rows):
+    settings, about = raced(rows)
+    last = [one for one in about["trials"] if one["rounds"] == 8]
+    best = max(last, key=lambda one: one["score"])
+    assert about["chosen"] == best["values"] == {"rate": settings.method.rate}
+    assert about["chosen"]["rate"] > METHOD["rate"]  # which hardly moves in eight rounds
+
+
+def test_a_score_is_what_a_run_of_that_value_has_on_validation_rows(rows, tmp_path):
+    settings, about = raced(rows)
+    best = max(about["trials"], key=lambda one: (one["rounds"], one["score"]))
+    plain = {key: value for key, value in ASKED.items() if key != "tune"}
+    run = fedvlm.run(settings.method, embedded=rows, out=tmp_path / "r", **plain)
+    scores = run.jobs()["all"]["scores"].values()
+    shares = [one["validation_hits"] / one["validation_rows"] for one in scores]
+    assert best["score"] == pytest.approx(sum(shares) / len(shares), abs=1e-12)
+
+
+def test_any_number_of_workers_makes_the_same_race(rows):
+    assert raced(rows, workers=1)[1] == raced(rows, workers=2)[1]
+
+
+def test_other_test_rows_do_not_change_the_race(rows):
+    settings = build({**ASKED, "method": METHOD})
+    before = prepare(settings, rows, 0)
+    test = np.concatenate([one.test for one in before.division.members.values()])
+    labels, x = rows.labels.copy(), rows.x.clone()
+    labels[test] = (labels[test] + 1) % 4
+    x[torch.from_numpy(test)] = x[torch.from_numpy(test[::-1].copy())]
+    after = replace(before, rows=replace(rows, labels=labels, x=x))
+    assert race(before, lambda *_: None)[1] == race(after, lambda *_: None)[1]
+
+
+def test_the_run_has_the_chosen_rate_and_the_table_says_how(rows, tmp_path):
+    run = fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **ASKED)
+    chosen = run.manifest["tuned"]["chosen"]["rate"]
+    assert run.manifest["identity"]["method"]["rate"] == chosen
+    assert "tuned on validation rows (4 trials)" in run.table()
+    again = fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **ASKED)
+    assert again.manifest == run.manifest
+
+
+def test_a_finished_race_is_not_raced_again(rows, tmp_path, monkeypatch):
+    fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **ASKED)
+    monkeypatch.setattr(tune, "race", None)
+    fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", again=True, **ASKED)
+    assert fedvlm.resume(tmp_path / "r").manifest["tuned"]
+
+
+def test_every_trials_releases_count_in_epsilon(rows, tmp_path):
+    channel = {"clip": 1.0, "noise": 5.0}
+    method = {**METHOD, "rounds": 4}
+    run = fedvlm.run(method, embedded=rows, out=tmp_path / "r", channel=channel, **ASKED)
+    trials = sum(one["rounds"] for one in run.manifest["tuned"]["trials"])
+    assert trials == 10
+    assert run.rounds[-1]["epsilon"] == pytest.approx(epsilon(5.0, trials + 4, delta=1e-5))
+    assert run.rounds[-1]["epsilon"] > spent_epsilon(Channel(**channel), {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"method": "alone"}, "alone has nothing to tune"),
+        ({"tune": ["momentum"]}, "fedavg has rate to tune"),
+        ({"seeds": [0, 1]}, "test row by another"),
+        ({"method": "fedot", "warm_start": "tofa"}, "do not go together"),
+    ],
+)
+def test_what_cannot_be_raced_is_refused(rows, tmp_path, more, says):
+    with pytest.raises(SettingsError, match=says):
+        fedvlm.run(embedded=rows, out=tmp_path / "r", **{**ASKED, "method": "fedavg", **more})
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_method_that_counts_its_own_noise_is_refused(monkeypatch):
+    monkeypatch.setattr(tune, "tunable", lambda method: ("rate",))
+    with pytest.raises(SettingsError, match="its own noise"):
+        tune.check(build({**ASKED, "method": "dp-fpl"}))
+
+
+def test_a_race_without_validation_rows_is_refused(rows):
+    before = prepare(build({**ASKED, "method": METHOD}), rows, 0)
+    members = {
+        id: replace(one, validation=one.validation[:0])
+        for id, one in before.division.members.items()
+    }
+    bare = replace(before, division=replace(before.division, members=members))
+    with pytest.raises(SettingsError, match="has validation rows"):
+        race(bare, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("more", "said", "there"),
+    [
+        ({}, (), ("rate",)),
+        ({}, ("method.rate",), ()),
+        ({"seeds": [0, 1]}, (), ()),
+        ({"method": "tofa"}, (), ()),
+        ({"method": "fedavg-tower"}, (), ()),
+        ({"channel": {"clip": 1.0, "noise": 1.0}}, (), ()),
+    ],
+)
+def test_own_data_race_for_a_rate_nobody_set_where_that_is_cheap(more, said, there):
+    assert tune.by_default(build({"method": "fedavg", **more}), said).tune == there
