@@ -1,13 +1,9 @@
 """What a run leaves on disk: a manifest, one line per round, checksummed tensors, a result."""
 
 import json
-import platform
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -284,33 +280,3 @@ class Record:
         if seed is not None and seed not in seeds:
             raise SettingsError(f"the run has no seed {seed}; it has {list(seeds)}")
         return self.folder / "jobs" / f"{seeds[0] if seed is None else seed}-{slug(job)}.{ending}"
-
-
-def provenance() -> dict[str, Any]:
-    """When a run was started, and by which versions of this code and of what it stands on."""
-    return {
-        "versions": {
-            "fedvlm": version("fedvlm"),
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "numpy", "transformers")},
-        },
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **commit(),
-    }
-
-
-def commit() -> dict[str, Any]:
-    """The commit of this code and whether it was changed since; nothing if it is not a checkout."""
-
-    def git(*words: str) -> str:
-        here = Path(__file__).parent
-        return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=5
-        ).stdout.strip()
-
-    try:
-        if not git("ls-files", "--", "__init__.py"):
-            return {"commit": None, "dirty": None}
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}

@@ -17,7 +17,6 @@ from fedvlm.deploy.reasons import Said
 from fedvlm.engines.client import World
 from fedvlm.errors import DataError, FederationError, SettingsError, listing
 from fedvlm.evaluate.reference import wants_reference
-from fedvlm.record import provenance
 from fedvlm.runner.load import embedded, encode, load, opened, reach, skipped
 from fedvlm.runner.prepare import (
     Prepared,
@@ -27,6 +26,7 @@ from fedvlm.runner.prepare import (
     prepare_one,
     set_aside,
 )
+from fedvlm.runner.provenance import provenance
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
 from fedvlm.storage.sealed import write_tensors

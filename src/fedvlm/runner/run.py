@@ -16,12 +16,13 @@ from fedvlm.engines.loop import open_engine, start
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
-from fedvlm.record import DESCRIPTIONS, Record, provenance
+from fedvlm.record import DESCRIPTIONS, Record
 from fedvlm.runner import calibrate, tune, warm
 from fedvlm.runner import memory as room
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.look import look
 from fedvlm.runner.prepare import Prepared, check_rows, own_data, prepare, template_of
+from fedvlm.runner.provenance import provenance
 from fedvlm.runner.settings import Settings, attack_of, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.runner.withheld import withheld
