@@ -62,7 +62,7 @@ def run_files(folder: Path) -> tuple[list[dict], dict[str, bytes], dict]:
     """What a run says, without the times."""
     lines = [json.loads(text) for text in (folder / "rounds.jsonl").read_text().splitlines()]
     for line in lines:
-        del line["seconds"]
+        del line["seconds"], line["checksum"]
     jobs = {path.name: path.read_bytes() for path in sorted((folder / "jobs").iterdir())}
     return lines, jobs, json.loads((folder / "result.json").read_text())
 

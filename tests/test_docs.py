@@ -13,7 +13,7 @@ from fedvlm.data.clients import By, Clients
 from fedvlm.deploy.kits import ServerKit
 from fedvlm.encoders import ENCODERS
 from fedvlm.errors import FedVLMError
-from fedvlm.evaluate.protocols import PROTOCOLS
+from fedvlm.evaluate.protocols import protocols
 from fedvlm.runner.load import meet
 from fedvlm.runner.settings import Settings
 
@@ -93,9 +93,8 @@ def test_encoders_offer_what_the_page_says():
 
 
 def test_every_protocol_and_engine_is_on_the_page():
-    assert {row[0].strip("`") for row in table("explanation/concepts.md", "`protocol`")} == set(
-        PROTOCOLS
-    )
+    found = table("explanation/concepts.md", "`protocol`")
+    assert {row[0].strip("`") for row in found} == set(protocols())
     text = (DOCS / "explanation/concepts.md").read_text()
     engines = text[text.index("## Engines") : text.index("## Protocols")]
     [choice] = [get_args(one.type) for one in fields(Settings) if one.name == "engine"]

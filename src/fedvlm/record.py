@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -17,10 +17,19 @@ from fedvlm.channel.compare import named
 from fedvlm.core import Tensors
 from fedvlm.engines.client import Kept, Local
 from fedvlm.engines.state import State
-from fedvlm.errors import SettingsError
+from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate.scores import Table
 from fedvlm.storage.files import alone, disk, slug, write
-from fedvlm.storage.sealed import read_json, read_tensors, write_json
+from fedvlm.storage.sealed import (
+    INDEX,
+    Damaged,
+    read_json,
+    read_tensors,
+    seal_json,
+    unseal_json,
+    write_index,
+    write_json,
+)
 
 
 def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
@@ -80,6 +89,8 @@ def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
     )
 
 
+SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
+SETTLED = 1e-4  # a larger one is told; where scikit-learn stops by default
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 
 
@@ -115,7 +126,8 @@ class Record:
 
     def clear(self) -> None:
         """Forgets all but the manifest, so that the run is run again."""
-        for path in (*(self.folder / "jobs").glob("*"), self.folder / "result.json"):
+        ends = (self.folder / "result.json", self.folder / INDEX)
+        for path in (*(self.folder / "jobs").glob("*"), *ends):
             path.unlink(missing_ok=True)
         self.lines_path.unlink(missing_ok=True)
 
@@ -146,6 +158,10 @@ class Record:
             for left in folder.glob(".*"):  # drafts of a process that was killed
                 if left.suffix[1:].isdigit():
                     left.unlink()
+        if self.lines_path.exists():
+            whole, _, torn = self.lines_path.read_bytes().rpartition(b"\n")
+            if torn:  # by a kill; the next line must not be written behind it
+                write(self.lines_path, whole + b"\n" if whole else b"")
 
     @property
     def lines_path(self) -> Path:
@@ -156,25 +172,35 @@ class Record:
         if not self.lines_path.exists():
             return []
         out = []
-        for text in self.lines_path.read_bytes().split(b"\n")[:-1]:
-            with suppress(json.JSONDecodeError):
-                out.append(json.loads(text))
+        for number, text in enumerate(self.lines_path.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                out.append(unseal_json(text + b"\n", None))
+            except Damaged as error:
+                raise DataError(
+                    f"line {number} of {self.lines_path} is damaged: {error}; run again, into "
+                    "another directory"
+                ) from error
         return out
 
     def keep_lines(self, job: str, rounds: int) -> None:
         """Forgets lines of a job that the checkpoint does not know of: they will come again."""
         kept = [line for line in self.lines() if line["job"] != job or line["round"] < rounds]
-        write(self.lines_path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        write(self.lines_path, b"".join(seal_json(line, None) for line in kept))
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         with disk(self.lines_path), open(self.lines_path, "ab") as file:
-            file.write((json.dumps(line) + "\n").encode())
+            file.write(seal_json(line, None))
         if self.listen is not None:
             self.listen(self.folder.name, line)
 
     def result(self) -> Any | None:
         path = self.folder / "result.json"
         return read_json(path) if path.exists() else None
+
+    def finish(self, tables: Sequence[Table]) -> None:
+        """Writes the result, and the index that `fedvlm verify` goes by."""
+        write_json(self.folder / "result.json", {"tables": tables})
+        write_index(self.folder)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -211,6 +237,18 @@ class Record:
     def far(self) -> list[str]:
         """Which clients were far from the rest in most of their rounds, in words."""
         return named(self.lines())
+
+    @property
+    def unsettled(self) -> list[str]:
+        """Which clients' convex fits were not at their end after all steps, in words."""
+        out = []
+        for seed in self.manifest["identity"]["seeds"]:
+            for job, one in self.jobs(seed).items():
+                left = {id: told.get(SLOPE, 0.0) for id, told in one.get("maps", {}).items()}
+                if far := [f"{id} ({left[id]:.0e})" for id in left if left[id] > SETTLED]:
+                    where = f"seed {seed}, {job}: not converged, with the slope left"
+                    out.append(f"{where}: {', '.join(far)}")
+        return out
 
     def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         """Scores and map diagnostics of every training of one seed (the first one if none)."""

@@ -2,6 +2,9 @@
 
 import csv
 import io
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from warnings import warn
 from markupsafe import Markup
 
 from fedvlm.classifier.personalised import Personalised, of_client, of_newcomer
+from fedvlm.data.arrays import are_arrays, from_arrays
 from fedvlm.data.table import Embedded
+from fedvlm.errors import DataError
 from fedvlm.record import Record
 from fedvlm.report.diagrams import diagram
 from fedvlm.report.frames import compared, frame
@@ -18,7 +23,7 @@ from fedvlm.report.page.render import opened
 from fedvlm.report.tables import compare
 from fedvlm.runner import run as runner
 from fedvlm.runner.run import Progress
-from fedvlm.runner.settings import build
+from fedvlm.runner.settings import build, with_method
 from fedvlm.runner.track import Trackers
 
 
@@ -33,6 +38,11 @@ class Result(Record):
     def table(self, form: str = "text") -> str:
         """Mean ± deviation over seeds as text, markdown, latex or csv."""
         return compare([self], form)
+
+    def __repr__(self) -> str:
+        told = self.manifest
+        name, clients = told["identity"]["method"]["name"], len(told["clients"])
+        return f"<{name} on {told['data']}: {clients} clients, {len(told['classes'])} classes>"
 
     def frame(self) -> Any:
         """A pandas data frame: one row per seed, training and client, a column per metric."""
@@ -74,23 +84,49 @@ def run(
     out: str | Path | None = None,
     again: bool = False,
     embedded: Embedded | None = None,
+    classes: Sequence[str] | None = None,
+    text: Any = None,
+    scale: float = 100.0,
     progress: Progress | None = None,
     track: Sequence[str | Callable[[str, Any], None]] = (),
     **settings: Any,
 ) -> Result:
-    """Runs a method by name or as an object; keyword arguments are settings of the run.
+    """Runs a method by name or as an object; keyword arguments are settings of run or method.
 
-    `embedded` takes rows that are already in memory instead of data and encoder. A finished run
-    of the same settings is not run again unless `again`; an unfinished one goes on. `track` names
-    trackers, as "tensorboard:DIR", or functions of the run's name and a line of its record.
+    `clients` may be rows in memory: {"a": (x, y), …} of arrays or tensors, with the names of the
+    `classes`, their `text` embeddings and its logit `scale`; without `out` nothing stays on disk.
+    `embedded` takes rows of a table in memory. A finished run of the same settings is not run again
+    unless `again`; an unfinished one goes on. `track` names trackers, as "tensorboard:DIR", or
+    functions of the run's name and a line of its record.
     """
-    built = build({"method": method, **settings})
+    here = are_arrays(settings.get("clients"))
+    if here:
+        embedded = from_arrays(settings.pop("clients"), classes, text, scale)
+        settings = {"clients": {"by": "own"}, "protocol": "own-test", **settings}
+    elif classes is not None or text is not None:
+        raise DataError('classes and text go with rows in memory: clients={"a": (x, y), …}')
+    if embedded is not None and not isinstance(embedded, Embedded):
+        raise DataError(
+            f"embedded is a {type(embedded).__name__} and takes a table of fedvlm; give arrays as "
+            'clients={"a": (x, y), …}'
+        )
+    built = build(with_method(method, settings))
     trackers = Trackers(track)
-    done = runner.execute(built, out, again, embedded, progress, trackers if track else None)
+    passing = tempfile.mkdtemp(prefix="fedvlm-") if here and out is None else None
+    place = passing or out
+    try:
+        done = runner.execute(built, place, again, embedded, progress, trackers if track else None)
+    except BaseException:
+        if passing is not None:
+            shutil.rmtree(passing, ignore_errors=True)
+        raise
     trackers.close()
     for note in trackers.notes:
         warn(note, stacklevel=2)
-    return Result(done.folder)
+    result = Result(done.folder)
+    if passing is not None:  # the record of a run that was to leave none goes with its result
+        weakref.finalize(result, shutil.rmtree, passing, ignore_errors=True)
+    return result
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Result:

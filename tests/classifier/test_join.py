@@ -9,6 +9,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fedvlm
+from fedvlm.classifier.card import Story, save
 from fedvlm.classifier.join import join
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.cli import app
@@ -112,3 +113,17 @@ def test_the_command_writes_a_classifier_and_says_how_good_it_is(tmp_path):
     assert said.exit_code == 0, said.output
     assert "new: 100.00 % of " in said.output
     assert Personalised.from_pretrained(out).client == "new"
+
+
+def test_a_late_client_is_calibrated_and_has_a_card_like_an_exported_one(tmp_path, halves):
+    there, late = halves
+    run = finished(tmp_path, there, "tofa")
+    done = join(run, late, "sketch")
+    known = done.classifier.calibration
+    assert (known.rows, len(known.scores)) == (26, 13)  # 39 of the 160 it learns from
+    assert done.classifier.predict_set(late.x[:4], 0.9)
+    save(done.classifier, Story(run.manifest, "all", done.held, 3), tmp_path / "mine")
+    card = (tmp_path / "mine" / "README.md").read_text()
+    assert "26 validation rows" in card and "13 rows that nothing" in card and "0.92" in card
+    again = Personalised.from_pretrained(tmp_path / "mine").calibration
+    assert again.log_heat == known.log_heat and torch.equal(again.scores, known.scores)

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 from running import execute
 
+from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.flower.processes import superlink
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
-from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.runs import processes, run, stage, start_site
 from fedvlm.deploy.server import Run, ready
 from fedvlm.deploy.site import Site

@@ -13,11 +13,11 @@ from running import execute
 
 from fedvlm import tensors
 from fedvlm.classifier.personalised import Personalised
+from fedvlm.deploy.explain import example
 from fedvlm.deploy.flower import processes
 from fedvlm.deploy.keys import certificates, key_pair
 from fedvlm.deploy.kits import keep_site, read_server, read_site
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.runs import run, start_site
 from fedvlm.engines.single import Single
 from fedvlm.errors import FederationError
@@ -98,9 +98,9 @@ def test_each_round_lacks_another_third_of_the_sites(federation, going, tmp_path
     with frozen(federation.sites["sketch"]):
         one.wait_for(lambda lines: len(lines) == 3)
     policy = federation.site("art") / "policy.toml"
-    policy.write_text(EXAMPLE.replace("methods = []", 'methods = ["fedavg"]'))
+    policy.write_text(example(("fedavg",)))
     one.wait_for(lambda lines: len(lines) == 4)
-    policy.write_text(EXAMPLE)
+    policy.write_text(example())
     one.join(300)
     federation.rules(deadline=240.0)
     assert one.error is None and one.result is not None

@@ -1,5 +1,7 @@
 """Whatever words come, signed or not: a site answers or drops them, a server leaves them out."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,9 +13,7 @@ from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError
 
-EXAMPLES = (
-    150  # of each test in the suite; docs/security has the counts of a longer run
-)
+EXAMPLES = int(os.environ.get("FEDVLM_FUZZ", "150"))  # of each; docs/security has a longer run
 few = settings(
     max_examples=EXAMPLES,
     derandomize=True,
@@ -93,10 +93,9 @@ def test_a_server_reads_whatever_a_site_signs(heard, kind, path, value):
     request, reply = pairs[kind]
     said = place.desks["art"].sign(Parcel(changed(reply.about, path, value), reply.arrays))
     at = engine.door({}, 1.0) if kind == "open" else engine
+    why = None
     try:
         parcel = at._fitting(said, "art", request)
     except FederationError as error:
-        assert len(str(error)) < 1000
-        return
-    for name in ("version", "dim"):
-        assert type(parcel.about.get(name, 0)) is int
+        why = str(error)
+    assert len(why) < 1000 if why else parcel.about.keys() == reply.about.keys()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedvlm.deploy.policy import give_consent
+from fedvlm.deploy.consent import give_consent
 from fedvlm.deploy.runs import absences
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError

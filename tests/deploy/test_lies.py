@@ -193,3 +193,18 @@ def test_below_the_quorum_a_lie_stops_the_run_before_its_checkpoint(place):
     finally:
         place.kit = kit
     assert not list((place.folder / "quorum" / "jobs").glob("*.checkpoint"))
+
+
+@pytest.mark.parametrize(
+    "method", [{"name": "tofa"}, {"name": "auto", "rounds": 3}, {"name": "fedgh", "rounds": 1}]
+)
+@pytest.mark.parametrize("value", [-1e6, 1e14])
+def test_statistics_that_cannot_be_stop_nobody(place, method, value):
+    """They may be believed (bounds on poisoning are another matter), but what is kept is finite."""
+    settings = place.settings(method)
+    liar = Liar(place.desks["sketch"], "round", filled(value))
+    result = place.run(
+        settings, f"{method['name']}-{value:g}", local_grid({**place.desks, "sketch": liar})
+    )
+    shared = read_tensors(result.folder / "jobs/0-all.safetensors")[0]
+    assert all(not one.isnan().any() for one in shared.values() if one.is_floating_point())

@@ -1,22 +1,24 @@
 """A site's own rules: what they refuse, and that a typo in them is not a rule."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from fedvlm.channel import Channel
-from fedvlm.deploy.policy import (
-    EXAMPLE,
-    Policy,
-    give_consent,
-    read_policy,
-    withdraw_consent,
-)
-from fedvlm.deploy.reasons import Refused
-from fedvlm.errors import SettingsError
+from fedvlm.cli import app
+from fedvlm.core import make
+from fedvlm.data.clients import Clients
+from fedvlm.deploy.consent import give_consent, withdraw_consent
+from fedvlm.deploy.explain import EXAMPLE, RULES, example, explain
+from fedvlm.deploy.policy import Policy, policy_now, read_policy
+from fedvlm.deploy.reasons import KINDS, Refused, sentence, word
+from fedvlm.errors import FedVLMError, SettingsError
 
-LABELS = np.array([0, 0, 0, 1, 1, 1, 3])
+LABELS = np.array([0] * 20 + [1] * 16 + [3] * 2)
+OPEN = 'methods = ["*"]\n'
+FEDOT = make("fedot")
 
 
 def policy(folder, text):
@@ -24,41 +26,46 @@ def policy(folder, text):
     return read_policy(folder)
 
 
-def test_without_a_file_all_is_allowed_and_the_example_says_the_same(tmp_path):
-    assert read_policy(tmp_path) == Policy() == policy(tmp_path, EXAMPLE)
-    Policy().admit(tmp_path, "fedot", Channel(), LABELS)
-    Policy().release(10**12)
-    assert set(asdict(Policy())) == {
-        line.split(" = ")[0] for line in EXAMPLE.splitlines() if " = " in line
-    }
+def test_what_init_writes_is_the_default_with_its_methods(tmp_path):
+    mine = policy(tmp_path, EXAMPLE)
+    assert replace(mine, methods=()) == Policy()
+    written = {line.split(" = ")[0] for line in EXAMPLE.splitlines()[1:]}
+    assert written == set(asdict(Policy())) == set(RULES)
+    for name in ("auto", "fedot", "faa-clip", "fedotp", "tofa"):
+        mine.admit(tmp_path, make(name), Channel(), LABELS)
+
+
+def test_nothing_is_allowed_that_is_not_named(tmp_path):
+    with pytest.raises(Refused, match="the method fedot is not allowed here, only none"):
+        Policy().admit(tmp_path, FEDOT, Channel(), LABELS)
+    with pytest.raises(Refused, match="fens is not allowed"):
+        policy(tmp_path, EXAMPLE).admit(tmp_path, make("fens"), Channel(), LABELS)
+    policy(tmp_path, OPEN).admit(tmp_path, make("fens"), Channel(), LABELS)
 
 
 @pytest.mark.parametrize(
-    ("rule", "says"),
+    ("rule", "kind", "says"),
     [
-        (
-            'methods = ["fedavg", "fedlt"]',
-            "the method fedot is not allowed here, only fedavg, fedlt",
-        ),
-        ("smallest_class = 2", "a class has fewer than 2 training rows, and"),
-        ("clip = 0.5", "channel.clip = 1, but this site wants its change clipped to 0.5 or less"),
-        ("noise = 3", "channel.noise = 2, but this site wants 3 or more"),
-        ("consent = true", "nobody at this site has consented"),
+        ('methods = ["fedavg"]', "method", "the method fedot is not allowed here, only fedavg"),
+        (f"{OPEN}least_rows = 39", "rows", "fewer than 39 training rows"),
+        (f"{OPEN}clip = 0.5", "clip", "channel.clip = 1, but this site wants its change clipped"),
+        (f"{OPEN}noise = 3", "noise", "channel.noise = 2, but this site wants 3 or more"),
+        (f"{OPEN}secure = true", "secure", "in a secure sum only"),
+        (f"{OPEN}consent = true", "consent", "nobody at this site has consented"),
     ],
 )
-def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, says):
+def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, says):
     mine = policy(tmp_path, rule)
-    with pytest.raises(Refused, match=says):
-        mine.admit(tmp_path, "fedot", Channel(clip=1.0, noise=2.0), LABELS)
+    with pytest.raises(Refused, match=says) as error:
+        mine.admit(tmp_path, FEDOT, Channel(clip=1.0, noise=2.0), LABELS)
+    assert error.value.kind == kind
+    assert sentence(word(error.value)).startswith("refused by its policy: ")
 
 
 def test_a_round_within_the_policy_is_admitted(tmp_path):
-    mine = policy(
-        tmp_path,
-        'methods = ["fedot"]\nsmallest_class = 1\nclip = 1.0\nnoise = 2\nlargest_upload = 9',
-    )
-    mine.admit(tmp_path, "fedot", Channel(clip=1.0, noise=2.0), LABELS)
-    mine.admit(tmp_path, "fedot", Channel(clip=0.1, noise=9.0), LABELS)
+    mine = policy(tmp_path, f"{OPEN}clip = 1.0\nnoise = 2\nlargest_upload = 9\nsecure = true")
+    for channel in (Channel(clip=1.0, noise=2.0), Channel(clip=0.1, noise=9.0)):
+        mine.admit(tmp_path, FEDOT, replace(channel, secure=True), LABELS)
     mine.release(9)
     with pytest.raises(Refused, match="the answer has 10 bytes, but this site sends 9 at most"):
         mine.release(10)
@@ -66,18 +73,64 @@ def test_a_round_within_the_policy_is_admitted(tmp_path):
 
 def test_a_channel_that_does_not_clip_is_no_smaller_clip(tmp_path):
     with pytest.raises(Refused, match="channel.clip = 0,"):
-        policy(tmp_path, "clip = 0.5").admit(tmp_path, "fedot", Channel(), LABELS)
+        policy(tmp_path, f"{OPEN}clip = 0.5").admit(tmp_path, FEDOT, Channel(), LABELS)
 
 
-def test_a_class_without_rows_is_no_small_class(tmp_path):
-    Policy(smallest_class=3).admit(tmp_path, "fedot", Channel(), LABELS[:6])
+def test_small_classes_are_left_out_and_stop_no_round(tmp_path):
+    mine = policy(tmp_path, OPEN)
+    assert mine.small(LABELS) == [3]  # a class without rows is no small class
+    mine.admit(tmp_path, make("tofa"), Channel(), LABELS)
+    assert mine.floored(replace(make("tofa"), smallest=1)).smallest == 16
+    assert mine.floored(replace(make("tofa"), smallest=40)).smallest == 40
+    assert mine.floored(FEDOT) is FEDOT
+
+
+def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
+    class Bare:
+        name = "bare"
+
+        def covers(self, upload): ...
+        def means(self, upload): ...
+
+    mine = policy(tmp_path, OPEN)
+    with pytest.raises(Refused, match="a class has fewer than 16 training rows"):
+        mine.admit(tmp_path, Bare(), Channel(), LABELS)
+    mine.admit(tmp_path, Bare(), Channel(), LABELS[:36])
+
+
+@pytest.mark.parametrize(
+    "told", [{"shots": 1}, {"shares": (0.5, 0.25, 0.25)}, {"validation_shots": 2}, {"public": 0.1}]
+)
+def test_how_rows_are_divided_is_the_sites_to_say(told):
+    Policy().divide(Clients(by="dirichlet", count=3))
+    Policy(server_divides=True).divide(Clients(**told))
+    with pytest.raises(Refused, match="are the site's to say"):
+        Policy().divide(Clients(**told))
+
+
+SCORES = {
+    **{"loss": 0.4321, "validation_rows": 30, "validation_hits": 17, "test_rows": 0},
+    **{"test_hits": 0, "AUC": 0.777, "reliability": [[1, 2, 3]], "confusion": [[0, 1, 1]]},
+}
+
+
+def test_scores_are_told_as_far_as_the_policy_says():
+    exact = {key: SCORES[key] for key in SCORES if key not in ("reliability", "confusion")}
+    assert Policy().told(SCORES) == exact
+    coarse = Policy(scores="coarse").told(SCORES)
+    assert coarse == {**exact, "loss": 0.45, "AUC": 0.8, "validation_hits": 16}
+    silent = Policy(scores="none").told(SCORES)
+    assert set(silent.values()) == {0} and "loss" not in silent
+    for mine in (Policy(noise=1.0), Policy(epsilon=3.0)):
+        assert mine.told(SCORES) == silent
+        assert replace(mine, scores="coarse").told(SCORES) == coarse
 
 
 def test_consent_is_for_its_methods_and_its_time_and_can_be_withdrawn(tmp_path):
-    mine = Policy(consent=True)
+    mine = Policy(methods=("*",), consent=True)
 
     def ask(method="fedot"):
-        mine.admit(tmp_path, method, Channel(), LABELS)
+        mine.admit(tmp_path, make(method), Channel(), LABELS)
 
     give_consent(tmp_path, "A. Person", ["fedot"])
     ask()
@@ -109,10 +162,58 @@ def test_consent_of_nobody_or_for_no_time_is_refused(tmp_path):
         ("smalest_class = 5", "did you mean 'smallest_class'"),
         ('methods = "fedot"', "methods = 'fedot'; write names"),
         ("consent = 1", "consent = 1 does not fit"),
-        ("noise = -1.0", "noise = -1.0 is negative"),
+        ("noise = -1.0", "noise = -1.0 does not fit"),
+        ("noise = nan", "noise = nan does not fit"),
+        ("epsilon = inf", "epsilon = inf does not fit"),
+        ("delta = 1.0", "delta = 1.0 is outside"),
+        ('scores = "all"', "scores = 'all' does not fit"),
         ("noise = ", "is not valid TOML"),
+        (None, "there is no settings file"),
     ],
 )
-def test_a_policy_with_a_typo_is_refused(tmp_path, text, says):
+def test_a_policy_that_is_missing_or_unreadable_refuses(tmp_path, text, says):
+    if text is not None:
+        (tmp_path / "policy.toml").write_text(text)
     with pytest.raises(SettingsError, match=says):
-        policy(tmp_path, text)
+        read_policy(tmp_path)
+    with pytest.raises(Refused, match=says) as error:
+        policy_now(tmp_path)
+    assert sentence(word(error.value)) == KINDS["policy"]  # and nothing of the file's
+
+
+def test_a_policy_that_is_no_file_refuses(tmp_path):
+    (tmp_path / "policy.toml").mkdir()
+    with pytest.raises(Refused):
+        policy_now(tmp_path)
+
+
+def test_the_command_says_every_rule_and_what_it_is_good_for(tmp_path):
+    (tmp_path / "policy.toml").write_text(example(("fedot",)) + "")
+    told = CliRunner().invoke(app, ["deploy", "policy", str(tmp_path)])
+    assert told.exit_code == 0, told.output
+    for name, (what, why) in RULES.items():
+        assert f"{name} = " in told.stdout and what in told.stdout and why in told.stdout
+    assert "So far: 0 of 100 trainings, 0 of 10000 rounds." in told.stdout
+    assert "No scores" in explain(Policy(noise=1.0))[-1]
+    assert "are told, exact" in explain(Policy())[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_travels_as_a_kind_and_numbers(kind):
+    names = [one for one in ("most", "least", "bytes", "count") if "{" + one in KINDS[kind]]
+    error = Refused(kind, "/home/a/secret.png", **dict.fromkeys(names, 7))
+    assert word(error) == {"kind": kind, "numbers": dict.fromkeys(names, 7)}
+    assert "secret" not in sentence(word(error))
+
+
+@pytest.mark.parametrize(
+    "said", [None, [], "x", {}, {"kind": []}, {"kind": "rows", "numbers": {"least": "<b>"}}]
+)
+def test_an_error_in_words_of_its_own_is_not_repeated(said):
+    assert sentence(said).startswith("it reports an error")
+
+
+def test_an_error_of_the_program_tells_no_trace():
+    assert word(KeyError("/home/a")) == {"kind": "failure", "numbers": {}}
+    assert word(FedVLMError("x"))["kind"] == "failure"
+    assert word(SettingsError("x"))["kind"] == "settings"

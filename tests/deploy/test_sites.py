@@ -9,9 +9,11 @@ import torch
 from fedvlm import tensors
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.deploy import runs
+from fedvlm.deploy.consent import give_consent
+from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import EXAMPLE, give_consent
+from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.server import REFERENCE, ready
 from fedvlm.deploy.site import Site, Stranger
 from fedvlm.engines.flower.local import local_grid
@@ -126,6 +128,13 @@ def test_nothing_local_is_in_any_message_or_in_the_server_record(place):
         Result(place.folder / "run").personalised("photo")
 
 
+def test_auto_runs_over_sites_under_the_policy_of_init_and_leaves_each_its_classifier(place):
+    place.run(place.settings({"name": "auto", "rounds": 3}))
+    for name in NAMES:
+        own = Personalised.from_pretrained(place.site(name) / "classifiers" / "auto-all-0")
+        assert len(own.predict(place.rows.x[:5])) == 5
+
+
 def test_a_site_may_lack_a_class(place, rows):
     place.change("photo", keep=rows.labels != 2)
     result = place.run()
@@ -148,6 +157,15 @@ def test_a_site_with_another_encoder_is_refused(place):
     place.change("sketch", encoder=np.array("toy@1"))
     with pytest.raises(FederationError, match="art and sketch do not have the same encoder: '0'"):
         place.run()
+
+
+def test_sites_whose_prompts_end_in_other_words_do_not_fit():
+    remote, first = object.__new__(Remote), {"shared/prompt": torch.zeros(2, 4)}
+    about = {"encoder": "demo@0", "classes": ["ant"], "dim": 4, "template": "a {}"}
+    others = {"same": about, "other": {**about, "template": "a {}."}}
+    remote.sites = {name: Opened(one, first, None) for name, one in {"a": about, **others}.items()}
+    assert remote._differs("a", "same") is None
+    assert "do not have the same template: 'a {}' and 'a {}.'" in remote._differs("a", "other")
 
 
 def test_a_site_whose_class_texts_differ_is_refused(place):
@@ -202,7 +220,7 @@ def test_consent_is_asked_for_at_the_site_and_the_server_is_told_why(place):
 
 
 def test_a_large_upload_is_kept_back(place):
-    text = EXAMPLE.replace("largest_upload = 0", "largest_upload = 10")
+    text = EXAMPLE.replace("largest_upload = 50000000", "largest_upload = 10")
     (place.site("art") / "policy.toml").write_text(text)
     place.rules(quorum=1.0)
     with pytest.raises(FederationError, match="but this site sends 10 at most"):

@@ -114,8 +114,46 @@ def test_the_prompt_path_gives_the_official_text_features(encoder, dataset):
 @pytest.mark.parametrize("domain", sorted(DOMAINS))
 def test_zero_shot_is_at_least_three_times_chance(embedded, domain):
     here = embedded.domains == domain
-    guess = (embedded.x[here] @ embedded.text.T).argmax(1).numpy()
+    guess = nearest(embedded.x[here], embedded.text)
     assert (guess == embedded.labels[here]).mean() >= 3 / len(embedded.classes)
+
+
+def nearest(rows, text) -> np.ndarray:
+    return (rows @ text.T).argmax(1).numpy()
+
+
+@pytest.fixture(scope="module")
+def views(encoder, pictures):
+    """Unit pooled embeddings, and the mean over the unit patches, of every picture."""
+    pixels = [encoder.preprocess(picture) for picture in pictures]
+    seen = [encoder.embed(pixels[at : at + 128], patches=True) for at in range(0, len(pixels), 128)]
+    pooled = torch.from_numpy(np.concatenate([one.pooled for one in seen]))
+    patches = torch.from_numpy(np.concatenate([one.patches for one in seen])).float()
+    unit = torch.nn.functional.normalize
+    return unit(pooled, dim=-1), unit(patches, dim=-1).mean(1)
+
+
+@pytest.fixture(scope="module")
+def endings(encoder, dataset):
+    """The class texts without and with a full stop."""
+    (template,) = dataset.templates
+    return [
+        encoder.embed_text([template.format(name) + end for name in dataset.classes])
+        for end in ("", ".")
+    ]
+
+
+def test_the_mean_patch_knows_the_class_texts_nearly_as_well_as_the_pooled_view(
+    views, endings, dataset
+):
+    pooled, patch = ((nearest(view, endings[0]) == dataset.labels).mean() for view in views)
+    assert patch >= 0.85 * pooled
+
+
+@pytest.mark.parametrize("view", [0, 1], ids=["pooled", "mean patch"])
+def test_a_full_stop_changes_zero_shot_by_two_points_at_most(views, endings, dataset, view):
+    plain, stopped = ((nearest(views[view], text) == dataset.labels).mean() for text in endings)
+    assert abs(plain - stopped) <= 0.02
 
 
 def test_the_demo_has_four_domains_with_the_same_classes(dataset):
@@ -145,3 +183,12 @@ def test_the_demo_is_small():
     model, data = demo_directory(), Path(str(files("fedvlm.data") / "demo"))
     assert 0 < size(model, "*.safetensors") <= 6 * MEGABYTE
     assert size(model) + size(data) <= 8 * MEGABYTE
+
+
+@pytest.mark.parametrize("template", ["a picture of a {}", "a black{}, drawn", "sun{}s", "{} here"])
+def test_the_templates_own_tokens_give_its_text_features_also_where_words_join(
+    encoder, dataset, template
+):
+    tower = encoder.text_tower(dataset.classes, template)
+    wanted = encoder.embed_text([template.replace("{}", name) for name in dataset.classes])
+    assert torch.allclose(tower(tower.prefix), wanted, atol=1e-5)

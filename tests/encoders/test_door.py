@@ -38,11 +38,11 @@ def closed(one):
 
 
 def test_half_open_connections_make_room_for_who_asks():
-    with running(app(Fake(), None), http=small(connections_most=8)) as url:
-        with ExitStack() as stack:
-            silent = [stack.enter_context(knock(url)) for _ in range(40)]
-            assert httpx.get(f"{url}/info", timeout=20).status_code == 200
-            assert closed(silent[0])  # the longest wait goes first
+    served = running(app(Fake(), None), http=small(connections_most=8))
+    with served as url, ExitStack() as stack:
+        silent = [stack.enter_context(knock(url)) for _ in range(40)]
+        assert httpx.get(f"{url}/info", timeout=20).status_code == 200
+        assert closed(silent[0])  # the longest wait goes first
 
 
 def test_header_that_never_ends_is_hung_up_on():

@@ -3,11 +3,19 @@
 import pytest
 
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.protocols import table, trainings
+from fedvlm.evaluate.protocols import Training, make, protocols, register
 from fedvlm.evaluate.scores import spread
 
 DOMAINS = {id: id for id in ("art", "photo", "sketch")}
 CROWD = {f"{i:02}": "" for i in range(20)}
+
+
+def trainings(name, domains, seed=0, **knobs):
+    return make(name, **knobs).trainings(domains, seed)
+
+
+def table(name, domains, done, generalises):
+    return make(name).table(domains, done, generalises)
 
 
 def hits(**values):
@@ -98,3 +106,23 @@ def test_clients_that_share_a_domain_have_its_mean_and_deviation():
     assert found["deviation art"] == pytest.approx((0.09 + 0.01 + 0.16) ** 0.5 / 2**0.5)
     assert {"mean photo", "mean "}.isdisjoint(found)  # one client has no deviation
     assert found["art-2"] == 0.9
+
+
+def test_a_knob_of_another_protocol_is_refused_by_name():
+    with pytest.raises(SettingsError, match="is for protocol = 'cross-device', not 'own-test'"):
+        make("own-test", counts=(1, 2))
+
+
+def test_a_protocol_without_a_table_is_refused():
+    class Half:
+        name = "half"
+
+    with pytest.raises(SettingsError, match="Half: it is a frozen dataclass with a `name`"):
+        register(Half)
+
+
+def test_every_protocol_says_what_it_is_and_names_its_clients_once():
+    for name, rules in protocols().items():
+        assert rules.what and rules.name == name
+    found = make("own-test").trainings(DOMAINS, 0)
+    assert found == [Training("all", tuple(DOMAINS), ())]

@@ -64,7 +64,7 @@ def test_every_source_domain_is_dealt_to_clients_and_the_target_stays_whole(rows
     division = divide(rows, clients, 0, ["sketch"])
     found, domains = division.members, division.domains
     assert list(found) == [*(f"{d}-{i}" for d in ("art", "photo") for i in range(3)), "sketch"]
-    (training,) = protocols.trainings("source-target", domains, target=["sketch"])
+    (training,) = protocols.make("source-target", target=("sketch",)).trainings(domains, 0)
     assert training.unseen == ("sketch",)
     assert len(training.train) == 6
 
@@ -76,7 +76,13 @@ def test_one_domain_is_dealt_to_clients_and_others_are_tested_on(rows, by):
     assert list(division.members) == ["client-0", "client-1", "photo", "sketch"]
     for id in ("client-0", "client-1"):
         assert division.members[id].domain == "art"
-    (training,) = protocols.trainings("source-target", division.domains, target=["photo", "sketch"])
+    (training,) = protocols.make(
+        "source-target",
+        target=(
+            "photo",
+            "sketch",
+        ),
+    ).trainings(division.domains, 0)
     assert training.unseen == ("photo", "sketch")
     one_target = divide(rows, clients, 0, ["photo"])
     assert list(one_target.members) == ["client-0", "client-1", "photo"]  # sketch is left out
@@ -116,7 +122,7 @@ def test_a_row_set_aside_that_repeats_a_dealt_picture_is_dropped(rows):
 
 def test_the_public_reference_is_what_nobody_is_tested_on(rows):
     division = divide(rows, Clients(public=0.1), 0)
-    (training,) = protocols.trainings("source-target", division.domains, target=["art"])
+    (training,) = protocols.make("source-target", target=("art",)).trainings(division.domains, 0)
     public = reference.reference(make("faa-clip"), division, training)
     art = division.members["art"]
     wanted = {*art.train.tolist(), *art.validation.tolist(), *division.public.tolist()}

@@ -8,6 +8,7 @@ from fedvlm import tensors
 from fedvlm.core import Client, Tensors, make
 from fedvlm.engines.client import pad
 from fedvlm.maths import cayley
+from fedvlm.methods._blocks import elect
 from fedvlm.testing import bare
 
 
@@ -109,3 +110,20 @@ def test_auto_starts_as_zero_shot_and_sends_only_the_head() -> None:
     )
     every = torch.vmap(lambda own: method.predict(world, shared, own, x))(stacked(local, 3))
     torch.testing.assert_close(every[1], method.predict(world, shared, local, x))
+
+
+def test_of_maps_that_the_rows_cannot_tell_apart_the_one_with_fewest_freedoms_leads() -> None:
+    draw = torch.Generator().manual_seed(0)
+    base, noise = torch.rand(40, generator=draw), torch.randn(40, generator=draw)
+    even = noise - noise.mean()
+    level = torch.stack([base, base + 0.01 + even, base + 0.01 + even])  # differ by chance
+    clear = torch.stack([base, base + 0.5, base + 1.0 + 0.1 * even])  # differ row by row
+    middle = torch.stack([base + 1.0, base, base + 0.5])
+    real = torch.ones(3, 40, dtype=torch.bool)
+    assert elect(torch.stack([level, clear, middle], 1), real).tolist() == [2, 0, 1]
+
+
+def test_rows_that_are_not_there_and_maps_that_broke_have_no_say() -> None:
+    losses = torch.tensor([[[1.0, 2.0, 9.0]], [[5.0, 6.0, 0.0]], [[torch.nan, 0.0, 0.0]]])
+    real = torch.tensor([[True, True, False]])
+    assert elect(losses, real).tolist() == [0]

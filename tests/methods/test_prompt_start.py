@@ -7,10 +7,11 @@ import torch
 from fedvlm.core import Frozen, make, methods
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.encoders.text import sentences
+from fedvlm.engines.client import client
 from fedvlm.errors import SettingsError
 from fedvlm.maths.transport import plan
 from fedvlm.methods._prompt import class_features
-from fedvlm.testing import check_method, toy_world
+from fedvlm.testing import check_method, learn, toy_world
 
 CLASSES = ("cat", "very long name of a very long clock", "alarm_clock", "dog")
 TEMPLATE = "a photo of a {}, picture"
@@ -56,7 +57,9 @@ def test_there_are_fifteen_prompt_methods_and_one_reads_patches():
     assert PATCHES == ["fedotp"]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, "a photo of a {}.", "picture of {}", "a {} {} dog"])
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, "a photo of a {}.", "picture of {}", "a photo {} {} dog"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_class_features_are_the_templates_before_the_first_round(encoder, name, template):
     frozen = known(encoder, template)
@@ -156,6 +159,21 @@ def test_own_vectors_and_runs_that_a_template_cannot_give_are_refused(encoder):
         make("fedbens", start="template")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in PATCHES])
 def test_methods_that_start_from_the_template_keep_the_contract(name):
     check_method(from_template(name, rounds=2, epochs=1))
+
+
+def test_prompts_of_fedotp_that_start_alike_move_alike_until_the_first_mean():
+    first, second = (
+        learn(toy_world(from_template("fedotp", rounds=rounds, epochs=1))) for rounds in (1, 2)
+    )
+    own = [one["own"] for one in first.local.values()]
+    assert not torch.equal(own[0], own[1])
+    # the plan does not tell them apart: what a client uploads first is its local prompt too
+    world = toy_world(from_template("fedotp", epochs=1))
+    shared, local = world.method.init(world.frozen)
+    upload, kept = world.method.update(world.frozen, shared, local, client(world, "client-0", 0))
+    assert torch.allclose(upload["prompt"], kept["own"], atol=1e-6)
+    apart = [(second.shared["prompt"] - one["own"]).abs().max() for one in second.local.values()]
+    assert min(apart) > 1e-4

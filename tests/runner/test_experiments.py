@@ -3,7 +3,7 @@
 import pytest
 
 from fedvlm.data.catalogue import catalogue
-from fedvlm.evaluate.protocols import Training, table
+from fedvlm.evaluate.protocols import Training
 from fedvlm.report.lists import list_experiments
 from fedvlm.runner.experiments import experiments, runs
 from fedvlm.runner.settings import build, read_toml
@@ -18,7 +18,7 @@ def columns(settings) -> set[str]:
     if settings.protocol == "leave-one-domain-out":
         return {"G", "P", "C"}
     jobs = {f"{n}": (Training(f"{n}", (), ()), {}) for n in settings.counts or ("",)}
-    return set(table(settings.protocol, {}, jobs, True))
+    return set(settings.rules().table({}, jobs, True))
 
 
 @EVERY

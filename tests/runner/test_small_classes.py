@@ -13,7 +13,7 @@ from fedvlm.engines.loop import start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
-from fedvlm.maths import gaussian
+from fedvlm.maths import gaussian, prototypes
 from fedvlm.report.tables import compare
 from fedvlm.runner.settings import build
 from fedvlm.runner.withheld import withheld
@@ -58,15 +58,14 @@ def test_a_client_of_small_classes_uploads_zeros(name):
     assert not any(value.abs().sum() for value in upload.values())
 
 
-def test_the_contract_refuses_a_method_that_tells_of_small_classes():
+def test_the_contract_refuses_a_method_that_tells_of_small_classes(monkeypatch):
+    def careless(x, y, allowed, *limits):
+        return gaussian.raw(x, y, len(allowed))
+
+    monkeypatch.setattr(prototypes, "released", careless)
     method = make("tofa")
-
-    class Careless(type(method)):
-        def statistics(self, frozen, sent, client):
-            return gaussian.raw(client.x, client.y, len(frozen.classes))
-
     with pytest.raises(AssertionError, match="fewer than smallest = 16; leave it out"):
-        check_small(toy_world(Careless()), Careless(), 16)
+        check_small(toy_world(method), method, 16)
 
 
 def test_sums_over_clients_are_those_of_the_rows_that_were_uploaded():
@@ -144,6 +143,11 @@ def test_record_and_table_say_what_was_kept_back_and_what_was_allowed(rows, tmp_
     [note] = usual.manifest["notes"]
     assert "12 of 12 class statistics are not uploaded" in note
     assert "3 clients upload none at all (art, photo, sketch)" in note
+    assert note.startswith("MOST IS WITHHELD: ")
+    assert "60 of 60 training rows (100%) have no say" in note
+    assert "--allow-small uploads them" in note
+    assert "method.noise_multiplier = 1" in note
+    assert "\n" not in note
     assert allowed.manifest["notes"] == []
     assert allowed.manifest["identity"]["allow_small"] is True
     assert "tofa (ALLOW-SMALL)" in compare([usual, allowed])
@@ -160,7 +164,31 @@ def test_nothing_is_noted_where_all_classes_are_large():
 
     assert withheld(make("tofa"), {"a": Member}, labels, 3) == []
     labels[:5] = 1
-    assert len(withheld(make("tofa"), {"a": Member}, labels, 3)) == 1
+    [note] = withheld(make("tofa"), {"a": Member}, labels, 3)
+    assert note.startswith("1 of 3 class statistics are not uploaded")
+
+
+def test_a_method_without_noise_is_told_of_one_way_out():
+    labels = np.repeat(np.arange(3), (4, 5, 20))
+
+    class Member:
+        train = np.arange(29)
+
+    [note] = withheld(make("fedgh"), {"a": Member}, labels, 3)
+    assert "9 of 29 training rows (31%) have no say" in note
+    assert "noise" not in note
+
+
+def test_two_contributors_to_a_secure_sum_recover_the_single_row_of_a_third():
+    """Why a sum of three or more does not lower the limit at a single client."""
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.randn(16, 8, generator=draw), dim=1)
+    parts = torch.split(rows, [14, 1, 1])  # of one class, at three clients: 16 rows together
+    first, second, third = (gaussian.raw(x, torch.zeros(len(x)).long(), 1) for x in parts)
+    total = [sum(one) for one in zip(first, second, third, strict=True)]  # what all may see
+    count, left = (total[i] - first[i] - second[i] for i in (0, 1))
+    assert count.tolist() == [1]
+    torch.testing.assert_close(left[0].float(), parts[2][0], atol=1e-6, rtol=0)
 
 
 def test_noise_is_what_the_multiplier_says_and_zero_noise_is_exact():

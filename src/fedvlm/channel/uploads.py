@@ -17,6 +17,7 @@ from fedvlm.errors import FederationError
 from fedvlm.maths.noise import Draw, seeded
 
 SPENT = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
+COUNTED = "counted"  # how many uploads that is
 KEPT = "channel/"  # where a client's channel keeps its own among the local tensors
 LEFT = "left/"  # what rounding has left over
 
@@ -112,6 +113,7 @@ class Passage:
 
     def __init__(self, channel: Channel, method: Method, local: Sequence[str], seed: int) -> None:
         self.channel, self.kind, self.seed = channel, sums(method), seed
+        self.releases: Mapping[str, int] = {}
         self.inbox, self.uneven = Inbox(channel, local, method), method.traits.uneven
         self.method = method
 
@@ -125,12 +127,15 @@ class Passage:
         passed: Collection[str],
         where: Callable[[str], str],
         total: Tensors | None = None,
+        releases: Mapping[str, int] | None = None,
     ) -> Arrived:
         """`passed` are the clients that did their half themselves: their uploads are `leave`'s, and
         one that does not fit is left out; that of a client in this process is a mistake.
 
-        If only a `total` came, of SecAgg+, it is all there is.
+        If only a `total` came, of SecAgg+, it is all there is. `releases` are how many uploads have
+        left each client by its own count, also those that never arrived: each has cost as much.
         """
+        self.releases = releases or {}
         after = {id: kept.get(id, {}) for id in uploads}
         if total is not None:
             return self._sum(number, total, sent, rows, after, where(", ".join(uploads)))
@@ -222,7 +227,11 @@ class Passage:
         after = dict(kept)
         for id, cost in spend(self.channel, weights).items():
             before = after[id].get(SPENT, torch.zeros((), dtype=torch.float64))
-            after[id] = {**after[id], SPENT: before + cost}
+            known = int(after[id].get(COUNTED, 0))
+            count = max(1, self.releases.get(id, 0) - known)
+            after[id] = {**after[id], SPENT: before + cost * count}
+            if self.releases.get(id):
+                after[id][COUNTED] = torch.tensor(known + count)
         return {id: one for id, one in after.items() if one}
 
     def _weights(self, rows: Mapping[str, int], ids: Sequence[str]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvlm.classifier.card import ONNX, Story, card
 from fedvlm.classifier.personalised import Personalised, of_client
 from fedvlm.core import Frozen
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.record import Record
 from fedvlm.storage.files import write
+from fedvlm.storage.sealed import write_index
 
 CLOSE = 1e-4  # relative to the largest logit
-ONNX = "classifier.onnx"
 
 
 def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False) -> Personalised:
@@ -32,7 +33,10 @@ def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False)
         write(place / ONNX, head)
     else:
         (place / ONNX).unlink(missing_ok=True)  # of an earlier export, which this one replaces
-    write(place / "README.md", card(classifier, result, place, onnx).encode())
+    job, scores = _measured(result, client)
+    story = Story(result.manifest, job, scores["test_rows"], scores["test_hits"])
+    write(place / "README.md", card(classifier, story, place.name, onnx).encode())
+    write_index(place)
     return classifier
 
 
@@ -45,71 +49,6 @@ def whole(classifier: Personalised, client: str) -> Personalised:
             "there, in the kit's folder classifiers"
         )
     return replace(classifier, local={key: classifier.local[key] for key in first})
-
-
-def card(classifier: Personalised, result: Record, place: Path, onnx: bool) -> str:
-    """What a reader must know before using the classifier."""
-    told, frozen = result.manifest, classifier.frozen
-    job, scores = _measured(result, classifier.client)
-    settings = "\n".join(
-        f"| `{key}` | {json.dumps(value)} |" for key, value in asdict(classifier.method).items()
-    )
-    channel = told["identity"].get("channel")
-    facts = {
-        "method": f"`{classifier.method.name}`",
-        "client": f"`{classifier.client}`",
-        "encoder": f"`{classifier.encoder}` (name and fingerprint)",
-        "data": f"`{told['data']}`, rows `{told['rows'][:16]}`",
-        "training": f"`{job}`, seed {frozen.seed}",
-        "channel": f"`{json.dumps(channel)}`" if channel else "off",
-        "fedvlm": f"{told['versions']['fedvlm']}, commit {told['commit'] or 'unknown'}"
-        + (", changed since" if told["dirty"] else ""),
-    }
-    about = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
-    private = (
-        "It holds tensors that were fitted to this client's rows and had not left the client: "
-        "treat the\nfolder as you treat the rows."
-        if classifier.local
-        else "It holds no tensor of this client's own: all clients of the run have the same."
-    )
-    head = (
-        f"\n`{ONNX}` takes embeddings (rows, {frozen.dim}) of that encoder, of any length, and "
-        "gives `logits` and `probabilities`.\n"
-        if onnx
-        else ""
-    )
-    return f"""# {classifier.method.name} for {classifier.client}
-
-A classifier over {len(frozen.classes)} classes on top of a frozen encoder, personalised for one
-client of a federation. It is of use with that encoder only: another fingerprint is refused.
-
-| | |
-|---|---|
-{about}
-
-On {scores["test_rows"]} test rows of this client it was right {scores["test_hits"]} times
-({scores["test_hits"] / max(1, scores["test_rows"]):.1%}). Nothing is known of rows from elsewhere.
-
-{private}
-
-## Use
-```
-fedvlm predict {place.name} IMAGES
-```
-```python
-from fedvlm import Personalised
-classifier = Personalised.from_pretrained("{place.name}")
-classifier.predict(embeddings)  # (rows, {frozen.dim}) from the encoder above
-```
-{head}
-## Classes
-{", ".join(frozen.classes)}
-
-## Settings
-| setting | value |
-|---|---|
-{settings}
-"""
 
 
 def _measured(result: Record, client: str) -> tuple[str, Mapping[str, Any]]:
@@ -165,13 +104,15 @@ def to_onnx(classifier: Personalised) -> bytes:
     weight, bias = linear(classifier)
     classes, dim = weight.shape
     least = np.float32(1e-12)
+    warmth = 0.0 if classifier.calibration is None else classifier.calibration.log_heat
     graph = helper.make_graph(
         [
             helper.make_node("ReduceL2", ["embeddings"], ["length"], axes=[1], keepdims=1),
             helper.make_node("Max", ["length", "least"], ["divisor"]),
             helper.make_node("Div", ["embeddings", "divisor"], ["unit"]),
             helper.make_node("Gemm", ["unit", "weight", "bias"], ["logits"], transB=1),
-            helper.make_node("Softmax", ["logits"], ["probabilities"], axis=1),
+            helper.make_node("Mul", ["logits", "cold"], ["calibrated"]),
+            helper.make_node("Softmax", ["calibrated"], ["probabilities"], axis=1),
         ],
         "classifier",
         [helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, ["rows", dim])],
@@ -185,6 +126,7 @@ def to_onnx(classifier: Personalised) -> bytes:
                 ("weight", weight.numpy()),
                 ("bias", bias.numpy()),
                 ("least", least.reshape(1)),
+                ("cold", np.exp(-np.float32(warmth)).reshape(1)),
             )
         ],
     )

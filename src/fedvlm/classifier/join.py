@@ -16,9 +16,12 @@ from fedvlm.engines.client import client
 from fedvlm.errors import DataError, SettingsError, unknown
 from fedvlm.parts import nothing
 from fedvlm.record import Record
+from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.load import Told, encode, opened, reach, skipped
-from fedvlm.runner.prepare import Prepared, prepare_one
+from fedvlm.runner.prepare import Prepared, prepare_one, set_aside
 from fedvlm.runner.settings import build
+
+HELD = 0.25  # of what a client learns from: validation rows, a third of them set aside
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Joined:
 
     classifier: Personalised
     adapted: bool  # False: the method has no adaptation, so it is what every unseen client gets
-    rows: int  # that it learnt from
+    rows: int  # that it learnt from, those included that only calibrate it
     held: int  # rows kept back
     accuracy: float  # on them
     unseen: float  # what a client that does not adapt has on them
@@ -60,17 +63,18 @@ def join(
     labels = torch.from_numpy(rows.labels)
     adapted = type(method).adapt is not nothing
     local = common.local
+    sent, world = method.send(common.shared, client_id), prepared.own_world(client_id)
     if adapted:
-        sent = method.send(common.shared, client_id)
-        mine = client(prepared.own_world(client_id), client_id, method.rounds)
-        local = method.adapt(common.frozen, sent, local, mine)
-    personal = replace(common, local=local, client=client_id)
+        local = method.adapt(common.frozen, sent, local, client(world, client_id, method.rounds))
+    known = calibration(world, sent, local, client_id)
+    personal = replace(common, local=local, client=client_id, calibration=known)
     held = torch.from_numpy(own.test)
 
     def hits(one: Personalised) -> float:
         return float((one.logits(rows.x[held]).argmax(dim=1) == labels[held]).float().mean())
 
-    return Joined(personal, adapted, len(own.train), len(held), hits(personal), hits(common))
+    learnt = len(rows.labels) - len(held) - prepared.division.dropped
+    return Joined(personal, adapted, learnt, len(held), hits(personal), hits(common))
 
 
 def rows_for(
@@ -110,7 +114,9 @@ def alone(run: Record, rows: Embedded, id: str, common: Personalised, share: flo
     """The run as it goes on for one more client: rows to learn from, and rows to test on."""
     if not 0 < share < 1:
         raise SettingsError(f"share = {share} is outside (0, 1); it is what the client learns from")
-    clients = Clients(by="own", shares=(share, 0.0, 1 - share))
+    checked = share * HELD
+    shares = (share - checked, checked, 1 - share)
+    clients = set_aside(Clients(by="own", shares=shares))
     settings = replace(build(run.manifest["identity"]), clients=clients)
     bare = replace(rows, texts={})  # a client that comes later brings no sentences of its own
     return prepare_one(settings, bare, id, common.frozen.seed, common.frozen)

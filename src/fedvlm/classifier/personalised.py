@@ -5,21 +5,27 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import Frozen, Method, Tensors, make
+from fedvlm.data.arrays import numbered
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, FedVLMError, SettingsError
+from fedvlm.maths.conformal import Calibration, limits
 from fedvlm.record import Record
+from fedvlm.runner.calibrate import kept, read, told
 from fedvlm.runner.load import towers
 from fedvlm.runner.prepare import frozen_from, template_of
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
+FEW = 10  # validation rows that say little
 FIRST = "{}."  # around class names behind a prompt, whatever the template, up to 0.1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Personalised:
     """One client's classifier: frozen, shared and local tensors, and the encoder it goes with."""
 
@@ -29,12 +35,25 @@ class Personalised:
     local: Tensors
     client: str
     encoder: str  # name and fingerprint
+    calibration: Calibration | None = None
 
-    def logits(self, x: Tensor) -> Tensor:
+    def __repr__(self) -> str:
+        whose = f" of {self.client}" if self.client else ""
+        return (
+            f"<{self.method.name}{whose}: {len(self.frozen.classes)} classes, {self.encoder}, "
+            f"{self.frozen.dim} dimensions>"
+        )
+
+    def logits(self, x: Any) -> Tensor:
         """(rows, classes) for what the encoder this was trained on makes of pictures.
 
-        Rows are pooled embeddings, or what the method needs instead: patches or pixels.
+        Rows are pooled embeddings, or what the method needs instead: patches or pixels, as an
+        array or a tensor.
         """
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"these rows are no numbers ({error}); give an array") from error
         wanted: tuple[int | str, ...] = ("rows", self.frozen.dim)
         if "image tower" in self.method.traits.needs:
             wanted = ("rows", 3, "height", "width")
@@ -57,9 +76,53 @@ class Personalised:
         out: Tensor = self.method.predict(self.frozen, sent, self.local, x)
         return out
 
-    def predict(self, x: Tensor) -> list[str]:
+    def predict(self, x: Any) -> list[str]:
         """The name of the likeliest class of each row."""
         return [self.frozen.classes[i] for i in self.logits(x).argmax(dim=1).tolist()]
+
+    def predict_proba(self, x: Any) -> NDArray[np.float32]:
+        """(rows, classes) probabilities, in the order of the classes, calibrated if they can be."""
+        return self.chances(self.logits(x)).exp().float().numpy()
+
+    def chances(self, logits: Tensor) -> Tensor:
+        """log p of each class, as warm as validation rows have shown."""
+        known = self.calibration
+        return logits.double().log_softmax(dim=1) if known is None else known.chances(logits)
+
+    def predict_set(self, x: Any, coverage: float = 0.95) -> list[tuple[str, ...]]:
+        """The classes of each row that hold the true one as often as promised, likeliest first."""
+        return self.sets(self.chances(self.logits(x)), coverage)
+
+    def sets(self, chances: Tensor, coverage: float) -> list[tuple[str, ...]]:
+        if self.calibration is None:
+            raise DataError(
+                f"no rows were set aside for {self!r}, so no coverage can be promised; train it "
+                "with clients.calibration = 0.33, or leave the coverage out"
+            )
+        names = self.frozen.classes
+        inside = -chances <= limits(self.calibration, names, coverage)
+        order = chances.argsort(dim=1, descending=True).tolist()
+        return [
+            tuple(names[i] for i in ranks if held[i])
+            for ranks, held in zip(order, inside.tolist(), strict=True)
+        ]
+
+    def warnings(self) -> list[str]:
+        """What a reader of its probabilities must know."""
+        rows = 0 if self.calibration is None else self.calibration.rows
+        if not rows:
+            return ["the probabilities are not calibrated: no validation rows were at hand"]
+        if rows <= FEW:
+            return [f"the probabilities are calibrated by {rows} validation rows only"]
+        return []
+
+    def score(self, x: Any, y: Any) -> float:
+        """The share of rows whose class is right; labels are numbers or names."""
+        labels = np.asarray(y)
+        if labels.shape != (len(x),) or not len(x):
+            raise DataError(f"{len(x)} rows and labels of shape {labels.shape}; one label per row")
+        found = self.logits(x).argmax(dim=1).numpy()
+        return float((found == numbered("the labels", labels, self.frozen.classes)).mean())
 
     def save_pretrained(self, folder: str | Path) -> None:
         tensors = {f"shared/{key}": value for key, value in self.shared.items()}
@@ -77,6 +140,8 @@ class Personalised:
             "client": self.client,
             "encoder": self.encoder,
         } | template_of(self.frozen)
+        if self.calibration is not None:
+            about["calibration"] = told(self.calibration)
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
@@ -100,6 +165,7 @@ class Personalised:
             group("local"),
             about["client"],
             about["encoder"],
+            read(about["calibration"]) if "calibration" in about else None,
         )
 
 
@@ -145,7 +211,9 @@ def of_client(record: Record, client: str, seed: int | None = None) -> Personali
     for job in record.manifest["jobs"]:
         shared, local = record.outcome(job, seed)
         if client in local:
-            return _classifier(record, shared, local[client], client, seed)
+            one = _classifier(record, shared, local[client], client, seed)
+            name = record.path_of(job, seed, "json").stem
+            return replace(one, calibration=kept(record, name, client))
     raise SettingsError(
         f"no client {client!r} trained in {record.folder}; "
         f"its clients are {', '.join(record.manifest['clients'])}"
@@ -164,10 +232,10 @@ def of_newcomer(record: Record, job: str | None = None, seed: int | None = None)
 def _classifier(
     record: Record, shared: Tensors, local: Tensors, client: str, seed: int | None
 ) -> Personalised:
-    told = record.manifest
-    text = None if told["text"] is None else torch.tensor(told["text"])
-    seed = told["identity"]["seeds"][0] if seed is None else seed
-    frozen = frozen_from(told, text, seed, record.descriptions)
-    method = make(**told["identity"]["method"])
-    frozen = equip(frozen, method, told)
-    return Personalised(method, frozen, shared, local, client, told["encoder"])
+    about = record.manifest
+    text = None if about["text"] is None else torch.tensor(about["text"])
+    seed = about["identity"]["seeds"][0] if seed is None else seed
+    frozen = frozen_from(about, text, seed, record.descriptions)
+    method = make(**about["identity"]["method"])
+    frozen = equip(frozen, method, about)
+    return Personalised(method, frozen, shared, local, client, about["encoder"])

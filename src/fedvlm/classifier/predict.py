@@ -25,12 +25,21 @@ class Prediction:
     file: str
     label: str  # the likeliest class
     probability: float
+    chances: tuple[tuple[str, float], ...]  # every class, the likeliest first
+    within: tuple[str, ...] | None = None  # the set of promised coverage, if one was asked for
+
+    @property
+    def decision(self) -> str:
+        """The class, if the set leaves no other; nothing where the classifier abstains."""
+        return self.within[0] if self.within is not None and len(self.within) == 1 else ""
 
 
 @dataclass(frozen=True)
 class Predictions:
     rows: list[Prediction]
     skipped: list[tuple[str, str]]  # pictures nothing can be said of: name and reason
+    notes: list[str]  # what a reader of the probabilities must know
+    classes: tuple[str, ...] = ()
 
 
 def predict(
@@ -39,19 +48,34 @@ def predict(
     encoder: str = "",
     access: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    coverage: float | None = None,
 ) -> Predictions:
     """The likeliest class of every picture in files, folders and archives.
 
-    `encoder` says where the encoder is now, if not where it was; another one is refused.
+    `encoder` says where the encoder is now, if not where it was; another one is refused. With
+    `coverage` each picture also gets the classes that hold the true one as often as that.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
     sources = [_source(Path(one)) for one in images]
+    return of_sources(classifier, sources, encoder, access, progress, coverage)
+
+
+def of_sources(
+    classifier: Personalised,
+    sources: Sequence[tuple[Source, str]],
+    encoder: str = "",
+    access: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    coverage: float | None = None,
+) -> Predictions:
+    if coverage is not None:  # refused before any picture is read
+        classifier.sets(torch.zeros(0, len(classifier.frozen.classes)).double(), coverage)
     box: Encoder = reopen(classifier.encoder, encoder, access)
     total, done = sum(len(one) for one, _ in sources), 0
-    out = Predictions([], [])
+    out = Predictions([], [], classifier.warnings(), classifier.frozen.classes)
     pictures = _pictures(sources, box, out.skipped)
     while batch := list(islice(pictures, BATCH)):
-        out.rows.extend(_batch(classifier, box, batch, out.skipped))
+        out.rows.extend(_batch(classifier, box, batch, out.skipped, coverage))
         done += len(batch)
         if progress is not None:
             progress(done + len(out.skipped), total)
@@ -98,6 +122,7 @@ def _batch(
     box: Encoder,
     batch: Sequence[tuple[str, Any]],
     skipped: list[tuple[str, str]],
+    coverage: float | None,
 ) -> list[Prediction]:
     if "image tower" in classifier.method.traits.needs:
         values = np.stack([picture for _, picture in batch])
@@ -113,11 +138,15 @@ def _batch(
             skipped.append((name, f"{box.name} answered with NaN, infinity or zeros"))
     if not sound:
         return []
-    chances = classifier.logits(torch.from_numpy(values[sound]).float()).softmax(dim=1)
-    best = chances.max(dim=1)
-    return [
-        Prediction(batch[row][0], classifier.frozen.classes[label], chance)
-        for row, label, chance in zip(
-            sound, best.indices.tolist(), best.values.tolist(), strict=True
+    chances = classifier.chances(classifier.logits(torch.from_numpy(values[sound]).float()))
+    sets = [None] * len(sound) if coverage is None else classifier.sets(chances, coverage)
+    ranked = chances.exp().sort(dim=1, descending=True)
+    out = []
+    for row, order, found, within in zip(
+        sound, ranked.indices.tolist(), ranked.values.tolist(), sets, strict=True
+    ):
+        every = tuple(
+            (classifier.frozen.classes[i], chance) for i, chance in zip(order, found, strict=True)
         )
-    ]
+        out.append(Prediction(batch[row][0], *every[0], every, within))
+    return out

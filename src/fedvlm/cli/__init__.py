@@ -6,19 +6,23 @@ from typing import Annotated
 import typer
 import typer.core
 
+from fedvlm.cli.ask import predict, score
 from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
 from fedvlm.cli.runs import compare, demo, list_, plot, report, resume, run
-from fedvlm.cli.share import export, ledger, predict
+from fedvlm.cli.share import export, ledger
 from fedvlm.cli.texts import describe, join
+from fedvlm.cli.verify import verify
 
 typer.core.HAS_RICH = False  # typer escapes brackets for rich also where help is plain
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # nor local variables in what a crash prints: rows, keys
+    pretty_exceptions_show_locals=False,
     help="Adapt a frozen vision-language model across sites whose images may not leave them.",
 )
 
@@ -55,7 +59,9 @@ app.command()(join)
 app.command()(describe)
 app.command()(export)
 app.command()(predict)
+app.command()(score)
 app.command()(ledger)
+app.command()(verify)
 app.add_typer(cache_app, name="cache")
 app.add_typer(deploy_app, name="deploy")
 

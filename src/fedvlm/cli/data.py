@@ -58,6 +58,9 @@ def partition(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The first of `seeds` if left out.")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG of rows per class and client.")] = None,
+    near_duplicates: Annotated[
+        bool, typer.Option(help="Also name images that are nearly the same in two parts.")
+    ] = False,
 ) -> None:
     """Rows per class and client, before anything is encoded."""
     from fedvlm.data.federation import divide, rows_of
@@ -70,7 +73,8 @@ def partition(
     values = {"method": "zero-shot", "data": data, "source": options(source)}
     settings = build(override(values, set_ or []))
     dataset = opened(settings.data, settings.source)
-    rows = rows_of(sample(dataset) if settings.smoke else dataset)
+    dataset = sample(dataset) if settings.smoke else dataset
+    rows = rows_of(dataset)
     first = settings.seeds[0] if seed is None else seed
     division = divide(rows, settings.clients, first, settings.target)
     counts = count_table(division, rows)
@@ -81,6 +85,17 @@ def partition(
     typer.echo(render(["client", *rows.classes, "all"], body, "text"), nl=False)
     if division.dropped:
         typer.echo(f"{division.dropped} duplicate pictures were dropped from the later split")
+    if near_duplicates:
+        from fedvlm.encoders.near import near_duplicates as find
+
+        with progress() as told:
+            found = find(dataset, division, lambda done, all_: told("comparing", done, all_))
+        for one in found:
+            typer.echo(
+                f"near-duplicate: {one.name} ({one.part}) and {one.other} ({one.other_part}), "
+                f"{one.difference:.2f} of 255 apart"
+            )
+        typer.echo(f"{len(found) or 'no'} near-duplicates between parts; none was dropped")
     if picture:
         draw(counts, ids, rows.classes, picture)
         typer.echo(f"picture: {picture}")

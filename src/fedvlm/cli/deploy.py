@@ -160,6 +160,19 @@ def reference(
 
 
 @deploy_app.command()
+def policy(folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")]) -> None:
+    """Say in plain words what a site allows, what has left it, and what each rule is good for."""
+    from fedvlm.deploy.account import Account
+    from fedvlm.deploy.explain import explain, so_far
+    from fedvlm.deploy.ledger import Ledger
+    from fedvlm.deploy.policy import read_policy
+
+    rules = read_policy(folder)
+    for line in (*explain(rules), *so_far(Account(Ledger(folder)), rules)):
+        typer.echo(line)
+
+
+@deploy_app.command()
 def consent(
     folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")],
     by: Annotated[str, typer.Option(help="Who consents.")] = "",
@@ -168,7 +181,7 @@ def consent(
     withdraw: Annotated[bool, typer.Option(help="Take it back.")] = False,
 ) -> None:
     """Let training start at a site whose policy asks for a person's consent."""
-    from fedvlm.deploy.policy import give_consent, withdraw_consent
+    from fedvlm.deploy.consent import give_consent, withdraw_consent
 
     if withdraw:
         withdraw_consent(folder)
@@ -176,6 +189,31 @@ def consent(
         return
     until = give_consent(folder, by, method or [], days)
     typer.echo(f"{by} consents until {until.isoformat(timespec='minutes')}")
+
+
+@deploy_app.command()
+def backup(
+    folder: Annotated[Path, typer.Argument(help="The server's folder, or a site's kit.")],
+    file: Annotated[Path, typer.Argument(help="A new file, as secret as the folder.")],
+) -> None:
+    """Keep a server's folder or a site's kit, with its ledger, in one file."""
+    from fedvlm.deploy.backup import backup as keep
+
+    typer.echo(f"{keep(folder, file)} files in {file}; it holds keys: keep it as you keep them")
+
+
+@deploy_app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(help="What `backup` wrote.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+) -> None:
+    """Bring back what `backup` kept, if every file is what it was."""
+    from fedvlm.deploy.backup import restore as bring
+
+    typer.echo(
+        f"{bring(file, folder)} files in {folder}; what was sent after the backup is not in its "
+        "ledger, and is not counted"
+    )
 
 
 def _stop_gently() -> None:

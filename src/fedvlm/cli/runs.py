@@ -21,8 +21,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo"),
     no_report: NoReport = False,
 ) -> None:
-    """Leave-one-domain-out on the embedded emoji: who generalises, who personalises."""
-    run("demo", out=out, no_report=no_report)
+    """Two questions to the embedded emoji: a site nobody has seen, and sites that differ."""
+    for name, folder in (("demo", "unseen"), ("demo-shift", "shift")):
+        run(name, out=out / folder, no_report=no_report)
 
 
 def run(
@@ -43,21 +44,27 @@ def run(
     attackers: Annotated[float | None, typer.Option(help="Share of the clients.")] = None,
     strength: Annotated[float | None, typer.Option(help="Of the attack.")] = None,
     no_report: NoReport = False,
+    no_bars: Annotated[
+        bool, typer.Option("--no-bars", help="Without chance, zero-shot, alone and pooled.")
+    ] = False,
     track: Annotated[
         list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")
     ] = None,
 ) -> None:
-    """Run a method, or an experiment of several, and print its table."""
+    """Run a method (auto, if only --data is given) or an experiment, and print its table."""
     from fedvlm.errors import SettingsError
+    from fedvlm.report.page.gather import gather
+    from fedvlm.report.page.render import write_model
     from fedvlm.report.tables import compare
+    from fedvlm.runner.bars import bars, wants_bars
     from fedvlm.runner.experiments import find, runs
     from fedvlm.runner.run import execute
     from fedvlm.runner.settings import build, override, read_toml
     from fedvlm.runner.track import Trackers
 
-    if file is None and method is None:
-        raise SettingsError("nothing to run; name a TOML file, or --method (`fedvlm list methods`)")
-    values = read_toml(find(file)) if file else {}
+    if not (file or method or data or encoder):
+        raise SettingsError("nothing to run; name a TOML file, or --method, or --data DIR for auto")
+    values: dict[str, Any] = read_toml(find(file)) if file else {"method": "auto"}
     given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
     given |= {"attack": attack, "attackers": attackers, "strength": strength}
     given["allow_small"] = allow_small or None
@@ -67,28 +74,35 @@ def run(
     values |= {key: value for key, value in given.items() if value is not None}
     every = runs(values)
     settings = [build(override(one, set_ or [])) for one in every]
+    beside = wants_bars(values) and not no_bars
     results: list[Record] = []
+    marks: list[Record] = []
     trackers = Trackers(track or [])
     with progress() as told:
         for number, one in enumerate(settings):
             place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
             listen = trackers if track else None
             results.append(execute(one, place, again, progress=told, listen=listen))
+        for one in bars(settings, results[0]) if beside else ():
+            place = out / "bars" / one.method.name if out else None
+            marks.append(execute(one, place, again, progress=told))
     trackers.close()
     for note in (*(n for one in results for n in one.manifest["notes"]), *trackers.notes):
         typer.echo(note, err=True)
-    table = compare(results, paper=values.get("paper"), traffic=values.get("traffic", False))
+    shown = [*marks, *results]
+    words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
+    table = compare(shown, **words, chance=beside)
+    if title := values.get("title"):
+        typer.echo(f"\n{title}\n")
     typer.echo(table, nl=False)
-    typer.echo("records: " + ", ".join(str(one.folder) for one in results))
-    typer.echo(next_steps(results))
+    command = f"fedvlm run {shlex.quote(file)}" if file else ""
+    model = gather(shown, title or "", values.get("paper"), command)
+    if len(shown) > 1:
+        typer.echo("\n".join(model["sentences"]))
+    typer.echo("records: " + ", ".join(str(one.folder) for one in shown))
+    typer.echo(next_steps(shown))
     if not no_report:
-        from fedvlm.report.page.render import write_page
-
-        words = {"title": values.get("title", ""), "paper": values.get("paper")}
-        again_by = f"fedvlm run {shlex.quote(file)}" if file else ""
-        typer.echo(
-            f"report: {write_page(results, page_of(results, out), **words, command=again_by)}"
-        )
+        typer.echo(f"report: {write_model(model, page_of(results, out))}")
 
 
 def next_steps(results: "Sequence[Record]") -> str:

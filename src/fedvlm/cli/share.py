@@ -1,15 +1,11 @@
-"""Commands that hand a result on, use it, and show what left a site."""
+"""Commands that hand a result on, and show what left a site."""
 
-import csv
 import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from fedvlm.cli.data import options
-from fedvlm.cli.progress import progress
 
 
 def export(
@@ -26,43 +22,6 @@ def export(
         f"{classifier.method.name} for {client} ({len(classifier.frozen.classes)} classes, "
         f"{classifier.encoder}) is in {folder}"
     )
-
-
-def predict(
-    folder: Annotated[Path, typer.Argument(help="A classifier that `fedvlm export` wrote.")],
-    images: Annotated[list[Path], typer.Argument(help="Pictures, folders or .zip archives.")],
-    encoder: Annotated[str, typer.Option(help="Where its encoder is now, if it moved.")] = "",
-    access: Annotated[
-        list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="A CSV file instead of the screen.")] = None,
-) -> None:
-    """The likeliest class of each picture, as CSV; exit code 1 if a picture could not be read."""
-    from io import StringIO
-
-    from fedvlm.classifier.predict import predict as run
-    from fedvlm.storage.files import write
-
-    with progress() as told:
-        found = run(
-            folder,
-            images,
-            encoder,
-            options(access),
-            lambda done, total: told("predicting", done, total),
-        )
-    text = StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["file", "class", "probability"])
-    table.writerows([one.file, one.label, f"{one.probability:.4f}"] for one in found.rows)
-    if out is None:
-        typer.echo(text.getvalue(), nl=False)
-    else:
-        write(out, text.getvalue().encode())
-    for name, reason in found.skipped:
-        typer.echo(f"skipped {name}: {reason}", err=True)
-    if found.skipped:
-        sys.exit(1)
 
 
 def ledger(

@@ -23,6 +23,7 @@ def join(
     share: Annotated[float, typer.Option(help="Of the rows to learn from.")] = 0.8,
 ) -> None:
     """Give one more client its own classifier, without any other client taking part."""
+    from fedvlm.classifier.card import Story, save
     from fedvlm.classifier.join import join as adapt
     from fedvlm.classifier.join import rows_for
     from fedvlm.result import Result
@@ -33,7 +34,13 @@ def join(
     for note in notes:
         typer.echo(note, err=True)
     done = adapt(result, rows, client, job=job, share=share)
-    done.classifier.save_pretrained(out)
+    story = Story(
+        {**result.manifest, "data": rows.name, "rows": rows.fingerprint},
+        f"joined {result.folder.name}",
+        done.held,
+        round(done.accuracy * done.held),
+    )
+    save(done.classifier, story, out)
     if not done.adapted:
         name = done.classifier.method.name
         typer.echo(f"{name} has no adaptation of its own: {client} gets what every unseen one does")

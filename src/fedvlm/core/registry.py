@@ -138,17 +138,22 @@ def methods() -> dict[str, type[Method]]:
     """All methods: our own and those of outside packages (entry-point group fedvlm.methods)."""
     import fedvlm.methods  # noqa: F401  registers our own
 
-    for point in entry_points(group="fedvlm.methods"):
+    load_outside("fedvlm.methods")
+    return dict(sorted(METHODS.items()))
+
+
+def load_outside(group: str) -> None:
+    """Imports the modules that outside packages name in an entry-point group; they register."""
+    for point in entry_points(group=group):
         try:
             point.load()
         except FedVLMError:
             raise
         except Exception as error:
             raise SettingsError(
-                f"the entry point {point.name} = {point.value} of group fedvlm.methods "
+                f"the entry point {point.name} = {point.value} of group {group} "
                 f"cannot be loaded ({type(error).__name__}: {error}); repair or uninstall it"
             ) from error
-    return dict(sorted(METHODS.items()))
 
 
 def is_method(value: object) -> TypeGuard[Method]:

@@ -44,6 +44,10 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "momentum": (lambda n: 0 <= n < 1, "a number from 0 to below 1"),
     "decay": (lambda n: 0 <= n < inf, "0 or more"),
     "eps": (lambda n: 0 < n < inf, "a number above 0"),
+    "smallest": (lambda n: n >= 1, "1 or more"),
+    "contributors": (lambda n: n >= 1, "1 or more"),
+    "noise_multiplier": (lambda n: n >= 0, "0 or more"),
+    "shrinkage": (lambda n: n > 0, "a number above 0"),
 }
 
 

@@ -19,6 +19,7 @@ class Clients:
     shots: int = 0  # training rows per class and client; 0: all
     validation_shots: int | None = None  # likewise; left out: as many as shots, 4 at most
     shares: tuple[float, float, float] = (0.6, 0.2, 0.2)  # train, validation, test
+    calibration: float | None = None  # share of validation rows set aside; own data: a third
     domains: tuple[str, ...] = ()  # whose rows become clients; empty: all
     public: float = 0.0  # share set aside as nobody's rows, for methods that adapt to a reference
 
@@ -40,6 +41,11 @@ class Clients:
         if not _number(self.public) or not 0 <= self.public < 1:
             raise SettingsError(
                 f"clients.public = {self.public!r} does not fit; it takes a share from 0 to below 1"
+            )
+        apart = self.calibration
+        if apart is not None and (not _number(apart) or not 0 <= apart < 1):
+            raise SettingsError(
+                f"clients.calibration = {apart!r} does not fit; it takes a share from 0 to below 1"
             )
         object.__setattr__(self, "domains", words("clients.domains", self.domains))
         shares = self.shares

@@ -1,7 +1,7 @@
 """Rows become clients, each with its own train, validation and test rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from hashlib import sha256
 from typing import Protocol
@@ -32,6 +32,8 @@ class Table(Protocol):
     def splits(self) -> Strings: ...
     @property
     def content(self) -> Sequence[str]: ...
+    @property
+    def groups(self) -> Strings | None: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Rows:
     clients: Strings
     splits: Strings
     content: Sequence[str]
+    groups: Strings | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Member:
     train: Ints
     validation: Ints
     test: Ints
+    calibration: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # nothing else's
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,13 @@ def rows_of(dataset: Dataset, progress: Callable[[int, int], None] | None = None
         if progress:
             progress(row + 1, total)
     return Rows(
-        dataset.classes, dataset.labels, dataset.domains, dataset.clients, dataset.splits, content
+        dataset.classes,
+        dataset.labels,
+        dataset.domains,
+        dataset.clients,
+        dataset.splits,
+        content,
+        dataset.groups,
     )
 
 
@@ -101,6 +111,9 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
     kept = _kept(table, clients, whole)
     order = order[kept[order]]
     pools, pool_of = np.unique(_pools(table, clients, whole), return_inverse=True)
+    groups = table.groups
+    if groups is not None:
+        _check_groups(groups, pools[pool_of], kept)
     parts = np.zeros(len(labels), dtype=np.int64)
     owners = np.full(len(labels), -1, dtype=np.int64)
     names: list[str] = []
@@ -116,7 +129,9 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
             parts[mixed[:size]] = len(PARTS)
             rows = rows[parts[rows] < len(PARTS)]
         drawn = numbers("split", seed, pool)
-        parts[rows] = splits.parts_of(table.splits[rows].tolist(), clients.shares, drawn, title)
+        marks = table.splits[rows].tolist()
+        named = None if groups is None else groups[rows]
+        parts[rows] = splits.parts_of(marks, clients.shares, drawn, title, named)
         deal = np.zeros(len(rows), dtype=np.int64)
         if not alone:
             deal = _owners(
@@ -137,9 +152,34 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
         validation = _few(labels, validation, clients.held, "validation shots", seed, name)
         domains = sorted(set(table.domains[mine].tolist()))
         domain = domains[0] if len(domains) == 1 else ""
-        made[name] = Member(name, domain, train, validation, test)
+        units = content if groups is None else np.where(groups == "", content, groups)
+        apart = _apart(validation, clients.calibration or 0.0, units, seed, name)
+        validation = validation[~np.isin(validation, apart)]
+        made[name] = Member(name, domain, train, validation, test, apart)
         _check_member(made[name], clients.shares, len(mine))
     return Division(made, int(later.sum()), order[parts[order] == len(PARTS)])
+
+
+def _apart(rows: Ints, share: float, units: Strings, seed: int, name: str) -> Ints:
+    """A share of the validation rows, whole groups and equal pictures together."""
+    if not share:
+        return rows[:0]
+    many = splits.together(rows, units)
+    order = numbers("calibration", seed, name).permutation(len(many))
+    size = int(Fraction(str(share)).limit_denominator(1000) * len(rows))
+    chosen = splits.first_units([many[i] for i in order], size) if len(many) > 1 else []
+    return rows[np.isin(rows, [row for unit in chosen for row in unit])]
+
+
+def _check_groups(groups: Strings, pools: Strings, kept: NDArray[np.bool_]) -> None:
+    """A group at two sites would be in two parts: they are parted on their own."""
+    seen: dict[str, str] = {}
+    for name, pool in zip(groups[kept].tolist(), pools[kept].tolist(), strict=True):
+        if name and seen.setdefault(name, pool) != pool:
+            raise DataError(
+                f"the group {name!r} has rows at {seen[name]!r} and at {pool!r}, which are parted "
+                "on their own; leave it to one of them, or give it two names if it is two"
+            )
 
 
 def _kept(table: Table, clients: Clients, whole: Sequence[str]) -> NDArray[np.bool_]:

@@ -3,19 +3,21 @@
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedvlm.data.sources import Files
-from fedvlm.data.table import Dataset, tabulate
+from fedvlm.data.table import Dataset, Strings, column, tabulate
 from fedvlm.errors import DataError, listing
 
 NEEDED = ("path", "label")
-OPTIONAL = ("client", "domain", "split")
+OPTIONAL = ("client", "domain", "split", "group")
 
 
 def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dataset:
-    """A CSV or Parquet file with the columns path and label, and any of client, domain, split.
+    """A CSV or Parquet file with the columns path and label, and any of client, domain, split,
+    group.
 
     Paths are relative to the manifest's folder and stay below it.
     """
@@ -30,13 +32,21 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
                 f"it needs {' and '.join(NEEDED)}, and may have {', '.join(OPTIONAL)}"
             )
     names = _paths(file, file.parent, columns["path"])
-    return tabulate(
+    table = tabulate(
         file.stem,
         Files(file.parent, names),
         columns["label"],
         classes,
         *(columns.get(key) for key in ("domain", "client", "split")),
     )
+    # Who a patient is stays here: a record and a fingerprint get a number.
+    groups = columns.get("group")
+    return table if groups is None else replace(table, groups=_numbered(groups))
+
+
+def _numbered(names: Sequence[str]) -> Strings:
+    number = {name: str(index) for index, name in enumerate(dict.fromkeys(filter(None, names)))}
+    return column([number.get(name, "") for name in names], len(names))
 
 
 def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:

@@ -20,9 +20,13 @@ Ints = NDArray[np.int64]
 
 
 def parts_of(
-    marks: Sequence[str], shares: tuple[float, float, float], rng: np.random.Generator, pool: str
+    marks: Sequence[str],
+    shares: tuple[float, float, float],
+    rng: np.random.Generator,
+    pool: str,
+    groups: NDArray[np.str_] | None = None,
 ) -> Ints:
-    """The part (0 train, 1 validation, 2 test) of each row of one pool.
+    """The part (0 train, 1 validation, 2 test) of each row of one pool; a group is in one.
 
     Rows the data marks itself keep their part. A part nobody is marked for is taken out of train:
     floor(share · rows) if nothing is marked, the same proportion of train and that part otherwise.
@@ -38,16 +42,47 @@ def parts_of(
             f"{pool}: {bare} of {len(marks)} rows have no split; give all rows a split or none"
         )
     parts = np.array([PARTS.index(mark) if mark else 0 for mark in marks], dtype=np.int64)
-    open_rows = rng.permutation(np.flatnonzero(parts == 0))
+    if groups is not None and given:
+        _check_marks(marks, groups, pool)
+    open_rows = np.flatnonzero(parts == 0)
+    units = [[row] for row in open_rows.tolist()] if groups is None else together(open_rows, groups)
+    units = [units[i] for i in rng.permutation(len(units))]
     exact = [Fraction(str(share)) for share in shares]  # floor(0.29 · 100) is 29, not 28
     absent = [part for part in (2, 1) if PARTS[part] not in given]
     total = exact[0] + sum(exact[part] for part in absent)
     start = 0
     for part in absent:
         size = floor(len(open_rows) * exact[part] / total) if total else 0
-        parts[open_rows[start : start + size]] = part
-        start += size
+        chosen = first_units(units[start:], size)
+        parts[[row for unit in chosen for row in unit]] = part
+        start += len(chosen)
     return parts
+
+
+def together(rows: Ints, groups: NDArray[np.str_]) -> list[list[int]]:
+    """Rows that must not be parted, in the order of their first; no name is a group of its own."""
+    units: dict[str, list[int]] = {}
+    for row in rows.tolist():
+        name = str(groups[row])
+        units.setdefault(f"group {name}" if name else f"row {row}", []).append(row)
+    return list(units.values())
+
+
+def first_units(units: list[list[int]], size: int) -> list[list[int]]:
+    """As many of the first units as have at most so many rows, and one if that is none."""
+    ends = np.cumsum([len(unit) for unit in units])
+    count = int(np.searchsorted(ends, size, side="right"))
+    return units[: max(count, 1) if size else 0]
+
+
+def _check_marks(marks: Sequence[str], groups: NDArray[np.str_], pool: str) -> None:
+    seen: dict[str, str] = {}
+    for name, mark in zip(groups.tolist(), marks, strict=True):
+        if name and seen.setdefault(name, mark) != mark:
+            raise DataError(
+                f"{pool}: the group {name!r} is in {seen[name]} and in {mark}; mark all its rows "
+                "alike"
+            )
 
 
 def pathological(classes: int, clients: int, rng: np.random.Generator) -> Ints:

@@ -55,9 +55,10 @@ class Dataset:
     clients: Strings  # (rows,) the data's own clients (writers, sites), or empty strings
     splits: Strings  # (rows,) "train", "validation", "test" where the data set says so, or empty
     templates: tuple[str, ...] = ("a picture of a {}",)
+    groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Embedded:
     """The same rows as a method's world sees them: unit-norm embeddings and no pictures."""
 
@@ -79,6 +80,11 @@ class Embedded:
     pictures: "Rows | None" = None  # (rows, 3, height, width) as the image tower takes them
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same, by client that brings it
+    groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
+
+    def __repr__(self) -> str:
+        rows, dim = self.x.shape
+        return f"<{self.name}: {rows} rows of {dim}, {len(self.classes)} classes, {self.encoder}>"
 
     def offers(self) -> set[str]:
         """What these rows can give a method."""

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.core import check_type
+from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import new_secret
 from fedvlm.deploy.keys import certificates, key_pair
-from fedvlm.deploy.policy import EXAMPLE
 from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.runner.settings import read_toml
-from fedvlm.storage.files import write
+from fedvlm.storage.files import private, write
 
 NAME = re.compile(r"\w[\w .-]{0,62}")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
@@ -118,11 +118,13 @@ def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any
     signing, server_pub = key_pair()
     papers = certificates(host)
     central = folder / "server"
+    for one in (folder, central, *(folder / f"site-{name}" for name in sites)):
+        private(one)
     public: dict[str, bytes] = {}
     for name in sites:
-        private, public[name] = key_pair()
+        own, public[name] = key_pair()
         kit = folder / f"site-{name}"
-        secret(kit / "key", private)
+        secret(kit / "key", own)
         for file, data in (
             ("key.pub", public[name]),
             ("server.pub", server_pub),

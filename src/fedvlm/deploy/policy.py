@@ -1,63 +1,68 @@
 """What a site allows, in a file the site owns; it is enforced there, whatever the server asks."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvlm.core import check_type
+from fedvlm.core import Method, Telling, check_type
+from fedvlm.data.clients import Clients
+from fedvlm.deploy.consent import check_consent
 from fedvlm.deploy.reasons import Refused
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.errors import FedVLMError, SettingsError, unknown
+from fedvlm.evaluate.metrics import METRICS
 from fedvlm.runner.settings import read_toml
-from fedvlm.storage.files import write
 
-NAME, CONSENT = "policy.toml", "consent.json"
-EXAMPLE = """\
-# What this site allows; the server cannot change it. As it stands, all is allowed.
-methods = []          # methods that may run here, as ["fedot"]; empty: all
-smallest_class = 1    # training rows a class must have, if it has any
-largest_upload = 0    # bytes of one message to the server; 0: any
-clip = 0.0            # the channel must clip to this norm or a smaller one; 0: it need not clip
-noise = 0.0           # the channel's noise multiplier must be this or more
-consent = false       # true: no round starts without a person's consent (fedvlm deploy consent)
-"""
+NAME = "policy.toml"
+ANY = "*"
+USUAL = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "tofa")
+STEPS = 20  # coarse scores are multiples of 1/20
 
 
 class Protection(Protocol):
-    """What a policy asks of a channel: how it clips and how much noise it adds."""
+    """What a policy asks of a channel: how it clips, how much noise it adds, what it hides."""
 
     @property
     def clip(self) -> float: ...
     @property
     def noise(self) -> float: ...
+    @property
+    def secure(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Policy:
-    methods: tuple[str, ...] = ()  # the methods that may run here; empty: all
-    smallest_class: int = 1  # training rows a class must have, if it has any
-    largest_upload: int = 0  # bytes of one message to the server; 0: any
+    methods: tuple[str, ...] = ()  # the methods that may run here; none unless they are named
+    smallest_class: int = 16  # statistics of a class of fewer training rows stay here
+    least_rows: int = 16  # with fewer training rows nothing is trained
+    most_rows: int = 0  # training rows that are used at most, drawn by the site; 0: all
+    server_divides: bool = False  # the server may say shots, shares and the seed of the division
+    largest_upload: int = 50_000_000  # bytes of one message to the server; 0: any
     clip: float = 0.0  # the channel must clip to this norm or a smaller one; 0: it need not clip
     noise: float = 0.0  # the channel's noise multiplier must be this or more
+    epsilon: float = 0.0  # ε of all that leaves, in total; 0: not limited
+    delta: float = 1e-5  # δ at which ε is counted
+    secure: bool = False  # uploads leave in a secure sum only
+    scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
+    trainings: int = 100  # that may be opened, in total
+    rounds: int = 500  # that are answered, per training
+    all_rounds: int = 10_000  # likewise in total
+    measures: int = 600  # answers of scores alone, per training
     consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
 
     def admit(
-        self,
-        folder: str | Path,
-        method: str,
-        channel: Protection,
-        labels: NDArray[np.int64],
+        self, folder: str | Path, method: Method, channel: Protection, labels: NDArray[np.int64]
     ) -> None:
         """Refuses a round before anything is computed. `labels` are those of the training rows."""
-        if self.methods and method not in self.methods:
+        if not {ANY, method.name} & set(self.methods):
             raise Refused(
                 "method",
-                f"the method {method} is not allowed here, only {', '.join(self.methods)}",
+                f"the method {method.name} is not allowed here, only "
+                f"{', '.join(self.methods) or 'none'}; see methods in {NAME}",
             )
         if self.clip and not 0 < channel.clip <= self.clip:
             raise Refused(
@@ -72,11 +77,59 @@ class Policy:
                 f"channel.noise = {channel.noise:g}, but this site wants {self.noise:g} or more",
                 least=self.noise,
             )
-        counts = np.bincount(labels, minlength=1)
-        if ((counts > 0) & (counts < self.smallest_class)).any():  # which and how few is not said
+        if self.secure and not channel.secure:
+            raise Refused("secure")
+        if len(labels) < self.least_rows:
+            raise Refused("rows", least=self.least_rows)
+        cannot = isinstance(method, Telling) and not hasattr(method, "smallest")
+        if cannot and len(self.small(labels)):
             raise Refused("class", least=self.smallest_class)
         if self.consent:
-            check_consent(Path(folder), method)
+            check_consent(Path(folder), method.name)
+
+    def small(self, labels: NDArray[np.int64]) -> list[int]:
+        """The classes whose statistics stay here."""
+        counts = np.bincount(labels, minlength=1)
+        few: list[int] = np.flatnonzero((counts > 0) & (counts < self.smallest_class)).tolist()
+        return few
+
+    def floored(self, method: Method) -> Method:
+        """The method, made to leave out classes of few rows, whatever the experiment says."""
+        least = getattr(method, "smallest", None)
+        if least is None or least >= self.smallest_class:
+            return method
+        made: Method = replace(method, smallest=self.smallest_class)
+        return made
+
+    def divide(self, clients: Clients) -> None:
+        """Refuses a division that singles rows out: two that differ by a row tell it."""
+        own = replace(Clients(), by=clients.by, count=clients.count, domains=clients.domains)
+        own = replace(own, alpha=clients.alpha, minimum=clients.minimum)
+        if not self.server_divides and clients != own:
+            raise Refused("division")
+
+    @property
+    def how(self) -> str:
+        """Scores are told so; beside noise, exact ones would undo it."""
+        return "none" if self.scores == "exact" and (self.noise or self.epsilon) else self.scores
+
+    def told(self, scores: Mapping[str, Any]) -> dict[str, Any]:
+        """The scores that may leave."""
+        counts = {
+            f"{part}_{what}": int(scores[f"{part}_{what}"])
+            for part in ("validation", "test")
+            for what in ("rows", "hits")
+        }
+        if self.how == "none":
+            return dict.fromkeys(counts, 0)
+        rest = {key: scores[key] for key in ("loss", *METRICS[1:]) if key in scores}
+        if self.how == "exact":
+            return {**counts, **rest}
+        for part in ("validation", "test"):
+            rows = counts[f"{part}_rows"]
+            share = round(STEPS * counts[f"{part}_hits"] / max(rows, 1)) / STEPS
+            counts[f"{part}_hits"] = round(share * rows)
+        return {**counts, **{key: round(one * STEPS) / STEPS for key, one in rest.items()}}
 
     def release(self, size: int) -> None:
         """Refuses to let a message of this many bytes leave."""
@@ -85,10 +138,8 @@ class Policy:
 
 
 def read_policy(folder: str | Path) -> Policy:
-    """The policy of a site's folder; without the file, all is allowed."""
+    """The policy of a site's folder; without the file nothing is allowed."""
     path = Path(folder) / NAME
-    if not path.exists():
-        return Policy()
     values = read_toml(path)
     known = {one.name: one for one in fields(Policy)}
     for key, value in values.items():
@@ -100,48 +151,17 @@ def read_policy(folder: str | Path) -> Policy:
             values[key] = tuple(value)
             continue
         check_type(f"{path}: {key}", value, known[key].type)
-        if value < 0:
-            raise SettingsError(f"{path}: {key} = {value} is negative; 0 asks for nothing")
-    return Policy(**values)
+        if key != "scores" and (not isfinite(value) or value < 0):
+            raise SettingsError(f"{path}: {key} = {value} does not fit; it takes 0 or more")
+    policy = Policy(**values)
+    if not 0 < policy.delta < 1:
+        raise SettingsError(f"{path}: delta = {policy.delta} is outside (0, 1); 1e-5 is usual")
+    return policy
 
 
-def give_consent(
-    folder: str | Path, by: str, methods: Sequence[str] = (), days: float = 1.0
-) -> datetime:
-    """Notes that a person agrees to rounds of these methods (none: all) for some days from now."""
-    if not by.strip():
-        raise SettingsError("nobody is named; say who consents, as --by 'A. Person'")
-    if not days > 0:
-        raise SettingsError(f"days = {days}; consent lasts for more than 0 days")
-    now = datetime.now(UTC)
-    until = now + timedelta(days=days)
-    told = {
-        "by": by,
-        "methods": list(methods),
-        "given": now.isoformat(timespec="seconds"),
-        "until": until.isoformat(timespec="seconds"),
-    }
-    write(Path(folder) / CONSENT, json.dumps(told, indent=1, ensure_ascii=False).encode() + b"\n")
-    return until
-
-
-def withdraw_consent(folder: str | Path) -> None:
-    """No round starts from here on; one that has begun is not called back."""
-    (Path(folder) / CONSENT).unlink(missing_ok=True)
-
-
-def check_consent(folder: Path, method: str) -> None:
-    if not (folder / CONSENT).exists():
-        raise Refused("consent")
+def policy_now(folder: str | Path) -> Policy:
+    """The policy for one message; one that cannot be read refuses it."""
     try:
-        told = json.loads((folder / CONSENT).read_text())
-        until, methods = datetime.fromisoformat(told["until"]), list(told["methods"])
-        over = datetime.now(UTC) > until
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refused("consent damaged") from error
-    if over:
-        raise Refused("consent ended", f"the consent given at this site ended at {told['until']}")
-    if methods and method not in methods:
-        raise Refused(
-            "consent method", f"the consent given at this site is not for the method {method}"
-        )
+        return read_policy(folder)
+    except (FedVLMError, OSError) as error:
+        raise Refused("policy", str(error)) from error

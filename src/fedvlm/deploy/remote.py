@@ -28,6 +28,7 @@ from fedvlm.errors import FederationError
 KNOWN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int8}
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN = 600.0  # seconds a site has to open a training: it may have to embed its pictures first
+AGAINST = 1000  # uploads that may have left a site and never arrived; more it would not allow
 AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
 
 
@@ -87,6 +88,8 @@ class Remote(Flower):
     def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
         check_reply(parcel, request.about)
         check_arrays(parcel)
+        if parcel.about["releases"] > parcel.about["round"] + AGAINST:
+            raise FederationError("it says that more of its uploads have left than can have")
         counts, scores = self.counts[id], parcel.about["scores"]
         held = counts["validation"] or counts["train"]
         for part, known in (("validation", held), ("test", counts["test"])):
@@ -169,7 +172,7 @@ class Remote(Flower):
     def check_opening(self, parcel: Parcel, request: Parcel) -> None:
         """What one site alone can get wrong; how it differs from the others is seen later."""
         check_reply(parcel, request.about)
-        check_arrays(parcel)
+        check_arrays(parcel, most=float("inf"))  # a first tensor may wait at infinity
         about, wanted = parcel.about, self.spec["classes"]
         if about["opened"] != self.training or (wanted and about["classes"] != wanted):
             raise FederationError("it opened another training, or with other classes")
@@ -199,7 +202,7 @@ class Remote(Flower):
                     f"sites {first} and {name} do not have the same {key}: {str(mine)[:80]!r} and "
                     f"{str(theirs)[:80]!r}; all sites need the same, to the fingerprint"
                 )
-        mine, theirs = ({**each.first, **each.texts} for each in (one, other))
+        mine, theirs = (_finite({**each.first, **each.texts}) for each in (one, other))
         if schema(mine) != schema(theirs) or tensors.difference(mine, theirs) > SAME:
             return (
                 f"sites {first} and {name} start from different tensors, though their "
@@ -245,13 +248,18 @@ class Door(Flower):
         return {*self.names.values(), *self.remote.nodes} >= set(self.remote.kit.sites)
 
 
-def check_arrays(parcel: Parcel) -> None:
+def check_arrays(parcel: Parcel, most: float = LARGE) -> None:
     """Types that our methods have, and numbers that can be added up."""
     for key, value in unpack(parcel.arrays).items():
         if value.dtype not in KNOWN:
             raise FederationError(f"{key[:80]!r} is of a type that no method uploads")
-        if value.numel() and not value.abs().max() <= LARGE:  # also where it is NaN
+        if value.numel() and not value.abs().max() <= most:  # also where it is NaN
             raise FederationError(f"{key[:80]!r} holds numbers that are not finite, or huge")
+
+
+def _finite(values: Tensors) -> Tensors:
+    """For a comparison: where both are infinite they are the same."""
+    return {key: one.clamp(-LARGE, LARGE) for key, one in values.items()}
 
 
 def _close(one: Any, other: Any) -> bool:

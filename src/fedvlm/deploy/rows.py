@@ -12,16 +12,26 @@ from torch import Tensor
 
 from fedvlm.data.table import Dataset, Embedded, text
 from fedvlm.deploy.kits import SiteKit
+from fedvlm.deploy.policy import Policy
 from fedvlm.deploy.reasons import Said
 from fedvlm.engines.client import World
 from fedvlm.errors import DataError, FederationError, SettingsError, listing
 from fedvlm.evaluate.reference import wants_reference
+from fedvlm.record import provenance
 from fedvlm.runner.load import embedded, encode, load, opened, reach, skipped
-from fedvlm.runner.prepare import Prepared, check_rows, prepare, prepare_one
+from fedvlm.runner.prepare import (
+    Prepared,
+    check_rows,
+    frozen_of,
+    prepare,
+    prepare_one,
+    set_aside,
+)
 from fedvlm.runner.settings import Settings
+from fedvlm.seeds import numbers
 from fedvlm.storage.sealed import write_tensors
 
-Say = Callable[[str], None]
+OWN_SEED = 0  # of the division at a site, whatever the seed of a training
 
 
 @dataclass(frozen=True)
@@ -30,26 +40,51 @@ class Own:
     labels: NDArray[np.int64]  # of the training rows
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
+    told: Mapping[str, Any]  # what its card tells of rows and code
 
 
 def own_rows(
-    kit: SiteKit, settings: Settings, spec: Mapping[str, Any], reference: Tensor | None, say: Say
+    kit: SiteKit,
+    settings: Settings,
+    spec: Mapping[str, Any],
+    reference: Tensor | None,
+    policy: Policy,
 ) -> Own:
-    """The world of one training at this site; classes and method are the server's to say."""
+    """The world of one training at this site; classes and method are the server's to say, how rows
+    are divided only as far as the policy says so."""
     seed = int(spec["seed"])
+    if not kit.plays:
+        policy.divide(settings.clients)
     rows = load(settings, quiet)[0] if kit.plays else _site(kit, settings, spec["classes"])
     check_rows(settings, rows)
     if kit.plays:
         prepared = prepare(settings, rows, seed)
         _check_plays(prepared, kit.plays)
     else:
-        prepared = prepare_one(settings, rows, kit.name, seed)
+        own = not kit.encoder.startswith("store:")
+        clients = set_aside(settings.clients) if own else settings.clients
+        deal = seed if policy.server_divides else OWN_SEED
+        mine = replace(settings, clients=clients)
+        prepared = prepare_one(mine, rows, kit.name, deal, frozen_of(rows, seed))
+        prepared = replace(prepared, seed=seed)
     id = kit.plays or kit.name
+    prepared = _few(prepared, id, policy.most_rows)
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
     labels = rows.labels[prepared.division.members[id].train]
     title = f"{settings.method.name}-{spec['job']}-{seed}"
-    return Own(world, labels, rows.encoder, title)
+    about = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint}
+    return Own(world, labels, rows.encoder, title, about | provenance())
+
+
+def _few(prepared: Prepared, id: str, most: int) -> Prepared:
+    """The site's own budget of training rows, the same ones in every training."""
+    member = prepared.division.members[id]
+    if not most or len(member.train) <= most:
+        return prepared
+    drawn = numbers("row budget", OWN_SEED, id).permutation(member.train)[:most]
+    members = {**prepared.division.members, id: replace(member, train=np.sort(drawn))}
+    return replace(prepared, division=replace(prepared.division, members=members))
 
 
 def _check_plays(prepared: Prepared, plays: str) -> None:

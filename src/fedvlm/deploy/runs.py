@@ -8,6 +8,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from fedvlm.deploy.explain import example
 from fedvlm.deploy.flower.processes import (
     LINK,
     Process,
@@ -18,6 +19,8 @@ from fedvlm.deploy.flower.processes import (
     superlink,
 )
 from fedvlm.deploy.kits import ServerKit, init, read_server, toml
+from fedvlm.deploy.policy import ANY
+from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.deploy.server import FAILED, REQUEST, ready
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.record import Record
@@ -190,4 +193,5 @@ def stage(settings: Settings, place: Path, told: Progress, **rules: Any) -> Serv
     for id in ids:
         path = place / f"site-{id}" / "site.toml"
         write(path, path.read_bytes() + toml({"plays": id}).encode())
+        write(path.with_name(POLICY), example((ANY,)).encode())  # nobody's data but the owner's
     return read_server(place / "server")

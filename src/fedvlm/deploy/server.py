@@ -17,7 +17,7 @@ from fedvlm.deploy.rows import named
 from fedvlm.engines.client import Kept
 from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError
-from fedvlm.evaluate import protocols, reference, scores
+from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
 from fedvlm.runner.load import load
@@ -42,7 +42,12 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
-    if settings.attack:
+    if settings.method.traits.centralised:
+        raise SettingsError(
+            f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
+            "which only a simulation has; choose another method, as 'auto' or 'alone'"
+        )
+    if settings.attack != "none":
         raise SettingsError(
             f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run"
         )
@@ -94,7 +99,7 @@ class Run:
     def all(self) -> None:
         with self.record.lock():
             tables = [self.seed(seed) for seed in self.settings.seeds]
-            write_json(self.record.folder / "result.json", {"tables": tables})
+            self.record.finish(tables)
 
     def seed(self, seed: int) -> scores.Table:
         settings = self.settings
@@ -109,7 +114,7 @@ class Run:
             done[training.name] = (training, scores)
             path = self.record.folder / "jobs" / f"{name}.safetensors"
             shares = shares or any(key.startswith("shared/") for key in read_tensors(path)[0])
-        return protocols.table(settings.protocol, domains, done, shares)
+        return settings.rules().table(domains, done, shares)
 
     def train(self, training: Training, seed: int) -> scores.Results:
         settings = self.settings

@@ -4,24 +4,29 @@ import json
 import re
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from fedvlm import tensors
+from fedvlm.classifier.card import Story, save
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.core import Tensors
+from fedvlm.core import Telling, Tensors
+from fedvlm.deploy.account import Account, Given, cost, what
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import read_policy
+from fedvlm.deploy.policy import Policy, policy_now, read_policy
 from fedvlm.deploy.reasons import Refused, Said, word
 from fedvlm.deploy.rows import Own, own_rows
-from fedvlm.deploy.words import MORE, SCORES, check_request
+from fedvlm.deploy.words import check_request
+from fedvlm.engines.client import measure
 from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
+from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import slug
@@ -45,6 +50,7 @@ class Site:
         self.sign = Signer(kit.folder / "key")
         self.check = Verifier(kit.folder / "server.pub")
         self.ledger = Ledger(kit.folder)
+        self.account = Account(self.ledger)
         self.desk = Desk(guard=self)
         self.rows: dict[str, Own] = {}  # by training
         self.strangers, self.heard = 0, -QUIET  # messages of others since a line, and its time
@@ -69,26 +75,39 @@ class Site:
             self.ledger.add(
                 "in", about["round"], unpack(request.arrays), to_bytes(request), **_notes(about)
             )
-            reply, state = self._answered(request, about, state)
-            read_policy(self.kit.folder).release(sum(one.nbytes for one in reply.arrays.values()))
+            policy = policy_now(self.kit.folder)
+            reply, state, costs = self._answered(request, about, state, policy)
+            policy.release(sum(one.nbytes for one in reply.arrays.values()))
         except Exception as error:
             return self._reply(about, error), state
-        return self._sent("out", about, self.sign(reply)), state
+        sent = self._sent("out", about, self.sign(reply), **costs)
+        if "spends" in costs:  # after it was counted: what is given again costs nothing
+            Given(self._folder(about["training"])).keep(request, reply)
+        return sent, state
 
     def _answered(
-        self, request: Parcel, about: Mapping[str, Any], state: Parcel
-    ) -> tuple[Parcel, Parcel]:
-        if about["kind"] == "open":
-            return self.open(about, unpack(request.arrays)), state
-        self._reopen(about["training"])
-        if about["training"] not in self.desk.trainings:
-            raise Said("closed")
+        self, request: Parcel, about: Mapping[str, Any], state: Parcel, policy: Policy
+    ) -> tuple[Parcel, Parcel, dict[str, Any]]:
+        """The reply, the new state, and what it costs by the site's account."""
+        kind, key = what(about), about["training"]
+        costs: dict[str, Any] = {"costs": kind}
+        if kind == "training":
+            self.account.admit(policy, kind, key, 0.0)
+            return self.open(about, unpack(request.arrays), policy), state, costs
+        training = self._known(key, policy)
+        own, world = self.rows[key], training.world
+        policy.admit(self.kit.folder, world.method, world.channel, own.labels)
+        if (again := Given(self._folder(key)).read(request)) is not None:
+            return again, state, {}
+        spends = cost(world.method, world.channel, len(own.labels)) if kind == "upload" else 0.0
+        self.account.admit(policy, kind, key, spends)
         reply, state = self.desk.answer(request, state)
-        told = {name: reply.about["scores"][name] for name in SCORES}
-        told |= {
-            name: reply.about["scores"][name] for name in MORE if name in reply.about["scores"]
+        words = {
+            "scores": policy.told(reply.about["scores"]),
+            "told": {} if policy.how == "none" else reply.about["told"],
+            "releases": self.account.rounds[key] + (kind == "upload"),
         }
-        return Parcel({**reply.about, "releases": 0, "scores": told}, reply.arrays), state
+        return Parcel({**reply.about, **words}, reply.arrays), state, {**costs, "spends": spends}
 
     def _reply(self, about: Mapping[str, Any], error: Exception) -> Parcel:
         """A kind and its numbers for the server; all else for the people of the site."""
@@ -100,11 +119,13 @@ class Site:
         kind: Any = "refused" if isinstance(error, Refused) else "out"
         return self._sent(kind, about, reply, error=detail[-2000:])
 
-    def _sent(self, direction: Any, about: Mapping[str, Any], reply: Parcel, **more: str) -> Parcel:
-        """Noted before it leaves."""
+    def _sent(self, direction: Any, about: Mapping[str, Any], reply: Parcel, **more: Any) -> Parcel:
+        """Noted and counted before it leaves."""
         number, data = about.get("round", -1), to_bytes(reply)
-        self.ledger.add(direction, number, unpack(reply.arrays), data, **_notes(about), **more)
-        if not more:
+        noted = {**_notes(about), **more}
+        self.ledger.add(direction, number, unpack(reply.arrays), data, **noted)
+        self.account.note(noted)
+        if "error" not in more:
             self.say(_line(about, reply))
         return reply
 
@@ -116,14 +137,16 @@ class Site:
             self.ledger.add("dropped", -1, strangers=self.strangers)
             self.strangers = 0
 
-    def open(self, about: Mapping[str, Any], sent: Tensors) -> Parcel:
+    def open(self, about: Mapping[str, Any], sent: Tensors, policy: Policy) -> Parcel:
         """Makes a training known here, and tells the server what it has to know to start it."""
         spec = about["spec"]
         key = key_of(spec)
         settings = build(spec["identity"])
-        policy = read_policy(self.kit.folder)
-        own = own_rows(self.kit, settings, spec, sent.get("reference"), self.say)
-        policy.admit(self.kit.folder, settings.method.name, settings.channel, own.labels)
+        if key != about["training"]:
+            raise Said("words", "the training is not that of its settings")
+        own = own_rows(self.kit, settings, spec, sent.get("reference"), policy)
+        policy.admit(self.kit.folder, settings.method, settings.channel, own.labels)
+        self._tell_withheld(own, policy)
         folder = self._folder(key)
         if (folder / "training.json").exists():
             _same_encoder(read_json(folder / "training.json"), own)
@@ -147,18 +170,27 @@ class Site:
         first = {f"shared/{name}": value for name, value in shared.items()}
         return Parcel(words, arrays({**first, **text}))
 
-    def _reopen(self, key: str) -> None:
-        """After a restart, from what was noted when the training was opened."""
-        if key in self.desk.trainings:
-            return
+    def _tell_withheld(self, own: Own, policy: Policy) -> None:
+        """To the people here; the server is not told which classes are small."""
+        names = [own.world.frozen.classes[i] for i in policy.small(own.labels)]
+        if names and isinstance(own.world.method, Telling):
+            self.say(f"of these classes there are few rows; nothing leaves: {', '.join(names)}")
+
+    def _known(self, key: str, policy: Policy) -> OwnTraining:
+        """A training that was opened; after a restart from what was noted then."""
         folder = self._folder(key)
-        if (folder / "training.json").exists():
+        if key not in self.desk.trainings:
+            if not (folder / "training.json").exists():
+                raise Said("closed")
             spec = read_json(folder / "training.json")
             sent, _ = read_tensors(folder / "reference.safetensors")
-            settings = build(spec["identity"])
-            own = own_rows(self.kit, settings, spec, sent.get("reference"), self.say)
+            own = own_rows(self.kit, build(spec["identity"]), spec, sent.get("reference"), policy)
             _same_encoder(spec, own)
             self._know(key, own)
+        training = self.desk.trainings[key]
+        world = replace(training.world, method=policy.floored(training.world.method))
+        self.desk.trainings[key] = replace(training, world=world)
+        return self.desk.trainings[key]
 
     def _know(self, key: str, own: Own) -> None:
         self.rows[key] = own
@@ -168,23 +200,24 @@ class Site:
     def _folder(self, key: str) -> Path:
         return self.kit.folder / "state" / key
 
-    def admit(self, training: OwnTraining, about: Mapping[str, Any], sent: Tensors) -> None:
-        """The policy is read anew for each round: it is the site's, and may change."""
-        world = training.world
-        labels = self.rows[training.key].labels
-        policy = read_policy(self.kit.folder)
-        policy.admit(self.kit.folder, world.method.name, world.channel, labels)
-
     def adapted(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None:
-        """The site's own classifier, which is what all this was for."""
+        """The site's own classifier, which is what all this was for; without it the run goes on."""
+        try:
+            self._keep(training, sent, local)
+        except Exception:
+            self.say(f"its classifier cannot be kept:\n{traceback.format_exc()}")
+
+    def _keep(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None:
         own, world = self.rows[training.key], training.world
         place = self.kit.folder / "classifiers" / slug(own.title)
         # A classifier sends what it holds once more: most methods send all of it, as it is.
         if tensors.difference(sent, world.method.send(sent, training.id)) > 0:
             self.say(f"{world.method.name} sends each client tensors of its own; none is kept")
             return
-        one = Personalised(world.method, world.frozen, sent, local, training.id, own.encoder)
-        one.save_pretrained(place)
+        known = calibration(world, sent, local, training.id)
+        one = Personalised(world.method, world.frozen, sent, local, training.id, own.encoder, known)
+        measured = measure(world, sent, local, training.id)
+        save(one, Story(own.told, own.title, measured["test_rows"], measured["test_hits"]), place)
         self.say(f"its classifier is in {place}")
 
 

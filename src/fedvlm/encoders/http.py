@@ -3,6 +3,7 @@
 import os
 import random
 import ssl
+import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,10 @@ from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import EncoderError
 
 TOKEN = "FEDVLM_ENCODER_TOKEN"
+LONGEST = 600.0  # seconds for a whole answer, however often a byte of it comes
+MOST_DIM = 1 << 16  # of an embedding; known ones have at most a few thousand numbers
+MOST_PATCHES = 1 << 14
+MOST_BYTES = 1 << 30  # of any answer
 LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 
 
@@ -40,6 +45,7 @@ class Http:
         token_file: str | Path | None = None,
         ca_file: str | Path | None = None,
         timeout: float = 60.0,
+        longest: float = LONGEST,
         retries: int = 5,
         wait: float = 0.5,  # seconds before the first new try; doubles from try to try
         tolerance: float = 1e-3,
@@ -49,11 +55,14 @@ class Http:
         self.name = f"http:{self.url}"
         self.drift: float | None = None
         self._retries, self._wait, self._tolerance, self._warn = retries, wait, tolerance, warn
+        self._longest = longest
         self._client = _client(self.url, token_file, ca_file, timeout)
         finalize(self, self._client.close)
         info = self._ask("GET", "/info")
         try:
             self.dim, self.scale = int(info["dim"]), float(info["scale"])
+            if not 0 < self.dim <= MOST_DIM:
+                raise ValueError(f"dim = {self.dim}")
             self.offers = frozenset(info["offers"]) & OFFERS
             self._max_batch, self._max_bytes = int(info["max_batch"]), int(info["max_bytes"])
             self.identity = {"kind": "http", "server": str(info["fingerprint"])}
@@ -80,7 +89,9 @@ class Http:
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         if "text" not in self.offers:
             raise EncoderError(f"{self.name} has no text; its server offers images only")
-        answer = self._ask("POST", "/text", {"sentences": list(sentences)})
+        answer = self._ask(
+            "POST", "/text", {"sentences": list(sentences)}, most_of(len(sentences), self.dim)
+        )
         vectors = self._array(answer, "pooled", len(sentences), 2)
         return normalize(torch.from_numpy(vectors.astype(np.float32)), dim=-1)
 
@@ -105,7 +116,8 @@ class Http:
 
     def _embed(self, files: list[bytes], patches: bool) -> Vectors:
         pictures = [b64encode(file).decode() for file in files]
-        answer = self._ask("POST", "/embed", {"pictures": pictures, "patches": patches})
+        most = most_of(len(files), self.dim, patches)
+        answer = self._ask("POST", "/embed", {"pictures": pictures, "patches": patches}, most)
         pooled = self._array(answer, "pooled", len(files), 2).astype(np.float32)
         if not patches:
             return Vectors(pooled, None)
@@ -145,7 +157,9 @@ class Http:
             )
         return values
 
-    def _ask(self, verb: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _ask(
+        self, verb: str, path: str, body: dict[str, Any] | None = None, most: int = 1 << 16
+    ) -> dict[str, Any]:
         """One request; what may pass (429, 5xx, no answer) is tried again after a while."""
         import httpx
 
@@ -153,7 +167,7 @@ class Http:
         for attempt in range(self._retries + 1):
             asked = None
             try:
-                answer = self._client.request(verb, path, json=body)
+                answer = self._whole(verb, path, body, most)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 if "CERTIFICATE_VERIFY" in problem:
@@ -180,6 +194,46 @@ class Http:
             "whether the server runs, then run again: what it has embedded is kept"
         )
 
+    def _whole(self, verb: str, path: str, body: dict[str, Any] | None, most: int) -> Any:
+        """One answer, all of it, within its limits of bytes and of time."""
+        import httpx
+
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            self._client.close()  # also an answer whose header drips ends with its connection
+
+        timer = threading.Timer(self._longest, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            with self._client.stream(verb, path, json=body) as answer:
+                if coding := answer.headers.get("content-encoding"):
+                    raise EncoderError(
+                        f"{self.url}{path} answers packed ({coding}), which was not asked for; "
+                        "switch that off at the server or the proxy before it"
+                    )
+                raw = bytearray()
+                for part in answer.iter_raw():
+                    raw += part
+                    if len(raw) > most:
+                        raise EncoderError(
+                            f"{self.url}{path} answers more than {most:,} bytes; ask its owner"
+                        )
+                return httpx.Response(
+                    answer.status_code, headers=answer.headers, content=bytes(raw)
+                )
+        except (httpx.TransportError, RuntimeError) as error:
+            if late.is_set():
+                raise EncoderError(
+                    f"{self.url}{path} took longer than {self._longest:g} seconds for one answer; "
+                    "ask its owner, or allow more by longest"
+                ) from error
+            raise
+        finally:
+            timer.cancel()
+
     def _object(self, answer: Any) -> dict[str, Any]:
         try:
             value = answer.json()
@@ -190,6 +244,12 @@ class Http:
         return value
 
 
+def most_of(rows: int, dim: int, patches: bool = False) -> int:
+    """Bytes of a sound answer: float32 in base64, and for patches as many as any grid has."""
+    each = 6 + (3 * MOST_PATCHES if patches else 0)
+    return min((1 << 16) + rows * dim * each, MOST_BYTES)
+
+
 def _client(
     url: str, token_file: str | Path | None, ca_file: str | Path | None, timeout: float
 ) -> Any:
@@ -198,7 +258,9 @@ def _client(
     except ImportError as error:
         raise EncoderError("httpx is not installed; pip install 'fedvlm[http]'") from error
     token = read_token(token_file) if token_file else os.environ.get(TOKEN, "")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    # packed answers would have to be unpacked before anybody knows how large they are
+    headers = {"Accept-Encoding": "identity"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
     try:
         verify = ssl.create_default_context(cafile=ca_file) if ca_file else True
         return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)

@@ -5,7 +5,6 @@ x or features, y or labels, and optionally classes, domains, clients, splits, pa
 text_classes, patches, scale; or one x and y per split as train_x, train_y, val_x, ..., test_y.
 """
 
-import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +32,7 @@ from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import DataError, EncoderError, unknown
 from fedvlm.machine import free_memory
 from fedvlm.storage.files import draft, write
+from fedvlm.storage.sealed import Damaged, seal_json, unseal_json
 
 UNPACKED = 64_000_000  # bytes that any .npz may unpack to
 RATIO = 100  # and for each of its own bytes: embeddings hardly shrink, zeros shrink a thousandfold
@@ -137,13 +137,15 @@ def read(file: Path) -> tuple[Columns, str]:
         beside = file.with_suffix(".json")
         if beside.is_file():
             text = beside.read_bytes()
-            columns |= json.loads(text)
+            columns |= unseal_json(text, None)
             if columns.get("sha256", digest) != digest:
                 raise DataError(f"{file} is damaged or not the one {beside.name} was written for")
             digest = sha256(digest.encode() + text).hexdigest()
         return columns, digest
     except DataError:
         raise
+    except Damaged as error:
+        raise DataError(f"{file.with_suffix('.json')} is damaged ({error}); save again") from error
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         raise DataError(f"{file} cannot be read ({error}); write it again") from error
     except Exception as error:  # safetensors has an exception of its own for a broken header
@@ -228,6 +230,5 @@ def save_store(path: str | Path, embedded: Embedded) -> Path:
         "fingerprint": embedded.fingerprint,
         "sha256": digest,
     }
-    text = json.dumps(words, ensure_ascii=False)
-    write(file.with_suffix(".json"), text.encode())
+    write(file.with_suffix(".json"), seal_json(words, None))
     return file

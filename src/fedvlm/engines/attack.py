@@ -35,7 +35,7 @@ def attacked(
     `ids` are all that train. Who colludes knows the uploads of all others.
     """
     attack = terms.attack
-    there = [task for task in tasks if answers.done[task.id].upload]
+    there = [task for task in tasks if task.id in answers.done and answers.done[task.id].upload]
     bad = set() if attack is None else attackers(attack, ids, terms.seed)
     if attack is None or attack.kind == "label-flip" or not bad & {task.id for task in there}:
         return answers

@@ -9,7 +9,7 @@ import torch
 from fedvlm import seeds
 from fedvlm.errors import SettingsError
 
-Kind = Literal["", "sign-flip", "scale", "label-flip", "noise", "collude"]
+Kind = Literal["none", "sign-flip", "scale", "label-flip", "noise", "collude"]
 USUAL = {"sign-flip": 10.0, "scale": 10.0, "noise": 10.0, "collude": 1.5, "label-flip": 1.0}
 
 

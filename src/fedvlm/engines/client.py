@@ -30,6 +30,8 @@ class Member(Protocol):
     def validation(self) -> NDArray[np.int64]: ...
     @property
     def test(self) -> NDArray[np.int64]: ...
+    @property
+    def calibration(self) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Part:
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
     test: NDArray[np.int64]
+    calibration: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def gather(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
 def own_world(world: World, id: str) -> World:
     """The world as one client has it: no row of another, but for the public reference."""
     member = world.members[id]
-    parts = (member.train, member.validation, member.test, world.reference)
+    parts = (member.train, member.validation, member.test, member.calibration, world.reference)
     rows = np.concatenate(parts)
     places = np.split(np.arange(len(rows)), np.cumsum([len(part) for part in parts])[:-1])
     x, y = gather(world, rows)
@@ -172,8 +175,8 @@ def own_world(world: World, id: str) -> World:
         world,
         x=x,
         y=y,
-        members={id: Part(*places[:3])},
-        reference=places[3],
+        members={id: Part(*places[:4])},
+        reference=places[4],
         texts={id: world.texts[id]} if id in world.texts else {},
     )
 

@@ -169,6 +169,7 @@ def _carry(
         {id for id, one in done.items() if one.passed},
         lambda id: where(terms, number, id),
         answers.total,
+        {task.id: done[task.id].releases for task in tasks},
     )
 
 

@@ -13,53 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm import seeds
+from fedvlm.evaluate.protocols.contract import Weights
 
 Cell = tuple[str, str]  # training, client
-Weights = Mapping[Cell, float]
 Rows = Mapping[str, NDArray[np.float64]]  # by client: what each of its test rows adds
 DRAWS = 4000
 CHANCE = 0.05  # that an interval leaves out the true difference
-
-
-def columns(
-    protocol: str,
-    who: Mapping[str, tuple[Sequence[str], Sequence[str]]],
-    generalises: bool = True,
-) -> dict[str, Weights]:
-    """What the columns of a protocol's table weigh: training -> those that train and the unseen.
-
-    Name only clients that have test rows. The columns are those of shares of hits.
-    """
-    out: dict[str, Weights] = {}
-    if protocol == "leave-one-domain-out":
-        domains = {id: job for job, (_, unseen) in who.items() for id in unseen}
-        sizes = {job: len(unseen) for job, (_, unseen) in who.items()}
-        n = len(who)
-        every = {
-            (job, id): (domains[id] == job, sizes[domains[id]]) for job in who for id in domains
-        }
-        out["P"] = {cell: 1 / (n * (n - 1) * k) for cell, (own, k) in every.items() if not own}
-        if generalises:
-            out["G"] = {cell: 1 / (n * k) for cell, (own, k) in every.items() if own}
-            out["C"] = {cell: 1 / (n * n * k) for cell, (_, k) in every.items()}
-        return out
-    for job, (train, unseen) in who.items():
-        if protocol == "own-test":
-            out["own"] = _even(job, train)
-        elif protocol == "source-target":
-            out["clients accuracy"] = _even(job, train)
-            if generalises:
-                out["target accuracy"] = _even(job, unseen)
-                out["average"] = _even(job, [*train, *unseen])
-        else:
-            out[f"own, n={job}"] = _even(job, train)
-            if generalises:
-                out[f"unseen, n={job}"] = _even(job, unseen)
-    return out
-
-
-def _even(job: str, ids: Sequence[str]) -> Weights:
-    return {(job, id): 1 / len(ids) for id in ids}
 
 
 def rows_of(weights: Weights, hits: Mapping[Cell, NDArray[np.bool_]]) -> Rows:

@@ -10,6 +10,13 @@ from fedvlm.errors import SettingsError
 ORDERS = (*range(2, 65), *(2**k for k in range(7, 15)))
 
 
+def spent(noise_multiplier: float, releases: int, delta: float) -> dict[str, float]:
+    """For the record of a client: ε and δ of so many releases; nothing where there is no noise."""
+    if not noise_multiplier:
+        return {}
+    return {"epsilon": epsilon(noise_multiplier, releases, delta=delta), "delta": delta}
+
+
 def epsilon(
     noise_multiplier: float, steps: int, sampling_rate: float = 1.0, delta: float = 1e-5
 ) -> float:

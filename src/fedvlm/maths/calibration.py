@@ -40,6 +40,13 @@ def fuse(first: Tensor, second: Tensor) -> Tensor:
     return torch.logaddexp(sigmoid(odds) + p, sigmoid(-odds) + q)
 
 
+def both(first: Tensor, second: Tensor, heats: Tensor | None) -> Tensor:
+    """Two classifiers' logits as one: fused at their temperatures (log τ), or averaged without."""
+    if heats is None:
+        return average(first, second)
+    return fuse(first / heats[0].exp(), second / heats[1].exp())
+
+
 def average(first: Tensor, second: Tensor) -> Tensor:
     """log of (p + q)/2."""
     return torch.logaddexp(first.log_softmax(1), second.log_softmax(1)) - log(2)

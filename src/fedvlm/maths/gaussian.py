@@ -27,6 +27,11 @@ def members(y: Tensor, classes: int) -> Tensor:
     return (y[:, None] == torch.arange(classes, device=y.device)).double()
 
 
+def withheld(y: Tensor, counts: Tensor, smallest: int) -> Tensor:
+    """The labels without those of classes whose `counts` are below `smallest`."""
+    return torch.where((counts < smallest)[y.clamp(min=0)], -1, y)
+
+
 def raw(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Counts, class sums and Σ x xᵀ: sums over rows, so clients' add up to those of all rows."""
     one_hot = members(y, classes)

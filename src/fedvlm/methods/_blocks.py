@@ -15,6 +15,7 @@ from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Method, Tensors
 from fedvlm.maths import cayley
 
+DOUBT = 1.0  # standard errors
 Train = Callable[[Any, Frozen, Tensors, Tensors, Client], tuple[Tensors, Tensors]]
 
 
@@ -58,15 +59,15 @@ def race(
     """The update of stacked clients that each look for their own number of blocks.
 
     In two thirds of its rounds a client trains a map of every candidate, each with its own
-    copy of the head it was sent; the one with the least loss on the validation rows leads: its
-    head is uploaded, its map is used. Thereafter only the last leader is trained. The race is
-    long because short ones favoured one block in our trials; to its end it would cost twice one
-    block. A client without validation rows stays with one block.
+    copy of the head it was sent; the one its validation rows choose leads: its head is uploaded,
+    its map is used. Thereafter only the last leader is trained. A client without validation rows
+    stays with one block.
     """
     racing = local["age"] < max(1, 2 * self.rounds // 3)
-    new, head = {**local, "age": local["age"] + 1}, sent["head"].clone()
-    leader, least = local["leader"].clone(), torch.full(racing.shape, torch.inf)
-    for r in candidates(frozen.dim):
+    new, many = {**local, "age": local["age"] + 1}, candidates(frozen.dim)
+    heads = sent["head"].repeat(len(many), *[1] * sent["head"].ndim)
+    losses = torch.full((len(many), *clients.held_y.shape), torch.inf)
+    for number, r in enumerate(many):
         who = (racing | (local["leader"] == r)).nonzero()[:, 0]
         if not len(who):
             continue
@@ -74,14 +75,34 @@ def race(
         method, skew = replace(self, blocks=r), {"skew": local[lane(r)][who]}
         upload, own = train(method, frozen, {"head": sent["head"][who]}, skew, some)
         new[lane(r)] = new[lane(r)].index_copy(0, who, own["skew"])
-        loss = torch.zeros(len(who))
+        heads[number, who] = upload["head"]
         if racing.any():
             logits = method.predict(frozen, upload, own, some.held_x)
-            loss = held_loss(logits, some.held_y).nan_to_num(nan=torch.inf)
-        better = (loss < least[who]) | least[who].isinf()
-        least[who[better]], leader[who[better]] = loss[better].to(least.dtype), r
-        head[who[better]] = upload["head"][better]
-    return {"head": head}, {**new, "leader": leader}
+            losses[number, who] = row_losses(logits, some.held_y).to(losses.dtype)
+    told = racing & (clients.held_y >= 0).any(1)
+    places = torch.tensor(many)
+    first = (places == local["leader"][:, None]).int().argmax(1)
+    place = torch.where(told, elect(losses, clients.held_y >= 0), first)
+    head = heads[place, torch.arange(len(place))]
+    return {"head": head}, {**new, "leader": places[place].to(local["leader"])}
+
+
+def elect(losses: Tensor, real: Tensor) -> Tensor:
+    """(clients,): of (candidates, clients, rows) the last that is not clearly worse than the best.
+
+    Clearly is by more than DOUBT standard errors of the paired difference: of maps that the rows
+    cannot tell apart the one with the fewest freedoms is taken.
+    """
+    count = real.sum(1).clamp(min=1)
+    losses = torch.where(real, losses.nan_to_num(nan=torch.inf), 0.0)
+    mean = losses.sum(-1) / count
+    least = mean.argmin(0)
+    apart = losses - losses[least, torch.arange(len(least))]
+    gap = apart.sum(-1) / count
+    spread = torch.where(real, (apart - gap[..., None]).square(), 0.0).sum(-1)
+    error = (spread / (count - 1).clamp(min=1) / count).sqrt().nan_to_num(nan=0.0)
+    good = (gap <= DOUBT * error).int()
+    return len(losses) - 1 - good.flip(0).argmax(0)
 
 
 def one_by_one(
@@ -96,8 +117,6 @@ def one_by_one(
     return tensors.stack([upload for upload, _ in done]), tensors.stack([own for _, own in done])
 
 
-def held_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """(clients,): the mean cross-entropy over each client's real rows, 0 if it has none."""
-    losses = cross_entropy(logits.mT, y.clamp(min=0), reduction="none")
-    real = y >= 0
-    return torch.where(real, losses, 0).sum(1) / real.sum(1).clamp(min=1)
+def row_losses(logits: Tensor, y: Tensor) -> Tensor:
+    """(clients, rows): the cross-entropy of every row; padding has one of no meaning."""
+    return cross_entropy(logits.mT, y.clamp(min=0), reduction="none")

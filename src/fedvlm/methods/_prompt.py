@@ -101,40 +101,19 @@ def sgd_together(
     for first in range(0, count, size):
         some = slice(first, first + size)
         done.append(
-            _walk(
+            parts.descend(
                 self,
                 frozen,
                 {key: value[some] for key, value in sent.items()},
                 {key: value[some] for key, value in local.items()},
                 Client(*(getattr(clients, part.name)[some] for part in fields(Client))),
+                parts.each(parts.sgd_step(self)),
+                eager=True,
+                batches=_minibatches,
             )
         )
     joined = ({key: torch.cat([one[i][key] for one in done]) for key in done[0][i]} for i in (0, 1))
     return next(joined), next(joined)
-
-
-def _walk(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
-    now = {**sent, **local}
-    memory = self.traits.memory
-    trained = [key for key in now if key not in memory]
-    step, states, none = parts.sgd_step(self), dict[str, Tensors](), torch.zeros(())
-    for index in range(clients.order.shape[1]):
-        batch = _minibatches(clients, index)
-        active = batch.real.any(dim=1)
-        now |= {key: now[key].detach().requires_grad_() for key in trained}
-        shared, own = ({key: now[key] for key in kind} for kind in (sent, local))
-        loss = self.loss(frozen, shared, own, batch, sent)
-        slopes = torch.autograd.grad(loss, [now[key] for key in trained])
-        for key, slope in zip(trained, slopes, strict=True):
-            state = states.get(key, {})
-            moved, after = step(now[key].detach(), slope, state)
-            now[key] = _where(active, moved, now[key].detach())
-            states[key] = {
-                name: _where(active, new, state.get(name, none)) for name, new in after.items()
-            }
-    return {key: now[key] for key in sent}, {key: now[key] for key in local}
 
 
 def _minibatches(clients: Client, step: int) -> Batch:
@@ -143,7 +122,3 @@ def _minibatches(clients: Client, step: int) -> Batch:
     taken = rows.clamp(min=0)
     others = clients.reference[:, :0]
     return Batch(full(clients.x[who, taken]), clients.y[who, taken].clamp(min=0), rows >= 0, others)
-
-
-def _where(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(active.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -1,11 +1,15 @@
 """The texts of a class that TOFA weighs: the template's, descriptions, and clients' own."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fedvlm.core import Frozen, Tensors
 from fedvlm.errors import SettingsError
-from fedvlm.maths import alignment
+from fedvlm.maths import alignment, gaussian
+
+TERMS = 8  # a bound on the size of a term of r, for its fixed point
 
 
 def texts(frozen: Frozen) -> Tensor:
@@ -24,3 +28,41 @@ def prompts(frozen: Frozen, sent: Tensors) -> Tensor:
     if frozen.descriptions is not None:  # not `texts`, which would copy them for every prediction
         mixed = mixed + alignment.mix(sent["weights"][:, 1:], frozen.descriptions)
     return mixed + sent["own"] if "own" in sent else mixed
+
+
+def first_weights(frozen: Frozen, own: bool) -> Tensors:
+    """b, uniform over the texts there are, and a place for the mix of clients' own texts."""
+    there = (texts(frozen).abs().amax(-1) > 0).float()
+    shared = {"weights": there / there.sum(1, keepdim=True)}
+    return shared | ({"own": torch.zeros(len(there), frozen.dim)} if own else {})
+
+
+def scores(frozen: Frozen, sent: Tensors, counts: Tensor, sums: Tensor, scale: float) -> Tensors:
+    """A client's terms of r over all texts, and on which classes it votes, as whole numbers."""
+    every = texts(frozen)
+    if "texts" in sent:
+        every = torch.cat([every, sent["texts"]], dim=1)
+    present = counts > 0
+    means = sums / counts.clamp(min=1)[:, None]
+    terms, voting = alignment.votes(alignment.margins(means, present, every, scale), present)
+    return {"scores": gaussian.to_fixed(terms, TERMS), "voters": voting.to(torch.int32)}
+
+
+def aligned(shared: Tensors, total: Tensors, temperature: float) -> Tensors:
+    """b of eq. 7 over all texts of a class, and the mix of those that clients brought."""
+    common = shared["weights"].shape[1]
+    there = shared["weights"] > 0
+    own = shared.get("texts")
+    if own is not None:
+        there = torch.cat([there, own.abs().amax(-1) > 0], dim=1)
+    terms = gaussian.from_fixed(total["scores"], TERMS)
+    b = alignment.weights(terms, total["voters"], there, temperature).float()
+    out = {"weights": b[:, :common]}
+    return out if own is None else out | {"own": alignment.mix(b[:, common:], own)}
+
+
+def gathered(uploads: Sequence[Tensors], ids: Sequence[str]) -> Tensor:
+    """(classes, texts, dim) of all clients, by id, without columns of padding alone."""
+    ordered = sorted(range(len(ids)), key=lambda i: ids[i])
+    every = torch.cat([uploads[i]["texts"] for i in ordered], dim=1)
+    return every[:, every.abs().amax((0, 2)) > 0]

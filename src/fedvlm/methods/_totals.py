@@ -7,8 +7,7 @@ from torch import Tensor
 
 from fedvlm.core import Tensors
 from fedvlm.maths import gaussian
-
-TERMS = 8  # a bound on the size of a term of r, for its fixed point
+from fedvlm.methods._texts import TERMS
 
 
 def per_row(self: Any, upload: Tensors) -> dict[str, tuple[Tensor, Tensor]]:

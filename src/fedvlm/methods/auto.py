@@ -66,6 +66,8 @@ class Auto:
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         """What the coming exchange is about, which its keys tell; at the end, what was found."""
+        if "walk round" not in shared:  # a site's classifier holds what was sent in the end
+            return shared
         done = int(shared["walk round"])
         more = {1: ("gauss weight", "gauss bias"), 0: ("counts", "means", "scatter")}
         keys = more.get(max(self.rounds - done, 0), ())

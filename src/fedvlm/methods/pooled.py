@@ -21,7 +21,8 @@ class Pooled:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes = len(frozen.classes)
-        return {"weight": torch.zeros(classes, frozen.dim), "bias": torch.zeros(classes)}, {}
+        head = {"weight": torch.zeros(classes, frozen.dim), "bias": torch.zeros(classes)}
+        return {**head, "slope": torch.zeros(())}, {}
 
     def update(
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
@@ -30,10 +31,15 @@ class Pooled:
         best = probe.chosen(path, ridges, client.held_x, client.held_y)[None]
         weight, bias = (part.index_select(0, best)[0] for part in path.heads)
         never = torch.where(there, bias, gaussian.NEVER)
-        return {"weight": weight.float(), "bias": never.float()}, local
+        slope = path.slope.index_select(0, best)[0]
+        head = {"weight": weight, "bias": never, "slope": slope}
+        return {key: value.float() for key, value in head.items()}, local
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return x @ sent["weight"].mT + sent["bias"]
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        return {"slope left": float(sent["slope"])}
 
     name = "pooled"
     traits = Traits(needs=frozenset({"image"}), centralised=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Batch, Client, Frozen, Tensors, a_sum_of
+from fedvlm.maths.gaussian import withheld
 from fedvlm.tensors import full
 
 
@@ -44,8 +45,7 @@ def withhold(client: Client, counts: Tensor, smallest: int) -> Client:
     Sums over the rows that are left say nothing of the others, and clients' sums add up to those
     over all rows that were left.
     """
-    stays = (counts < smallest)[client.y.clamp(min=0)]
-    return replace(client, y=torch.where(stays, -1, client.y))
+    return replace(client, y=withheld(client.y, counts, smallest))
 
 
 def everything(self: Any, shared: Tensors, id: str) -> Tensors:

@@ -7,12 +7,11 @@ copying of a functional optimiser, which costs more than the gradients.
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.adam import adam as fused_step
 
-from fedvlm import parts, tensors
-from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.parts import join_state, minibatch, split_state
+from fedvlm import tensors
+from fedvlm.core import Client, Frozen, Tensors, schedule
+from fedvlm.parts.walk import Move, States, descend, moments, split_state
 
 
 def adam(
@@ -22,57 +21,42 @@ def adam(
     done = []
     for i in range(len(clients.y)):
         client = Client(*(value[i] for value in vars(clients).values()))
-        mine = tensors.select(sent, i), tensors.select(local, i)
-        done.append(_one(self, frozen, *mine, client))
+        given, own = ({key: value[i] for key, value in one.items()} for one in (sent, local))
+        done.append(descend(self, frozen, given, own, client, in_place(self), eager=True))
     return tensors.stack([upload for upload, _ in done]), tensors.stack([own for _, own in done])
 
 
-@torch.enable_grad()
-def _one(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-) -> tuple[Tensors, Tensors]:
-    """One client's steps; `sent` and `local` are copies, and are worked on in place."""
-    first, second = self.betas
-    local, states = split_state(local)
-    now = {**sent, **local}
-    start = {key: value.clone() for key, value in sent.items()}
-    memory = self.traits.memory
-    names = [key for key in now if key not in memory]
-    trained = [now[key].requires_grad_() for key in names]
-    moments = states or split_state(parts.moments({key: now[key].detach() for key in names}))[1]
-    means, squares, counts = (
-        [moments[key][name] for key in names] for name in ("mean", "square", "count")
-    )
-    none: list[Tensor] = []
-    for index in range(len(client.order)):
-        batch = minibatch(client, index)
-        if not batch.real.any():
-            continue
-        shared = {key: now[key] for key in sent}
-        own = {key: now[key] for key in local}
-        result = self.loss(frozen, shared, own, batch, start)
-        loss, remembered = result if isinstance(result, tuple) else (result, {})
-        slopes = torch.autograd.grad(loss, trained, materialize_grads=True)
-        with torch.no_grad():
-            fused_step(
-                trained,
-                list(slopes),
-                means,
-                squares,
-                none,
-                counts,
-                fused=True,
-                amsgrad=False,
-                beta1=first,
-                beta2=second,
-                lr=self.rate,
-                weight_decay=self.decay,
-                eps=self.eps,
-                maximize=False,
-            )
-        now |= remembered
-    now = {key: value.detach() for key, value in now.items()}
-    own = {key: now[key] for key in local}
-    if states:
-        own |= join_state(moments)
-    return {key: now[key] for key in sent}, own
+def in_place(self: Any) -> Move:
+    """Steps on copies that are made before the first."""
+    pace = schedule(self)
+    begun = False
+
+    @torch.no_grad()
+    def move(trained: Tensors, slopes: Tensors, states: States, turns: Tensors) -> None:
+        nonlocal begun
+        if not begun:
+            trained |= tensors.copy(trained)
+            fresh = split_state(moments(trained))[1]
+            states |= {key: tensors.copy(states[key] or fresh[key]) for key in trained}
+            begun = True
+        names = [key for key in trained if turns[key]]
+        kept = ([states[key][name] for key in names] for name in ("mean", "square", "count"))
+        means, squares, counts = kept
+        fused_step(
+            [trained[key] for key in names],
+            [slopes[key] for key in names],
+            means,
+            squares,
+            [],
+            counts,
+            fused=True,
+            amsgrad=False,
+            beta1=pace.betas[0],
+            beta2=pace.betas[1],
+            lr=pace.rate,
+            weight_decay=pace.decay,
+            eps=pace.eps,
+            maximize=False,
+        )
+
+    return move

@@ -15,6 +15,9 @@ from fedvlm.tensors import count_bytes
 LARGE = 64 << 20  # bytes of weights
 # a tensor, its gradient and what was kept from its last step -> the tensor, and what to keep
 Stepper = Callable[[Tensor, Tensor, Tensors], tuple[Tensor, Tensors]]
+States = dict[str, Tensors]  # what was kept from the last step, of each trained tensor
+# what is trained and its gradients, the states, and by tensor whether it is its turn (bool)
+Move = Callable[[Tensors, Tensors, States, Tensors], None]
 # what is trained, what is kept and a minibatch -> the loss, and new values of what is kept
 Objective = Callable[[Tensors, Tensors, Batch], tuple[Tensor, Tensors]]
 STATE = "state "  # starts the names of local tensors that hold an optimiser's state over the rounds
@@ -25,7 +28,7 @@ def sgd(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
     """update: minibatch SGD on `self.loss` with rate, momentum and decay; velocity starts anew."""
-    return descend(self, frozen, sent, local, client, sgd_step(self))
+    return descend(self, frozen, sent, local, client, each(sgd_step(self)))
 
 
 def sgd_step(self: Any) -> Stepper:
@@ -62,7 +65,7 @@ def adam(
         moved = value - pace.rate * mean / (1 - first**count) / spread
         return moved, {"mean": mean, "square": square, "count": count}
 
-    return descend(self, frozen, sent, local, client, step)
+    return descend(self, frozen, sent, local, client, each(step))
 
 
 def moments(trained: Tensors) -> Tensors:
@@ -74,9 +77,9 @@ def moments(trained: Tensors) -> Tensors:
     }
 
 
-def split_state(local: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
+def split_state(local: Tensors) -> tuple[Tensors, States]:
     """Local tensors of the method, and what its optimiser kept of each trained one."""
-    states: dict[str, Tensors] = {}
+    states: States = {}
     for key, value in local.items():
         if key.startswith(STATE):
             name, of = key.removeprefix(STATE).split(" ", 1)
@@ -84,17 +87,46 @@ def split_state(local: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
     return {key: one for key, one in local.items() if not key.startswith(STATE)}, states
 
 
-def join_state(states: dict[str, Tensors]) -> Tensors:
+def join_state(states: States) -> Tensors:
     return {f"{STATE}{name} {key}": v for key, one in states.items() for name, v in one.items()}
 
 
+def each(step: Stepper) -> Move:
+    """One tensor after the other: a whole tower is large to hold twice."""
+    none = torch.zeros(())
+
+    def move(trained: Tensors, slopes: Tensors, states: States, turns: Tensors) -> None:
+        for key, value in trained.items():
+            moved, after = step(value, slopes.pop(key), states[key])
+            trained[key] = where(turns[key], moved, value)
+            for name, new in after.items():
+                states[key][name] = where(turns[key], new, states[key].get(name, none))
+
+    return move
+
+
+def where(turn: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """The new value where it is its turn, which with a leading axis is each client's own."""
+    shape = (*turn.shape, *[1] * (new.ndim - turn.ndim)) if turn.ndim else ()
+    return torch.where(turn.reshape(shape) if shape else turn, new, old)
+
+
 def descend(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client, step: Stepper
+    self: Any,
+    frozen: Frozen,
+    sent: Tensors,
+    local: Tensors,
+    client: Client,
+    move: Move,
+    eager: bool = False,
+    batches: Callable[[Client, int], Batch] = minibatch,
 ) -> tuple[Tensors, Tensors]:
     """Walks the minibatches, one optimiser step each; a step without a real row changes nothing.
 
-    `loss` returns the loss, or the loss and new values of tensors named in `memory`. `step` gets
-    what it asked to keep the last time, and nothing the first time.
+    `loss` returns the loss, or the loss and new values of tensors named in `memory`. `move` changes
+    what is trained in its dict, and may keep states there from step to step. An `eager` walk is
+    not for vmap: it takes plain gradients, and leaves out steps in which nobody has a row.
+    `batches` may give minibatches with a leading axis of clients, if `loss` sums over it.
     """
     local, states = split_state(local)
     keeps = bool(states)
@@ -103,7 +135,6 @@ def descend(
     trained = {key: value for key, value in everything.items() if key not in memory}
     kept = {key: value for key, value in everything.items() if key in memory}
     states = {key: dict(states.get(key, {})) for key in trained}
-    none = torch.zeros(())
 
     def objective(trained: Tensors, kept: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
         now = {**trained, **kept}
@@ -112,24 +143,21 @@ def descend(
         result = self.loss(frozen, shared, own, batch, sent)
         return result if isinstance(result, tuple) else (result, {})
 
-    # Engines take clients that train a tower one by one.
-    plain = "image tower" in self.traits.needs
-    gradient_of = slopes_of(objective) if plain else grad_and_value(objective, has_aux=True)
+    eager = eager or "image tower" in self.traits.needs  # such clients go one by one
+    gradient_of = slopes_of(objective) if eager else grad_and_value(objective, has_aux=True)
     epochs = epoch_of(self, client.order)
-    for index in range(client.order.shape[0]):
-        batch = minibatch(client, index)
-        active = batch.real.any()
-        gradient, (_, remembered) = gradient_of(trained, kept, batch)
-        for key, value in trained.items():  # one by one: a whole tower is large to hold twice
-            moved, after = step(value, gradient.pop(key), states[key])
-            moves = active
-            if isinstance(self, Alternating):
-                moves = active & self.in_turn(key, epochs[index])
-            trained[key] = torch.where(moves, moved, value)
-            for name, new in after.items():
-                states[key][name] = torch.where(moves, new, states[key].get(name, none))
+    for index in range(client.order.shape[-2]):
+        batch = batches(client, index)
+        active = batch.real.any(dim=-1)
+        if eager and not active.any():
+            continue
+        slopes, (_, remembered) = gradient_of(trained, kept, batch)
+        turns = dict.fromkeys(trained, active)
+        if isinstance(self, Alternating):
+            turns = {key: active & self.in_turn(key, epochs[..., index]) for key in trained}
+        move(trained, slopes, states, turns)
         kept |= {
-            key: torch.where(active, remembered[key], kept[key])
+            key: where(active, remembered[key], kept[key])
             for key in kept.keys() & remembered.keys()
         }
     now = {**trained, **kept}
@@ -147,7 +175,7 @@ def epoch_of(self: Any, order: Tensor) -> Tensor:
 
 
 def slopes_of(objective: Objective) -> Callable[[Tensors, Tensors, Batch], Any]:
-    """`grad_and_value` for one client alone: under vmap it would not do.
+    """`grad_and_value` by autograd alone: under vmap it would not do.
 
     torch.func keeps what a second derivative would need, which for a tower is gigabytes.
     """

@@ -35,6 +35,8 @@ def label(result: Record) -> str:
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
     if first := result.manifest["identity"].get("warm_start"):
         odd.append(f"warm start by {first['name']}")
+    if method.traits.centralised:
+        odd.append("not federated")
     if method.traits.reference == "target":
         odd.remove("reference=target")
         odd.append("TRANSDUCTIVE: adapts to the test rows")
@@ -96,12 +98,14 @@ def compare(
     paper: Mapping[str, Mapping[str, float]] | None = None,
     traffic: bool = False,
     metrics: Sequence[str] = (),
+    chance: bool = False,
 ) -> str:
     """One row per run, in per cent; `every` adds the columns per domain or client.
 
     `traffic` adds the exchanges of a client and its kilobytes up and down over all of them.
     `metrics` are names of METRICS: adds each one over clients that trained, and over unseen ones.
     `paper` has what was published, by row and column; its numbers stand below ours.
+    `chance` begins with what guessing would give.
     """
     if form not in FORMS:
         raise unknown("table form", form, FORMS)
@@ -116,7 +120,7 @@ def compare(
     columns += [key for key in dict.fromkeys(k for one in found for k in one) if key in MEASURED]
     last = [*(TRAFFIC if traffic else ()), "seeds"]
     head = ["method", *columns, *last]
-    body = []
+    body = [[*guessing(results[0], columns, form), *("-" for _ in last)]] if chance else []
     for result, one in zip(results, found, strict=True):
         cells = [cell(*one.get(key, (None, None)), form) for key in columns]
         exchanges, moved = result.traffic if traffic else (0, 0.0)
@@ -125,8 +129,16 @@ def compare(
     for name, numbers in (paper or {}).items():
         cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
         body.append([f"published: {name}", *cells, *("-" for _ in last)])
-    below = [f"{label(one)}: {far}\n" for one in results for far in one.far]
+    below = [f"{label(one)}: {w}\n" for one in results for w in (*one.far, *one.unsettled)]
     return render(head, body, form) + "".join(below if form in ("text", "markdown") else ())
+
+
+def guessing(result: Record, columns: Sequence[str], form: str) -> list[str]:
+    """A row of one in as many as there are classes, where a column is a share of hits."""
+    share = 1 / len(result.manifest["classes"])
+    others = {f"{who} {name}" for name in METRICS[1:] for who in ("clients", "target")} | MEASURED
+    hits = [key not in others and not key.startswith("deviation ") for key in columns]
+    return ["chance", *(cell(share if hit else None, None, form) for hit in hits)]
 
 
 def render(

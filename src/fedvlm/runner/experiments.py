@@ -6,7 +6,7 @@ from typing import Any
 
 from fedvlm.errors import SettingsError, unknown
 
-NOTES = ("title", "paper", "traffic")  # what an experiment says besides settings
+NOTES = ("title", "paper", "traffic", "bars")  # what an experiment says besides settings
 
 
 def folders() -> list[Path]:

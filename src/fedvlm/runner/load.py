@@ -130,7 +130,8 @@ def skipped(done: Outcome) -> list[str]:
 
 
 def columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
-    return {key: getattr(rows, key)[keep] for key in ("labels", "domains", "clients", "splits")}
+    names = ("labels", "domains", "clients", "splits", "groups")
+    return {key: getattr(rows, key)[keep] for key in names if getattr(rows, key) is not None}
 
 
 def few(rows: Dataset | Embedded) -> np.ndarray[Any, Any]:

@@ -15,19 +15,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import Frozen
+from fedvlm.data.arrays import MEMORY
+from fedvlm.data.catalogue import catalogue
+from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import dealt
 from fedvlm.data.federation import Division, Member, Rows, divide
 from fedvlm.data.table import Embedded
 from fedvlm.engines.attack import mislabelled
 from fedvlm.engines.client import Terms, World, own_world
 from fedvlm.errors import DataError
-from fedvlm.evaluate import protocols, reference
+from fedvlm.evaluate import reference
 from fedvlm.evaluate.protocols import Training
 from fedvlm.runner import warm
 from fedvlm.runner.load import meet
 from fedvlm.runner.settings import Settings, attack_of
 
 Ints = NDArray[np.int64]
+THIRD = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by
 POOLED = "pooled"  # the client that has everyone's rows, where a method asks for it
 
 
@@ -112,8 +116,21 @@ class Prepared:
 
 
 def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
-    division = divide(rows, settings.clients, seed, settings.target)
+    clients = settings.clients
+    if rows.encoder == MEMORY or own_data(settings):
+        clients = set_aside(clients)
+    division = divide(rows, clients, seed, settings.target)
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
+
+
+def own_data(settings: Settings) -> bool:
+    """Whether a run is on a user's own images; experiments on known data keep their splits."""
+    return not settings.encoder.startswith("store:") and settings.data not in catalogue()
+
+
+def set_aside(clients: Clients) -> Clients:
+    """A third of the validation rows, unless a share is named."""
+    return clients if clients.calibration is not None else replace(clients, calibration=THIRD)
 
 
 def pooled(members: Sequence[Member]) -> Member:
@@ -132,25 +149,18 @@ def prepare_one(
     present, labels = np.unique(rows.labels, return_inverse=True)
     classes = tuple(rows.classes[i] for i in present)
     mine = np.full(len(labels), id)
-    table = Rows(classes, labels, rows.domains, mine, rows.splits, rows.content)
+    table = Rows(classes, labels, rows.domains, mine, rows.splits, rows.content, rows.groups)
     division = divide(table, replace(settings.clients, by="own"), seed)
     return Prepared(settings, rows, seed, division, frozen or frozen_of(rows, seed))
 
 
 def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> list[Training]:
     """The trainings of one seed; of the clients nothing but their domains has to be known."""
-    return protocols.trainings(
-        settings.protocol,
-        domains,
-        counts=settings.counts,
-        unseen=settings.unseen,
-        target=settings.target,
-        seed=seed,
-    )
+    return settings.rules().trainings(domains, seed)
 
 
 def terms_of(settings: Settings, frozen: Frozen, seed: int) -> Terms:
-    every = settings.protocol == "source-target"
+    every = settings.rules().every_round
     attack = attack_of(settings)
     return Terms(settings.method, frozen, seed, settings.channel, metrics=every, attack=attack)
 

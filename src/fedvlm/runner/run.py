@@ -14,18 +14,18 @@ from fedvlm.data.table import Embedded
 from fedvlm.engines.attackers import attackers
 from fedvlm.engines.loop import open_engine, start
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate import protocols, scores
+from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import DESCRIPTIONS, Record, provenance
+from fedvlm.runner import calibrate, warm
 from fedvlm.runner import memory as room
-from fedvlm.runner import warm
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.prepare import Prepared, check_rows, prepare, template_of
 from fedvlm.runner.settings import Settings, attack_of, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.runner.withheld import withheld
 from fedvlm.storage.files import slug
-from fedvlm.storage.sealed import read_json, write_json, write_tensors
+from fedvlm.storage.sealed import read_json, write_tensors
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 SEEDED = (
@@ -57,7 +57,7 @@ def execute(
             return record
         seeds = _begin(settings, record, again, embedded, told)
         tables = [_seed(one, record, told) for one in seeds]
-        write_json(record.folder / "result.json", {"tables": tables})
+        record.finish(tables)
     return record
 
 
@@ -74,11 +74,13 @@ def _begin(
     for one in seeds:
         one.check()
     notes = [*notes, *_notes(seeds)]
+    apart = any(len(one.calibration) for one in seeds[0].division.members.values())
+    parts = (*PARTS, "calibration") if apart else PARTS
     about = manifest(
         told_of(rows),
         [one.name for one in seeds[0].trainings],
         {
-            id: {part: len(getattr(one, part)) for part in PARTS}
+            id: {part: len(getattr(one, part)) for part in parts}
             for id, one in seeds[0].division.members.items()
         },
         {one.seed: one.division.dropped for one in seeds},
@@ -137,15 +139,16 @@ def _seed(prepared: Prepared, record: Record, told: Progress) -> scores.Table:
         done[training.name] = (training, {id: found[id] for id in clients if id in found})
         tell(rounds)
     domains = prepared.division.domains
-    return protocols.table(settings.protocol, domains, done, prepared.generalises)
+    return settings.rules().table(domains, done, prepared.generalises)
 
 
 def _train(
     prepared: Prepared, training: Training, record: Record, tell: Callable[[int], None]
 ) -> scores.Results:
     """One training in this process, unless it is finished."""
-    settings = prepared.settings
-    if (scores := finished(record, file_name(training, prepared.seed))) is not None:
+    settings, name = prepared.settings, file_name(training, prepared.seed)
+    if (scores := finished(record, name)) is not None:
+        calibrate.keep(record, name, training.name, prepared.seed, prepared.world(training))
         return scores
     world = prepared.world(training)
     state, fresh = start(world)
@@ -154,7 +157,9 @@ def _train(
         state = warm.begin(settings, training, before, world, state, record)
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
     taught = prepared.taught(training)
-    return carry_out(settings, taught, world, engine, state, fresh, record, tell)
+    scores = carry_out(settings, taught, world, engine, state, fresh, record, tell)
+    calibrate.keep(record, name, training.name, prepared.seed, world)
+    return scores
 
 
 def default_name(settings: Settings, embedded: Embedded | None) -> str:

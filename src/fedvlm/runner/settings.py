@@ -11,6 +11,8 @@ from fedvlm.core import FEWEST, SMALLEST, Method, check_range, check_type, is_me
 from fedvlm.data.clients import Clients, words
 from fedvlm.engines.attackers import Attack, Kind
 from fedvlm.errors import SettingsError, unknown
+from fedvlm.evaluate import protocols
+from fedvlm.evaluate.protocols import Rules
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,15 @@ class Settings:
     allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through
-    attack: Kind = ""  # by some clients, to see what it does; simulations only
+    attack: Kind = "none"  # by some clients, to see what it does; simulations only
     attackers: float = 0.1  # share of the training clients that attack, drawn by seed
     strength: float = 0.0  # of the attack; 0: the usual one
     reproduces: tuple[str, ...] = ()  # tables and figures of papers, as fedot-v1/T1; only noted
+
+    def rules(self) -> Rules:
+        """The protocol with its knobs, which are settings of the run."""
+        knobs = {"counts": self.counts, "unseen": self.unseen, "target": self.target}
+        return protocols.make(self.protocol, **knobs)
 
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
@@ -48,8 +55,10 @@ class Settings:
         for key in ("workers", "access", "reproduces"):
             del whole[key]
         for key in ("attack", "attackers", "strength"):
-            if not self.attack:
+            if self.attack == "none":
                 del whole[key]
+        if self.clients.calibration is None:
+            del whole["clients"]["calibration"]
         both = [one for one in (self.method, self.warm_start) if one is not None]
         if not (self.allow_small and any(one.traits.smallest for one in both)):
             del whole["allow_small"]
@@ -69,7 +78,7 @@ def build(values: Mapping[str, Any]) -> Settings:
     out: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
-            raise unknown("setting", key, known)
+            _refuse(key, values.get("method"), known)
         if key in ("method", "warm_start"):
             out[key] = _method(value)
         elif key == "clients":
@@ -88,15 +97,38 @@ def build(values: Mapping[str, Any]) -> Settings:
     return _checked(Settings(**out))
 
 
+def _refuse(key: str, method: Any, known: Iterable[str]) -> None:
+    """A name that no run has: it may be one of its method's."""
+    if method is not None:
+        whole = _method(method)
+        if key in {one.name for one in fields(whole)}:
+            raise SettingsError(
+                f"{key} is a setting of the method {whole.name}: write it in [method], or "
+                f"--set method.{key}=…"
+            )
+    raise unknown("setting", key, known)
+
+
+def with_method(method: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a run with its method, which takes those that are the method's own settings."""
+    whole = _method(method)
+    known = {one.name for one in fields(Settings)}
+    mine = {one.name for one in fields(whole)} - known
+    own = {key: value for key, value in values.items() if key in mine}
+    rest = {key: value for key, value in values.items() if key not in mine}
+    for key in rest:
+        if key not in known:
+            raise unknown(f"setting of a run or of {whole.name}", key, known | mine)
+    if own:
+        whole = make(whole.name, **{**asdict(whole), **own})
+    return {"method": whole, **rest}
+
+
 def _checked(settings: Settings) -> Settings:
     """What no single value shows: whether the settings fit each other."""
     if not 0 < settings.fraction <= 1:
         raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
-    if settings.target and settings.protocol != "source-target":
-        raise SettingsError(
-            f"target = {list(settings.target)} is for protocol = 'source-target', "
-            f"not {settings.protocol!r}; leave one of them out"
-        )
+    settings.rules()
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     fits(settings.channel, settings.method)
@@ -115,23 +147,24 @@ def _checked(settings: Settings) -> Settings:
 
 
 def attack_of(settings: Settings) -> Attack | None:
-    if not settings.attack:
+    if settings.attack == "none":
         return None
     return Attack(settings.attack, settings.attackers, settings.strength)
 
 
 def _check_attack(settings: Settings) -> None:
-    if settings.attack and settings.engine == "flower":
+    if attack_of(settings) is None:
+        return
+    if settings.engine == "flower":
         raise SettingsError(
             f"attack = {settings.attack!r} is a simulation in one process; with engine = 'flower' "
             "clients upload for themselves, so leave engine out"
         )
-    if settings.attack and not settings.method.rounds:
+    if not settings.method.rounds:
         raise SettingsError(
             f"attack = {settings.attack!r}: {settings.method.name} has no rounds, so no upload "
             "to attack; choose a method that trains"
         )
-    attack_of(settings)
 
 
 def _method(value: Any) -> Method:

@@ -27,4 +27,16 @@ def withheld(
     )
     if silent:
         said += f"; {len(silent)} clients upload none at all ({listing(silent, 5)})"
-    return [f"{said}; --allow-small uploads them"]
+    if 2 * sum(small.values()) <= held:
+        return [f"{said}; --allow-small uploads them"]
+    rows = sum(int(one.sum()) for one in counts.values())
+    lost = sum(int(one[one < least].sum()) for one in counts.values())
+    noise = (
+        ", and with method.noise_multiplier = 1 besides under noise whose ε is counted"
+        if hasattr(method, "noise_multiplier")
+        else ""
+    )
+    return [
+        f"MOST IS WITHHELD: {said}; so {lost} of {rows} training rows ({lost / rows:.0%}) have no "
+        f"say in what is shared; --allow-small uploads them as they are{noise}"
+    ]

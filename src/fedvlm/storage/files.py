@@ -5,7 +5,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -46,6 +46,13 @@ def draft(path: Path) -> Iterator[Path]:
             os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
+
+
+def private(folder: Path) -> None:
+    """A folder that only its owner can enter; one that is there stays as its owner made it."""
+    with disk(folder), suppress(FileExistsError):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
 
 
 def write(path: Path, data: bytes) -> None:

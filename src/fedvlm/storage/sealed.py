@@ -1,8 +1,9 @@
 """Tensors as bytes that show damage: safetensors, with a checksum over all that is said."""
 
 import json
+import re
 from collections.abc import Mapping
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from safetensors.torch import load, save
 from fedvlm.errors import DataError
 from fedvlm.storage.files import write
 from fedvlm.tensors import Tensors
+
+INDEX = "index.json"  # of a folder, with the digest of every other file
 
 
 class Damaged(Exception):
@@ -71,19 +74,75 @@ def opened(note: str, tensors: Tensors) -> Any:
         raise Damaged(f"no readable note: {error}") from error
 
 
+SEAL = "checksum"  # the last key of a sealed JSON object
+# what a seal leaves at the end even if its key was hit: then it is no file without one
+TAIL = re.compile(rb'"[^"]*": "[0-9a-f]{64}"\s*\}\s*$')
+
+
+def seal_json(value: Any, indent: int | None = 1) -> bytes:
+    """As JSON, an object with a checksum over the text that it has without one."""
+
+    def dump(one: Any) -> bytes:
+        return json.dumps(one, indent=indent, ensure_ascii=False).encode()
+
+    if isinstance(value, Mapping):
+        value = {**value, SEAL: sha256(dump(value)).hexdigest()}
+    return dump(value) + b"\n"
+
+
+def unseal_json(data: bytes, indent: int | None = 1) -> Any:
+    """What was sealed; objects written before there were seals are taken as they are."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(str(error)) from error
+    if not isinstance(value, dict):
+        return value
+    sealed = value.pop(SEAL, None) is not None
+    if TAIL.search(data) if not sealed else data != seal_json(value, indent):
+        raise Damaged("its checksum does not fit")
+    return value
+
+
 def write_json(path: Path, value: Any) -> None:
-    write(path, json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n")
+    write(path, seal_json(value))
 
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return unseal_json(path.read_bytes())
     except FileNotFoundError as error:
         raise DataError(f"there is no {path}; is {path.parent} a run directory?") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except Damaged as error:
         raise DataError(
             f"{path} is damaged ({error}); delete it, or the run, and run again"
         ) from error
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def write_index(folder: Path) -> None:
+    """The digests of all files of a folder, for `fedvlm verify`."""
+    write_json(folder / INDEX, {"files": {name: digest_of(folder / name) for name in _in(folder)}})
+
+
+def check_index(folder: Path) -> dict[str, str]:
+    """What is wrong with the files of a folder, by name; later files are not looked at."""
+    told = read_json(folder / INDEX)["files"]
+    there = set(_in(folder))
+    return {
+        name: "is missing" if name not in there else "is not what was written"
+        for name, digest in told.items()
+        if name not in there or digest_of(folder / name) != digest
+    }
+
+
+def _in(folder: Path) -> list[str]:
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name[0] != ".")
+    return sorted(str(path.relative_to(folder)) for path in found if path.name != INDEX)
 
 
 def write_tensors(path: Path, tensors: Tensors, about: Mapping[str, Any]) -> None:

@@ -1,22 +1,64 @@
 """Rows on demand are the rows of the file, whichever way they are asked for."""
 
 from dataclasses import replace
+from zlib import crc32
 
 import numpy as np
+import pytest
 import torch
+from counting import Counting, dataset, numbered, png, run
 
 from fedvlm.core import make
 from fedvlm.encoders.cache import mapped
+from fedvlm.errors import DataError
 from fedvlm.testing import check_same, learn, toy_world
+
+
+def sums(values):
+    return np.array([crc32(row.tobytes()) for row in values], np.uint32)
+
+
+@pytest.mark.parametrize("large", [1, 1 << 30])
+@pytest.mark.parametrize("order", ["of the file", "another"])
+def test_flipped_bit_of_patches_is_refused_when_its_row_is_read(
+    tmp_path, monkeypatch, large, order
+):
+    monkeypatch.setattr(mapped, "LARGE", large)
+    encoder, count = Counting(), 6
+    run(numbered(count), encoder, tmp_path, patches=True)
+    data = numbered(count) if order == "of the file" else dataset(*map(png, (4, 1, 5, 0, 2, 3)))
+    (file,) = tmp_path.glob("*/patches*.rows")
+    whole = file.read_bytes()
+    for place in range(0, len(whole), len(whole) // 12):
+        spoilt = bytearray(whole)
+        spoilt[place] ^= 1
+        file.write_bytes(spoilt)
+        with pytest.raises(DataError, match="is damaged"):
+            run(data, encoder, tmp_path, patches=True).embedded.patches[np.arange(count)]
+    file.write_bytes(whole)
+    assert len(run(data, encoder, tmp_path, patches=True).embedded.patches[np.arange(count)]) == 6
+
+
+def test_row_that_is_not_read_is_not_checked_and_one_is_checked_once(tmp_path, monkeypatch):
+    values = np.ones((4, 8), np.float16)
+    values.tofile(tmp_path / "rows")
+    monkeypatch.setattr(mapped, "LARGE", 1)
+    asked = []
+    monkeypatch.setattr(mapped, "check", lambda rows, *rest: asked.append(len(rows)))
+    array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
+    rows = mapped.opened(array, sums(values), "rows")
+    for index in ([0, 1], [1, 2], [0, 1, 2]):
+        rows.take(np.array(index))[slice(None)]
+    assert asked == [2, 1, 0]
 
 
 def test_rows_on_demand_are_those_of_the_file(tmp_path, monkeypatch):
     values = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float16)
     values.tofile(tmp_path / "rows")
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
-    assert isinstance(mapped.opened(array), torch.Tensor)
+    assert isinstance(mapped.opened(array, sums(values), "rows"), torch.Tensor)
     monkeypatch.setattr(mapped, "LARGE", 1)
-    rows = mapped.opened(array)
+    rows = mapped.opened(array, sums(values), "rows")
     assert not isinstance(rows, torch.Tensor) and rows.shape == (50, 3, 4) and len(rows) == 50
     for index in (
         torch.tensor([3, 3, 49]),
@@ -35,5 +77,6 @@ def test_training_on_rows_on_demand_is_training_on_a_tensor(tmp_path, monkeypatc
     world = toy_world(make("fedotp", vectors=3, rounds=1, epochs=1))
     world.x.numpy().tofile(tmp_path / "rows")
     monkeypatch.setattr(mapped, "LARGE", 1)
-    lazy = mapped.opened(np.memmap(tmp_path / "rows", np.float16, "c", shape=tuple(world.x.shape)))
+    array = np.memmap(tmp_path / "rows", np.float16, "c", shape=tuple(world.x.shape))
+    lazy = mapped.opened(array, sums(world.x.numpy()), "rows")
     check_same(learn(replace(world, x=lazy)), learn(world), 1e-5, "the way of reading matters")

@@ -85,10 +85,13 @@ def embed(
             domains=dataset.domains[rows],
             clients=dataset.clients[rows],
             splits=dataset.splits[rows],
+            groups=None if dataset.groups is None else dataset.groups[rows],
             content=[digest.hex() for digest in content],
             scale=encoder.scale,
             text=text,
-            patches=None if grid is None else opened(grid.mapped(content)),
+            patches=None
+            if grid is None
+            else opened(grid.mapped(content), grid.sums(content), grid.name),
             encoder=f"{encoder.name}@{fingerprint[:16]}",
             fingerprint="",
         )
@@ -216,7 +219,8 @@ def _unit(values: NDArray[Any]) -> Tensor:
 def _fingerprint(embedded: Embedded, templates: tuple[str, ...]) -> str:
     """Covers all that a run on these rows can depend on, but for the encoder."""
     digest = sha256("\x1e".join(embedded.content).encode())
-    columns = (embedded.domains, embedded.clients, embedded.splits)
+    columns = [embedded.domains, embedded.clients, embedded.splits]
+    columns += [] if embedded.groups is None else [embedded.groups]
     for words in (embedded.classes, templates, embedded.labels.astype(str), *columns):
         digest.update("\x1e".join(["\x1d", *words]).encode())
     return digest.hexdigest()

@@ -104,6 +104,7 @@ def use(root: Path, fingerprint: str, encoder: str) -> Iterator[tuple[Entry, Cla
         raise SettingsError(
             f"{fingerprint!r} is no fingerprint of an encoder; it takes 16 to 64 hex digits"
         )
+    files.private(root)
     with writing(root):
         (root / "locks").mkdir(parents=True, exist_ok=True, mode=0o700)
     entry = Entry(root, fingerprint)

@@ -110,16 +110,17 @@ class Rows:
         """(digests, *shape), a copy in memory, each row checked."""
         values: NDArray[Any] = self._map()[[self._known[digest][0] for digest in digests]]
         flat = values.reshape(len(digests), prod(self.shape)).view(np.uint8)
-        for digest, row in zip(digests, flat, strict=True):
-            if crc32(row.data) != self._known[digest][1]:
-                raise DataError(
-                    f"row {self._known[digest][0]} of {self._rows} is damaged; "
-                    "`fedvlm cache verify --drop` removes damaged rows, the next run encodes them"
-                )
+        check(flat, self.sums(digests), self._rows, [self._known[one][0] for one in digests])
         return values
+
+    def sums(self, digests: Sequence[bytes]) -> NDArray[np.uint32]:
+        """The checksum of each of these rows."""
+        return np.array([self._known[digest][1] for digest in digests], np.uint32)
 
     def mapped(self, digests: Sequence[bytes]) -> NDArray[Any]:
         """(digests, *shape), memory-mapped and unchecked, for rows that do not fit into memory.
+
+        Who reads them checks them against `sums`, as `mapped.opened` does.
 
         Rows in another order than the file's are copied to a file without a name, which takes
         disk and no memory, and is gone when the last one who maps it is.
@@ -170,6 +171,19 @@ class Rows:
             files.write(self._index, b"".join(kept))
         self._known, self._read, self._end, self.damaged = {}, 0, 0, []
         self._take_in()
+
+
+def check(
+    rows: NDArray[Any], sums: NDArray[np.uint32], where: Path | str, numbers: Sequence[int] = ()
+) -> None:
+    """Refuses rows that are not what was written."""
+    for place, (row, wanted) in enumerate(zip(rows, sums.tolist(), strict=True)):
+        if crc32(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data) != wanted:
+            which = f"row {numbers[place]}" if numbers else "a row"
+            raise DataError(
+                f"{which} of {where} is damaged; `fedvlm cache verify --drop` names and removes "
+                "damaged rows, the next run encodes them again"
+            )
 
 
 def _record(digest: bytes, row: int, checksum: int) -> bytes:

@@ -87,9 +87,8 @@ def own_training(world: World, id: str) -> OwnTraining:
 
 
 class Guard(Protocol):
-    """What a site does about each request and each answer; in one process nothing."""
+    """What a site does with what it has adapted; in one process nothing."""
 
-    def admit(self, training: OwnTraining, about: Mapping[str, Any], sent: Tensors) -> None: ...
     def adapted(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None: ...
 
 
@@ -118,8 +117,6 @@ class Desk:
                 "personal state back, or run the experiment again from the start"
             )
         sent = unpack(parcel.arrays)
-        if self.guard is not None:
-            self.guard.admit(training, about, sent)
         local, kept = split(held[version] if version else fresh)
         task = Task(id, sent, local, about["trains"])
         engine = Single(world)

@@ -30,7 +30,11 @@ def write_page(
     command: str = "",
 ) -> Path:
     """One page of all these runs."""
-    write(out, page(gather(records, title, paper, command)).encode())
+    return write_model(gather(records, title, paper, command), out)
+
+
+def write_model(model: Model, out: Path) -> Path:
+    write(out, page(model).encode())
     return out
 
 

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.core import make
-from fedvlm.evaluate import reference, scores
+from fedvlm.evaluate import protocols, reference, scores
 from fedvlm.evaluate.metrics import unpack_hits
-from fedvlm.evaluate.statistics import Cell, Rows, columns, rows_of, ties
+from fedvlm.evaluate.statistics import Cell, Rows, rows_of, ties
 
 Run = Mapping[str, Any]
 MEANING = {
@@ -74,7 +74,7 @@ def _rows(run: Run, details: Mapping[int, Any], column: str) -> list[Rows]:
             }
             train, unseen = about["train"], about["unseen"]
             who[job] = ([id for id in train if id in there], [id for id in unseen if id in there])
-        weights = columns(run["identity"]["protocol"], who).get(column)
+        weights = protocols.make(run["identity"]["protocol"]).weights(who, True).get(column)
         if not weights or any(cell not in hits for cell in weights):
             return []
         out.append(rows_of(weights, hits))

@@ -1,0 +1,109 @@
+"""The card beside a saved classifier: what a reader must know before using it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedvlm.classifier.personalised import Personalised
+from fedvlm.maths.conformal import possible
+from fedvlm.storage.files import write
+
+ONNX = "classifier.onnx"
+
+
+@dataclass(frozen=True)
+class Story:
+    """Where a classifier comes from, and what was measured of it."""
+
+    told: Mapping[str, Any]  # data, rows, channel, versions, commit, dirty: as a manifest has them
+    training: str
+    rows: int  # that it was tested on
+    hits: int
+
+
+def card(classifier: Personalised, story: Story, name: str, onnx: bool = False) -> str:
+    told, frozen = story.told, classifier.frozen
+    settings = "\n".join(
+        f"| `{key}` | {json.dumps(value)} |" for key, value in asdict(classifier.method).items()
+    )
+    channel = told["identity"].get("channel")
+    facts = {
+        "method": f"`{classifier.method.name}`",
+        "client": f"`{classifier.client}`",
+        "encoder": f"`{classifier.encoder}` (name and fingerprint)",
+        "data": f"`{told['data']}`, rows `{told['rows'][:16]}`",
+        "training": f"`{story.training}`, seed {frozen.seed}",
+        "channel": f"`{json.dumps(channel)}`" if channel else "off",
+        "fedvlm": f"{told['versions']['fedvlm']}, commit {told['commit'] or 'unknown'}"
+        + (", changed since" if told["dirty"] else ""),
+    }
+    about = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    private = (
+        "It holds tensors that were fitted to this client's rows and had not left the client: "
+        "treat the\nfolder as you treat the rows."
+        if classifier.local
+        else "It holds no tensor of this client's own: all clients of the run have the same."
+    )
+    head = (
+        f"\n`{ONNX}` takes embeddings (rows, {frozen.dim}) of that encoder, of any length, and "
+        "gives `logits` and `probabilities`.\n"
+        if onnx
+        else ""
+    )
+    return f"""# {classifier.method.name} for {classifier.client}
+
+A classifier over {len(frozen.classes)} classes on top of a frozen encoder, personalised for one
+client of a federation. It is of use with that encoder only: another fingerprint is refused.
+
+| | |
+|---|---|
+{about}
+
+On {story.rows} test rows of this client it was right {story.hits} times
+({story.hits / max(1, story.rows):.1%}). Nothing is known of rows from elsewhere.
+
+{_calibration(classifier)}
+
+{private}
+
+## Use
+```
+fedvlm predict {name} IMAGES
+```
+```python
+from fedvlm import Personalised
+classifier = Personalised.from_pretrained("{name}")
+classifier.predict(embeddings)  # (rows, {frozen.dim}) from the encoder above
+```
+{head}
+## Classes
+{", ".join(frozen.classes)}
+
+## Settings
+| setting | value |
+|---|---|
+{settings}
+"""
+
+
+def _calibration(classifier: Personalised) -> str:
+    """What its probabilities and sets are worth."""
+    known = classifier.calibration
+    if known is None or not known.rows:
+        return "Its probabilities are not calibrated: no validation rows were at hand."
+    text = f"Its probabilities are as warm as {known.rows} validation rows have shown."
+    count = len(known.scores)
+    if count < 2:
+        return f"{text} No rows were set\naside, so it promises no coverage."
+    return (
+        f"{text} {count} rows that nothing\nelse has read were set aside: `--coverage` may be up "
+        f"to {possible(count):g}, for images like this client's."
+    )
+
+
+def save(classifier: Personalised, story: Story, folder: Path) -> None:
+    """A classifier and its card."""
+    classifier.save_pretrained(folder)
+    write(folder / "README.md", card(classifier, story, folder.name).encode())

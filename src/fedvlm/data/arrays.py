@@ -1,0 +1,131 @@
+"""Rows that are already in memory: one pair of embeddings and labels per client."""
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedvlm.data.table import Embedded, column, in_order
+from fedvlm.errors import DataError, listing
+
+MEMORY = "memory"  # what the encoder of such rows is called
+
+
+def are_arrays(clients: Any) -> bool:
+    """Whether these are rows by client, and not settings of how rows become clients."""
+    return (
+        isinstance(clients, Mapping)
+        and bool(clients)
+        and all(
+            isinstance(one, tuple | list) and len(one) == 2 and np.ndim(one[0]) == 2
+            for one in clients.values()
+        )
+    )
+
+
+def from_arrays(
+    clients: Mapping[str, tuple[Any, Any]],
+    classes: Sequence[str] | None = None,
+    text: Any = None,
+    scale: float = 100.0,
+) -> Embedded:
+    """Embeddings (rows, dim) and labels (rows,) of each client; labels are numbers or names.
+
+    `text` is (classes, dim) of the class names, if there is a text tower, `scale` its logit scale.
+    """
+    rows = {str(id): _rows(str(id), *one) for id, one in clients.items()}
+    dims = {id: x.shape[1] for id, (x, _) in rows.items()}
+    if len(set(dims.values())) > 1:
+        raise DataError(f"the clients' rows are of unequal length, {dims}; use one encoder")
+    dim = next(iter(dims.values()))
+    words = None if text is None else _unit("text", _tensor("text", text))
+    if words is not None and (words.ndim != 2 or words.shape[1] != dim):
+        raise DataError(f"text of shape {tuple(words.shape)} does not fit rows of {dim}")
+    named = _classes({id: y for id, (_, y) in rows.items()}, classes, words)
+    if words is not None and len(words) != len(named):
+        raise DataError(f"text has {len(words)} rows and there are {len(named)} classes")
+    labels = np.concatenate([numbered(f"client {id!r}", y, named) for id, (_, y) in rows.items()])
+    x = torch.cat([x for x, _ in rows.values()])
+    owners = column([id for id, (_, y) in rows.items() for _ in y], len(x))
+    content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
+    told = [*content, *owners, *labels.astype(str), *named, str(scale)]
+    told += [] if words is None else [sha256(words.numpy().tobytes()).hexdigest()]
+    return Embedded(
+        name=MEMORY,
+        classes=named,
+        x=x,
+        labels=labels,
+        domains=owners,
+        clients=owners,
+        splits=column(None, len(x)),
+        content=content,
+        scale=scale,
+        text=words,
+        patches=None,
+        encoder=MEMORY,
+        fingerprint=sha256("\x1e".join(told).encode()).hexdigest(),
+    )
+
+
+def _rows(id: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
+    values = _tensor(f"client {id!r}", x)
+    labels = np.asarray(y)
+    if labels.shape != (len(values),):
+        raise DataError(
+            f"client {id!r} has {len(values)} rows and labels of shape {labels.shape}; give one "
+            "label per row"
+        )
+    if not len(values):
+        raise DataError(f"client {id!r} has no rows; give it some, or leave it out")
+    return _unit(f"client {id!r}", values), labels
+
+
+def _tensor(whose: str, values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values).detach().to("cpu", torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{whose}: these are no numbers ({error}); give an array") from error
+
+
+def _unit(whose: str, x: Tensor) -> Tensor:
+    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    if not (lengths.isfinite() & (lengths > 0)).all():
+        row = int((~(lengths.isfinite() & (lengths > 0))).flatten().nonzero()[0])
+        raise DataError(f"{whose}: row {row} is zero, NaN or infinite; leave it out")
+    out: Tensor = (x / lengths).float().contiguous()
+    return out
+
+
+def _classes(
+    labels: Mapping[str, NDArray[Any]], classes: Sequence[str] | None, text: Tensor | None
+) -> tuple[str, ...]:
+    if classes is not None:
+        named = tuple(map(str, classes))
+        if len(set(named)) < len(named):
+            raise DataError(f"classes = {listing(named)} name one twice; name every class once")
+        return named
+    every = np.concatenate([np.asarray(one) for one in labels.values()])
+    if every.dtype.kind in "iu" and every.min() >= 0:
+        return tuple(map(str, range(int(every.max()) + 1 if text is None else len(text))))
+    return tuple(in_order(map(str, every.tolist())))
+
+
+def numbered(whose: str, y: NDArray[Any], classes: tuple[str, ...]) -> NDArray[np.int64]:
+    """Labels as numbers of the classes, which they are already or name."""
+    if y.dtype.kind in "iu":
+        wrong = y[(y < 0) | (y >= len(classes))]
+        if len(wrong):
+            raise DataError(
+                f"{whose}: label {wrong[0]} is outside the {len(classes)} classes (0 to "
+                f"{len(classes) - 1}); name every class in classes"
+            )
+        return y.astype(np.int64)
+    number = {name: index for index, name in enumerate(classes)}
+    for name in map(str, y.tolist()):
+        if name not in number:
+            raise DataError(f"{whose}: the label {name!r} is no class; there is {listing(classes)}")
+    return np.array([number[str(name)] for name in y.tolist()], dtype=np.int64)

@@ -1,0 +1,54 @@
+"""A person's consent to rounds at a site, for some methods and some days."""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from fedvlm.deploy.reasons import Refused
+from fedvlm.errors import SettingsError
+from fedvlm.storage.files import write
+
+CONSENT = "consent.json"
+
+
+def give_consent(
+    folder: str | Path, by: str, methods: Sequence[str] = (), days: float = 1.0
+) -> datetime:
+    """Notes that a person agrees to rounds of these methods (none: all) for some days from now."""
+    if not by.strip():
+        raise SettingsError("nobody is named; say who consents, as --by 'A. Person'")
+    if not days > 0:
+        raise SettingsError(f"days = {days}; consent lasts for more than 0 days")
+    now = datetime.now(UTC)
+    until = now + timedelta(days=days)
+    told = {
+        "by": by,
+        "methods": list(methods),
+        "given": now.isoformat(timespec="seconds"),
+        "until": until.isoformat(timespec="seconds"),
+    }
+    write(Path(folder) / CONSENT, json.dumps(told, indent=1, ensure_ascii=False).encode() + b"\n")
+    return until
+
+
+def withdraw_consent(folder: str | Path) -> None:
+    """No round starts from here on; one that has begun is not called back."""
+    (Path(folder) / CONSENT).unlink(missing_ok=True)
+
+
+def check_consent(folder: Path, method: str) -> None:
+    if not (folder / CONSENT).exists():
+        raise Refused("consent")
+    try:
+        told = json.loads((folder / CONSENT).read_text())
+        until, methods = datetime.fromisoformat(told["until"]), list(told["methods"])
+        over = datetime.now(UTC) > until
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused("consent damaged") from error
+    if over:
+        raise Refused("consent ended", f"the consent given at this site ended at {told['until']}")
+    if methods and method not in methods:
+        raise Refused(
+            "consent method", f"the consent given at this site is not for the method {method}"
+        )

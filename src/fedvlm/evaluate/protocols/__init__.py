@@ -1,0 +1,11 @@
+"""The protocols, one file each: who trains, who stays unseen, what the hits add up to."""
+
+from fedvlm.evaluate.protocols import (
+    cross_device,  # noqa: F401
+    leave_one_domain_out,  # noqa: F401
+    own_test,  # noqa: F401
+    source_target,  # noqa: F401
+)
+from fedvlm.evaluate.protocols.contract import Rules, Training, make, protocols, register
+
+__all__ = ["Rules", "Training", "make", "protocols", "register"]

@@ -1,0 +1,73 @@
+"""Each domain in turn is unseen: G on it, P on the others, C on all, as in FedOT."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from fedvlm.errors import SettingsError
+from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, register
+from fedvlm.evaluate.scores import Table, accuracy
+
+
+@register
+@dataclass(frozen=True)
+class LeaveOneDomainOut:
+    name = "leave-one-domain-out"
+    what = "each domain in turn is unseen; G, P and C as in FedOT"
+    every_round = False
+
+    def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
+        every = sorted(set(domains.values()))
+        if len(every) < 2 or "" in every:
+            raise SettingsError(
+                f"leave-one-domain-out needs two or more domains; the clients have "
+                f"{', '.join(map(repr, every))}; use protocol = 'own-test', or data with domains"
+            )
+        return [
+            Training(
+                one,
+                tuple(id for id, domain in domains.items() if domain != one),
+                tuple(id for id, domain in domains.items() if domain == one),
+            )
+            for one in every
+        ]
+
+    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
+        a = _cells(domains, done)
+        n = len(done)
+        g = fmean(a[domain, domain] for domain in done)
+        p = fmean(a[held, domain] for held in done for domain in done if held != domain)
+        c = fmean(a.values())
+        assert abs(c - (g + (n - 1) * p) / n) < 1e-9, "C is not (G + (N-1) P) / N"
+        out: Table = {"G": g if generalises else None, "P": p, "C": c if generalises else None}
+        for domain in done:
+            out[f"G {domain}"] = a[domain, domain] if generalises else None
+            out[f"P {domain}"] = fmean(a[held, domain] for held in done if held != domain)
+        return out
+
+    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
+        domains = {id: name for name, (_, unseen) in who.items() for id in unseen}
+        sizes = {name: len(unseen) for name, (_, unseen) in who.items()}
+        n = len(who)
+        every = {
+            (name, id): (domains[id] == name, sizes[domains[id]]) for name in who for id in domains
+        }
+        out = {"P": {cell: 1 / (n * (n - 1) * k) for cell, (own, k) in every.items() if not own}}
+        if generalises:
+            out["G"] = {cell: 1 / (n * k) for cell, (own, k) in every.items() if own}
+            out["C"] = {cell: 1 / (n * n * k) for cell, (_, k) in every.items()}
+        return dict(out)
+
+
+def _cells(domains: Mapping[str, str], done: Done) -> dict[tuple[str, str], float]:
+    """A[held][domain]: the accuracy on a domain's test rows when `held` was left out."""
+    a: dict[tuple[str, str], float] = {}
+    for held, (_, scores) in done.items():
+        for domain in done:
+            value = accuracy(scores, [id for id in scores if domains[id] == domain])
+            if value is None:
+                raise SettingsError(
+                    f"domain {domain} has no test rows; give clients.shares a share for the test"
+                )
+            a[held, domain] = value
+    return a

@@ -1,0 +1,42 @@
+"""Every client trains and is tested on its own test rows, over all classes; FedOTP and TOFA."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, even, register
+from fedvlm.evaluate.scores import Results, Table, accuracy
+
+
+@register
+@dataclass(frozen=True)
+class OwnTest:
+    name = "own-test"
+    what = "every client trains and is tested on its own test rows"
+    every_round = False
+
+    def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
+        return [Training("all", tuple(domains), ())]
+
+    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
+        out: Table = {}
+        for training, scores in done.values():
+            out["own"] = accuracy(scores, training.train)
+            out |= within(domains, training, scores)
+            out.update({id: accuracy(scores, [id]) for id in training.train})
+        return out
+
+    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
+        ((name, (train, _)),) = who.items()
+        return {"own": even(name, train)}
+
+
+def within(domains: Mapping[str, str], training: Training, scores: Results) -> Table:
+    """Mean and deviation over the clients of each domain that several clients share."""
+    out: Table = {}
+    for domain in sorted({domains[id] for id in training.train} - {""}):
+        ids = [id for id in training.train if domains[id] == domain]
+        parts = [value for id in ids if (value := accuracy(scores, [id])) is not None]
+        if len(parts) > 1:
+            out |= {f"mean {domain}": fmean(parts), f"deviation {domain}": stdev(parts)}
+    return out

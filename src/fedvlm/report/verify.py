@@ -1,0 +1,55 @@
+"""Everything a run, an export, a store or the cache says, held against its digests."""
+
+from pathlib import Path
+
+from fedvlm.encoders.cache.folder import directory, ls, verify
+from fedvlm.encoders.store import open_store
+from fedvlm.errors import DataError
+from fedvlm.record import Record
+from fedvlm.storage.sealed import INDEX, check_index, read_json, read_tensors
+
+Problems = list[tuple[str, str]]  # the name of a file or row, and what is wrong with it
+
+
+def examine(what: str) -> tuple[int, Problems]:
+    """How many files (rows, in the cache) were looked at, and what is wrong with which."""
+    path = Path(what).expanduser()
+    if what == "cache" and not path.exists():
+        return _cache(directory())
+    if path.is_file():
+        open_store(path)  # refuses by name
+        return 1, []
+    if (path / INDEX).exists():
+        found = check_index(path)
+        return len(read_json(path / INDEX)["files"]), list(found.items())
+    if (path / "manifest.json").exists():
+        return _unfinished(path)
+    if (path / "locks").is_dir():
+        return _cache(path)
+    raise DataError(f"{path} is no run, export, store or cache of fedvlm; name one of these")
+
+
+def _cache(root: Path) -> tuple[int, Problems]:
+    bad = [
+        (f"{name[:16]} {one.table} row {one.row}", one.reason)
+        for name, rows in verify(root).items()
+        for one in rows
+    ]
+    return sum(one.rows + one.patches for one in ls(root)), bad
+
+
+def _unfinished(folder: Path) -> tuple[int, Problems]:
+    """A run without an index yet: every file by its own seal."""
+    problems: Problems = []
+    names = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name[0] != "."]
+    for path in names:
+        try:
+            if path.suffix == ".json":
+                read_json(path)
+            elif path.suffix == ".safetensors":
+                read_tensors(path)
+            elif path == Record(folder).lines_path:
+                Record(folder).lines()
+        except DataError as error:
+            problems.append((str(path.relative_to(folder)), str(error)))
+    return len(names), problems

@@ -1,0 +1,48 @@
+"""What a table is read against: zero-shot, each client alone, and all rows in one place.
+
+They are runs like others, of the data, clients, protocol and seeds of the run they stand beside.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fedvlm.channel.settings import Channel
+from fedvlm.core import check_type, make
+from fedvlm.record import Record
+from fedvlm.runner.settings import Settings
+
+BARS = ("zero-shot", "alone", "pooled")
+
+
+def wants_bars(values: Mapping[str, Any]) -> bool:
+    """As `bars` says; without it, unless an experiment stands beside a paper's own table."""
+    if "bars" in values:
+        check_type("bars", values["bars"], bool)
+        return bool(values["bars"])
+    return not (values.get("reproduces") or values.get("paper"))
+
+
+def bars(settings: Sequence[Settings], done: Record) -> list[Settings]:
+    """The bars that runs of one data set lack; `done` is one of these runs.
+
+    Nothing of a method's own (channel, descriptions, …) is in them, so that they are the same runs
+    whatever they stand beside.
+    """
+    there = {one.method.name for one in settings}
+    if done.manifest["text"] is None:
+        there.add("zero-shot")
+    plain = replace(
+        settings[0],
+        warm_start=None,
+        descriptions="",
+        texts="",
+        selection="last",
+        fraction=1.0,
+        engine="batched",
+        allow_small=False,
+        channel=Channel(),
+        attack="none",
+        reproduces=(),
+    )
+    return [replace(plain, method=make(name)) for name in BARS if name not in there]

@@ -1,0 +1,66 @@
+"""What the classifiers of a training are calibrated by: rows that nothing else has read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedvlm.core import Tensors
+from fedvlm.engines.client import World, predict
+from fedvlm.maths.conformal import Calibration, calibrate
+from fedvlm.record import Record
+from fedvlm.storage.sealed import read_json, write_json
+
+
+def calibration(world: World, sent: Tensors, local: Tensors, id: str) -> Calibration:
+    """Of one client's classifier: temperature by its validation rows, scores of those set aside."""
+    member = world.members[id]
+    classes = len(world.frozen.classes)
+    parts: list[Tensor] = []
+    for rows in (member.validation, member.calibration):
+        logits = predict(world, sent, local, rows) if len(rows) else torch.zeros(0, classes)
+        parts += [logits, world.y[torch.from_numpy(rows)]]
+    return calibrate(*parts)
+
+
+def place(record: Record, name: str) -> Path:
+    return record.folder / "jobs" / f"{name}.calibration.json"
+
+
+def keep(record: Record, name: str, job: str, seed: int, world: World) -> None:
+    """Writes what the classifiers of a training need beside its outcome, unless it is there."""
+    if place(record, name).exists():
+        return
+    shared, local = record.outcome(job, seed)
+    send = world.method.send
+    found = {
+        id: told(calibration(world, send(shared, id), own, id))
+        for id, own in local.items()
+        if id in world.members
+    }
+    write_json(place(record, name), found)
+
+
+def told(one: Calibration) -> dict[str, Any]:
+    """A calibration as JSON holds it."""
+    return {
+        "log_heat": one.log_heat,
+        "rows": one.rows,
+        "scores": one.scores.tolist(),
+        "labels": one.labels.tolist(),
+    }
+
+
+def read(words: Mapping[str, Any]) -> Calibration:
+    scores = torch.tensor(words["scores"], dtype=torch.float64)
+    labels = torch.tensor(words["labels"], dtype=torch.int64)
+    return Calibration(float(words["log_heat"]), int(words["rows"]), scores, labels)
+
+
+def kept(record: Record, name: str, id: str) -> Calibration | None:
+    """None where a run is older than calibration, or its rows were never here."""
+    path = place(record, name)
+    found = read_json(path).get(id) if path.exists() else None
+    return None if found is None else read(found)

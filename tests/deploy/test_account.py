@@ -1,0 +1,286 @@
+"""A site's own account: what a server may ask for, and that asking again gives nothing new."""
+
+import json
+
+import numpy as np
+import pytest
+
+from fedvlm.channel import Channel
+from fedvlm.core import make
+from fedvlm.deploy.account import KEEP, Account, Given, cost
+from fedvlm.deploy.explain import EXAMPLE, so_far
+from fedvlm.deploy.keys import Signer
+from fedvlm.deploy.kits import read_site
+from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.policy import Policy, read_policy
+from fedvlm.deploy.reasons import KINDS, sentence
+from fedvlm.deploy.site import Site
+from fedvlm.engines.flower.local import local_grid
+from fedvlm.engines.flower.wire import Parcel
+from fedvlm.maths.accounting import epsilon
+
+NOISE = {"clip": 0.1, "noise": 2.0}
+METHOD = {"name": "fedavg", "rounds": 2, "rate": 1e-3}
+
+
+@pytest.fixture
+def heard(place):
+    """The requests of an honest run with noise, as the site `art` got them, and its replies."""
+    pairs, answer = [], place.desks["art"].answer
+
+    def listen(request, state):
+        reply, state = answer(request, state)
+        pairs.append((request, reply))
+        return reply, state
+
+    place.desks["art"].answer = listen
+    place.run(place.settings(METHOD, channel=NOISE))
+    del place.desks["art"].answer
+    return place, pairs
+
+
+def rule(place, name="art", **rules):
+    """A policy with other rules, and the site started anew."""
+    lines = [one for one in EXAMPLE.splitlines() if one.split(" = ")[0] not in rules]
+    lines += [f"{key} = {json.dumps(value)}" for key, value in rules.items()]
+    (place.site(name) / "policy.toml").write_text("\n".join(lines) + "\n")
+    place.desks[name] = Site(read_site(place.site(name)))
+    return place.desks[name]
+
+
+def asked(place, request, **words):
+    """A request of the server's with other words, and signed."""
+    about = {key: one for key, one in request.about.items() if key not in ("checksum", "signature")}
+    sign = Signer(place.kit.folder / "signing.key")
+    return sign(Parcel({**about, "nonce": "another", **words}, request.arrays))
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
+
+
+def said(reply):
+    return sentence(reply.about["error"])
+
+
+def test_a_round_asked_for_again_is_answered_with_the_same_bytes_and_costs_nothing(heard):
+    place, pairs = heard
+    request, first = pairs[1]
+    site = rule(place)  # another process: the files alone have it
+    before = site.account.rounds.total()
+    for _ in range(20):
+        again, _ = site.answer(asked(place, request), Parcel({}))
+        assert same(again.arrays, first.arrays) and again.about["nonce"] == "another"
+        own = ("nonce", "checksum", "signature")
+        assert all(again.about[key] == first.about[key] for key in first.about if key not in own)
+    assert site.account.rounds.total() == before == 2
+
+
+def test_another_request_for_the_same_round_is_another_release(heard):
+    place, pairs = heard
+    request, first = pairs[1]
+    site = rule(place)
+    moved = Parcel(request.about, {key: one + 1e-3 for key, one in request.arrays.items()})
+    again, _ = site.answer(asked(place, moved), Parcel({}))
+    assert "error" not in again.about, said(again)
+    assert not same(again.arrays, first.arrays)
+    assert site.account.rounds.total() == 3 == again.about["releases"]
+
+
+def test_the_account_is_the_ledgers_and_survives_a_restart(heard):
+    place, _pairs = heard
+    account = Account(Ledger(place.site("art")))
+    [key] = account.trainings
+    assert account.rounds == {key: 2} and account.measures == {key: 1}  # the adaptation
+    assert account.epsilon(1e-5) == pytest.approx(epsilon(2.0, 2, delta=1e-5))
+    assert account.epsilon(1e-5, key) == account.epsilon(1e-5)
+    told = "\n".join(so_far(account, Policy(epsilon=9.0)))
+    assert f"training {key}: 2 of 500 rounds, 1 of 600 measurements, ε = " in told
+    assert "of 9." in told
+
+
+@pytest.mark.parametrize(
+    ("rules", "kind"),
+    [
+        ({"rounds": 2}, "rounds"),
+        ({"all_rounds": 2}, "all rounds"),
+        ({"epsilon": 0.5}, "epsilon"),
+        ({"trainings": 0}, "trainings"),
+        ({"measures": 1}, "measures"),
+        ({"methods": ["fedot"]}, "method"),
+        ({"secure": True}, "secure"),
+    ],
+)
+def test_what_is_above_the_policy_is_refused(heard, rules, kind):
+    place, pairs = heard
+    site = rule(place, **rules)
+    request = pairs[1][0]
+    moved = Parcel(request.about, {key: one + 1e-3 for key, one in request.arrays.items()})
+    words = {"trains": False} if kind == "measures" else {}
+    if kind == "trainings":
+        site.account = Account(Ledger(place.folder / "nowhere"))
+        moved = pairs[0][0]
+    reply, _ = site.answer(asked(place, moved, **words), Parcel({}))
+    assert reply.about["error"]["kind"] == kind and not reply.arrays
+    assert said(reply).startswith("refused by its policy")
+    assert Ledger(place.site("art")).read().lines[-1]["direction"] == "refused"
+
+
+def test_a_limit_of_epsilon_refuses_uploads_without_noise(place):
+    rule(place, epsilon=100.0)
+    rounds = place.run(place.settings(METHOD)).rounds
+    assert all("would have no noise" in line["missing"]["art"] for line in rounds)
+
+
+def test_a_ledger_that_was_changed_answers_nothing(heard):
+    place, pairs = heard
+    path = place.site("art") / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"costs": "upload"', '"costs": "nothing"', 1))
+    reply, _ = rule(place).answer(asked(place, pairs[1][0], version=0, round=1), Parcel({}))
+    assert said(reply) == KINDS["ledger"]
+
+
+def test_a_policy_taken_away_refuses_and_the_site_goes_on(heard):
+    place, pairs = heard
+    site = place.desks["art"]
+    path = place.site("art") / "policy.toml"
+    text = path.read_text()
+    path.unlink()
+    reply, _ = site.answer(asked(place, pairs[1][0]), Parcel({}))
+    assert said(reply) == KINDS["policy"]
+    path.write_text(text)
+    reply, _ = site.answer(asked(place, pairs[1][0]), Parcel({}))
+    assert "error" not in reply.about
+
+
+def test_shots_that_single_rows_out_are_refused_by_default(place):
+    settings = place.settings({"name": "tofa"}, allow_small=True, clients={"shots": 1})
+    place.rules(quorum=1.0)
+    with pytest.raises(Exception, match="clients.shots and clients.shares are the site's to say"):
+        place.run(settings)
+
+
+def uploads(place, settings, out):
+    """What each site uploads in the first round."""
+    grid, seen = local_grid(place.desks), {}
+    pull = grid.pull_messages
+
+    def listen(ids):
+        replies = pull(ids)
+        for one in replies:
+            about = json.loads(one.content["about"]["json"])
+            if about["kind"] == "round":
+                seen.setdefault(about["client"], one.content["arrays"]["counts"].numpy())
+        return replies
+
+    grid.pull_messages = listen
+    place.run(settings, out, grid)
+    return seen
+
+
+def test_statistics_of_small_classes_stay_whatever_the_experiment_says(place):
+    """Twelve rows of each class at each site, and sixteen are needed."""
+    told = []
+    place.desks["art"].say = told.append
+    settings = place.settings({"name": "tofa"}, allow_small=True)
+    seen = uploads(place, settings, "closed")
+    assert all((one == 0).all() for one in seen.values()) and len(seen) == 3
+    assert any("nothing leaves: ant, bee, cat, dog" in line for line in told)
+    for name in ("art", "photo", "sketch"):
+        rule(place, name, smallest_class=1)
+    seen = uploads(place, place.settings({"name": "tofa"}, allow_small=True, seeds=[1]), "open")
+    assert all((one > 0).any() for one in seen.values())
+
+
+def test_another_seed_divides_the_rows_of_a_site_no_other_way(place):
+    rows = [place.desks["art"].rows]
+    for seed in (0, 1):
+        place.run(place.settings(METHOD, seeds=[seed]), f"seed-{seed}")
+    one, two = rows[0].values()
+    assert one.world.seed == 0 and two.world.seed == 1
+    assert np.array_equal(
+        one.world.x[one.world.members["art"].train], two.world.x[two.world.members["art"].train]
+    )
+
+
+def test_a_budget_of_rows_is_the_same_rows_in_every_training(place):
+    site = rule(place, most_rows=20)
+    for seed in (0, 1):
+        place.run(place.settings(METHOD, seeds=[seed]), f"seed-{seed}")
+    one, two = (own.world for own in site.rows.values())
+    assert len(one.members["art"].train) == 20
+    assert np.array_equal(one.x[one.members["art"].train], two.x[two.members["art"].train])
+
+
+def test_a_site_whose_scores_stay_there_takes_part(place):
+    rule(place, scores="none")
+    result = place.run(place.settings(METHOD))
+    [first, _] = result.rounds
+    assert first["clients"]["art"]["test_rows"] == 0 and "loss" not in first["clients"]["art"]
+    assert first["clients"]["photo"]["test_rows"] > 0
+
+
+def test_the_servers_epsilon_counts_uploads_that_were_lost_too(place):
+    """Round 1 is asked for, answered, and asked for again with other tensors by a resumed server
+    that lost the first: three releases for two rounds."""
+    site = place.desks["art"]
+    answer = site.answer
+
+    def twice(request, state):
+        if request.about["kind"] == "round" and request.about["round"] == 1:
+            moved = Parcel(request.about, {k: one + 1e-3 for k, one in request.arrays.items()})
+            assert "error" not in answer(asked(place, moved), state)[0].about
+        return answer(request, state)
+
+    site.answer = twice
+    lines = place.run(place.settings(METHOD, channel=NOISE)).rounds
+    assert lines[0]["epsilon"] == pytest.approx(epsilon(2.0, 1, delta=1e-5))
+    assert lines[1]["epsilon"] == pytest.approx(epsilon(2.0, 3, delta=1e-5))
+
+
+def test_a_server_that_crashed_counts_what_was_released_and_no_more(place):
+    """The answers of round 1 come, and the server ends before its checkpoint."""
+    grid = local_grid(place.desks)
+    pull = grid.pull_messages
+
+    def crash(ids):
+        replies = pull(ids)
+        if replies[0].metadata.group_id == "1":
+            raise KeyboardInterrupt
+        return replies
+
+    grid.pull_messages = crash
+    settings = place.settings(METHOD, channel=NOISE)
+    with pytest.raises(KeyboardInterrupt):
+        place.run(settings, grid=grid)
+    result = place.run(settings)
+    accounts = [Account(Ledger(place.site(name))) for name in ("art", "photo", "sketch")]
+    assert [one.rounds.total() for one in accounts] == [2, 2, 2]
+    spent = max(one.epsilon(1e-5) for one in accounts)
+    assert result.rounds[-1]["epsilon"] == pytest.approx(spent)
+
+
+def test_what_noise_costs_is_that_of_channel_or_method():
+    assert cost(make("fedavg"), Channel(), 100) == 0.0
+    assert cost(make("fedavg"), Channel(clip=1.0, noise=2.0), 100) == 0.25
+    assert cost(make("tofa", noise_multiplier=2.0), Channel(), 100) == 0.25
+    prompts = make("dp-fpl", noise_multiplier=2.0, batch=32, epochs=3)
+    assert cost(prompts, Channel(), 100) == pytest.approx(3 * 4 / 4)
+
+
+def test_only_the_last_answers_are_kept_and_damage_is_no_answer(tmp_path):
+    given = Given(tmp_path)
+    ask = [Parcel({"round": n, "nonce": "x"}, {"a": np.ones(2)}) for n in range(KEEP + 3)]
+    for one in ask:
+        given.keep(one, Parcel({"round": one.about["round"], "nonce": "x"}, {"b": np.ones(3)}))
+    assert len(list((tmp_path / "given").iterdir())) == KEEP
+    assert given.read(ask[-1]).about == {"round": KEEP + 2, "nonce": "x"}
+    path = given.path(ask[-1])
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    assert given.read(ask[-1]) is None
+
+
+def test_init_writes_a_policy_that_can_be_read(place):
+    assert read_policy(place.site("art")).trainings == 100

@@ -1,0 +1,17 @@
+"""What only a simulation can do is refused before any site is asked."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fedvlm.deploy.server import ready
+from fedvlm.errors import SettingsError
+from fedvlm.runner.settings import build
+
+
+def test_pooled_rows_are_refused_between_machines():
+    kit = SimpleNamespace(rehearsal=True, folder=Path())
+    ready(kit, build({"method": "alone"}))
+    with pytest.raises(SettingsError, match="pooled is not federated"):
+        ready(kit, build({"method": "pooled"}))

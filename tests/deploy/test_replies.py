@@ -1,0 +1,125 @@
+"""What leaves a site: every field of every reply is one that the page lists, and says no more."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedvlm.deploy.kits import keep_site, read_site
+from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.reasons import KINDS
+from fedvlm.deploy.site import Site, public
+from fedvlm.deploy.words import ABOUT, MORE, SCORES, SEALED, SPOKEN
+from fedvlm.engines.flower.local import local_grid
+
+PAGE = Path(__file__).parents[2] / "docs" / "security" / "security.md"
+NAMES = ["art", "photo", "sketch"]
+
+
+def listed(head):
+    """The names in the first column of the table with this heading."""
+    lines = iter(PAGE.read_text().splitlines())
+    assert any(line.startswith(f"| {head} |") for line in lines)
+    next(lines)
+    names = set()
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        names |= {one.strip(" `") for one in line.split("|")[1].split(",")}
+    return names
+
+
+def replies(place, *experiments):
+    """Every reply of whole runs, as the server gets it."""
+    grid, seen = local_grid(place.desks), []
+    pull = grid.pull_messages
+
+    def listen(ids):
+        out = pull(ids)
+        for one in out:
+            assert not one.has_error(), one.error.reason
+            seen.append((json.loads(one.content["about"]["json"]), dict(one.content["arrays"])))
+        return out
+
+    grid.pull_messages = listen
+    for number, settings in enumerate(experiments):
+        place.run(settings, f"run-{number}", grid)
+    return seen
+
+
+def test_the_page_lists_every_word_of_every_reply():
+    words = {*ABOUT, "client", *SEALED, "error", *SPOKEN["open"], *SPOKEN["round"]}
+    assert listed("word of a reply") == words
+    assert listed("score") == {*SCORES, *MORE}
+    assert listed("kind of an error") == set(KINDS)
+
+
+@pytest.mark.parametrize("method", ["fedot", "tofa", "auto", "fedavg"])
+def test_no_reply_says_more_than_the_page(place, method):
+    settings = place.settings({"name": method, "rounds": 3 if method == "auto" else 1})
+    seen = replies(place, settings)
+    assert {about["kind"] for about, _ in seen} == {"open", "round", "adapt"}
+    for about, arrays in seen:
+        assert set(about) <= listed("word of a reply") and "error" not in about
+        assert set(about.get("scores", {})) <= listed("score")
+        assert about["kind"] == "round" or about["kind"] == "open" or not arrays
+
+
+SECRETS = ["cow", "hunter2", "/srv/patients", "Traceback", ".npz", "moo"]
+
+
+def everything(place, out):
+    """All that the server has heard or written, in one text."""
+    seen = replies(place, *out)
+    files = [one for one in (place.folder / "run-0").rglob("*") if one.is_file()]
+    return json.dumps([about for about, _ in seen]) + "".join(
+        one.read_bytes().decode("latin-1") for one in files
+    )
+
+
+def test_names_of_refused_classes_and_files_stay_at_the_site(place):
+    place.change("photo", classes=np.array(["ant", "bee", "cow", "dog"]))
+    told = everything(place, [place.settings()])
+    assert not [one for one in SECRETS if one in told]
+    assert "it has images of 1 classes" in told
+    assert "cow" in json.dumps(Ledger(place.site("photo")).read().lines, ensure_ascii=False)
+
+
+def test_a_file_that_cannot_be_read_is_named_to_the_site_alone(place):
+    said = []
+    kit = read_site(place.site("photo"))
+    keep_site(replace(kit, encoder="store:/srv/patients/moo.npz"))
+    place.desks["photo"] = Site(read_site(place.site("photo")), said.append)
+    told = everything(place, [place.settings()])
+    assert not [one for one in SECRETS if one in told]
+    assert any("/srv/patients/moo.npz" in one for one in said)
+
+
+def test_a_trace_of_the_program_stays_at_the_site(place):
+    said = []
+    place.desks["photo"].say = said.append
+
+    def fail(*words):
+        raise KeyError("/srv/patients hunter2")
+
+    place.desks["photo"].desk.answer = fail
+    told = everything(place, [place.settings()])
+    assert not [one for one in SECRETS if one in told]
+    assert any("Traceback" in one and "hunter2" in one for one in said)
+    assert KINDS["failure"] in told
+
+
+@pytest.mark.parametrize(
+    ("encoder", "told"),
+    [
+        ("demo@1a2b", "demo@1a2b"),
+        ("https://nurse:hunter2@box.example/embed@1a2b", "1a2b"),
+        ("/srv/patients/model.onnx@1a2b", "1a2b"),
+        ("openai/clip-vit-base-patch32@1a2b", "1a2b"),
+        ("1a2b", "1a2b"),
+    ],
+)
+def test_an_encoder_is_told_by_its_fingerprint_and_never_by_path_or_address(encoder, told):
+    assert public(encoder) == told

@@ -1,0 +1,95 @@
+"""Runs on rows in memory, and classifiers asked with arrays."""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fedvlm
+from fedvlm.errors import DataError, SettingsError
+
+NAMES = ("cat", "dog", "owl")
+
+
+def rows(seed: int, count: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    y = np.arange(count) % 3
+    return np.eye(8)[y] + rng.normal(0, 0.3, (count, 8)), y
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_arrays_run_in_a_few_lines_and_leave_no_file(tmp_path: Path) -> None:
+    result = fedvlm.run("auto", clients={"a": rows(0), "b": rows(1)}, classes=NAMES)
+    own = result.personalised("a")
+    x, y = rows(2)
+    assert own.score(x, y) > 0.9
+    assert own.score(x, [NAMES[i] for i in y]) == own.score(torch.tensor(x), torch.tensor(y))
+    assert own.predict(x[:3]) == list(NAMES)
+    chances = own.predict_proba(x)
+    assert isinstance(chances, np.ndarray) and chances.shape == (60, 3)
+    assert np.allclose(chances.sum(1), 1, atol=1e-6)
+    assert not list(tmp_path.iterdir())
+    folder = result.folder
+    assert folder.exists()
+    del result
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_tensors_names_and_numbers_give_the_same_run(tmp_path: Path) -> None:
+    pairs = {"a": rows(0), "b": rows(1)}
+    named = {id: (torch.tensor(x), [NAMES[i] for i in y]) for id, (x, y) in pairs.items()}
+    text = np.eye(8)[:3]
+    tables = [
+        fedvlm.run("fedavg", clients=one, classes=NAMES, text=text, rounds=2).tables
+        for one in (pairs, named)
+    ]
+    assert tables[0] == tables[1]
+
+
+def test_a_setting_of_the_method_is_understood_as_keyword(tmp_path: Path) -> None:
+    result = fedvlm.run("fedavg", clients={"a": rows(0)}, text=np.eye(8)[:3], rounds=3, rate=0.1)
+    told = result.manifest["identity"]["method"]
+    assert (told["rounds"], told["rate"], len(result.rounds)) == (3, 0.1, 3)
+    with pytest.raises(SettingsError, match="no setting of a run or of fedot .*'round'.*'rounds'"):
+        fedvlm.run("fedot", round=3)
+
+
+def test_a_method_setting_in_the_wrong_table_is_sent_to_its_place() -> None:
+    from fedvlm.runner.settings import build
+
+    with pytest.raises(SettingsError, match="--set method.rounds="):
+        build({"method": "fedot", "rounds": 3})
+
+
+def test_reprs_are_short(tmp_path: Path) -> None:
+    result = fedvlm.run("alone", clients={"a": rows(0), "b": rows(1)}, classes=NAMES)
+    assert repr(result) == "<alone on memory: 2 clients, 3 classes>"
+    assert repr(result.personalised("b")) == "<alone of b: 3 classes, memory, 8 dimensions>"
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        ((np.ones((4, 8)), [0, 1, 2]), "4 rows and labels of shape"),
+        ((np.zeros((3, 8)), [0, 1, 2]), "row 0 is zero"),
+        ((np.ones((3, 8)), [0, 1, 7]), "label 7 is outside the 3 classes"),
+        ((np.ones((3, 8)), ["cat", "dog", "emu"]), "'emu' is no class"),
+        ((np.ones((3, 5)), [0, 1, 2]), "unequal length"),
+    ],
+)
+def test_unfit_arrays_are_refused_by_name(pair: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words):
+        fedvlm.run("alone", clients={"a": rows(0), "b": pair}, classes=NAMES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dict_as_embedded_is_sent_to_clients() -> None:
+    with pytest.raises(DataError, match="clients="):
+        fedvlm.run("alone", embedded={"a": rows(0)})
