@@ -17,7 +17,7 @@ from fedvlm.cli import app
 from fedvlm.core import Schedule, methods
 from fedvlm.core.schema import RANGES
 from fedvlm.data.clients import Clients
-from fedvlm.evaluate.protocols import PROTOCOLS
+from fedvlm.evaluate.protocols import protocols
 from fedvlm.report.lists import LISTS
 from fedvlm.runner.settings import Settings
 
@@ -117,8 +117,11 @@ def listed(what: str, title: str, leave: Sequence[str] = ()) -> list[str]:
 
 
 def protocols_page() -> list[str]:
-    rows = [(f"`{name}`", what) for name, what in PROTOCOLS.items()]
-    return ["# Protocols", "", *table(("protocol", "what it does"), rows)]
+    lines = ["# Protocols", ""]
+    for name, kind in sorted(protocols().items()):
+        knobs = settings(kind) if fields(kind) else []
+        lines += [f"## {name}", "", kind.what[0].upper() + kind.what[1:] + ".", "", *knobs]
+    return lines
 
 
 def settings_page() -> list[str]:

@@ -13,7 +13,7 @@ from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError
 
-EXAMPLES = int(os.environ.get("FEDVLM_FUZZ", "150"))  # of each; docs/security.md has a longer run
+EXAMPLES = int(os.environ.get("FEDVLM_FUZZ", "150"))  # of each; docs/security has a longer run
 few = settings(
     max_examples=EXAMPLES,
     derandomize=True,

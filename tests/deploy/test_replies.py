@@ -14,7 +14,7 @@ from fedvlm.deploy.site import Site, public
 from fedvlm.deploy.words import ABOUT, MORE, SCORES, SEALED, SPOKEN
 from fedvlm.engines.flower.local import local_grid
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "security" / "security.md"
 NAMES = ["art", "photo", "sketch"]
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,24 +51,20 @@ def test_commands_run_as_written(page, tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     setting = {**os.environ, "PATH": path, "PORT": str(free_port())}
-    script = subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", "\n".join(lines)],
-        cwd=tmp_path,
-        env=setting,
-        stdout=(tmp_path / "out").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        code = script.wait(LIMIT)
-    finally:
-        end_group(script.pid)
-    assert code == 0, (tmp_path / "out").read_text()[-3000:]
+    command = ["bash", "-euo", "pipefail", "-c", "\n".join(lines)]
+    said = tmp_path / "said"
+    with said.open("w") as out:
+        script = subprocess.Popen(
+            command, cwd=tmp_path, env=setting, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            code = script.wait(LIMIT)
+        finally:
+            end_group(script.pid)
+    assert code == 0, said.read_text()[-3000:]
 
 
 def end_group(pid):
     """What a page left running, servers too, ends with it."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return
