@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fedvlm.record import Record
 
 NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
+COLUMNS = 100  # of a list of methods
 Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
 
 
@@ -194,6 +195,7 @@ def plot(
 
 def list_(
     what: Annotated[str, typer.Argument(help="methods, encoders, datasets, experiments, papers")],
+    name: Annotated[str, typer.Argument(help="One of them, of which all is told.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """What there is to choose from."""
@@ -205,13 +207,34 @@ def list_(
 
         raise unknown("list", what, LISTS)
     rows = LISTS[what]()
+    if name:
+        rows = [row for row in rows if str(next(iter(row.values()))) == name]
+        if not rows:
+            from fedvlm.errors import unknown
+
+            raise unknown(what, name, [str(next(iter(row.values()))) for row in LISTS[what]()])
     if not rows and not as_json:
         typer.echo(f"there are no {what}")
         return
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return
+    if name:
+        for key, value in rows[0].items():
+            typer.echo(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+        return
     head = [key for key, value in rows[0].items() if not isinstance(value, list)]
-    typer.echo(
-        render(head, [[str(row[key]) for key in head] for row in rows], "text", True), nl=False
-    )
+    body = [[str(row[key]) for key in head] for row in rows]
+    if what == "methods":
+        head, body = ["method", "what"], _narrow([[row["method"], row["what"]] for row in rows])
+    typer.echo(render(head, body, "text", True), nl=False)
+
+
+def _narrow(body: list[list[str]]) -> list[list[str]]:
+    """Two columns that fit a screen; `list methods NAME` has what is cut off."""
+    first = max(len("method"), *(len(row[0]) for row in body))
+    room = COLUMNS - first - 2
+    return [
+        [name, what if len(what) <= room else what[: room - 1].rstrip() + "…"]
+        for name, what in body
+    ]
