@@ -28,8 +28,9 @@ def blocks(page):
 
 
 def marks(page):
-    own = [pytest.mark.slow, pytest.mark.timeout(LIMIT + 60)]
-    return [*own, pytest.mark.deployed] if page.stem in SERVERS else own
+    """Pages with servers wait for minutes, most of it for processes to start: by hand."""
+    kind = [pytest.mark.long, pytest.mark.deployed] if page.stem in SERVERS else [pytest.mark.slow]
+    return [*kind, pytest.mark.timeout(LIMIT + 60)]
 
 
 def free_port():

@@ -1,13 +1,12 @@
 """Choosing a round compares what would be reported: a state after its adaptation."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import pytest
 import torch
 
 from fedvlm import parts
-from fedvlm.core import make
+from fedvlm.core import Traits, make
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.flower.local import InProcess
 from fedvlm.engines.loop import finish, start, train
@@ -42,8 +41,7 @@ class Contrary:
         return sign * frozen.scale * x @ frozen.text.mT
 
     name = "contrary"
-    needs: ClassVar = frozenset({"image"})
-    memory: ClassVar = frozenset({"turn", "back"})
+    traits = Traits(needs=frozenset({"image"}), memory=frozenset({"turn", "back"}))
     send, aggregate = parts.everything, parts.uniform
 
 
