@@ -21,7 +21,7 @@ def rows_of(*words):
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("------"))
-    last = next(i for i, line in enumerate(lines) if line.startswith("records:"))
+    last = next(i for i, line in enumerate(lines) if line.startswith(("records:", "On ")))
     return {line.split()[0]: line for line in lines[first + 1 : last]}, done.output
 
 

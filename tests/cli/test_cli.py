@@ -199,7 +199,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
         ("clientz.by=own", "did you mean 'clients'"),
         ("clients.coutn=3", "did you mean 'count'"),
         ("target=nto", "no domain is called 'nto'; did you mean 'noto'"),
-        ("rounds=3", "no setting is called 'rounds'"),
+        ("rounds=3", "rounds is a setting of the method"),
     ],
 )
 def test_partition_refuses_what_a_run_would_refuse(refused, word, says):

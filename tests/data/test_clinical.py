@@ -27,7 +27,7 @@ def scan(frames: np.ndarray, **tags: object) -> bytes:
     meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
     meta.MediaStorageSOPInstanceUID = "1.2.3"
     file = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
-    file.PatientName, file.PatientID = NAME, "4711"
+    file.PatientName, file.PatientID = NAME, "PID-4711"
     file.Rows, file.Columns = frames.shape[1:]
     file.NumberOfFrames, file.SamplesPerPixel = len(frames), 1
     file.BitsAllocated, file.BitsStored, file.HighBit = 16, 16, 15
@@ -114,7 +114,7 @@ def test_scans_run_and_no_patient_is_in_the_record(tmp_path: Path) -> None:
     assert own.window == (0, 1000) and len(found) == 40
     assert all(one.label == one.file.split("/")[-2] for one in found)
     for path in (one for one in tmp_path.glob("r/**/*") if one.is_file()):
-        assert b"Doe" not in path.read_bytes() and b"4711" not in path.read_bytes()
+        assert b"Doe" not in path.read_bytes() and b"PID-4711" not in path.read_bytes()
 
 
 def test_a_window_must_go_up(tmp_path: Path) -> None:

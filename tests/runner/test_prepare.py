@@ -38,8 +38,8 @@ def test_rows_are_divided_for_a_run_in_one_place():
 
 
 def test_worlds_and_frozen_tensors_are_built_in_one_place():
-    assert callers("World") - {"testing.py"} == {"runner/prepare.py"}
-    assert callers("Frozen") - {"testing.py"} == {"runner/prepare.py"}
+    assert callers("World") - {"testing/toys.py"} == {"runner/prepare.py"}
+    assert callers("Frozen") - {"testing/toys.py"} == {"runner/prepare.py"}
 
 
 def test_a_world_holds_the_terms_that_a_server_without_rows_has(rows):

@@ -30,11 +30,11 @@ class Round:
     sent: Sequence[Tensors]
     rows: Tensor  # (clients,) as they say
 
-    def said(self, place: int) -> Said:
-        """What one client's totals say per row."""
+    def said(self, place: int, found: Tensors | None = None) -> Said:
+        """What one client's totals say per row, knowing what was found of all."""
         upload = self.uploads[place]
         if isinstance(self.method, Totalled):
-            return self.method.per_row(upload)
+            return self.method.per_row(upload, found or {})
         rows = self.rows[place].double().clamp(min=1)[None]
         return {key: (value.double().reshape(1, -1) / rows, rows) for key, value in upload.items()}
 
@@ -53,11 +53,11 @@ class Round:
         there = sent is not None and sent.shape == value.shape and sent.dtype == value.dtype
         return sent if sent is not None and there else torch.zeros_like(value)
 
-    def stacks(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def stacks(self, found: Tensors | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
         """By name: (clients, units, numbers) and their (clients, units) rows; one at a time."""
         count = range(len(self.uploads))
         if self.kind == "total":
-            every = [self.said(i) for i in count]
+            every = [self.said(i, found) for i in count]
             for key in every[0]:
                 values, rows = ([one[key][part] for one in every] for part in (0, 1))
                 yield key, torch.stack(values), torch.stack(rows)
@@ -120,15 +120,21 @@ def combined(now: Round, rule: str, dots: Tensor) -> Tensors:
             first = now.first(0, key)
             out[key] = (first.double() + moved.reshape(first.shape)).to(first.dtype)
         return out
+    found = {key: value for key, (value, _) in _by_unit(now, rule, {}).items()}
+    return now.whole(_by_unit(now, rule, found))
+
+
+def _by_unit(now: Round, rule: str, found: Tensors) -> Said:
+    """The rule unit by unit, among the clients that have rows of it."""
     said = {}
-    for key, values, rows in now.stacks():
+    for key, values, rows in now.stacks(found):
         means = torch.zeros_like(values[0])
         for unit in range(values.shape[1]):
             there = rows[:, unit] > 0
             if there.any() and values.shape[2]:
                 means[unit] = RULES[rule](values[there, unit])
         said[key] = (means, rows.sum(0))
-    return now.whole(said)
+    return said
 
 
 def settle(
@@ -147,8 +153,8 @@ def settle(
 
 COMPARED = 5  # clients below which nobody is called far: of four, who would be the rest?
 FAR_NORM = 3.0  # times the median, or below its third part
-FAR_COSINE = 0.3  # below the median of the clients' cosines
-FAR_SPREAD = 4.0  # or this many of their median deviations, if that is more
+FAR_COSINE = 0.5  # below the median of the clients' cosines
+FAR_SPREAD = 6.0  # or this many of their median deviations, if that is more
 
 
 def apart(ids: Sequence[str], dots: Tensor) -> dict[str, dict[str, float | bool]]:
@@ -164,14 +170,26 @@ def apart(ids: Sequence[str], dots: Tensor) -> dict[str, dict[str, float | bool]
     others = unit.sum() - 2 * unit.sum(1) + unit.diagonal()
     cosines = mine / others.clamp(min=1e-12).sqrt()
     ratio = norms / norms.median()
-    below = cosines.median() - cosines
-    limit = max(FAR_COSINE, FAR_SPREAD * float(below.abs().median()))
-    far = (ratio > FAR_NORM) | (ratio < 1 / FAR_NORM) | (below > limit)
-    far &= torch.tensor(len(ids) >= COMPARED)
+    far = outside(ratio, cosines)
     return {
         id: {"norm": float(ratio[i]), "cosine": float(cosines[i]), "far": bool(far[i])}
         for i, id in enumerate(ids)
     }
+
+
+def outside(
+    ratio: Tensor,
+    cosines: Tensor,
+    most: float = FAR_NORM,
+    least: float = FAR_COSINE,
+    spread: float = FAR_SPREAD,
+) -> Tensor:
+    """(clients,) True where a norm against the median, or a cosine, is far from the others'."""
+    if len(ratio) < COMPARED:
+        return torch.zeros(len(ratio), dtype=torch.bool)
+    below = cosines.median() - cosines
+    limit = max(least, spread * float(below.abs().median()))
+    return (ratio > most) | (ratio < 1 / most) | (below > limit)
 
 
 def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -98,9 +98,10 @@ class Factored(Protocol):
 @runtime_checkable
 class Totalled(Protocol):
     """of an upload of totals: by name (units, numbers) what they are per row and (units,) the rows,
-    class by class where they are; and an upload made of such. Without it the client's rows count"""
+    class by class where they are; and an upload made of such. `found` is what a first look at all
+    clients gave, empty before that. Without the verb totals count per row of the client"""
 
-    def per_row(self, upload: Tensors) -> dict[str, tuple[Tensor, Tensor]]: ...
+    def per_row(self, upload: Tensors, found: Tensors) -> dict[str, tuple[Tensor, Tensor]]: ...
     def whole(self, said: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors: ...
 
 
@@ -164,6 +165,11 @@ def schedule(method: Method) -> Schedule:
     """How a method's minibatches are dealt and its steps are taken."""
     names = [one.name for one in fields(Schedule)]
     return Schedule(**{key: getattr(method, key) for key in names if hasattr(method, key)})
+
+
+def setting(method: Method, name: str) -> Any:
+    """The value of a setting that not every method has; None where there is none."""
+    return getattr(method, name, None)
 
 
 def tunable(method: Method) -> tuple[str, ...]:

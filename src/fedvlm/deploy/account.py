@@ -7,6 +7,7 @@ same round asked for again would else be drawn with other noise, and the mean of
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,10 @@ def cost(method: Method, channel: Protection, rows: int) -> float:
     """1/z² of the noise that one upload has, of all its steps together; 0 if it has none."""
     if channel.noise:
         return float(1 / channel.noise**2)
-    own = float(getattr(method, "noise_multiplier", 0.0))
+    own = float(asdict(method).get("noise_multiplier", 0.0))
     if not own:
         return 0.0
-    epochs, each, _ = steps(method, rows) if hasattr(method, "batch") else (1, 1, 1)
+    epochs, each, _ = steps(method, rows)
     return epochs * each / own**2
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvlm.core import Method, Telling, check_type
+from fedvlm.core import Method, Telling, check_type, setting
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.consent import check_consent
 from fedvlm.deploy.reasons import Refused
@@ -81,7 +81,7 @@ class Policy:
             raise Refused("secure")
         if len(labels) < self.least_rows:
             raise Refused("rows", least=self.least_rows)
-        cannot = isinstance(method, Telling) and not hasattr(method, "smallest")
+        cannot = isinstance(method, Telling) and setting(method, "smallest") is None
         if cannot and len(self.small(labels)):
             raise Refused("class", least=self.smallest_class)
         if self.consent:
@@ -95,7 +95,7 @@ class Policy:
 
     def floored(self, method: Method) -> Method:
         """The method, made to leave out classes of few rows, whatever the experiment says."""
-        least = getattr(method, "smallest", None)
+        least = setting(method, "smallest")
         if least is None or least >= self.smallest_class:
             return method
         made: Method = replace(method, smallest=self.smallest_class)

@@ -71,7 +71,8 @@ def _spread(others: Round, force: float) -> Tensors:
     out = {}
     for key, values, _ in others.stacks():
         values = values.double()
-        out[key] = values.mean(0) - force * values.std(0, unbiased=False)
+        middle = values.mean(0)
+        out[key] = middle - force * (values - middle).square().mean(0).sqrt()
     return out
 
 

@@ -53,10 +53,15 @@ def centred(counts: Tensor, sums: Tensor, second: Tensor, step: float = 0.0) -> 
     return Moments(counts, means, (vectors * values) @ vectors.mT)
 
 
-def told(counts: Tensor, sums: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Class means and the packed scatter around them per row, of one client's sums as they are."""
+def told(
+    counts: Tensor, sums: Tensor, second: Tensor, centre: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Class means, and per row the packed scatter around them or around a given `centre`."""
     means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
-    return means, pack(second - (means * counts[:, None]).mT @ means) / counts.sum().clamp(min=1)
+    middle = means if centre is None else centre
+    cross = sums.mT @ middle
+    around = second - cross - cross.mT + (middle * counts[:, None]).mT @ middle
+    return means, pack(around) / counts.sum().clamp(min=1)
 
 
 def untold(counts: Tensor, means: Tensor, scatter: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,6 +192,17 @@ def pack(square: Tensor) -> Tensor:
 
 def unpack(triangle: Tensor, dim: int) -> Tensor:
     return triangle[..., _places(dim)[1]].reshape(*triangle.shape[:-1], dim, dim)
+
+
+def definite(square: Tensor) -> Tensor:
+    """A sum of squares as it is; a lie, or numbers' medians, without what makes them none."""
+    size = square.diagonal().abs().mean().clamp(min=torch.finfo(square.dtype).tiny)
+    eye = torch.eye(len(square), dtype=square.dtype)
+    if not int(torch.linalg.cholesky_ex(square + 1e-5 * size * eye).info):
+        return square
+    values, vectors = torch.linalg.eigh((square + square.mT) / 2)
+    out: Tensor = (vectors * values.clamp(min=0)) @ vectors.mT
+    return out
 
 
 def quantum(most: int) -> float:

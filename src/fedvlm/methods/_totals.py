@@ -10,13 +10,15 @@ from fedvlm.maths import gaussian
 from fedvlm.methods._texts import TERMS
 
 
-def per_row(self: Any, upload: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+def per_row(self: Any, upload: Tensors, found: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     """Class means and a scatter, means of votes, and who holds a class at all."""
     said: dict[str, tuple[Tensor, Tensor]] = {}
     if "counts" in upload:
         counts, dim = upload["counts"].double(), upload["sums"].shape[1]
         sums, second = (gaussian.from_fixed(upload[k], self.most) for k in ("sums", "moments"))
-        means, scatter = gaussian.told(counts, sums, gaussian.unpack(second, dim))
+        means, scatter = gaussian.told(
+            counts, sums, gaussian.unpack(second, dim), found.get("means")
+        )
         said = {"means": (means, counts), "scatter": (scatter[None], counts.sum()[None])}
     if "scores" in upload:
         voters = upload["voters"].double()

@@ -144,7 +144,8 @@ class Auto:
 
     def gaussians(self, total: Tensors) -> Tensors:
         dim = total["sums"].shape[1]
-        second = gaussian.unpack(total["gram"], dim + 1)[:-1, :-1]
+        gram = gaussian.definite(gaussian.unpack(total["gram"], dim + 1))
+        second = gram[:-1, :-1]
         known = gaussian.centred(total["counts"], total["sums"], second)
         named = gaussian.Moments(known.counts[:-1], known.means[:-1], known.scatter)
         rule = gaussian.discriminant(named, gaussian.ridge(named, 1.0))

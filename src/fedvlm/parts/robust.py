@@ -65,7 +65,7 @@ def geometric_shares(dots: Tensor) -> Tensor:
     closeness = apart.median(dim=1).values
     share = (closeness <= closeness.median()).to(dots.dtype)
     share = share / share.sum()
-    least = NEAR * apart.median().clamp(min=torch.finfo(dots.dtype).tiny)
+    least = max(NEAR * float(apart.median()), 1e-100)
     for _ in range(STEPS):
         pull = dots @ share
         square = dots.diagonal() - 2 * pull + share @ pull

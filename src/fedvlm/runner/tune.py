@@ -7,7 +7,7 @@ hits on validation rows are looked at; clients that a training leaves out have n
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from statistics import fmean
 from typing import Any
@@ -93,7 +93,7 @@ def race(prepared: Prepared, told: Told) -> tuple[Settings, dict[str, Any]]:
     """The settings with the best values, and the record of the race."""
     settings = prepared.settings
     method = settings.method
-    asked = {name: getattr(method, name) for name in settings.tune}
+    asked = {name: asdict(method)[name] for name in settings.tune}
     grid = sorted(product(FACTORS, repeat=len(asked)), key=lambda f: sum(map(FACTORS.index, f)))
     count, first = plan(method.rounds, min(len(grid), len(FACTORS)))
     trials = []
@@ -176,7 +176,7 @@ def known(settings: Settings, about: Mapping[str, Any]) -> Settings:
     if told is None or set(told["asked"]) != set(settings.tune):
         return settings
     for name in settings.tune:
-        if getattr(settings.method, name) not in (told["asked"][name], told["chosen"][name]):
+        if asdict(settings.method)[name] not in (told["asked"][name], told["chosen"][name]):
             return settings
     method = replace(settings.method, **told["chosen"])
     return replace(settings, method=method)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvlm.core import Method
+from fedvlm.core import Method, setting
 from fedvlm.errors import listing
 
 
@@ -33,7 +33,7 @@ def withheld(
     lost = sum(int(one[one < least].sum()) for one in counts.values())
     noise = (
         ", and with method.noise_multiplier = 1 besides under noise whose ε is counted"
-        if hasattr(method, "noise_multiplier")
+        if method is not None and setting(method, "noise_multiplier") is not None
         else ""
     )
     return [
