@@ -13,7 +13,7 @@ from fedvlm.channel.compare import named
 from fedvlm.core import Tensors
 from fedvlm.engines.client import Kept, Local
 from fedvlm.engines.state import State
-from fedvlm.errors import DataError, SettingsError
+from fedvlm.errors import DataError, SettingsError, listing
 from fedvlm.evaluate.scores import Table
 from fedvlm.storage.files import alone, disk, slug, write
 from fedvlm.storage.sealed import (
@@ -237,14 +237,16 @@ class Record:
     @property
     def unsettled(self) -> list[str]:
         """Which clients' convex fits were not at their end after all steps, in words."""
-        out = []
+        left: dict[str, float] = {}
         for seed in self.manifest["identity"]["seeds"]:
-            for job, one in self.jobs(seed).items():
-                left = {id: told.get(SLOPE, 0.0) for id, told in one.get("maps", {}).items()}
-                if far := [f"{id} ({left[id]:.0e})" for id in left if left[id] > SETTLED]:
-                    where = f"seed {seed}, {job}: not converged, with the slope left"
-                    out.append(f"{where}: {', '.join(far)}")
-        return out
+            for one in self.jobs(seed).values():
+                for id, told in one.get("maps", {}).items():
+                    if (slope := told.get(SLOPE, 0.0)) > SETTLED:
+                        left[id] = max(slope, left.get(id, 0.0))
+        if not left:
+            return []
+        most = max(left.values())
+        return [f"not converged at {listing(sorted(left), 8)} (largest slope left {most:.0e})"]
 
     def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         """Scores and map diagnostics of every training of one seed (the first one if none)."""
