@@ -125,9 +125,8 @@ class TOFA:
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:
             return local
-        x, y = client.x, client.y
-        known, rule = prototypes.own(sent, x, y, self.alpha, self.shrinkage)
-        out = prototypes.change(rule, sent)
+        known, rule = prototypes.own(sent, client.x, client.y, self.alpha, self.shrinkage)
+        x, y, out = client.x, client.y, prototypes.change(rule, sent)
         if self.text and self.fusion:
             logits = gaussian.left_out(known, rule, x, y, local["row weight"][y.clamp(min=0)])
             if self.calibration == "held-out" and client.held_x.shape[0]:
