@@ -11,7 +11,7 @@ from fedvlm.deploy.kits import keep_site, read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.reasons import KINDS
 from fedvlm.deploy.site import Site, public
-from fedvlm.deploy.words import ABOUT, MORE, SCORES, SEALED, SPOKEN
+from fedvlm.deploy.words import ABOUT, MORE, PERHAPS, SCORES, SEALED, SPOKEN
 from fedvlm.engines.flower.local import local_grid
 
 PAGE = Path(__file__).parents[2] / "docs" / "security" / "security.md"
@@ -51,6 +51,7 @@ def replies(place, *experiments):
 
 def test_the_page_lists_every_word_of_every_reply():
     words = {*ABOUT, "client", *SEALED, "error", *SPOKEN["open"], *SPOKEN["round"]}
+    words |= PERHAPS["open"].keys()
     assert listed("word of a reply") == words
     assert listed("score") == {*SCORES, *MORE}
     assert listed("kind of an error") == set(KINDS)
