@@ -18,9 +18,9 @@ test: $(VENV)/.dev
 	$(TOGETHER) -m 'not slow and not long and not deployed'
 	$(PYTEST) -m 'deployed and not slow and not long'
 
-# A test of real processes can lose a race on a busy machine: it is tried again once, and the closing line counts it.
+# A test with kills or real processes can lose a race on a busy machine: it is tried once more, and the closing line says so.
 test-all: $(VENV)/.dev browser
-	$(TOGETHER) -m 'not long and not deployed' --cov=fedvlm --cov-report=
+	$(TOGETHER) -m 'not long and not deployed' --reruns 1 --cov=fedvlm --cov-report=
 	$(PYTEST) -m 'deployed and not long' --reruns 1 --cov=fedvlm --cov-append --cov-report=term:skip-covered
 
 test-long: $(VENV)/.dev
