@@ -78,7 +78,7 @@ TASK = {
 }
 SCORES = {f"{part}_{what}": whole() for part in PARTS[1:] for what in ("rows", "hits")}
 MORE = {"loss": number, **dict.fromkeys(METRICS[1:], number)}
-SPOKEN = {  # every word of every reply; docs/how-to/deploy.md has a line for each
+SPOKEN = {  # every word of every reply; docs/security/security.md has a line for each
     "open": {
         **{"opened": key, "encoder": text(), "classes": listed(text()), "dim": whole(1)},
         **{"scale": number, "local": listed(text()), "rows": table(dict.fromkeys(PARTS, whole()))},
