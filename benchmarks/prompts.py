@@ -23,7 +23,7 @@ from transport import scaling
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, make
-from fedvlm.encoders.cache.mapped import opened
+from fedvlm.encoders.cache.mapped import checked
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import Part, World
 from fedvlm.engines.loop import start, train
@@ -164,7 +164,7 @@ def cache(images: int = 10_000, clients: int = 10, classes: int = 37) -> None:
             for _ in range(images // len(block)):
                 block.tofile(file)
         size = path.stat().st_size
-        x = opened(np.memmap(path, np.float16, mode="c", shape=(images, PATCHES, WIDTH)))
+        x = checked(np.memmap(path, np.float16, mode="c", shape=(images, PATCHES, WIDTH)))
         y = torch.from_numpy(draw.integers(classes, size=images))
         each = images // clients
         members = {}

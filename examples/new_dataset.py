@@ -16,14 +16,14 @@ SLIDES = add(
         home="the archive of the three hospitals",
         layout="domain/class",
         classes=("healthy_tissue", "tumour"),  # in the order of the labels
-        domains={"north": 20, "south": 20, "west": 20},  # how many pictures each must have
-        templates=("a microscope picture of {}",),
+        domains={"north": 20, "south": 20, "west": 20},  # how many images each must have
+        templates=("a microscope image of {}",),
     )
 )
 
 
 def make_pictures(root: Path) -> None:
-    """Stands in for the real archive: 60 small pictures, all different."""
+    """Stands in for the real archive: 60 small images, all different."""
     for site, domain in enumerate(SLIDES.domains):
         for label, name in enumerate(SLIDES.classes):
             for row in range(10):
@@ -36,7 +36,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         make_pictures(Path(folder))
         data = open_dataset("slides", root=folder)  # classes, domains and counts are checked
-        print(f"{data.name}: {len(data.labels)} pictures of {', '.join(data.classes)}")
+        print(f"{data.name}: {len(data.labels)} images of {', '.join(data.classes)}")
         division = divide(rows_of(data), Clients(by="domain"), seed=0)
         for member in division.members.values():
             train, test = len(member.train), len(member.test)

@@ -35,7 +35,9 @@ class FedBias:
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
-        return parts.fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+        return parts.masked_cross_entropy(
+            self.predict(frozen, shared, local, batch.x), batch.y, batch.real
+        )
 
     name = "fedbias"
     traits = Traits(needs=frozenset({"image", "text"}))

@@ -63,8 +63,8 @@ def run_files(folder: Path) -> tuple[list[dict], dict[str, bytes], dict]:
     lines = [json.loads(text) for text in (folder / "rounds.jsonl").read_text().splitlines()]
     for line in lines:
         del line["seconds"], line["checksum"]
-    jobs = {path.name: path.read_bytes() for path in sorted((folder / "jobs").iterdir())}
-    return lines, jobs, json.loads((folder / "result.json").read_text())
+    trainings = {path.name: path.read_bytes() for path in sorted((folder / "trainings").iterdir())}
+    return lines, trainings, json.loads((folder / "result.json").read_text())
 
 
 @pytest.fixture

@@ -97,15 +97,15 @@ def test_a_state_comes_back_whatever_the_clients_are_called(tmp_path):
 
 def test_a_torn_line_is_left_out_and_lines_past_the_checkpoint_are_forgotten(tmp_path):
     notes = Record(tmp_path)
-    for job, number in (("a", 0), ("b", 0), ("b", 1), ("b", 2)):
-        notes.add_line({"job": job, "round": number})
+    for training, number in (("a", 0), ("b", 0), ("b", 1), ("b", 2)):
+        notes.add_line({"training": training, "round": number})
     with open(notes.lines_path, "ab") as file:
-        file.write(b'{"job": "b", "rou')
+        file.write(b'{"training": "b", "rou')
     assert len(notes.lines()) == 4
     notes.keep_lines("b", 1)
-    assert [(line["job"], line["round"]) for line in notes.lines()] == [("a", 0), ("b", 0)]
+    assert [(line["training"], line["round"]) for line in notes.lines()] == [("a", 0), ("b", 0)]
     first = json.loads(notes.lines_path.read_text().splitlines()[0])
-    assert first.keys() == {"job", "round", "checksum"}
+    assert first.keys() == {"training", "round", "checksum"}
 
 
 def test_two_processes_do_not_work_in_one_directory(tmp_path):

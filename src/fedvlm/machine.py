@@ -24,8 +24,8 @@ def free_memory() -> int | None:
             found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     try:
         limit, used = (int((GROUP / f"memory.{word}").read_text()) for word in ("max", "current"))
-        told = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
-        found.append(limit - used + int(told.get("inactive_file", 0)))  # caches can go
+        stat = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        found.append(limit - used + int(stat.get("inactive_file", 0)))  # caches can go
     except (OSError, ValueError):  # no such group, or its limit is the word "max"
         pass
     return min(found, default=None)

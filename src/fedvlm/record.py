@@ -123,7 +123,7 @@ class Record:
     def clear(self) -> None:
         """Forgets all but the manifest, so that the run is run again."""
         ends = (self.folder / "result.json", self.folder / INDEX)
-        for path in (*(self.folder / "jobs").glob("*"), *ends):
+        for path in (*(self.folder / "trainings").glob("*"), *ends):
             path.unlink(missing_ok=True)
         self.lines_path.unlink(missing_ok=True)
 
@@ -150,7 +150,7 @@ class Record:
                 self.folder.rmdir()
 
     def _tidy(self) -> None:
-        for folder in (self.folder, self.folder / "jobs"):
+        for folder in (self.folder, self.folder / "trainings"):
             for left in folder.glob(".*"):  # drafts of a process that was killed
                 if left.suffix[1:].isdigit():
                     left.unlink()
@@ -178,9 +178,11 @@ class Record:
                 ) from error
         return out
 
-    def keep_lines(self, job: str, rounds: int) -> None:
-        """Forgets lines of a job that the checkpoint does not know of: they will come again."""
-        kept = [line for line in self.lines() if line["job"] != job or line["round"] < rounds]
+    def keep_lines(self, training: str, rounds: int) -> None:
+        """Forgets lines of a training that its checkpoint does not know: they will come again."""
+        kept = [
+            line for line in self.lines() if line["training"] != training or line["round"] < rounds
+        ]
         write(self.lines_path, b"".join(seal_json(line, None) for line in kept))
 
     def add_line(self, line: Mapping[str, Any]) -> None:
@@ -217,14 +219,14 @@ class Record:
     def traffic(self) -> tuple[int, float]:
         """Exchanges of a client with the server, and the bytes both ways over all of them.
 
-        The most of any client, and the mean over clients and jobs. A round's download is what it
-        starts from, so the last download stands for the first, which everyone has by `init`.
+        The most of any client, and the mean over clients and trainings. A round's download is what
+        it starts from, so the last download stands for the first, which everyone has by `init`.
         """
         moved: dict[tuple[str, str], list[int]] = {}
         for line in self.lines():
             for id, one in line["clients"].items():
                 if size := one["bytes_up"] + one["bytes_down"]:
-                    moved.setdefault((line["job"], id), []).append(size)
+                    moved.setdefault((line["training"], id), []).append(size)
         totals = [sum(sizes) for sizes in moved.values()]
         most = max(map(len, moved.values()), default=0)
         return most, sum(totals) / len(totals) if totals else 0.0
@@ -239,24 +241,25 @@ class Record:
         """Which clients' convex fits were not at their end after all steps, in words."""
         left: dict[str, float] = {}
         for seed in self.manifest["identity"]["seeds"]:
-            for one in self.jobs(seed).values():
-                for id, told in one.get("maps", {}).items():
-                    if (slope := told.get(SLOPE, 0.0)) > SETTLED:
+            for one in self.trainings(seed).values():
+                for id, described in one.get("maps", {}).items():
+                    if (slope := described.get(SLOPE, 0.0)) > SETTLED:
                         left[id] = max(slope, left.get(id, 0.0))
         if not left:
             return []
         most = max(left.values())
         return [f"not converged at {listing(sorted(left), 8)} (largest slope left {most:.0e})"]
 
-    def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
+    def trainings(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         """Scores and map diagnostics of every training of one seed (the first one if none)."""
         return {
-            job: dict(read_json(self.path_of(job, seed, "json"))) for job in self.manifest["jobs"]
+            training: dict(read_json(self.path_of(training, seed, "json")))
+            for training in self.manifest["trainings"]
         }
 
-    def outcome(self, job: str, seed: int | None = None) -> tuple[Tensors, dict[str, Tensors]]:
-        """What a job ended with: the shared tensors, and the local ones of each client."""
-        tensors, about = read_tensors(self.path_of(job, seed, "safetensors"))
+    def outcome(self, training: str, seed: int | None = None) -> tuple[Tensors, dict[str, Tensors]]:
+        """What a training ended with: the shared tensors, and the local ones of each client."""
+        tensors, about = read_tensors(self.path_of(training, seed, "safetensors"))
 
         def group(name: str) -> Tensors:
             return {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
@@ -264,10 +267,10 @@ class Record:
         local = {id: group(f"local/{number}/") for number, id in enumerate(about["train"])}
         return group("shared/"), local
 
-    def local(self, job: str | None = None, seed: int | None = None) -> dict[str, Tensors]:
-        """What each client that trained in a job (the first one if none) keeps at home."""
+    def local(self, training: str | None = None, seed: int | None = None) -> dict[str, Tensors]:
+        """What each client that trained in a training (the first one if none) keeps at home."""
         tensors, about = read_tensors(
-            self.path_of(job or self.manifest["jobs"][0], seed, "safetensors")
+            self.path_of(training or self.manifest["trainings"][0], seed, "safetensors")
         )
         out: dict[str, Tensors] = {id: {} for id in about["train"]}
         for name, value in tensors.items():
@@ -277,8 +280,12 @@ class Record:
                 out[about["train"][int(number)]][key] = value
         return out
 
-    def path_of(self, job: str, seed: int | None, ending: str) -> Path:
+    def path_of(self, training: str, seed: int | None, ending: str) -> Path:
         seeds: Sequence[int] = self.manifest["identity"]["seeds"]
         if seed is not None and seed not in seeds:
             raise SettingsError(f"the run has no seed {seed}; it has {list(seeds)}")
-        return self.folder / "jobs" / f"{seeds[0] if seed is None else seed}-{slug(job)}.{ending}"
+        return (
+            self.folder
+            / "trainings"
+            / f"{seeds[0] if seed is None else seed}-{slug(training)}.{ending}"
+        )

@@ -19,7 +19,7 @@ from fedvlm.errors import DataError
 from fedvlm.record import Record
 from fedvlm.report.diagrams import diagram
 from fedvlm.report.frames import compared, frame
-from fedvlm.report.page.render import opened
+from fedvlm.report.page.render import read_runs
 from fedvlm.report.tables import compare
 from fedvlm.runner import run as runner
 from fedvlm.runner.run import Progress
@@ -40,17 +40,21 @@ class Result(Record):
         return compare([self], form)
 
     def __repr__(self) -> str:
-        told = self.manifest
-        name, clients = told["identity"]["method"]["name"], len(told["clients"])
-        return f"<{name} on {told['data']}: {clients} clients, {len(told['classes'])} classes>"
+        manifest = self.manifest
+        name, clients = manifest["identity"]["method"]["name"], len(manifest["clients"])
+        return (
+            f"<{name} on {manifest['data']}: {clients} clients, {len(manifest['classes'])} classes>"
+        )
 
     def frame(self) -> Any:
         """A pandas data frame: one row per seed, training and client, a column per metric."""
         return frame(self)
 
-    def figure(self, kind: str = "rounds", job: str | None = None, seed: int | None = None) -> Any:
+    def figure(
+        self, kind: str = "rounds", training: str | None = None, seed: int | None = None
+    ) -> Any:
         """A matplotlib figure of one training: reliability, decision or rounds."""
-        return diagram(self, [kind], job, seed)
+        return diagram(self, [kind], training, seed)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the table."""
@@ -66,15 +70,19 @@ class Result(Record):
         """A client's own classifier, from the first training it took part in."""
         return of_client(self, client, seed)
 
-    def unseen(self, job: str | None = None, seed: int | None = None) -> Personalised:
+    def unseen(self, training: str | None = None, seed: int | None = None) -> Personalised:
         """The classifier of a client that joins later: what is shared, and the first local."""
-        return of_newcomer(self, job, seed)
+        return of_newcomer(self, training, seed)
 
 
 def compare_runs(*runs: Record | str | Path) -> Any:
     """Runs side by side as a pandas data frame; a run is a result, its directory, or a page."""
     return compared(
-        [one for run in runs for one in ([run] if isinstance(run, Record) else opened(Path(run)))]
+        [
+            one
+            for run in runs
+            for one in ([run] if isinstance(run, Record) else read_runs(Path(run)))
+        ]
     )
 
 

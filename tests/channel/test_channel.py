@@ -11,7 +11,7 @@ from fedvlm import seeds, tensors
 from fedvlm.channel import Channel, secure
 from fedvlm.channel.clip import add_noise, change, clip, norm
 from fedvlm.channel.quantise import LOSS, dequantise, quantise
-from fedvlm.channel.settings import fits
+from fedvlm.channel.settings import check_channel
 from fedvlm.channel.uploads import arrive, leave, spend
 from fedvlm.channel.validate import longest
 from fedvlm.core import Traits, make, methods, sums
@@ -266,7 +266,7 @@ def test_every_method_either_takes_a_sum_or_refuses_a_secure_one_by_name():
     for name, kind in kinds.items():
         if kind is None:
             with pytest.raises(SettingsError, match=f"{name} aggregates single uploads"):
-                fits(Channel(secure=True), make(name))
+                check_channel(Channel(secure=True), make(name))
 
 
 @dataclass(frozen=True)
@@ -298,8 +298,8 @@ class Loner:
 
 def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
     with pytest.raises(SettingsError, match="loner aggregates single uploads .* add `sums"):
-        fits(Channel(secure=True), Loner())
-    fits(Channel(), Loner())
+        check_channel(Channel(secure=True), Loner())
+    check_channel(Channel(), Loner())
     assert sums(make("fedavg")) == "rows"
 
 

@@ -8,7 +8,7 @@ import torch
 from fedvlm import tensors
 from fedvlm.channel import Channel
 from fedvlm.channel.compare import HEAVIEST, LONGEST, Round, apart, bounded, combined, named
-from fedvlm.channel.settings import deployed, fits
+from fedvlm.channel.settings import check_channel, deployed
 from fedvlm.channel.uploads import Passage
 from fedvlm.core import make, methods, sums
 from fedvlm.engines.client import client
@@ -148,9 +148,9 @@ def test_every_method_whose_uploads_add_up_can_be_aggregated_robustly():
         method = make(name)
         if sums(method) is None:
             with pytest.raises(SettingsError, match="aggregates single ones in its own way"):
-                fits(Channel(aggregation="median"), method)
+                check_channel(Channel(aggregation="median"), method)
         else:
-            fits(Channel(aggregation="median", bound="median"), method)
+            check_channel(Channel(aggregation="median", bound="median"), method)
 
 
 @pytest.mark.parametrize("asked", [{"aggregation": "krum"}, {"bound": "median"}])
@@ -189,7 +189,7 @@ def test_who_is_far_in_more_than_half_of_the_rounds_is_told_in_words():
     def line(*far):
         both = zip("ab", far, strict=True)
         return {
-            "job": "0-all",
+            "training": "0-all",
             "clients": {i: {"norm": 9.0, "cosine": -0.5, "far": f} for i, f in both},
         }
 

@@ -1,4 +1,4 @@
-"""Pictures of two sites, runs on them, and the command line."""
+"""Images of two sites, runs on them, and the command line."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from fedvlm import cli
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Pictures of two plain classes from two sites."""
-    place = tmp_path_factory.mktemp("pictures")
+    """Images of two plain classes from two sites."""
+    place = tmp_path_factory.mktemp("images")
     draw = np.random.default_rng(0)
     for number in range(80):
         red = number % 2

@@ -1,4 +1,4 @@
-"""Export and predict: a classifier leaves a run, and meets pictures again with its own encoder."""
+"""Export and predict: a classifier leaves a run, and meets images again with its own encoder."""
 
 import csv
 import json
@@ -179,7 +179,7 @@ def test_a_nan_of_the_encoder_is_said_of_its_picture_only(runs, folder, tmp_path
     ("images", "says"),
     [
         (["nowhere"], "there is no "),
-        (["empty"], "has no pictures"),
+        (["empty"], "has no images"),
         (["note.txt"], "does not end as"),
     ],
 )
@@ -221,11 +221,11 @@ def test_the_commands_export_and_predict_write_csv_and_say_what_they_skipped(
     assert len(rows) == 40
     assert set(rows[0]) == {"file", "class", "probability"}
     bad = tmp_path / "bad.png"
-    bad.write_bytes(b"no picture")
+    bad.write_bytes(b"no image")
     done = call("predict", tmp_path / "c", bad, folder / "site-0" / "red")
     assert done.exit_code == 1
     assert len(done.stdout.splitlines()) == 21
-    assert f"skipped {bad}: not a picture" in done.stderr
+    assert f"skipped {bad}: not a image" in done.stderr
 
 
 def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys, call):

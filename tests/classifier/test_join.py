@@ -80,7 +80,7 @@ def test_a_method_without_adaptation_gives_what_every_unseen_client_gets(tmp_pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"encoder": "another@1"}, "encode the pictures with the run's encoder"),
+        ({"encoder": "another@1"}, "encode the images with the run's encoder"),
         ({"classes": ("ant", "bee", "cat", "cow")}, "no class of the run is called 'cow'"),
     ],
 )

@@ -110,7 +110,7 @@ def test_lists_are_for_people_and_programs(ok, what):
 
 
 def test_partition_counts_rows_and_draws_them(ok, tmp_path):
-    picture = tmp_path / "p.png"
+    image = tmp_path / "p.png"
     out = ok(
         "partition",
         "demo",
@@ -118,11 +118,11 @@ def test_partition_counts_rows_and_draws_them(ok, tmp_path):
         "clients.by=dirichlet",
         "--set",
         "clients.count=5",
-        "--picture",
-        picture,
+        "--image",
+        image,
     )
     assert len([line for line in out.splitlines() if line[:1].isdigit() or "client" in line]) >= 5
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert image.read_bytes()[:4] == b"\x89PNG"
 
 
 def test_embed_fills_the_cache_once_and_cache_commands_see_it(ok, tmp_path, monkeypatch):
@@ -226,9 +226,9 @@ def test_help_has_no_escapes(ok, words):
 
 
 def test_a_missing_folder_is_called_missing_with_the_nearest_name(refused, tmp_path):
-    (tmp_path / "pictures").mkdir()
-    text = refused("run", "--method", "fedot", "--data", tmp_path / "picturs")
-    assert f"there is no {tmp_path / 'picturs'}; did you mean {tmp_path / 'pictures'}?" in text
+    (tmp_path / "images").mkdir()
+    text = refused("run", "--method", "fedot", "--data", tmp_path / "imagse")
+    assert f"there is no {tmp_path / 'imagse'}; did you mean {tmp_path / 'images'}?" in text
 
 
 def test_methods_fit_a_screen_and_one_of_them_tells_all():

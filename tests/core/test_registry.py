@@ -26,7 +26,12 @@ from fedvlm.methods.fedavg import FedAvg
 from fedvlm.methods.zeroshot import ZeroShot
 from fedvlm.runner.settings import build
 
-WALK = {"loss": parts.misfit, "batch": 8, "epochs": 1, "rate": 0.1}  # what a gradient part reads
+WALK = {
+    "loss": parts.cross_entropy,
+    "batch": 8,
+    "epochs": 1,
+    "rate": 0.1,
+}  # what a gradient part reads
 
 
 def whole(**changes):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trees import grid, picture, plant
+from trees import grid, image, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data import sources as data_sources
-from fedvlm.encoders.cache.images import Pictures
+from fedvlm.encoders.cache.images import Images
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import DataError
 
@@ -33,7 +33,7 @@ def at_most(size):
 def archive(path, data, how=zipfile.ZIP_DEFLATED, claimed=None):
     """A .zip of two classes whose last member unpacks to `data`, and may claim another size."""
     with zipfile.ZipFile(path, "w", how) as made:
-        made.writestr("a/0.png", picture("a"))
+        made.writestr("a/0.png", image("a"))
         made.writestr("b/0.png", data)
     if claimed is not None:
         raw = path.read_bytes()
@@ -47,12 +47,12 @@ def test_member_past_the_limit_is_refused_before_it_is_unpacked(tmp_path, monkey
     source = open_dataset(str(archive(tmp_path / "a.zip", bytes(64 << 20), claimed=claimed))).source
     with at_most(20 << 20), pytest.raises(DataError, match="b/0.png"):
         source.read(1)
-    assert source.read(0) == picture("a")
+    assert source.read(0) == image("a")
 
 
 def test_member_packed_in_a_way_without_a_limit_is_refused(tmp_path):
     with pytest.raises(DataError, match="deflate"):
-        open_dataset(str(archive(tmp_path / "a.zip", picture("b"), zipfile.ZIP_LZMA)))
+        open_dataset(str(archive(tmp_path / "a.zip", image("b"), zipfile.ZIP_LZMA)))
 
 
 def test_file_past_the_limit_is_named_and_not_read(tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ def test_file_past_the_limit_is_named_and_not_read(tmp_path, monkeypatch):
     source = open_dataset(str(root)).source
     with pytest.raises(DataError, match=r"x/a/0\.png.*10,000"):
         source.read(0)
-    assert source.read(1) == picture("x/a/1.png")
+    assert source.read(1) == image("x/a/1.png")
 
 
 def test_fifo_in_a_folder_is_named_and_skipped_and_never_opened(tmp_path, monkeypatch):
@@ -73,10 +73,10 @@ def test_fifo_in_a_folder_is_named_and_skipped_and_never_opened(tmp_path, monkey
     monkeypatch.setattr(
         os, "open", lambda path, *rest: opened.append(str(path)) or real(path, *rest)
     )
-    pictures = Pictures(open_dataset(str(root)))
-    assert [name for name, _ in pictures.skipped()] == ["x/a/waiting.png"]
-    assert "FIFO" in pictures.skipped()[0][1]
-    assert len(pictures.sound()) == 40
+    images = Images(open_dataset(str(root)))
+    assert [name for name, _ in images.skipped()] == ["x/a/waiting.png"]
+    assert "FIFO" in images.skipped()[0][1]
+    assert len(images.sound()) == 40
     assert not [path for path in opened if path.endswith("waiting.png")]
 
 

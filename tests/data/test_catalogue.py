@@ -8,7 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from trees import picture, plant
+from trees import image, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data.catalogue import Entry, add, catalogue
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def folder_of(entry: Entry, classes: tuple[str, ...]) -> list[str]:
-    """A picture of each class in each domain, as the entry's layout says."""
+    """A image of each class in each domain, as the entry's layout says."""
     words = entry.layout.split("|")[0].split("/")
     paths = []
     for domain in entry.domains or ("somewhere",):
@@ -170,7 +170,7 @@ def test_a_saved_copy_of_the_hub_is_read_by_the_entrys_columns(tmp_path):
         "coarse_label": datasets.ClassLabel(names=["all"]),
     }
     columns = {
-        "img": [{"bytes": picture(row), "path": None} for row in range(100)],
+        "img": [{"bytes": image(row), "path": None} for row in range(100)],
         "fine_label": list(range(100)),
         "coarse_label": [0] * 100,
     }
@@ -189,7 +189,7 @@ def test_digits_are_taken_out_of_the_hubs_62_characters(tmp_path):
         "character": datasets.ClassLabel(names=names),
     }
     columns = {
-        "image": [{"bytes": picture(row), "path": None} for row in range(16)],
+        "image": [{"bytes": image(row), "path": None} for row in range(16)],
         "writer_id": [f"f{row % 3}" for row in range(16)],
         "character": list(range(16)),
     }
@@ -198,7 +198,7 @@ def test_digits_are_taken_out_of_the_hubs_62_characters(tmp_path):
     data = open_dataset("femnist", root=tmp_path / "femnist")
     assert data.classes == tuple("0123456789")
     assert data.clients.tolist() == [f"f{row % 3}" for row in range(10)]
-    assert data.source.read(9) == picture(9)
+    assert data.source.read(9) == image(9)
     assert open_dataset(f"hub:{tmp_path / 'femnist'}", label="character").classes == tuple(names)
 
 
@@ -215,5 +215,5 @@ def test_the_example_of_a_new_data_set_runs():
         [sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=120
     )
     assert ran.returncode == 0, ran.stderr
-    assert "slides: 60 pictures of healthy tissue, tumour" in ran.stdout
+    assert "slides: 60 images of healthy tissue, tumour" in ran.stdout
     assert "west: 12 rows to train, 4 to test" in ran.stdout

@@ -86,7 +86,7 @@ def test_eight_bits_stay_byte_for_byte() -> None:
         out = BytesIO()
         Image.new(mode, (5, 4)).save(out, format="png")
         assert develop("a.png", out.getvalue(), (0, 9)) == out.getvalue()
-    assert develop("a.png", b"no picture", None) == b"no picture"
+    assert develop("a.png", b"no image", None) == b"no image"
 
 
 def test_large_and_coloured_pixels_survive_png() -> None:

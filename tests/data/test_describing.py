@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fedvlm.cli import app
 from fedvlm.data.describing import WORDS, describe, lines, local_writer, sentences
-from fedvlm.data.descriptions import by_class, opened
+from fedvlm.data.descriptions import by_class, read_file
 from fedvlm.errors import SettingsError
 
 
@@ -78,7 +78,7 @@ def test_a_tiny_model_writes_a_file_that_a_run_reads(tmp_path, tiny):
         )
         assert done.exit_code == 0, done.output
     assert out[0].read_bytes() == out[1].read_bytes()  # greedy: the same sentences
-    found = opened(out[0])
+    found = read_file(out[0])
     classes = list(found)
     assert classes == ["bird", "owl"]
     assert all(one is not None for one in by_class(out[0], found, classes))

@@ -139,7 +139,7 @@ def test_clients_own_texts_make_two_exchanges_of_the_record(tmp_path, rows):
     texts = {"photo": rows.text[:, None].clone()}
     with_own = replace(rows, texts=texts)
     fedvlm.run({"name": "tofa", "rounds": 2}, embedded=with_own, out=tmp_path / "run")
-    lines = [line for line in Result(tmp_path / "run").rounds if line["job"] == "0-art"]
+    lines = [line for line in Result(tmp_path / "run").rounds if line["training"] == "0-art"]
     assert [line["round"] for line in lines] == [0, 1]
     sizes = [line["clients"]["photo"]["bytes_up"] for line in lines]
     assert sizes[0] > sizes[1] > 0

@@ -1,11 +1,11 @@
-"""Pictures in folders and in archives of folders, and everything that may be wrong with them."""
+"""Images in folders and in archives of folders, and everything that may be wrong with them."""
 
 import stat
 from copy import deepcopy
 from zipfile import ZipFile, ZipInfo
 
 import pytest
-from trees import grid, make_zip, picture, plant
+from trees import grid, image, make_zip, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.errors import DataError, SettingsError
@@ -23,7 +23,7 @@ def test_folders_of_domains_and_classes_become_columns(tmp_path):
     assert data.domains.tolist() == ["art"] * 4 + ["photo"] * 4
     assert set(data.clients.tolist()) == set(data.splits.tolist()) == {""}
     assert data.source.name(0) == "art/cat/0.png"
-    assert data.source.read(0) == picture("art/cat/0.png")
+    assert data.source.read(0) == image("art/cat/0.png")
 
 
 def test_folders_of_classes_alone_have_no_domain(tmp_path):
@@ -69,20 +69,20 @@ def test_names_beyond_ascii_are_kept_and_one_in_both_unicode_forms(tmp_path):
 
 def test_hidden_files_and_others_are_ignored(tmp_path):
     plant(tmp_path, [*PATHS, ".cache/cat/1.png", "art/.hidden/1.png", "art/cat/.1.png"])
-    (tmp_path / "art/cat/notes.txt").write_text("no picture")
+    (tmp_path / "art/cat/notes.txt").write_text("no image")
     assert len(open_dataset(str(tmp_path)).source) == 8
 
 
 def test_a_folder_without_pictures_is_refused(tmp_path):
     (tmp_path / "cat").mkdir()
-    with pytest.raises(DataError, match=r"has no pictures; they end in \.png"):
+    with pytest.raises(DataError, match=r"has no images; they end in \.png"):
         open_dataset(str(tmp_path))
 
 
 def test_an_empty_class_is_named(tmp_path):
     plant(tmp_path, PATHS)
     (tmp_path / "art/unicorn").mkdir()
-    with pytest.raises(DataError, match="class 'unicorn' has no pictures"):
+    with pytest.raises(DataError, match="class 'unicorn' has no images"):
         open_dataset(str(tmp_path))
 
 
@@ -106,9 +106,7 @@ def test_pictures_at_several_depths_are_refused_with_an_example_of_each(tmp_path
 
 @pytest.mark.parametrize(("paths", "depth"), [(["1.png"], 0), (["a/b/c/1.png", "d/b/c/1.png"], 3)])
 def test_a_layout_that_cannot_be_guessed_says_what_was_found(tmp_path, paths, depth):
-    with pytest.raises(
-        DataError, match=f"cannot be guessed: its pictures are {depth} folders deep"
-    ):
+    with pytest.raises(DataError, match=f"cannot be guessed: its images are {depth} folders deep"):
         open_dataset(str(plant(tmp_path, paths)))
 
 
@@ -126,7 +124,7 @@ def test_a_label_that_is_no_class_is_named(tmp_path):
     plant(tmp_path, PATHS)
     with pytest.raises(DataError, match=r"has the label 'dog', which is no class; .* cat"):
         open_dataset(str(tmp_path), classes=["cat"])
-    with pytest.raises(DataError, match="class 'horse' has no pictures"):
+    with pytest.raises(DataError, match="class 'horse' has no images"):
         open_dataset(str(tmp_path), classes=["cat", "dog", "horse"])
 
 
@@ -214,7 +212,7 @@ def test_an_empty_class_of_an_archive_is_named(tmp_path):
     path = make_zip(tmp_path / "tree.zip", PATHS)
     with ZipFile(path, "a") as archive:
         archive.writestr("art/unicorn/", b"")
-    with pytest.raises(DataError, match="class 'unicorn' has no pictures"):
+    with pytest.raises(DataError, match="class 'unicorn' has no images"):
         open_dataset(str(path))
 
 

@@ -1,4 +1,4 @@
-"""The table and the picture of who has what."""
+"""The table and the image of who has what."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_the_picture_shows_a_bubble_for_every_filled_cell_only(tmp_path, clients
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
     with pytest.raises(SettingsError, match=r"end it in \.png, \.svg or \.pdf"):
-        draw(np.ones((1, 1), dtype=np.int64), ["a"], ["b"], tmp_path / "picture.txt")
+        draw(np.ones((1, 1), dtype=np.int64), ["a"], ["b"], tmp_path / "image.txt")
     with pytest.raises(DataError, match="nothing to draw"):
-        draw(np.zeros((1, 1), dtype=np.int64), ["a"], ["b"], tmp_path / "picture.png")
+        draw(np.zeros((1, 1), dtype=np.int64), ["a"], ["b"], tmp_path / "image.png")
     assert list(tmp_path.iterdir()) == []

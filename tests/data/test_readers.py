@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 from PIL import Image
-from trees import grid, make_zip, picture, plant
+from trees import grid, image, make_zip, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
@@ -38,7 +38,7 @@ def test_a_manifest_gives_every_column(tmp_path):
     assert data.clients.tolist() == ["ann", "ann", "bob"]
     assert data.domains.tolist() == ["photo", "photo", "art"]
     assert data.splits.tolist() == ["train", "validation", "test"]
-    assert data.source.read(2) == picture("b/3.png")
+    assert data.source.read(2) == image("b/3.png")
 
 
 def test_a_parquet_manifest_equals_the_csv(tmp_path):
@@ -62,7 +62,7 @@ def test_a_parquet_manifest_equals_the_csv(tmp_path):
         (["path,label", "a/1.png"], "row 1 has 1 cells and the header 2"),
         (["path,label,split", "a/1.png,dog,dev"], "a/1.png is in the split 'dev'"),
         (["path,label", "a/1.png,Dog", "a/2.png,dog"], "differ only in case"),
-        (["path,label"], "has no pictures"),
+        (["path,label"], "has no images"),
         ([], "is empty"),
     ],
 )
@@ -103,8 +103,8 @@ def test_a_split_of_coop_gives_labels_classes_and_splits(tmp_path):
     assert data.classes == ("dog", "cat")
     assert data.labels.tolist() == [0, 1, 1, 0]
     assert data.splits.tolist() == ["train", "train", "validation", "test"]
-    assert data.source.read(0) == picture("dog/1.jpg")
-    assert open_dataset(name, images=tmp_path / "images").source.read(3) == picture("dog/2.jpg")
+    assert data.source.read(0) == image("dog/1.jpg")
+    assert open_dataset(name, images=tmp_path / "images").source.read(3) == image("dog/2.jpg")
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_a_split_of_coop_gives_labels_classes_and_splits(tmp_path):
         ([["dog/1.jpg", 0, "dog"], ["cat/1.jpg", 0, "cat"]], "label 0 is 'dog' and, at cat/1.jpg"),
         ([["dog/1.jpg", 0, "dog"], ["cat/1.jpg", 2, "cat"]], "not 0, 1, 2"),
         ([["dog/1.jpg", 0, "dog"], ["../../x.jpg", 0, "dog"]], "which is not below"),
-        ([["bird/1.jpg", 0, "bird"]], "name the folder of the pictures as images"),
+        ([["bird/1.jpg", 0, "bird"]], "name the folder of the images as images"),
         ([["dog/1.jpg", 0]], "is not a split file of CoOp"),
-        ([], "lists no pictures"),
+        ([], "lists no images"),
     ],
 )
 def test_splits_of_coop_that_are_wrong_are_refused(tmp_path, rows, message):
@@ -136,7 +136,7 @@ def write_leaf(folder: Path, writers: dict[str, list[int]]) -> Path:
     return folder
 
 
-def test_writers_of_leaf_are_clients_and_their_pixels_pictures(tmp_path):
+def test_writers_of_leaf_are_clients_and_their_pixels_images(tmp_path):
     data = open_dataset(f"leaf:{write_leaf(tmp_path, {'f2': [36, 0], 'f1': [10]})}")
     assert data.clients.tolist() == ["f1", "f2", "f2"]
     assert [data.classes[label] for label in data.labels] == ["A", "a", "0"]
@@ -181,7 +181,7 @@ def saved(tmp_path_factory):
 
     def part(rows: int) -> object:
         columns = {
-            "img": [{"bytes": picture(rows, row), "path": None} for row in range(rows)],
+            "img": [{"bytes": image(rows, row), "path": None} for row in range(rows)],
             "label": [row % 2 for row in range(rows)],
             "domain": ["art"] * rows,
             "writer_id": list(range(rows)),
@@ -201,7 +201,7 @@ def test_a_saved_data_set_keeps_bytes_names_and_splits(saved):
     assert data.splits.tolist() == ["train"] * 4 + ["test"] * 2
     assert data.clients.tolist() == ["0", "1", "2", "3", "0", "1"]
     assert set(data.domains.tolist()) == {"art"}
-    assert data.source.read(5) == picture(2, 1)
+    assert data.source.read(5) == image(2, 1)
 
 
 def test_a_single_split_is_no_split(saved):
@@ -211,7 +211,7 @@ def test_a_single_split_is_no_split(saved):
 def test_columns_that_are_not_there_are_refused(saved):
     with pytest.raises(DataError, match="no column 'site' for the client; its columns are img"):
         open_dataset(str(saved / "one"), client="site")
-    with pytest.raises(DataError, match="not pictures"):
+    with pytest.raises(DataError, match="not images"):
         open_dataset(str(saved / "one"), image="domain")
     with pytest.raises(DataError, match="was not written by save_to_disk"):
         open_dataset(f"hub:{saved}")

@@ -11,15 +11,15 @@ from plain_rows import make_rows
 
 from fedvlm.data import splits
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import Division, Rows, divide
+from fedvlm.data.federation import Division, Listing, divide
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.seeds import numbers
 
 PACS = (2048, 2344, 1670, 3929)  # rows of its domains
 
 
-def shuffled(table: Rows, order: np.ndarray) -> Rows:
-    return Rows(
+def shuffled(table: Listing, order: np.ndarray) -> Listing:
+    return Listing(
         table.classes,
         table.labels[order],
         table.domains[order],
@@ -29,7 +29,7 @@ def shuffled(table: Rows, order: np.ndarray) -> Rows:
     )
 
 
-def pictures(table: Rows, division: Division) -> dict[tuple[str, str], list[str]]:
+def images(table: Listing, division: Division) -> dict[tuple[str, str], list[str]]:
     return {
         (member.id, part): [table.content[row] for row in getattr(member, part)]
         for member in division.members.values()
@@ -78,7 +78,7 @@ def test_no_picture_is_in_two_parts_and_no_row_is_lost(table, clients, seed):
 def test_division_does_not_depend_on_the_order_of_rows(table, clients, seed, random):
     order = np.array(random.sample(range(len(table.labels)), len(table.labels)))
     mixed = shuffled(table, order)
-    assert pictures(mixed, divide(mixed, clients, seed)) == pictures(
+    assert images(mixed, divide(mixed, clients, seed)) == images(
         table, divide(table, clients, seed)
     )
 
@@ -87,7 +87,7 @@ def test_division_does_not_depend_on_the_order_of_rows(table, clients, seed, ran
 @given(ways)
 def test_division_is_the_same_for_one_seed_and_another_for_another(clients):
     table = make_rows(200, clients=3)
-    first, again, other = (pictures(table, divide(table, clients, seed)) for seed in (0, 0, 1))
+    first, again, other = (images(table, divide(table, clients, seed)) for seed in (0, 0, 1))
     assert first == again
     assert first != other
 
@@ -199,7 +199,7 @@ def test_another_domain_changes_no_split_of_the_first():
     grown = make_rows(400, domains=1)
     grown = replace(grown, domains=np.array(["domain0"] * 200 + ["more"] * 200))
     before, after = divide(table, Clients(), 0), divide(grown, Clients(), 0)
-    assert pictures(table, before)["domain0", "test"] == pictures(grown, after)["domain0", "test"]
+    assert images(table, before)["domain0", "test"] == images(grown, after)["domain0", "test"]
 
 
 def test_shots_are_per_class_and_client_and_leave_the_test_rows_alone():
@@ -210,7 +210,7 @@ def test_shots_are_per_class_and_client_and_leave_the_test_rows_alone():
         assert set(member.train) < set(full.members[key].train)
         assert (member.test == full.members[key].test).all()
     plenty = divide(table, Clients(shots=1000, validation_shots=0), 0)
-    assert pictures(table, plenty) == pictures(table, full)
+    assert images(table, plenty) == images(table, full)
 
 
 def test_a_class_without_training_rows_gives_no_shots():

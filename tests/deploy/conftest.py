@@ -102,7 +102,7 @@ def place_of():
 
 
 class Federation:
-    """A SuperLink, and three sites that play the domains of one small folder of pictures."""
+    """A SuperLink, and three sites that play the domains of one small folder of images."""
 
     def __init__(self, place, data, running):
         self.place, self.data, self.running = place, data, running
@@ -194,7 +194,7 @@ class Going(Thread):
         return lines
 
 
-def pictures(root):
+def images(root):
     """DOMAIN/CLASS/PICTURE: a class is a colour, a domain a brightness, and all differ a little."""
     for d, domain in enumerate(NAMES):
         for c, name in enumerate(CLASSES):
@@ -217,7 +217,7 @@ def federation(tmp_path_factory):
         (place / "fedvlm").mkdir()
         (place / "fedvlm" / "pyproject.toml").write_text("[project]\nname = 'fedvlm'\n")
         patch.chdir(place)
-        yield Federation(place / "kits", pictures(place / "pictures"), running)
+        yield Federation(place / "kits", images(place / "images"), running)
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ METHODS = [
 
 
 def saved(result):
-    return read_tensors(result.folder / "jobs/0-all.safetensors")[0]
+    return read_tensors(result.folder / "trainings/0-all.safetensors")[0]
 
 
 def shared(result):
@@ -146,7 +146,7 @@ def frozen(site):
 def test_a_killed_server_is_resumed_to_the_same_tensors(federation, going, tmp_path):
     settings = federation.settings({"name": "fedot", "rounds": 2, "rate": 2e-3})
     one = going(federation, settings, tmp_path / "run")
-    saved = tmp_path / "run" / "jobs" / "0-all.checkpoint"
+    saved = tmp_path / "run" / "trainings" / "0-all.checkpoint"
     one.wait_for(lambda lines: saved.exists())  # a line that is not in it would come again
     federation.kill(federation.link)
     before = (tmp_path / "run" / "rounds.jsonl").read_bytes()

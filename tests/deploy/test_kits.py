@@ -17,7 +17,7 @@ import pytest
 from fedvlm.cli import main
 from fedvlm.deploy.flower.processes import Unreachable, knock
 from fedvlm.deploy.keys import Signer, Verifier, certificates
-from fedvlm.deploy.kits import init, keep_site, read_server, read_site, told_site
+from fedvlm.deploy.kits import configured, init, keep_site, read_server, read_site
 from fedvlm.deploy.serve import serve
 from fedvlm.engines.flower.wire import Parcel
 from fedvlm.errors import FederationError, SettingsError
@@ -53,7 +53,7 @@ def test_kits_are_read_as_they_were_written(kits):
     site = read_site(kits[3])
     assert (site.name, site.address) == ("clinic 3", server.address)
     told = {"data": str(kits[0]), "encoder": "demo", "source": {"layout": "class"}}
-    kept = told_site(site, told)
+    kept = configured(site, told)
     keep_site(kept)
     assert read_site(kits[3]) == kept and kept.source == {"layout": "class"}
 

@@ -114,8 +114,8 @@ ROUND = {
     "no scores": forget("scores"),
     "scores that are a list": say("scores", value=[1, 2]),
     "scores of single rows": say("scores", "hits", value="ff"),
-    "an infinite number told": say("told", "condition", value=INF),
-    "a word told": say("told", "condition", value="fine"),
+    "an infinite number told": say("described", "condition", value=INF),
+    "a word told": say("described", "condition", value="fine"),
     "another client's name": say("client", value="photo"),
     "no client": forget("client"),
     "another round": say("round", value=5),
@@ -128,7 +128,7 @@ ADAPT = {
     "a loss of NaN in the end": say("scores", "loss", value=NAN),
     "an upload in the end": send(lambda given: {"head": np.zeros((4, 16), np.float32)}),
     "a metric that is a list": say("scores", "AUC", value=[[1.0]]),
-    "numbers that are none": say("told", "orthogonality", value=None),
+    "numbers that are none": say("described", "orthogonality", value=None),
 }
 LIES = [
     *(pytest.param("open", lie, id=f"open: {name}") for name, lie in OPEN.items()),
@@ -163,7 +163,7 @@ def run(place, out, kind="", lie=None, **settings):
 
 
 def end(result):
-    return json.loads((result.folder / "jobs" / "0-all.json").read_text())["scores"]
+    return json.loads((result.folder / "trainings" / "0-all.json").read_text())["scores"]
 
 
 def test_a_liar_that_does_not_lie_takes_part(place):
@@ -181,7 +181,7 @@ def test_a_lie_stops_nobody_and_is_not_accepted(place, kind, lie, request):
         return
     assert sorted(line["clients"]) == there and list(line["missing"]) == ["sketch"]
     assert 0 < len(line["missing"]["sketch"]) < 600
-    shared = read_tensors(result.folder / "jobs/0-all.safetensors")[0]
+    shared = read_tensors(result.folder / "trainings/0-all.safetensors")[0]
     assert all(one.isfinite().all() for one in shared.values())
 
 
@@ -193,7 +193,7 @@ def test_below_the_quorum_a_lie_stops_the_run_before_its_checkpoint(place):
             run(place, "quorum", "round", filled(3e38))
     finally:
         place.kit = kit
-    assert not list((place.folder / "quorum" / "jobs").glob("*.checkpoint"))
+    assert not list((place.folder / "quorum" / "trainings").glob("*.checkpoint"))
 
 
 @pytest.mark.parametrize(
@@ -209,5 +209,5 @@ def test_statistics_that_cannot_be_stop_nobody(place, method, value):
     result = place.run(
         settings, f"{method['name']}-{value:g}", local_grid({**place.desks, "sketch": liar})
     )
-    shared = read_tensors(result.folder / "jobs/0-all.safetensors")[0]
+    shared = read_tensors(result.folder / "trainings/0-all.safetensors")[0]
     assert all(not one.isnan().any() for one in shared.values() if one.is_floating_point())

@@ -99,7 +99,8 @@ def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "told", [{"shots": 1}, {"shares": (0.5, 0.25, 0.25)}, {"validation_shots": 2}, {"public": 0.1}]
+    "told",
+    [{"shots": 1}, {"shares": (0.5, 0.25, 0.25)}, {"validation_shots": 2}, {"public": 0.1}],
 )
 def test_how_rows_are_divided_is_the_sites_to_say(told):
     Policy().divide(Clients(by="dirichlet", count=3))
@@ -116,14 +117,14 @@ SCORES = {
 
 def test_scores_are_told_as_far_as_the_policy_says():
     exact = {key: SCORES[key] for key in SCORES if key not in ("reliability", "confusion")}
-    assert Policy().told(SCORES) == exact
-    coarse = Policy(scores="coarse").told(SCORES)
+    assert Policy().allowed_scores(SCORES) == exact
+    coarse = Policy(scores="coarse").allowed_scores(SCORES)
     assert coarse == {**exact, "loss": 0.45, "AUC": 0.8, "validation_hits": 16}
-    silent = Policy(scores="none").told(SCORES)
+    silent = Policy(scores="none").allowed_scores(SCORES)
     assert set(silent.values()) == {0} and "loss" not in silent
     for mine in (Policy(noise=1.0), Policy(epsilon=3.0)):
-        assert mine.told(SCORES) == silent
-        assert replace(mine, scores="coarse").told(SCORES) == coarse
+        assert mine.allowed_scores(SCORES) == silent
+        assert replace(mine, scores="coarse").allowed_scores(SCORES) == coarse
 
 
 def test_consent_is_for_its_methods_and_its_time_and_can_be_withdrawn(tmp_path):

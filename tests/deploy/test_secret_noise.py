@@ -44,7 +44,7 @@ def test_a_channels_noise_at_a_site_has_no_seed(monkeypatch):
 
 
 def head(result):
-    return read_tensors(result.folder / "jobs/0-all.safetensors")[0]["shared/head"]
+    return read_tensors(result.folder / "trainings/0-all.safetensors")[0]["shared/head"]
 
 
 def test_the_upload_of_a_site_cannot_be_had_again(place, monkeypatch):

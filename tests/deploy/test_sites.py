@@ -27,7 +27,7 @@ METHOD = {"name": "fedot", "rounds": 3, "rate": 1e-3}
 
 
 def head(result):
-    return {"": read_tensors(result.folder / "jobs/0-all.safetensors")[0]["shared/head"]}
+    return {"": read_tensors(result.folder / "trainings/0-all.safetensors")[0]["shared/head"]}
 
 
 def test_sites_with_their_own_rows_give_what_one_process_gives(place):
@@ -45,7 +45,7 @@ def test_sites_with_their_own_rows_give_what_one_process_gives(place):
 
 
 def test_no_site_tells_row_by_row_what_it_hit(place):
-    for about in place.run().jobs().values():
+    for about in place.run().trainings().values():
         for scores in about["scores"].values():
             assert not {"hits", "confusion", "recall", "scores"} & scores.keys()
 
@@ -122,7 +122,7 @@ def test_nothing_local_is_in_any_message_or_in_the_server_record(place):
         assert not ledger.broken and len(out) == 5  # open, three rounds, adapt
         assert all("skew" not in field for line in out for field in line["fields"])
         assert [line["round"] for line in out] == [0, 0, 1, 2, 3]
-    saved, _ = read_tensors(place.folder / "run" / "jobs" / "0-all.safetensors")
+    saved, _ = read_tensors(place.folder / "run" / "trainings" / "0-all.safetensors")
     assert list(saved) == ["shared/head"]
     with pytest.raises(SettingsError, match="skew of 'photo' never left its site"):
         Result(place.folder / "run").personalised("photo")
@@ -149,7 +149,7 @@ def test_a_site_with_another_class_is_refused(place):
     with pytest.raises(FederationError, match="photo: it has images of 1 classes that") as error:
         place.run()
     assert "cow" not in str(error.value)  # its name is for the people of the site
-    assert "site photo has pictures of 'cow', which is no class" in said[0]
+    assert "site photo has images of 'cow', which is no class" in said[0]
 
 
 def test_a_site_with_another_encoder_is_refused(place):

@@ -1,4 +1,4 @@
-"""The files that are shipped: what the demo model and the demo pictures are, not how they look."""
+"""The files that are shipped: what the demo model and the demo images are, not how they look."""
 
 import io
 import socket
@@ -57,8 +57,8 @@ def embedded(dataset, encoder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(dataset):
-    """Decoded, because two files may hold the same picture."""
+def images(dataset):
+    """Decoded, because two files may hold the same image."""
     return [
         Image.open(io.BytesIO(dataset.source.read(row))).convert("RGB")
         for row in range(len(dataset.source))
@@ -78,8 +78,8 @@ def test_the_demo_offers_all_that_its_kind_says(encoder):
     assert encoder.offers == set(ENCODERS["demo"].offers)
 
 
-def test_what_the_demo_offers_is_there(encoder, dataset, pictures):
-    pixels = [encoder.preprocess(picture) for picture in pictures[:3]]
+def test_what_the_demo_offers_is_there(encoder, dataset, images):
+    pixels = [encoder.preprocess(image) for image in images[:3]]
     answer = encoder.embed(pixels, patches=True)
     assert answer.pooled.shape == (3, encoder.dim)
     assert answer.patches.shape == (3, 36, encoder.dim)
@@ -92,13 +92,13 @@ def test_what_the_demo_offers_is_there(encoder, dataset, pictures):
     assert torch.allclose(again, torch.from_numpy(answer.pooled), atol=1e-5)
 
 
-def test_pictures_reach_the_demo_model_without_resampling(encoder, pictures):
+def test_pictures_reach_the_demo_model_without_resampling(encoder, images):
     assert isinstance(encoder.preprocess, Pixels)
-    assert {picture.size for picture in pictures} == {(encoder.preprocess.size,) * 2}
+    assert {image.size for image in images} == {(encoder.preprocess.size,) * 2}
 
 
 def test_the_prompt_path_gives_the_official_text_features(encoder, dataset):
-    words = "a picture of a"
+    words = "a image of a"
     ids = encoder.tokenizer(words, add_special_tokens=False, return_tensors="pt")["input_ids"]
     context = encoder.model.text_model.embeddings.token_embedding(ids[0])
     features = encoder.text_tower(dataset.classes, "{}.")(context)
@@ -123,9 +123,9 @@ def nearest(rows, text) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def views(encoder, pictures):
-    """Unit pooled embeddings, and the mean over the unit patches, of every picture."""
-    pixels = [encoder.preprocess(picture) for picture in pictures]
+def views(encoder, images):
+    """Unit pooled embeddings, and the mean over the unit patches, of every image."""
+    pixels = [encoder.preprocess(image) for image in images]
     seen = [encoder.embed(pixels[at : at + 128], patches=True) for at in range(0, len(pixels), 128)]
     pooled = torch.from_numpy(np.concatenate([one.pooled for one in seen]))
     patches = torch.from_numpy(np.concatenate([one.patches for one in seen])).float()
@@ -165,8 +165,8 @@ def test_the_demo_has_four_domains_with_the_same_classes(dataset):
     assert set(of_each[0]) == set(range(len(dataset.classes)))
 
 
-def test_no_demo_picture_is_there_twice(pictures):
-    drawn = Counter(picture.tobytes() for picture in pictures)
+def test_no_demo_picture_is_there_twice(images):
+    drawn = Counter(image.tobytes() for image in images)
     assert max(drawn.values()) == 1
 
 
@@ -185,7 +185,7 @@ def test_the_demo_is_small():
     assert size(model) + size(data) <= 8 * MEGABYTE
 
 
-@pytest.mark.parametrize("template", ["a picture of a {}", "a black{}, drawn", "sun{}s", "{} here"])
+@pytest.mark.parametrize("template", ["a image of a {}", "a black{}, drawn", "sun{}s", "{} here"])
 def test_the_templates_own_tokens_give_its_text_features_also_where_words_join(
     encoder, dataset, template
 ):

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import numpy as np
-from live_server import Fake, picture, running
+from live_server import Fake, image, running
 
 from fedvlm.encoders import serve
 from fedvlm.encoders.door import Door
@@ -62,7 +62,7 @@ def test_request_at_work_is_not_hung_up_on():
         return np.ones((len(batch), 3), np.float32)
 
     with running(app(Fake(slow), None), http=small(header_seconds=0.1)) as url:
-        body = {"pictures": [b64encode(b"x").decode()]}
+        body = {"images": [b64encode(b"x").decode()]}
         assert httpx.post(f"{url}/embed", json=body, timeout=20).status_code == 200
 
 
@@ -93,7 +93,7 @@ class Watching(Fake):
 
 def test_few_images_are_decoded_at_once_however_many_ask():
     encoder, callers = Watching(), 8
-    body = json.dumps({"pictures": [b64encode(picture()).decode()] * 2})
+    body = json.dumps({"images": [b64encode(image()).decode()] * 2})
     with running(app(encoder, None)) as url, ThreadPoolExecutor(callers) as pool:
         asked = [
             pool.submit(httpx.post, f"{url}/embed", content=body, timeout=60)

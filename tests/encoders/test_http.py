@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 import uvicorn
-from live_server import QUICK, Fake, Moody, picture, running
+from live_server import QUICK, Fake, Moody, image, running
 
 from fedvlm.encoders import open_encoder
 from fedvlm.encoders.http import Http, _retry_after
@@ -33,7 +33,7 @@ def test_vectors_over_http_are_those_of_the_encoder_itself(clip, clip_url):
     from fedvlm.encoders.cache.decode import decode
 
     remote = open_encoder(f"http:{clip_url}")
-    files = [picture(seed) for seed in range(5)]
+    files = [image(seed) for seed in range(5)]
     local = clip.embed([clip.preprocess(decode(file)) for file in files], patches=True)
     answer = remote.embed(files, patches=True)
     assert np.allclose(answer.pooled, local.pooled, atol=1e-6)

@@ -19,13 +19,13 @@ from fedvlm.errors import EncoderError, SettingsError
 SIZES = [(16, 16), (40, 30), (31, 97), (7, 9), (300, 5)]
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+def image(width: int, height: int, seed: int = 0) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(pixels)
 
 
-def pictures(encoder: HuggingFace) -> list[np.ndarray]:
-    return [encoder.preprocess(picture(20 + i, 30 - i, i)) for i in range(4)]
+def images(encoder: HuggingFace) -> list[np.ndarray]:
+    return [encoder.preprocess(image(20 + i, 30 - i, i)) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def test_pixels_equal_those_of_the_processor_bit_by_bit(tmp_path, processor, siz
 
     processor.save_pretrained(tmp_path)
     ours = _pixels(transformers, str(tmp_path), "clip", {"local_files_only": True})
-    theirs = processor(picture(*size), return_tensors="np")["pixel_values"][0]
-    assert np.array_equal(ours(picture(*size)), theirs.astype(np.float32))
+    theirs = processor(image(*size), return_tensors="np")["pixel_values"][0]
+    assert np.array_equal(ours(image(*size)), theirs.astype(np.float32))
     assert pickle.loads(pickle.dumps(ours)) == ours  # noqa: S301
 
 
@@ -75,7 +75,7 @@ def test_old_configs_with_a_plain_number_as_size_are_read(tmp_path):
 
 
 def test_clip_vectors_are_the_official_ones(clip):
-    batch = pictures(clip)
+    batch = images(clip)
     official = clip.model.get_image_features(pixel_values=torch.tensor(np.stack(batch)))
     answer = clip.embed(batch, patches=True)
     assert np.allclose(answer.pooled, official.pooler_output.numpy(), atol=1e-6)
@@ -88,15 +88,15 @@ def test_clip_vectors_are_the_official_ones(clip):
 
 def test_clip_patches_go_the_way_of_the_class_token(clip):
     """Put through the same norm and projection, the class token is the pooled embedding."""
-    batch = torch.tensor(np.stack(pictures(clip)))
+    batch = torch.tensor(np.stack(images(clip)))
     hidden = clip.model.vision_model(pixel_values=batch).last_hidden_state
     pooled = clip._patches(hidden[:, :1])[:, 0]
     assert torch.allclose(pooled, clip._image(batch)[0], atol=1e-6)
 
 
 def test_siglip_patch_of_a_picture_of_one_patch_is_its_pooled_embedding(tmp_path):
-    encoder = HuggingFace(tiny_models.siglip(tmp_path, picture=4))
-    answer = encoder.embed(pictures(encoder), patches=True)
+    encoder = HuggingFace(tiny_models.siglip(tmp_path, image=4))
+    answer = encoder.embed(images(encoder), patches=True)
     assert answer.patches is not None
     assert np.allclose(answer.patches[:, 0], answer.pooled, atol=2e-3)
 
@@ -130,7 +130,7 @@ def test_a_sentence_past_the_tower_is_refused(clip):
 )
 def test_vision_models_give_the_normed_class_token_and_patches(tmp_path, kind, first):
     encoder = HuggingFace(tiny_models.vision(tmp_path, kind))
-    batch = pictures(encoder)
+    batch = images(encoder)
     hidden = encoder.model(pixel_values=torch.tensor(np.stack(batch))).last_hidden_state
     answer = encoder.embed(batch, patches=True)
     assert np.allclose(answer.pooled, hidden[:, 0].numpy(), atol=1e-6)

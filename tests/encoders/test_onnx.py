@@ -62,14 +62,14 @@ def text_tower(path, table=TABLE):
     )
 
 
-def picture(seed):
+def image(seed):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (9, 12, 3), np.uint8))
 
 
 @pytest.mark.parametrize("batch", ["batch", 1, 2, 5])
 def test_vectors_are_those_of_the_graph(tmp_path, batch):
     encoder = open_encoder(f"onnx:{image_tower(tmp_path / 'a.onnx', batch=batch)}")
-    arrays = [encoder.preprocess(picture(seed)) for seed in range(3)]
+    arrays = [encoder.preprocess(image(seed)) for seed in range(3)]
     assert arrays[0].shape == (3, 8, 8)
     pooled = encoder.embed(arrays, patches=False).pooled
     assert np.allclose(pooled, np.stack(arrays).mean((2, 3)) @ WEIGHT, atol=1e-5)
@@ -89,7 +89,7 @@ def test_a_directory_may_hold_text_and_settings(tmp_path):
     said = {"size": 6, "resize": "squash", "scale": 12.5, "length": 9, "pad": 3}
     (tmp_path / "encoder.json").write_text(json.dumps(said))
     encoder = open_encoder(f"onnx:{tmp_path}")
-    assert encoder.preprocess(picture(0)).shape == (3, 6, 6)
+    assert encoder.preprocess(image(0)).shape == (3, 6, 6)
     assert (encoder.scale, encoder.offers) == (12.5, {"image", "text"})
     ids = encoder._tokenizer.encode("a cat").ids
     assert len(ids) == 9
@@ -145,13 +145,13 @@ def test_what_does_not_fit_is_named(tmp_path):
     (tmp_path / "bad.onnx").write_bytes(b"nonsense")
     with pytest.raises(EncoderError, match="cannot be opened"):
         open_encoder(f"onnx:{tmp_path / 'bad.onnx'}")
-    with pytest.raises(EncoderError, match="takes any picture size"):
+    with pytest.raises(EncoderError, match="takes any image size"):
         open_encoder(f"onnx:{image_tower(tmp_path / 'any.onnx', size='edge')}")
     with pytest.raises(EncoderError, match=r"one input of \(batch, 3, height, width\)"):
         open_encoder(f"onnx:{text_tower(tmp_path / 'words.onnx')}")
     file = image_tower(tmp_path / "a.onnx")
     for said, message in [
-        ('{"size": 9}', r"takes pictures of \[3, 8, 8\]"),
+        ('{"size": 9}', r"takes images of \[3, 8, 8\]"),
         ('{"sise": 8}', "did you mean 'size'"),
         ('{"resize": "x"}', "write shortest or squash"),
         ('{"std": [0, 1, 1]}', "std above 0"),
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         with pytest.raises((EncoderError, SettingsError), match=message):
             open_encoder(f"onnx:{file}")
     image_tower(tmp_path / "four.onnx", channels=4, weight=TABLE[:4])
-    with pytest.raises(EncoderError, match=r"takes pictures of \[4, 8, 8\]"):
+    with pytest.raises(EncoderError, match=r"takes images of \[4, 8, 8\]"):
         open_encoder(f"onnx:{tmp_path / 'four.onnx'}")
 
 

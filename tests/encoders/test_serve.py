@@ -10,7 +10,7 @@ import httpx
 import pytest
 import tiny_models
 import uvicorn
-from live_server import QUICK, Fake, picture, running
+from live_server import QUICK, Fake, image, running
 
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.encoders.http import Http
@@ -45,20 +45,20 @@ def post(url, path, body):
 
 
 def test_requests_that_cannot_be_served_get_a_reason(clip, clip_url):
-    good = b64encode(picture()).decode()
-    bad = b64encode(b"no picture").decode()
-    answer = post(clip_url, "/embed", {"pictures": [good, bad]})
+    good = b64encode(image()).decode()
+    bad = b64encode(b"no image").decode()
+    answer = post(clip_url, "/embed", {"images": [good, bad]})
     assert (answer.status_code, answer.json()["index"]) == (422, 1)
-    answer = post(clip_url, "/embed", {"pictures": [good, good, "%%%"]})
+    answer = post(clip_url, "/embed", {"images": [good, good, "%%%"]})
     assert (answer.status_code, answer.json()["index"]) == (422, 2)
-    for body in (b"{", [], {}, {"pictures": []}, {"pictures": [1]}, {"pictures": "x"}):
+    for body in (b"{", [], {}, {"images": []}, {"images": [1]}, {"images": "x"}):
         assert post(clip_url, "/embed", body).status_code == 422
-    assert post(clip_url, "/embed", {"pictures": [good], "patches": 1}).status_code == 422
+    assert post(clip_url, "/embed", {"images": [good], "patches": 1}).status_code == 422
     assert post(clip_url, "/text", {"sentences": ["a " * 50]}).status_code == 422
     with running(app(clip, None, max_bytes=5000, max_batch=2)) as url:
-        assert post(url, "/embed", {"pictures": [good] * 3}).status_code == 413
+        assert post(url, "/embed", {"images": [good] * 3}).status_code == 413
         assert post(url, "/embed", b"x" * 5001).status_code == 413
-        assert post(url, "/embed", {"pictures": [good] * 2}).status_code == 200
+        assert post(url, "/embed", {"images": [good] * 2}).status_code == 200
         chunks = httpx.post(f"{url}/embed", content=iter([b"x" * 3000] * 2))
         assert chunks.status_code == 413
     with running(app(Fake(), None)) as url:
@@ -72,21 +72,21 @@ def test_an_encoder_that_breaks_answers_500_without_its_reasons():
         raise RuntimeError("/secret/place")
 
     with running(app(Fake(broken), None)) as url:
-        answer = post(url, "/embed", {"pictures": [b64encode(b"x").decode()]})
+        answer = post(url, "/embed", {"images": [b64encode(b"x").decode()]})
     assert answer.status_code == 500
     assert "secret" not in answer.text
 
 
 def test_the_log_counts_and_never_shows(caplog):
     caplog.set_level(logging.INFO, "fedvlm.serve")
-    body = {"pictures": [b64encode(b"private").decode()]}
+    body = {"images": [b64encode(b"private").decode()]}
     with running(app(Fake(), None)) as url:
         post(url, "/embed", body)
     size = len(json.dumps(body))
     line = next(one.getMessage() for one in caplog.records if one.name == "fedvlm.serve")
     assert line.startswith(f"/embed rows=1 bytes={size} seconds=0.")
     assert line.endswith("status=200")
-    assert body["pictures"][0] not in caplog.text
+    assert body["images"][0] not in caplog.text
     assert "private" not in caplog.text
 
 

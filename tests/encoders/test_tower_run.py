@@ -1,4 +1,4 @@
-"""A run that trains the image tower, from pictures on disk to its table."""
+"""A run that trains the image tower, from images on disk to its table."""
 
 import numpy as np
 import pytest
@@ -26,9 +26,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Three domains of two classes; one of the sixty pictures is damaged."""
-    root = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory):
+    """Three domains of two classes; one of the sixty images is damaged."""
+    root = tmp_path_factory.mktemp("images")
     draw = np.random.Generator(np.random.PCG64(0))
     for domain in DOMAINS:
         for label in CLASSES:
@@ -41,29 +41,29 @@ def pictures(tmp_path_factory):
     return root
 
 
-def settings_of(model, pictures, **more):
-    return {"data": str(pictures), "encoder": f"hf:{model}", **more}
+def settings_of(model, images, **more):
+    return {"data": str(images), "encoder": f"hf:{model}", **more}
 
 
-def test_pictures_stay_beside_their_embeddings_when_one_is_damaged(model, pictures):
-    settings = build({"method": "fedavg-tower", **settings_of(model, pictures)})
+def test_pictures_stay_beside_their_embeddings_when_one_is_damaged(model, images):
+    settings = build({"method": "fedavg-tower", **settings_of(model, images)})
     rows, notes = load(settings, lambda *told: None)
-    assert len(rows.pictures) == len(rows.x) == 59
+    assert len(rows.images) == len(rows.x) == 59
     assert len(notes) == 1 and "art/dog/3.png" in notes[0]
-    features = rows.image_tower({}, rows.pictures[torch.arange(59)])
+    features = rows.image_tower({}, rows.images[torch.arange(59)])
     assert torch.allclose(normalize(features, dim=1), rows.x, atol=1e-5)
 
 
-def test_a_run_of_two_processes_is_a_run_of_one(model, pictures, tmp_path):
+def test_a_run_of_two_processes_is_a_run_of_one(model, images, tmp_path):
     def ran(workers):
         return fedvlm.run(
             {"name": "moon-tower", "rate": 1e-2, **NOW},
-            **settings_of(model, pictures, workers=workers),
+            **settings_of(model, images, workers=workers),
             out=tmp_path / str(workers),
         )
 
     one, two = ran(1), ran(2)
-    lines = [one_line for one_line in one.rounds if one_line["job"] == "0-art"]
+    lines = [one_line for one_line in one.rounds if one_line["training"] == "0-art"]
     assert len(lines) == 2
     assert one.tables == two.tables
     assert [line["loss"] for line in one.rounds] == [line["loss"] for line in two.rounds]
@@ -72,10 +72,10 @@ def test_a_run_of_two_processes_is_a_run_of_one(model, pictures, tmp_path):
     assert logits.shape == (2, len(CLASSES)) and logits.isfinite().all()
 
 
-def test_a_smoke_run_takes_few_pictures(model, pictures, tmp_path, monkeypatch):
+def test_a_smoke_run_takes_few_images(model, images, tmp_path, monkeypatch):
     monkeypatch.setattr("fedvlm.runner.load.FEW_ROWS", 30)
     made = fedvlm.run(
-        {"name": "lora", **NOW}, **settings_of(model, pictures, smoke=True), out=tmp_path / "run"
+        {"name": "lora", **NOW}, **settings_of(model, images, smoke=True), out=tmp_path / "run"
     )
     sizes = made.manifest["clients"].values()
     assert sum(sum(one.values()) for one in sizes) <= 30
@@ -87,17 +87,17 @@ def test_rows_without_pictures_are_refused(rows, tmp_path):
         fedvlm.run("fedavg-tower", embedded=rows, out=tmp_path / "run")
 
 
-def test_what_does_not_fit_is_refused_before_the_work(model, pictures, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_refused_before_the_work(model, images, tmp_path, monkeypatch):
     monkeypatch.setattr(room, "free_memory", lambda: 1_000_000)
     with pytest.raises(SettingsError, match=r"would take about 0\.\d\d GB and 0\.00 GB are free"):
         fedvlm.run(
-            {"name": "fedavg-tower", **NOW}, **settings_of(model, pictures), out=tmp_path / "run"
+            {"name": "fedavg-tower", **NOW}, **settings_of(model, images), out=tmp_path / "run"
         )
     assert not (tmp_path / "run" / "rounds.jsonl").exists()
     monkeypatch.setattr(room, "free_memory", lambda: None)  # nobody says, so nobody refuses
     fedvlm.run(
         {"name": "vpt", "batch": 8, "rounds": 1},
-        **settings_of(model, pictures),
+        **settings_of(model, images),
         out=tmp_path / "other",
     )
 

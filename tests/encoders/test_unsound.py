@@ -19,7 +19,7 @@ from fedvlm.errors import EncoderError
 
 
 class Spoilt(Counting):
-    """Answers wrongly about one picture."""
+    """Answers wrongly about one image."""
 
     spoil: Any = None
 
@@ -46,15 +46,15 @@ def with_bad_patch(answer: Vectors, at: int) -> Vectors:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (with_value(np.nan), "NaN or inf for picture-50.png"),
-        (with_value(-np.inf), "NaN or inf for picture-50.png"),
-        (with_value(0), "zeros for picture-50.png"),
+        (with_value(np.nan), "NaN or inf for image-50.png"),
+        (with_value(-np.inf), "NaN or inf for image-50.png"),
+        (with_value(0), "zeros for image-50.png"),
         (lambda answer, _: replace(answer, pooled=answer.pooled[:, :-1]), r"\(32, 15\)"),
         (lambda answer, _: replace(answer, pooled=answer.pooled[1:]), r"\(31, 16\)"),
         (lambda answer, _: replace(answer, pooled=answer.pooled[0]), r"shape \(16,\)"),
         (lambda answer, _: replace(answer, patches=None), r"shape \(\)"),
         (lambda answer, _: replace(answer, patches=answer.patches[:, :, 1:]), r"\(32, 15\)"),
-        (with_bad_patch, "in a patch for picture-50.png"),
+        (with_bad_patch, "in a patch for image-50.png"),
     ],
 )
 def test_unsound_answer_stops_and_keeps_what_was_done(
@@ -66,7 +66,7 @@ def test_unsound_answer_stops_and_keeps_what_was_done(
         run(numbered(70), encoder, tmp_path, patches=True)
     mended = Counting()
     run(numbered(70), mended, tmp_path, patches=True)
-    assert sorted(mended.pictures) == list(range(32, 70))
+    assert sorted(mended.images) == list(range(32, 70))
 
 
 def test_encoder_error_keeps_what_was_done(tmp_path: Path) -> None:
@@ -83,5 +83,5 @@ def test_encoder_error_keeps_what_was_done(tmp_path: Path) -> None:
 def test_vector_too_long_for_float16_is_refused(tmp_path: Path) -> None:
     encoder = Spoilt()
     encoder.spoil = with_value(1e6)
-    with pytest.raises(EncoderError, match=r"NaN or inf for picture-50.png"):
+    with pytest.raises(EncoderError, match=r"NaN or inf for image-50.png"):
         run(numbered(70), encoder, tmp_path, precision="float16")

@@ -106,7 +106,7 @@ def test_a_stopped_run_goes_on_to_the_same_tensors(rows, tmp_path, monkeypatch, 
         execute(build(told), tmp_path / "stopped", embedded=rows)
     execute(build(told), tmp_path / "stopped", embedded=rows)
     assert calls == [0, 1, 2, 2, 3]
-    name = "jobs/0-all.safetensors"
+    name = "trainings/0-all.safetensors"
     assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert whole.personalised("photo").local["skew"].abs().sum() > 0
 

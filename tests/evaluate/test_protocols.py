@@ -24,7 +24,7 @@ def hits(**values):
 
 def test_each_domain_is_unseen_once():
     found = trainings("leave-one-domain-out", DOMAINS)
-    assert [(job.train, job.unseen) for job in found] == [
+    assert [(training.train, training.unseen) for training in found] == [
         (("photo", "sketch"), ("art",)),
         (("art", "sketch"), ("photo",)),
         (("art", "photo"), ("sketch",)),
@@ -61,13 +61,13 @@ def test_g_p_and_c_are_the_means_of_their_cells():
 
 def test_cross_device_tests_on_the_same_unseen_clients_for_every_seed_and_count():
     found = [
-        job
+        training
         for seed in (0, 1)
-        for job in trainings("cross-device", CROWD, counts=[1, 5, 12], unseen=8, seed=seed)
+        for training in trainings("cross-device", CROWD, counts=[1, 5, 12], unseen=8, seed=seed)
     ]
-    assert len({job.unseen for job in found}) == 1
-    assert all(not set(job.train) & set(job.unseen) for job in found)
-    assert [len(job.train) for job in found] == [1, 5, 12] * 2
+    assert len({training.unseen for training in found}) == 1
+    assert all(not set(training.train) & set(training.unseen) for training in found)
+    assert [len(training.train) for training in found] == [1, 5, 12] * 2
     assert found[1].train != found[4].train
     assert set(found[0].train) < set(found[1].train) < set(found[2].train)
 

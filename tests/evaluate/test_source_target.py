@@ -38,14 +38,14 @@ def test_the_record_has_curves_over_the_rounds_and_diagrams_at_the_end(rows, tmp
     for line in found.rounds:
         assert {"target F1", "clients ECE", "target net benefit"} <= set(line)
         assert "AUC" in line["clients"]["art"]
-    scores = found.jobs()["sketch"]["scores"]["sketch"]
+    scores = found.trainings()["sketch"]["scores"]["sketch"]
     assert sum(row for row, _, _ in scores["reliability"]) == scores["test_rows"]
     assert [at for at, _ in scores["decision"]] == list(THRESHOLDS)
 
 
 def test_every_protocol_keeps_the_metrics_of_the_end_and_no_curves_of_them(rows, tmp_path):
     found = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "a")
-    assert set(METRICS[1:]) <= set(found.jobs()["art"]["scores"]["art"])
+    assert set(METRICS[1:]) <= set(found.trainings()["art"]["scores"]["art"])
     quick = fedvlm.run({"name": "fedavg", "rounds": 1}, embedded=rows, out=tmp_path / "b")
     assert "F1" not in quick.rounds[0]["clients"]["art"]
 
@@ -203,6 +203,6 @@ def test_a_run_is_drawn_and_an_unknown_job_is_refused(rows, tmp_path):
     zero = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b", protocol="own-test")
     assert draw_diagrams(zero, tmp_path / "two.png").stat().st_size > 10_000
     told = CliRunner().invoke(cli.app, ["plot", str(tmp_path / "a")], catch_exceptions=False)
-    assert f"picture: {tmp_path / 'a' / 'diagrams.png'}" in told.output
+    assert f"image: {tmp_path / 'a' / 'diagrams.png'}" in told.output
     with pytest.raises(SettingsError, match="did you mean 'sketch'"):
-        draw_diagrams(found, tmp_path / "three.png", job="sketsh")
+        draw_diagrams(found, tmp_path / "three.png", training="sketsh")

@@ -10,13 +10,13 @@ from fedvlm.evaluate.statistics import paired, rows_of, ties, value
 MEMBERS = {"a1": "a", "a2": "a", "b": "b", "c": "c"}
 
 
-def hits_of(jobs, seed=0, share=0.6):
+def hits_of(trainings, seed=0, share=0.6):
     draw = np.random.default_rng(seed)
     size = {id: 20 + 7 * place for place, id in enumerate(MEMBERS)}
     return {
-        (job.name, id): draw.random(size[id]) < share
-        for job in jobs
-        for id in (*job.train, *job.unseen)
+        (training.name, id): draw.random(size[id]) < share
+        for training in trainings
+        for id in (*training.train, *training.unseen)
     }
 
 
@@ -31,15 +31,17 @@ PROTOCOLS = [
 @pytest.mark.parametrize(("protocol", "more"), PROTOCOLS)
 def test_weighted_rows_give_the_numbers_of_the_table(protocol, more):
     rules = protocols.make(protocol, **more)
-    jobs = rules.trainings(MEMBERS, 0)
-    hits = hits_of(jobs)
+    trainings = rules.trainings(MEMBERS, 0)
+    hits = hits_of(trainings)
     done = {}
-    for job in jobs:
-        cells = {id: hits[job.name, id] for id in (*job.train, *job.unseen)}
+    for training in trainings:
+        cells = {id: hits[training.name, id] for id in (*training.train, *training.unseen)}
         told = {id: {"test_hits": int(h.sum()), "test_rows": len(h)} for id, h in cells.items()}
-        done[job.name] = (job, told)
+        done[training.name] = (training, told)
     table = rules.table(MEMBERS, done, True)
-    found = rules.weights({job.name: (job.train, job.unseen) for job in jobs}, True)
+    found = rules.weights(
+        {training.name: (training.train, training.unseen) for training in trainings}, True
+    )
     assert len(found) >= 1
     for name, weights in found.items():
         assert value(rows_of(weights, hits)) == pytest.approx(table[name], abs=1e-12), name

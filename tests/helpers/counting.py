@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedvlm.data.table import Dataset
 from fedvlm.encoders.cache.embed import Outcome, embed
-from fedvlm.encoders.cache.table import Rows
+from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.interface import Vectors
 
 DIM, PATCHES = 16, 3
@@ -30,30 +30,30 @@ CHILDREN.set_forkserver_preload(["fedvlm.encoders.cache.embed"])
 
 @dataclass(frozen=True)
 class Memory:
-    pictures: tuple[tuple[str, bytes], ...]
+    images: tuple[tuple[str, bytes], ...]
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def name(self, row: int) -> str:
-        return self.pictures[row][0]
+        return self.images[row][0]
 
     def read(self, row: int) -> bytes:
-        return self.pictures[row][1]
+        return self.images[row][1]
 
 
 @cache
 def png(number: int) -> bytes:
-    """Another picture for another number; its first pixel says which."""
-    picture = Image.new("RGB", (8, 8), (number % 256, number // 256, 77))
+    """Another image for another number; its first pixel says which."""
+    image = Image.new("RGB", (8, 8), (number % 256, number // 256, 77))
     buffer = BytesIO()
-    picture.save(buffer, "PNG")
+    image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def dataset(*pictures: bytes, labels: Sequence[int] | None = None, **more: Any) -> Dataset:
-    rows = len(pictures)
-    source = Memory(tuple((f"picture-{row}.png", data) for row, data in enumerate(pictures)))
+def dataset(*images: bytes, labels: Sequence[int] | None = None, **more: Any) -> Dataset:
+    rows = len(images)
+    source = Memory(tuple((f"image-{row}.png", data) for row, data in enumerate(images)))
     return Dataset(
         **{
             "name": "dots",
@@ -72,15 +72,15 @@ def numbered(count: int) -> Dataset:
     return dataset(*(png(number) for number in range(count)))
 
 
-def first_pixel(picture: Image.Image) -> NDArray[np.float32]:
-    return np.asarray(picture, dtype=np.float32)[0, 0]
+def first_pixel(image: Image.Image) -> NDArray[np.float32]:
+    return np.asarray(image, dtype=np.float32)[0, 0]
 
 
 @dataclass
 class Counting:
-    """Three numbers of the first pixel times a fixed matrix; every picture asked for is noted."""
+    """Three numbers of the first pixel times a fixed matrix; every image asked for is noted."""
 
-    log: Path | None = None  # numbers of the pictures, one a line, also from other processes
+    log: Path | None = None  # numbers of the images, one a line, also from other processes
     delay: float = 0.0
     offers: frozenset[str] = frozenset({"image", "text", "patches"})
     preprocess: Any = first_pixel
@@ -88,7 +88,7 @@ class Counting:
     dim: int = DIM
     scale: float = 50.0
     identity: dict[str, str] = field(default_factory=dict)
-    pictures: list[int] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
 
     def embed(self, batch: Sequence[Any], patches: bool) -> Vectors:
@@ -96,7 +96,7 @@ class Counting:
             batch = [first_pixel(Image.open(BytesIO(data))) for data in batch]
         x = np.stack(list(batch))
         numbers = [int(r + 256 * g) for r, g, _ in x]
-        self.pictures += numbers
+        self.images += numbers
         if self.log:
             note(self.log, "".join(f"{number}\n" for number in numbers))
         sleep(self.delay)
@@ -137,11 +137,11 @@ def values(*numbers: int, dim: int = 4) -> np.ndarray:
     return np.array([np.arange(dim) + number for number in numbers], dtype=np.float32)
 
 
-def table(folder: Path, dtype: str = "float32", dim: int = 4) -> Rows:
-    return Rows(folder / f"pooled.{dtype}", folder / "lock", dtype, (dim,))
+def table(folder: Path, dtype: str = "float32", dim: int = 4) -> RowFile:
+    return RowFile(folder / f"pooled.{dtype}", folder / "lock", dtype, (dim,))
 
 
-def filled(folder: Path, *numbers: int) -> Rows:
+def filled(folder: Path, *numbers: int) -> RowFile:
     rows = table(folder)
     rows.append(digests(*numbers), values(*numbers))
     return rows

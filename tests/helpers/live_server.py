@@ -14,7 +14,7 @@ from fedvlm.encoders.interface import Vectors
 QUICK = {"wait": 0.01, "timeout": 5.0}
 
 
-def picture(seed=0, size=(20, 14)):
+def image(seed=0, size=(20, 14)):
     pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
     data = io.BytesIO()
     Image.fromarray(pixels).save(data, "PNG")

@@ -1,8 +1,8 @@
-"""Rows without embeddings, for tests of how they are dealt."""
+"""Listing without embeddings, for tests of how they are dealt."""
 
 import numpy as np
 
-from fedvlm.data.federation import Rows, digest
+from fedvlm.data.federation import Listing, digest
 
 
 def make_rows(
@@ -12,13 +12,13 @@ def make_rows(
     clients: int = 0,
     splits: str = "",
     twins: int = 0,
-) -> Rows:
-    """Rows with all classes in all domains; the first `twins` pictures appear twice."""
+) -> Listing:
+    """Listing with all classes in all domains; the first `twins` images appear twice."""
     index = np.arange(rows)
     content = [digest(str(row).encode()) for row in range(rows - twins)]
     content += content[:twins]
     marks = splits.split(",") if splits else [""]
-    return Rows(
+    return Listing(
         classes=tuple(f"class {label}" for label in range(classes)),
         labels=(index % classes).astype(np.int64),
         domains=np.array([f"domain{(row // classes) % domains}" for row in index]),

@@ -15,7 +15,7 @@ WORDS = [
     "a",
     "photo",
     "of",
-    "picture",
+    "image",
     "cat",
     "dog",
     "guitar",
@@ -73,16 +73,16 @@ def clip(directory: Path, seed: int = 0, eos: int | None = None, activation: str
     return directory
 
 
-def siglip(directory: Path, picture: int = 16):
+def siglip(directory: Path, image: int = 16):
     torch.manual_seed(0)
     text = {**SMALL, "vocab_size": len(WORDS) + 3, "max_position_embeddings": 12}
-    vision = {**SMALL, "image_size": picture, "patch_size": 4}
+    vision = {**SMALL, "image_size": image, "patch_size": 4}
     config = transformers.SiglipConfig(
         text_config={**text, "projection_size": 32}, vision_config=vision
     )
     transformers.SiglipModel(config).save_pretrained(directory)
     tokens(directory, start=False)
-    SiglipImageProcessorPil(size={"height": picture, "width": picture}).save_pretrained(directory)
+    SiglipImageProcessorPil(size={"height": image, "width": image}).save_pretrained(directory)
     return directory
 
 

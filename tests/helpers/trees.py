@@ -1,4 +1,4 @@
-"""Small trees of pictures for the tests."""
+"""Small trees of images for the tests."""
 
 from collections.abc import Iterable
 from io import BytesIO
@@ -8,7 +8,7 @@ from zipfile import ZipFile
 from PIL import Image
 
 
-def picture(*parts: object) -> bytes:
+def image(*parts: object) -> bytes:
     """A small PNG that differs for different parts."""
     number = hash_number("/".join(map(str, parts)))
     image = Image.new("RGB", (4, 4), (number % 251, number // 251 % 251, number // 63001 % 251))
@@ -25,11 +25,11 @@ def hash_number(words: str) -> int:
 
 
 def plant(root: Path, paths: Iterable[str]) -> Path:
-    """Writes a picture at each path below the root."""
+    """Writes a image at each path below the root."""
     for path in paths:
         file = root / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(picture(path))
+        file.write_bytes(image(path))
     return root
 
 
@@ -41,5 +41,5 @@ def grid(domains: Iterable[str], classes: Iterable[str], rows: int = 2) -> list[
 def make_zip(path: Path, names: Iterable[str]) -> Path:
     with ZipFile(path, "w") as archive:
         for name in names:
-            archive.writestr(name, picture(name))
+            archive.writestr(name, image(name))
     return path

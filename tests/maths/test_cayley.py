@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fedvlm.errors import SettingsError
 from fedvlm.maths import cayley, conflict
-from fedvlm.parts import fit
+from fedvlm.parts import masked_cross_entropy
 
 torch.set_num_threads(1)
 
@@ -69,7 +69,9 @@ def test_exact_gradient_is_that_of_autograd(blocks: int) -> None:
     real = torch.tensor([[True] * 5, [True, True, False, True, False]])
     turned = torch.nn.functional.normalize(cayley.rotate(raw, x), dim=-1)
     logits = 7.0 * turned @ head.mT
-    loss = fit(logits[0], y[0], real[0]) + fit(logits[1], y[1], real[1])
+    loss = masked_cross_entropy(logits[0], y[0], real[0]) + masked_cross_entropy(
+        logits[1], y[1], real[1]
+    )
     wanted = torch.autograd.grad(loss, (head, raw))
     found = cayley.gradients(
         head.detach(),

@@ -101,7 +101,7 @@ def test_a_client_of_few_rows_says_nothing_and_still_has_a_classifier(name):
         for id in ("client-1", "client-0")
     )
     assert not any(one.any() for one in few.values())
-    assert all(enough[key].any() for key in ("slope", "told", "gram"))
+    assert all(enough[key].any() for key in ("slope", "counted", "gram"))
     assert learn(world).local["client-1"]["weight change"].any()
 
 
@@ -125,7 +125,7 @@ def test_auto_sends_statistics_once_and_no_small_class():
     again, _ = world.method.update(
         world.frozen, world.method.send(begun, ""), local, client(world, "client-0", 1)
     )
-    assert sorted(again) == ["slope", "told"]
+    assert sorted(again) == ["counted", "slope"]
 
 
 @pytest.mark.parametrize("text", [True, False])

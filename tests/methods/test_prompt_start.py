@@ -14,7 +14,7 @@ from fedvlm.methods._prompt import class_features
 from fedvlm.testing import check_method, learn, toy_world
 
 CLASSES = ("cat", "very long name of a very long clock", "alarm_clock", "dog")
-TEMPLATE = "a photo of a {}, picture"
+TEMPLATE = "a photo of a {}, image"
 TOKENS = 4
 NAMES = [name for name, one in methods().items() if "text tower" in one().traits.needs]
 MORE = {"promptfl-fedper": {"own": 1}, "fedbens": {"runs": 1}}
@@ -58,7 +58,7 @@ def test_there_are_fifteen_prompt_methods_and_one_reads_patches():
 
 
 @pytest.mark.parametrize(
-    "template", [TEMPLATE, "a photo of a {}.", "picture of {}", "a photo {} {} dog"]
+    "template", [TEMPLATE, "a photo of a {}.", "image of {}", "a photo {} {} dog"]
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_class_features_are_the_templates_before_the_first_round(encoder, name, template):
@@ -124,7 +124,7 @@ def test_a_prompt_ends_as_the_template_does(encoder):
     context = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
     plain, stop, more = (
         encoder.text_tower(CLASSES, template)(context)
-        for template in ("a photo of a {}", "dog {}.", "{} picture")
+        for template in ("a photo of a {}", "dog {}.", "{} image")
     )
     assert (plain - stop).abs().max() > 1e-2
     assert (plain - more).abs().max() > 1e-2

@@ -128,8 +128,8 @@ def test_a_chosen_seed_and_training_are_drawn(opened, bad_runs):
         "box.dispatchEvent(new Event('change'))"
     )
     opened.execute_script(choose, "seed", 2)
-    opened.execute_script(choose, "job", 1)
-    job = bad_runs[1].manifest["jobs"][0]
+    opened.execute_script(choose, "training", 1)
+    training = bad_runs[1].manifest["trainings"][0]
     first = float(opened.execute_script(points).split()[0].split(",")[1])
     y0, y1 = map(
         float,
@@ -138,10 +138,10 @@ def test_a_chosen_seed_and_training_are_drawn(opened, bad_runs):
         ).split(),
     )
     value = y0 + (212 - first) / 202 * (y1 - y0)
-    cell = next(c for c in _curves(bad_runs[1]) if c["seed"] == 1 and c["job"] == job)
+    cell = next(c for c in _curves(bad_runs[1]) if c["seed"] == 1 and c["training"] == training)
     assert value == pytest.approx(cell["accuracy"][0], abs=0.005)
     opened.execute_script(choose, "seed", 0)
-    opened.execute_script(choose, "job", 0)
+    opened.execute_script(choose, "training", 0)
     assert opened.execute_script(points) == whole
 
 

@@ -73,7 +73,7 @@ def test_similarity_is_the_cosine_of_each_patch_and_the_class_behind_each_prompt
         text = own.frozen.text_tower(prompt)[own.frozen.classes.index("fruit")]
         np.testing.assert_allclose(found.ravel(), (unit @ text).numpy(), atol=1e-5)
     assert told.similarity.shape == (2, 6, 6)
-    assert told.picture.shape == (48, 48, 3)
+    assert told.image.shape == (48, 48, 3)
 
 
 def test_plans_take_their_share_of_the_image_and_no_patch_gives_more_than_it_has(fedotp, image):
@@ -103,8 +103,8 @@ def test_the_picture_shown_is_the_one_the_encoder_sees(image):
     np.testing.assert_allclose(again.transpose(2, 0, 1), pixels, atol=1e-5)
 
 
-def test_the_command_draws_both_pictures(fedotp, folder, image, tmp_path):
-    out = tmp_path / "new" / "picture.png"
+def test_the_command_draws_both_images(fedotp, folder, image, tmp_path):
+    out = tmp_path / "new" / "image.png"
     said = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--out", out)
     assert "bird" in said and str(out) in said
     with Image.open(out) as drawn:
@@ -132,7 +132,7 @@ def test_what_cannot_be_drawn_is_refused_by_name(fedotp, folder, image, tmp_path
     cases = [
         (lambda: explain(fedotp, tmp_path / "none.png"), "none.png"),
         (lambda: explain(fedotp, tmp_path), "cannot be read"),
-        (lambda: explain(fedotp, broken), "broken.png: the picture is truncated"),
+        (lambda: explain(fedotp, broken), "broken.png: the image is truncated"),
         (lambda: explain(fedotp, image, name="brid"), "did you mean 'bird'"),
         (lambda: explain(fedotp, image, client="nobody"), "noto, twemoji"),
         (lambda: explain(fedotp, image, gammas=(1.5,)), "1.5"),

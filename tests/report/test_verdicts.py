@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedvlm.report.papers import find, fits, judge, numbers, obstacle, verdict
+from fedvlm.report.papers import find, judge, matches, numbers, obstacle, verdict
 from fedvlm.runner.settings import build
 
 
@@ -59,8 +59,8 @@ def test_a_run_as_published_is_judged_by_its_number():
         if (one.row, one.data, one.column) == ("FedOT", "pacs", "G")
     )
     identity = run_of(number)
-    assert fits(number, identity)
-    assert not fits(number, run_of(number, **{"method.head": "random"}))
+    assert matches(number, identity)
+    assert not matches(number, run_of(number, **{"method.head": "random"}))
     assert not obstacle(number, identity)
     assert judge(number, 94.7, 0.1, identity).word == "met"
     assert judge(number, 93.9, 0.1, identity).word == "within noise"

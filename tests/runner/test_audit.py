@@ -139,8 +139,8 @@ def test_rows_of_another_run_and_rows_that_are_gone_are_refused(rows, rows_like,
         audit(done.folder, embedded=rows_like(seed=4))
     with pytest.raises(SettingsError, match="took its rows from memory"):
         audit(done.folder)
-    with pytest.raises(SettingsError, match="no job of this run is called 'nowhere'"):
-        audit(done.folder, job="nowhere", embedded=rows)
+    with pytest.raises(SettingsError, match="no training of this run is called 'nowhere'"):
+        audit(done.folder, training="nowhere", embedded=rows)
 
 
 def test_command_prints_a_table_or_json(rows, tmp_path, monkeypatch, capsys):

@@ -17,8 +17,8 @@ def columns(settings) -> set[str]:
     """The columns a run of these settings has in its table, whatever the domains are called."""
     if settings.protocol == "leave-one-domain-out":
         return {"G", "P", "C"}
-    jobs = {f"{n}": (Training(f"{n}", (), ()), {}) for n in settings.counts or ("",)}
-    return set(settings.rules().table({}, jobs, True))
+    trainings = {f"{n}": (Training(f"{n}", (), ()), {}) for n in settings.counts or ("",)}
+    return set(settings.rules().table({}, trainings, True))
 
 
 @EVERY

@@ -22,8 +22,8 @@ STILL = {"rounds": 1, "epochs": 1, "rate": 1e-12}  # nothing moves by more than 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pictures of two plain classes from two sites."""
-    place = tmp_path_factory.mktemp("pictures")
+    """Images of two plain classes from two sites."""
+    place = tmp_path_factory.mktemp("images")
     draw = np.random.default_rng(0)
     for number in range(48):
         kind = number % 2
@@ -60,8 +60,8 @@ def text(template):
 
 def test_a_still_prompt_from_the_template_scores_as_zero_shot(run):
     still, zero = run("promptfl", start="template", **STILL), run("zero-shot")
-    [job], [other] = still.jobs().values(), zero.jobs().values()
-    hits = {id: one["test_hits"] for id, one in job["scores"].items()}
+    [training], [other] = still.trainings().values(), zero.trainings().values()
+    hits = {id: one["test_hits"] for id, one in training["scores"].items()}
     assert hits == {id: one["test_hits"] for id, one in other["scores"].items()}
     assert still.manifest["template"] == TEMPLATE
     assert "template" not in zero.manifest

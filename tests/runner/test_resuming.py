@@ -12,7 +12,7 @@ import pytest
 import fedvlm
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.runner import training as jobs
+from fedvlm.runner import training as trainings
 
 QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
 
@@ -64,16 +64,16 @@ def test_resume_of_nothing_is_refused(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "EVERY", 0.0)
+    monkeypatch.setattr(trainings, "EVERY", 0.0)
 
     def stop(*all):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jobs, "finish", stop)
+    monkeypatch.setattr(trainings, "finish", stop)
     with pytest.raises(KeyboardInterrupt):
         fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     monkeypatch.undo()
-    path = next((tmp_path / "a" / "jobs").glob("*.checkpoint"))
+    path = next((tmp_path / "a" / "trainings").glob("*.checkpoint"))
     body = bytearray(path.read_bytes())
     body[-5] ^= 1
     path.write_bytes(body)

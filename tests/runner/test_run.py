@@ -11,7 +11,7 @@ from fedvlm.core import make
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.report.tables import compare
-from fedvlm.runner import training as jobs
+from fedvlm.runner import training as trainings
 from fedvlm.runner.load import few
 from fedvlm.storage.sealed import read_tensors
 
@@ -49,8 +49,8 @@ def test_a_round_line_has_loss_accuracy_bytes_and_disagreement(rows, tmp_path):
 
 
 def test_the_outcome_has_the_papers_numbers_of_each_map(rows, tmp_path):
-    job = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").jobs()["art"]
-    numbers = job["maps"]["photo"]
+    training = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").trainings()["art"]
+    numbers = training["maps"]["photo"]
     assert numbers["condition number"] == pytest.approx(1, abs=1e-4)
     assert numbers["orthogonality error"] < 1e-5
     assert numbers["degrees of freedom"] == 16 * 15 / 2
@@ -70,8 +70,8 @@ def test_a_finished_run_is_not_run_again_unless_asked(rows, files, tmp_path, mon
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     before = files(tmp_path / "a")
     calls = []
-    real = jobs.train
-    monkeypatch.setattr(jobs, "train", lambda *all: calls.append(1) or real(*all))
+    real = trainings.train
+    monkeypatch.setattr(trainings, "train", lambda *all: calls.append(1) or real(*all))
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     assert calls == []
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", again=True)
@@ -114,13 +114,13 @@ def test_a_personalised_classifier_survives_saving(rows, tmp_path):
     assert set(back.predict(rows.x)) <= set(rows.classes)
     other = result.personalised("art")
     assert not torch.equal(other.logits(rows.x), mine.logits(rows.x))
-    test = result.jobs()["all"]["scores"]["photo"]
+    test = result.trainings()["all"]["scores"]["photo"]
     assert 0 <= test["test_hits"] <= test["test_rows"]
 
 
 def test_a_client_that_joins_later_gets_the_shared_head_and_the_identity(rows, tmp_path):
     result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
-    tensors, _ = read_tensors(tmp_path / "a" / "jobs" / "0-art.safetensors")
+    tensors, _ = read_tensors(tmp_path / "a" / "trainings" / "0-art.safetensors")
     late = result.unseen("art")
     torch.testing.assert_close(late.logits(rows.x), 20.0 * rows.x @ tensors["shared/head"].mT)
 
@@ -230,7 +230,7 @@ def test_unreadable_pictures_are_in_the_record(tmp_path):
         path = tmp_path / "data" / f"d{number % 2}" / f"c{number // 2 % 2}" / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (number, 255 - number, 9)).save(path)
-    path.write_bytes(b"no picture")
+    path.write_bytes(b"no image")
     result = fedvlm.run(
         "zero-shot", data=str(tmp_path / "data"), encoder="demo", out=tmp_path / "a"
     )
@@ -252,7 +252,7 @@ def test_cross_device_gives_a_column_for_every_count(rows, tmp_path):
     assert list(result.tables[0]) == [
         f"{who}, n={n}" for n in (1, 4, 8) for who in ("unseen", "own")
     ]
-    assert [len(job["scores"]) for job in result.jobs().values()] == [5, 8, 12]
+    assert [len(training["scores"]) for training in result.trainings().values()] == [5, 8, 12]
     assert "unseen, n=8" in result.table()
 
 

@@ -32,9 +32,9 @@ def test_tensorboard_and_mlflow_hold_the_numbers_of_the_record(rows, tmp_path):
         client = MlflowClient(address)
         home = client.get_experiment_by_name("fedvlm").experiment_id
         found = {one.info.run_name: one.info.run_id for one in client.search_runs([home])}
-        job = run.rounds[0]["job"]
-        told = client.get_metric_history(found[f"r/{job}"], "accuracy")
-    mine = [line["accuracy"] for line in run.rounds if line["job"] == job]
+        training = run.rounds[0]["training"]
+        told = client.get_metric_history(found[f"r/{training}"], "accuracy")
+    mine = [line["accuracy"] for line in run.rounds if line["training"] == training]
     assert [one.value for one in sorted(told, key=lambda one: one.step)] == pytest.approx(mine)
     assert len(list((tmp_path / "tb").rglob("events*"))) == len(found) == 3
 
@@ -60,5 +60,5 @@ def test_unknown_tracker_is_refused_before_any_work():
 
 
 def test_only_numbers_of_the_whole_training_are_tracked():
-    line = {"job": "a", "round": 1, "loss": 0.5, "unseen": None, "clients": {"x": {}}}
+    line = {"training": "a", "round": 1, "loss": 0.5, "unseen": None, "clients": {"x": {}}}
     assert numbers(line) == {"loss": 0.5}

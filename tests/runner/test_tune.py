@@ -55,7 +55,7 @@ def test_a_score_is_what_a_run_of_that_value_has_on_validation_rows(rows, tmp_pa
     best = max(about["trials"], key=lambda one: (one["rounds"], one["score"]))
     plain = {key: value for key, value in ASKED.items() if key != "tune"}
     run = fedvlm.run(settings.method, embedded=rows, out=tmp_path / "r", **plain)
-    scores = run.jobs()["all"]["scores"].values()
+    scores = run.trainings()["all"]["scores"].values()
     shares = [one["validation_hits"] / one["validation_rows"] for one in scores]
     assert best["score"] == pytest.approx(sum(shares) / len(shares), abs=1e-12)
 

@@ -30,7 +30,7 @@ def test_the_head_starts_at_the_one_shot_classifier(tmp_path, rows):
 
 def test_the_record_counts_the_warm_start_as_a_round_below_zero(tmp_path, rows):
     warm, cold = go(tmp_path, rows, warm_start="tofa"), go(tmp_path, rows, "cold")
-    lines = [line for line in warm.rounds if line["job"] == "0-art"]
+    lines = [line for line in warm.rounds if line["training"] == "0-art"]
     assert [line["round"] for line in lines] == [-1, 0, 1]
     assert lines[0]["warm start"] == "tofa"
     assert warm.traffic[0] == cold.traffic[0] + 1
@@ -41,16 +41,16 @@ def test_the_record_counts_the_warm_start_as_a_round_below_zero(tmp_path, rows):
 
 
 def test_a_stopped_run_starts_warm_only_once(tmp_path, rows):
-    """The second time the first job is done and the others start again."""
+    """The second time the first training is done and the others start again."""
     warm = go(tmp_path, rows, warm_start="tofa")
     whole = [{k: v for k, v in line.items() if k != "seconds"} for line in warm.rounds]
     folder = tmp_path / "run"
     (folder / "result.json").unlink()
-    for path in (folder / "jobs").glob("0-photo*"):
+    for path in (folder / "trainings").glob("0-photo*"):
         path.unlink()
     again = go(tmp_path, rows, warm_start="tofa")
     lines = [{k: v for k, v in line.items() if k != "seconds"} for line in again.rounds]
-    key = lambda line: (line["job"], line["round"])  # noqa: E731
+    key = lambda line: (line["training"], line["round"])  # noqa: E731
     assert sorted(lines, key=key) == sorted(whole, key=key)
 
 

@@ -37,7 +37,7 @@ def test_json_of_earlier_versions_is_read(tmp_path):
 def test_any_flipped_bit_of_a_line_is_refused_by_its_number(tmp_path):
     notes = Record(tmp_path)
     for number in range(2):
-        notes.add_line({"job": "a", "round": number, "clients": {}})
+        notes.add_line({"training": "a", "round": number, "clients": {}})
     assert [line["round"] for line in notes.lines()] == [0, 1]
     first, second, _ = notes.lines_path.read_bytes().split(b"\n")
     for bad in flips(second):
@@ -48,22 +48,22 @@ def test_any_flipped_bit_of_a_line_is_refused_by_its_number(tmp_path):
 
 def test_line_after_a_torn_one_is_whole(tmp_path):
     notes = Record(tmp_path)
-    notes.add_line({"job": "a", "round": 0})
+    notes.add_line({"training": "a", "round": 0})
     (tmp_path / "manifest.json").write_text("{}")
     with open(notes.lines_path, "ab") as file:
-        file.write(b'{"job": "a", "rou')
+        file.write(b'{"training": "a", "rou')
     with notes.lock():
-        notes.add_line({"job": "a", "round": 1})
+        notes.add_line({"training": "a", "round": 1})
     assert [line["round"] for line in notes.lines()] == [0, 1]
 
 
 def test_index_names_what_changed_and_what_is_gone(tmp_path):
-    for name in ("a", "b", "jobs/c"):
+    for name in ("a", "b", "trainings/c"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     write_index(tmp_path)
     assert check_index(tmp_path) == {}
     (tmp_path / "later.html").write_text("a page")
     (tmp_path / "b").unlink()
-    (tmp_path / "jobs/c").write_text("d")
-    assert check_index(tmp_path) == {"b": "is missing", "jobs/c": "is not what was written"}
+    (tmp_path / "trainings/c").write_text("d")
+    assert check_index(tmp_path) == {"b": "is missing", "trainings/c": "is not what was written"}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.data.federation import Clients, Rows, digest, divide
+from fedvlm.data.federation import Clients, Listing, digest, divide
 
 from .model import MEAN, STD, normalized
 from .sets import CLASSES, DOMAINS
@@ -55,7 +55,7 @@ def untested(domain: str, labels: NDArray[np.int64], files: list[bytes]) -> NDAr
     """Which rows of a domain no seed of the demo experiment tests on."""
     nothing = np.full(len(files), "")
     content = [digest(one) for one in files]
-    table = Rows(tuple(CLASSES), labels, np.full(len(files), domain), nothing, nothing, content)
+    table = Listing(tuple(CLASSES), labels, np.full(len(files), domain), nothing, nothing, content)
     free = np.ones(len(files), dtype=np.bool_)
     for seed in SEEDS:
         free[divide(table, Clients(), seed).members[domain].test] = False
@@ -63,7 +63,7 @@ def untested(domain: str, labels: NDArray[np.int64], files: list[bytes]) -> NDAr
 
 
 def near_copies(images: NDArray[np.uint8], demo: Demo, limit: float = 0.006) -> NDArray[np.bool_]:
-    """Rows of the pretraining images that nearly repeat a demo image (mean squared difference).
+    """Listing of the pretraining images that nearly repeat a demo image (mean squared difference).
 
     Compared at 16 pixels in colour, and only the nearest demo image counts.
     """

@@ -39,7 +39,7 @@ def validation(result: fedvlm.Result, seeds: list[int]) -> float:
     """Mean over seeds, trainings and clients that train, of what would be reported."""
     shares = []
     for seed in seeds:
-        for training in result.jobs(seed).values():
+        for training in result.trainings(seed).values():
             for id in training["train"]:
                 one = training["scores"][id]
                 shares.append(one["validation_hits"] / one["validation_rows"])

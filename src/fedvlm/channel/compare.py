@@ -198,15 +198,15 @@ def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     for line in lines:
         for id, one in line["clients"].items():
             if "far" in one:
-                seen.setdefault((str(line.get("job", "")), id), []).append(one)
+                seen.setdefault((str(line.get("training", "")), id), []).append(one)
     out = []
-    for (job, id), many in sorted(seen.items()):
+    for (training, id), many in sorted(seen.items()):
         far = [one for one in many if one["far"]]
         if 2 * len(far) > len(many):
             norm, cosine = (sum(one[key] for one in far) / len(far) for key in ("norm", "cosine"))
             out.append(
-                f"client {id} was far from the rest in {len(far)} of {len(many)} rounds of {job}: "
-                f"its changes were {norm:.2g} times as long as the median, at a cosine of "
-                f"{cosine:.2f} to the others"
+                f"client {id} was far from the rest in {len(far)} of {len(many)} rounds of "
+                f"{training}: its changes were {norm:.2g} times as long as the median, at a "
+                f"cosine of {cosine:.2f} to the others"
             )
     return out

@@ -76,7 +76,7 @@ def fits_secagg(channel: Channel, method: Method) -> None:
     """Refuses what Flower's SecAgg+ cannot sum."""
     if not channel.secure:
         return
-    fits(channel, method)
+    check_channel(channel, method)
     if not channel.clip:
         raise SettingsError(
             "channel.secure through Flower sums numbers of a fixed range, and channel.clip says "
@@ -89,7 +89,7 @@ def fits_secagg(channel: Channel, method: Method) -> None:
         )
 
 
-def fits(channel: Channel, method: Method) -> None:
+def check_channel(channel: Channel, method: Method) -> None:
     """Refuses, before any work, a channel that a method cannot use."""
     asked = "bound = 'median'" if channel.bound == "median" else ""
     asked = f"aggregation = '{channel.aggregation}'" if channel.aggregation != "mean" else asked

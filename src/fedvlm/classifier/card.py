@@ -17,27 +17,27 @@ ONNX = "classifier.onnx"
 class Story:
     """Where a classifier comes from, and what was measured of it."""
 
-    told: Mapping[str, Any]  # data, rows, channel, versions, commit, dirty: as a manifest has them
+    about: Mapping[str, Any]  # data, rows, channel, versions, commit, dirty: as a manifest has them
     training: str
     rows: int  # that it was tested on
     hits: int
 
 
 def card(classifier: Personalised, story: Story, name: str, onnx: bool = False) -> str:
-    told, frozen = story.told, classifier.frozen
+    source, frozen = story.about, classifier.frozen
     settings = "\n".join(
         f"| `{key}` | {json.dumps(value)} |" for key, value in asdict(classifier.method).items()
     )
-    channel = told["identity"].get("channel")
+    channel = source["identity"].get("channel")
     facts = {
         "method": f"`{classifier.method.name}`",
         "client": f"`{classifier.client}`",
         "encoder": f"`{classifier.encoder}` (name and fingerprint)",
-        "data": f"`{told['data']}`, rows `{told['rows'][:16]}`",
+        "data": f"`{source['data']}`, rows `{source['rows'][:16]}`",
         "training": f"`{story.training}`, seed {frozen.seed}",
         "channel": f"`{json.dumps(channel)}`" if channel else "off",
-        "fedvlm": f"{told['versions']['fedvlm']}, commit {told['commit'] or 'unknown'}"
-        + (", changed since" if told["dirty"] else ""),
+        "fedvlm": f"{source['versions']['fedvlm']}, commit {source['commit'] or 'unknown'}"
+        + (", changed since" if source["dirty"] else ""),
     }
     about = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     private = (

@@ -33,8 +33,8 @@ def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False)
         write(place / ONNX, head)
     else:
         (place / ONNX).unlink(missing_ok=True)  # of an earlier export, which this one replaces
-    job, scores = _measured(result, client)
-    story = Story(result.manifest, job, scores["test_rows"], scores["test_hits"])
+    training, scores = _measured(result, client)
+    story = Story(result.manifest, training, scores["test_rows"], scores["test_hits"])
     write(place / "README.md", card(classifier, story, place.name, onnx).encode())
     write_index(place)
     return classifier
@@ -53,9 +53,9 @@ def whole(classifier: Personalised, client: str) -> Personalised:
 
 def _measured(result: Record, client: str) -> tuple[str, Mapping[str, Any]]:
     """The training the classifier is from, and the client's scores at its end."""
-    for job, told in result.jobs().items():
-        if client in told["train"]:
-            return job, told["scores"][client]
+    for training, about in result.trainings().items():
+        if client in about["train"]:
+            return training, about["scores"][client]
     raise DataError(f"no training of {result.folder} has scores of {client!r}; run it again")
 
 

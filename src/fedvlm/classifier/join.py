@@ -17,7 +17,7 @@ from fedvlm.errors import DataError, SettingsError, unknown
 from fedvlm.parts import nothing
 from fedvlm.record import Record
 from fedvlm.runner.calibrate import calibration
-from fedvlm.runner.load import Told, encode, opened, reach, skipped
+from fedvlm.runner.load import Progress, encode, open_data, reach, skipped
 from fedvlm.runner.prepare import Prepared, prepare_one, set_aside
 from fedvlm.runner.settings import build
 
@@ -41,7 +41,7 @@ def join(
     rows: Embedded,
     client_id: str = "new",
     *,
-    job: str | None = None,
+    training: str | None = None,
     seed: int | None = None,
     share: float = 0.8,
 ) -> Joined:
@@ -50,7 +50,7 @@ def join(
     The data's own test rows are kept back, or all but `share` of the rows where it marks none.
     """
     result = run if isinstance(run, Record) else Record(Path(run))
-    common = of_newcomer(result, job, seed)
+    common = of_newcomer(result, training, seed)
     method = common.method
     if not method.traits.needs <= {"image", "text"}:
         raise SettingsError(
@@ -83,7 +83,7 @@ def rows_for(
     source: Mapping[str, Any],
     encoder: str,
     access: Mapping[str, Any],
-    told: Told,
+    progress: Progress,
 ) -> tuple[Embedded, list[str]]:
     """A data set as the run's own encoder sees it; `encoder` says where that is, if it moved."""
     known = run.manifest["identity"]
@@ -91,7 +91,7 @@ def rows_for(
     if name.startswith("store:"):
         return open_store(name.removeprefix("store:"), **source), []
     box, notes = reach(name, access)
-    done = encode(opened(data, source), box, False, known["precision"], told)
+    done = encode(open_data(data, source), box, False, known["precision"], progress)
     return done.embedded, [*notes, *skipped(done)]
 
 
@@ -99,7 +99,7 @@ def fitted(rows: Embedded, common: Personalised) -> Embedded:
     """The rows with labels that are numbers of the run's classes; the encoder must be the same."""
     if rows.encoder != common.encoder:
         raise DataError(
-            f"the rows are of {rows.encoder}, the run is of {common.encoder}; encode the pictures "
+            f"the rows are of {rows.encoder}, the run is of {common.encoder}; encode the images "
             "with the run's encoder"
         )
     classes = common.frozen.classes

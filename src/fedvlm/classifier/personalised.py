@@ -17,7 +17,7 @@ from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.maths.conformal import Calibration, limits
 from fedvlm.record import Record
-from fedvlm.runner.calibrate import kept, read, told
+from fedvlm.runner.calibrate import as_json, kept, read
 from fedvlm.runner.load import towers
 from fedvlm.runner.prepare import frozen_from, template_of
 from fedvlm.storage.sealed import read_tensors, write_tensors
@@ -47,7 +47,7 @@ class Personalised:
         )
 
     def logits(self, x: Any) -> Tensor:
-        """(rows, classes) for what the encoder this was trained on makes of pictures.
+        """(rows, classes) for what the encoder this was trained on makes of images.
 
         Rows are pooled embeddings, or what the method needs instead: patches or pixels, as an
         array or a tensor.
@@ -145,7 +145,7 @@ class Personalised:
         if self.window is not None:
             about["window"] = self.window
         if self.calibration is not None:
-            about["calibration"] = told(self.calibration)
+            about["calibration"] = as_json(self.calibration)
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
@@ -207,17 +207,17 @@ def equip(frozen: Frozen, method: Method, about: Mapping[str, Any], where: str =
 
 
 def of_client(record: Record, client: str, seed: int | None = None) -> Personalised:
-    """A client's own classifier, from the first job in which it trained."""
+    """A client's own classifier, from the first training in which it trained."""
     if names := record.manifest.get("local"):
         raise SettingsError(
             f"{', '.join(names)} of {client!r} never left its site; its classifier is there, "
             "in the folder classifiers of its kit"
         )
-    for job in record.manifest["jobs"]:
-        shared, local = record.outcome(job, seed)
+    for training in record.manifest["trainings"]:
+        shared, local = record.outcome(training, seed)
         if client in local:
             one = _classifier(record, shared, local[client], client, seed)
-            name = record.path_of(job, seed, "json").stem
+            name = record.path_of(training, seed, "json").stem
             return replace(one, calibration=kept(record, name, client))
     raise SettingsError(
         f"no client {client!r} trained in {record.folder}; "
@@ -225,10 +225,12 @@ def of_client(record: Record, client: str, seed: int | None = None) -> Personali
     )
 
 
-def of_newcomer(record: Record, job: str | None = None, seed: int | None = None) -> Personalised:
+def of_newcomer(
+    record: Record, training: str | None = None, seed: int | None = None
+) -> Personalised:
     """The classifier of a client that joins later: what is shared, and the first local."""
-    job = job or record.manifest["jobs"][0]
-    shared, _ = record.outcome(job, seed)
+    training = training or record.manifest["trainings"][0]
+    shared, _ = record.outcome(training, seed)
     bare = _classifier(record, shared, {}, "", seed)
     _, local = bare.method.init(bare.frozen)
     return _classifier(record, shared, local, "", seed)

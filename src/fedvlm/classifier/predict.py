@@ -1,4 +1,4 @@
-"""Pictures to classes with a saved classifier and the encoder it was trained on."""
+"""Images to classes with a saved classifier and the encoder it was trained on."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Prediction:
 @dataclass(frozen=True)
 class Predictions:
     rows: list[Prediction]
-    skipped: list[tuple[str, str]]  # pictures nothing can be said of: name and reason
+    skipped: list[tuple[str, str]]  # images nothing can be said of: name and reason
     notes: list[str]  # what a reader of the probabilities must know
     classes: tuple[str, ...] = ()
 
@@ -51,10 +51,10 @@ def predict(
     progress: Callable[[int, int], None] | None = None,
     coverage: float | None = None,
 ) -> Predictions:
-    """The likeliest class of every picture in files, folders and archives.
+    """The likeliest class of every image in files, folders and archives.
 
     `encoder` says where the encoder is now, if not where it was; another one is refused. With
-    `coverage` each picture also gets the classes that hold the true one as often as that.
+    `coverage` each image also gets the classes that hold the true one as often as that.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
     sources = [_source(Path(one), classifier.window) for one in images]
@@ -69,13 +69,13 @@ def of_sources(
     progress: Callable[[int, int], None] | None = None,
     coverage: float | None = None,
 ) -> Predictions:
-    if coverage is not None:  # refused before any picture is read
+    if coverage is not None:  # refused before any image is read
         classifier.sets(torch.zeros(0, len(classifier.frozen.classes)).double(), coverage)
     box: Encoder = reopen(classifier.encoder, encoder, access)
     total, done = sum(len(one) for one, _ in sources), 0
     out = Predictions([], [], classifier.warnings(), classifier.frozen.classes)
-    pictures = _pictures(sources, box, out.skipped)
-    while batch := list(islice(pictures, BATCH)):
+    images = _images(sources, box, out.skipped)
+    while batch := list(islice(images, BATCH)):
         out.rows.extend(_batch(classifier, box, batch, out.skipped, coverage))
         done += len(batch)
         if progress is not None:
@@ -84,26 +84,26 @@ def of_sources(
 
 
 def _source(path: Path, window: Window | None) -> tuple[Source, str]:
-    """Where the pictures of a path are, and what their names are below."""
+    """Where the images of a path are, and what their names are below."""
     if path.is_dir():
         names = list_folder(path)[0]
         if not names:
-            raise DataError(f"{path} has no pictures; name pictures, or a folder that has some")
+            raise DataError(f"{path} has no images; name images, or a folder that has some")
         return Developed(Files(path, names), window), f"{path}/"
     if not path.exists():
-        raise DataError(f"there is no {path}; name pictures, folders or .zip archives")
+        raise DataError(f"there is no {path}; name images, folders or .zip archives")
     if path.suffix.lower() == ".zip":
         return Developed(Archive(path, list_archive(path)[0]), window), f"{path}/"
     if not is_picture(path.name):
-        raise DataError(f"{path} does not end as a picture does (.png, .jpg, …); rename it")
+        raise DataError(f"{path} does not end as a image does (.png, .jpg, …); rename it")
     one = Developed(Files(path.parent, [path.name]), window)
     return one, f"{path.parent}/" if path.parent.name else ""
 
 
-def _pictures(
+def _images(
     sources: Sequence[tuple[Source, str]], box: Encoder, skipped: list[tuple[str, str]]
 ) -> Iterator[tuple[str, Any]]:
-    """Name and picture as the encoder takes it; what cannot be read is noted and passed over."""
+    """Name and image as the encoder takes it; what cannot be read is noted and passed over."""
     for source, above in sources:
         for row in range(len(source)):
             name = above + source.name(row)
@@ -127,10 +127,10 @@ def _batch(
     coverage: float | None,
 ) -> list[Prediction]:
     if "image tower" in classifier.method.traits.needs:
-        values = np.stack([picture for _, picture in batch])
+        values = np.stack([image for _, image in batch])
     else:
         patches = "patches" in classifier.method.traits.needs
-        answer = box.embed([picture for _, picture in batch], patches)
+        answer = box.embed([image for _, image in batch], patches)
         values = np.asarray(answer.patches if patches else answer.pooled)
     sound = []
     for row, (name, _) in enumerate(batch):

@@ -13,7 +13,7 @@ from fedvlm.classifier.predict import Predictions, of_sources
 from fedvlm.data.table import text
 from fedvlm.errors import DataError, listing
 from fedvlm.evaluate.metrics import details, every_metric
-from fedvlm.runner.load import opened
+from fedvlm.runner.load import open_data
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def score(
     """Of images in folders named after their class, or any data set by name."""
     classifier = Personalised.from_pretrained(folder, encoder)
     window = {} if classifier.window is None else {"window": list(classifier.window)}
-    dataset = opened(data, {**window, **(source or {})})
+    dataset = open_data(data, {**window, **(source or {})})
     found = of_sources(classifier, [(dataset.source, "")], encoder, access, progress, coverage)
     names = [text(name) for name in found.classes]
     known = {name.replace("_", " ").casefold(): index for index, name in enumerate(names)}

@@ -45,13 +45,13 @@ def predict(
     from fedvlm.classifier.predict import predict as run
     from fedvlm.storage.files import write
 
-    with progress() as told:
+    with progress() as report:
         found = run(
             folder,
             images,
             encoder,
             options(access),
-            lambda done, total: told("predicting", done, total),
+            lambda done, total: report("predicting", done, total),
             coverage,
         )
     lines = table(found, len(found.classes) if every else top, coverage is not None)
@@ -112,14 +112,14 @@ def score(
     from fedvlm.classifier.score import score as run
     from fedvlm.report.tables import render
 
-    with progress() as told:
+    with progress() as report:
         found = run(
             folder,
             data,
             options(source),
             encoder,
             options(access),
-            lambda done, total: told("predicting", done, total),
+            lambda done, total: report("predicting", done, total),
             coverage,
         )
     if as_json:

@@ -11,7 +11,7 @@ from fedvlm.cli.progress import progress
 
 def audit(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    job: Annotated[str | None, typer.Option(help="Of several trainings, which one.")] = None,
+    training: Annotated[str | None, typer.Option(help="Of several trainings, which one.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of several seeds, which one.")] = None,
     form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
@@ -20,8 +20,8 @@ def audit(
     from fedvlm.report.audit import table
     from fedvlm.runner.audit import audit as look
 
-    with progress() as told:
-        lines = look(run, job, seed, progress=told)
+    with progress() as report:
+        lines = look(run, training, seed, progress=report)
     if as_json:
         typer.echo(json.dumps(lines, indent=1, ensure_ascii=False))
     else:

@@ -1,4 +1,4 @@
-"""Commands about pictures, encoders and the cache."""
+"""Commands about images, encoders and the cache."""
 
 import json
 import sys
@@ -32,15 +32,15 @@ def embed(
         bool, typer.Option(help="Keep float16, as a run's precision = 'float16'.")
     ] = False,
 ) -> None:
-    """Encode every picture once and keep it in the cache."""
-    from fedvlm.runner.load import encode, opened, reach, skipped
+    """Encode every image once and keep it in the cache."""
+    from fedvlm.runner.load import encode, open_data, reach, skipped
 
-    dataset = opened(data, options(source))
+    dataset = open_data(data, options(source))
     begin = monotonic()
-    with progress() as told:
+    with progress() as report:
         kept: Literal["float16", "float32"] = "float16" if half else "float32"
         opened_encoder, notes = reach(encoder, options(access))
-        done = encode(dataset, opened_encoder, patches, kept, told)
+        done = encode(dataset, opened_encoder, patches, kept, report)
     for note in [*notes, *skipped(done)]:
         typer.echo(note, err=True)
     rows, seconds = done.embedded, monotonic() - begin
@@ -57,7 +57,7 @@ def partition(
         list[str] | None, typer.Option("--set", help="a.b=value, as a run takes it.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The first of `seeds` if left out.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="PNG of rows per class and client.")] = None,
+    image: Annotated[Path | None, typer.Option(help="PNG of rows per class and client.")] = None,
     near_duplicates: Annotated[
         bool, typer.Option(help="Also name images that are nearly the same in two parts.")
     ] = False,
@@ -67,12 +67,12 @@ def partition(
     from fedvlm.data.partition import count_table
     from fedvlm.report.partition import draw
     from fedvlm.report.tables import render
-    from fedvlm.runner.load import opened, sample
+    from fedvlm.runner.load import open_data, sample
     from fedvlm.runner.settings import build, override
 
     values = {"method": "zero-shot", "data": data, "source": options(source)}
     settings = build(override(values, set_ or []))
-    dataset = opened(settings.data, settings.source)
+    dataset = open_data(settings.data, settings.source)
     dataset = sample(dataset) if settings.smoke else dataset
     rows = rows_of(dataset)
     first = settings.seeds[0] if seed is None else seed
@@ -84,21 +84,21 @@ def partition(
     ]
     typer.echo(render(["client", *rows.classes, "all"], body, "text"), nl=False)
     if division.dropped:
-        typer.echo(f"{division.dropped} duplicate pictures were dropped from the later split")
+        typer.echo(f"{division.dropped} duplicate images were dropped from the later split")
     if near_duplicates:
         from fedvlm.encoders.near import near_duplicates as find
 
-        with progress() as told:
-            found = find(dataset, division, lambda done, all_: told("comparing", done, all_))
+        with progress() as report:
+            found = find(dataset, division, lambda done, all_: report("comparing", done, all_))
         for one in found:
             typer.echo(
                 f"near-duplicate: {one.name} ({one.part}) and {one.other} ({one.other_part}), "
                 f"{one.difference:.2f} of 255 apart"
             )
         typer.echo(f"{len(found) or 'no'} near-duplicates between parts; none was dropped")
-    if picture:
-        draw(counts, ids, rows.classes, picture)
-        typer.echo(f"picture: {picture}")
+    if image:
+        draw(counts, ids, rows.classes, image)
+        typer.echo(f"image: {image}")
 
 
 def serve_encoder(

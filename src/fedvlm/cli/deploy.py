@@ -56,23 +56,23 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
 @deploy_app.command()
 def site(
     folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")],
-    data: Annotated[str | None, typer.Option(help="This site's pictures, CLASS/PICTURE.")] = None,
+    data: Annotated[str | None, typer.Option(help="This site's images, CLASS/PICTURE.")] = None,
     encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
     source: Annotated[list[str] | None, typer.Option(help="key=value: how to read DATA.")] = None,
     access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder.")] = None,
 ) -> None:
     """Start a site; what is said here is kept in its site.toml. Ctrl-C stops it."""
     from fedvlm.cli.data import options
-    from fedvlm.deploy.kits import keep_site, read_site, told_site
+    from fedvlm.deploy.kits import configured, keep_site, read_site
     from fedvlm.deploy.rows import embed_early
     from fedvlm.deploy.serve import serve
 
     _stop_gently()
     given: dict[str, Any] = {"data": data, "encoder": encoder}
     given |= {"source": options(source) or None, "access": options(access) or None}
-    kit = told_site(read_site(folder), {k: v for k, v in given.items() if v is not None})
-    with progress() as told:
-        for note in embed_early(kit, told):
+    kit = configured(read_site(folder), {k: v for k, v in given.items() if v is not None})
+    with progress() as report:
+        for note in embed_early(kit, report):
             typer.echo(note, err=True)
     keep_site(kit)  # now that it has worked
     try:
@@ -94,11 +94,11 @@ def run(
     from fedvlm.deploy.runs import run as run_over_sites
 
     kit = read_server(folder)
-    with progress() as told:
+    with progress() as report:
         _each(
             experiment,
             set_,
-            lambda number, one, place: run_over_sites(kit, one, place, again, told),
+            lambda number, one, place: run_over_sites(kit, one, place, again, report),
             out,
         )
 
@@ -113,12 +113,12 @@ def local(
     from fedvlm.deploy.runs import rehearse
 
     _stop_gently()
-    with progress() as told:
+    with progress() as report:
         _each(
             experiment,
             set_,
             lambda number, one, place: rehearse(
-                one, folder / f"{number}-{one.method.name}", progress=told
+                one, folder / f"{number}-{one.method.name}", progress=report
             ),
             None,
         )
@@ -147,15 +147,15 @@ def _each(experiment: str, set_: list[str] | None, go: Any, out: Path | None) ->
 @deploy_app.command()
 def reference(
     folder: Annotated[Path, typer.Argument(help="DIR/server")],
-    data: Annotated[str, typer.Option(help="Public pictures; their labels are not used.")],
+    data: Annotated[str, typer.Option(help="Public images; their labels are not used.")],
     encoder: Annotated[str, typer.Option(help="The sites' encoder.")],
     patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
 ) -> None:
-    """Embed public pictures for methods that need a reference, into the server's folder."""
+    """Embed public images for methods that need a reference, into the server's folder."""
     from fedvlm.deploy.rows import write_reference
 
-    with progress() as told:
-        count = write_reference(folder, data, encoder, patches, told)
+    with progress() as report:
+        count = write_reference(folder, data, encoder, patches, report)
     typer.echo(f"{count} reference rows are in {folder}")
 
 

@@ -8,7 +8,7 @@ import typer
 
 def explain(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    image: Annotated[Path | None, typer.Option(help="A picture, of any data.")] = None,
+    image: Annotated[Path | None, typer.Option(help="A image, of any data.")] = None,
     name: Annotated[
         str | None, typer.Option("--class", help="A class; the client's own answer if left out.")
     ] = None,
@@ -22,7 +22,7 @@ def explain(
     seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
     out: Annotated[Path | None, typer.Option(help="The PNG file.")] = None,
 ) -> None:
-    """Draw what the global and a local prompt look at in a picture, or a map of local prompts."""
+    """Draw what the global and a local prompt look at in a image, or a map of local prompts."""
     from fedvlm.errors import SettingsError
     from fedvlm.report import explain as explaining
     from fedvlm.report.pictures import draw, draw_map
@@ -31,11 +31,12 @@ def explain(
         raise SettingsError("explain draws one thing: give --image FILE, or --prompts")
     if prompts:
         path = draw_map(explaining.prompt_map(run, seed), out or run / "prompts.png")
-        typer.echo(f"picture: {path}")
+        typer.echo(f"image: {path}")
         return
     assert image is not None
-    told = explaining.explain(run, image, name=name, client=client, gammas=gamma, seed=seed)
+    explained = explaining.explain(run, image, name=name, client=client, gammas=gamma, seed=seed)
     typer.echo(
-        f"client {told.client} gives {told.name} {told.chance:.1%}, its answer is {told.likeliest}"
+        f"client {explained.client} gives {explained.name} {explained.chance:.1%}, "
+        f"its answer is {explained.likeliest}"
     )
-    typer.echo(f"picture: {draw(told, out or run / f'explain-{image.stem}.png')}")
+    typer.echo(f"image: {draw(explained, out or run / f'explain-{image.stem}.png')}")

@@ -33,7 +33,7 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
     tasks: dict[str, Any] = {}
     begins: dict[str, tuple[float, int]] = {}
 
-    def told(what: str, done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         now = monotonic()
         begin, first = begins.setdefault(what, (now, done))
         if now - begin < 2:
@@ -46,6 +46,6 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
         bar.update(tasks[what], completed=done, total=total, rate=rate)
 
     try:
-        yield told
+        yield report
     finally:
         bar.stop()

@@ -91,14 +91,14 @@ def run(
     def say(note: str) -> None:
         typer.echo(note, err=True)
 
-    with progress() as told:
+    with progress() as report:
         for number, one in enumerate(settings):
             place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
             listen = trackers if track else None
-            results.append(execute(one, place, again, None, told, listen, say))
+            results.append(execute(one, place, again, None, report, listen, say))
         for one in bars(settings, results[0]) if beside else ():
             place = out / "bars" / one.method.name if out else None
-            marks.append(execute(one, place, again, progress=told))
+            marks.append(execute(one, place, again, progress=report))
     trackers.close()
     for note in trackers.notes:
         say(note)
@@ -157,8 +157,8 @@ def resume(folder: Path) -> None:
     from fedvlm.report.tables import compare
     from fedvlm.runner.run import resume as go_on
 
-    with progress() as told:
-        result = go_on(folder, told)
+    with progress() as report:
+        result = go_on(folder, report)
     typer.echo(compare([result]), nl=False)
 
 
@@ -170,10 +170,10 @@ def compare(
     columns: Annotated[str, typer.Option(help="More metrics, as balanced,F1,AUC,ECE.")] = "",
 ) -> None:
     """Runs side by side: mean ± deviation over seeds, in per cent."""
-    from fedvlm.report.page.render import opened
+    from fedvlm.report.page.render import read_runs
     from fedvlm.report.tables import compare as render
 
-    results = [one for path in runs for one in opened(path)]
+    results = [one for path in runs for one in read_runs(path)]
     metrics = [name.strip() for name in columns.split(",") if name.strip()]
     table = render(results, form, every, traffic=traffic, metrics=metrics)
     typer.echo(table, nl=False)
@@ -181,7 +181,7 @@ def compare(
 
 def plot(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    job: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
+    training: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
     out: Annotated[Path | None, typer.Option(help="The PNG file.")] = None,
 ) -> None:
@@ -189,8 +189,8 @@ def plot(
     from fedvlm.record import Record
     from fedvlm.report.diagrams import draw_diagrams
 
-    path = draw_diagrams(Record(run), out or run / "diagrams.png", job, seed)
-    typer.echo(f"picture: {path}")
+    path = draw_diagrams(Record(run), out or run / "diagrams.png", training, seed)
+    typer.echo(f"image: {path}")
 
 
 def list_(

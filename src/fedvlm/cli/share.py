@@ -33,25 +33,27 @@ def ledger(
     from fedvlm.deploy.ledger import Ledger
     from fedvlm.report.tables import render
 
-    told = Ledger(folder).read()
+    history = Ledger(folder).read()
     if as_json:
-        typer.echo(json.dumps(told.lines, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(history.lines, indent=1, ensure_ascii=False))
     else:
         names = ["time", "direction", "kind", "round", "bytes", "content"]
         rows = [
-            [*(str(line.get(key, ""))[:23] for key in names), _what(line)] for line in told.lines
+            [*(str(line.get(key, ""))[:23] for key in names), _what(line)] for line in history.lines
         ]
         typer.echo(render([*names, "what"], rows, "text", True), nl=False)
-    for number in told.torn:
+    for number in history.torn:
         typer.echo(f"line {number} was cut short by a crash; nothing was sent for it", err=True)
-    wrong = [*told.broken]
-    if head and not told.knows(head):
+    wrong = [*history.broken]
+    if head and not history.knows(head):
         wrong.append(f"the head {head} is not in the ledger: its end was cut off or rewritten")
     for one in wrong:
         typer.echo(one, err=True)
     if wrong:
         sys.exit(1)
-    typer.echo(f"{len(told.lines)} lines, each follows the one before; head {told.head}", err=True)
+    typer.echo(
+        f"{len(history.lines)} lines, each follows the one before; head {history.head}", err=True
+    )
 
 
 def _what(line: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from fedvlm.cli.progress import progress
 
 def join(
     run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
-    data: Annotated[str, typer.Argument(help="The new client's pictures.")],
+    data: Annotated[str, typer.Argument(help="The new client's images.")],
     out: Annotated[Path, typer.Option(help="Where its classifier goes.")],
     client: Annotated[str, typer.Option(help="What the client is called.")] = "new",
     source: Source = None,
@@ -19,7 +19,9 @@ def join(
     access: Annotated[
         list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")
     ] = None,
-    job: Annotated[str | None, typer.Option(help="Which training; the first if left out.")] = None,
+    training: Annotated[
+        str | None, typer.Option(help="Which training; the first if left out.")
+    ] = None,
     share: Annotated[float, typer.Option(help="Of the rows to learn from.")] = 0.8,
 ) -> None:
     """Give one more client its own classifier, without any other client taking part."""
@@ -29,11 +31,11 @@ def join(
     from fedvlm.result import Result
 
     result = Result(run)
-    with progress() as told:
-        rows, notes = rows_for(result, data, options(source), encoder, options(access), told)
+    with progress() as report:
+        rows, notes = rows_for(result, data, options(source), encoder, options(access), report)
     for note in notes:
         typer.echo(note, err=True)
-    done = adapt(result, rows, client, job=job, share=share)
+    done = adapt(result, rows, client, training=training, share=share)
     story = Story(
         {**result.manifest, "data": rows.name, "rows": rows.fingerprint},
         f"joined {result.folder.name}",
@@ -63,18 +65,18 @@ def describe(
 
     from fedvlm.data.describing import describe as write
     from fedvlm.data.describing import local_writer
-    from fedvlm.runner.load import opened
+    from fedvlm.runner.load import open_data
     from fedvlm.storage.files import write as save
 
-    dataset = opened(data, options(source))
+    dataset = open_data(data, options(source))
     said = about or f"an image data set called {dataset.name}"
-    with progress() as told:
+    with progress() as report:
         found = write(
             dataset.classes,
             said,
             local_writer(model),
             questions,
-            lambda done, total: told("describing", done, total),
+            lambda done, total: report("describing", done, total),
         )
     save(out, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
     silent = [name for name, one in found.items() if not one]

@@ -88,7 +88,7 @@ class Client:
     unit-norm image embedding (dim,).
     """
 
-    x: Any  # (rows, ...) Tensor, or Rows where pictures are decoded on demand
+    x: Any  # (rows, ...) Tensor, or Rows where images are decoded on demand
     y: Tensor  # (rows,) labels, -1 where there is no row
     order: Tensor  # (steps, batch) rows of each minibatch, -1 where there is no row
     held_x: Any  # (held, ...) validation rows, for choices a client makes for itself

@@ -52,8 +52,8 @@ def from_arrays(
     x = torch.cat([x for x, _ in rows.values()])
     owners = column([id for id, (_, y) in rows.items() for _ in y], len(x))
     content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
-    told = [*content, *owners, *labels.astype(str), *named, str(scale)]
-    told += [] if words is None else [sha256(words.numpy().tobytes()).hexdigest()]
+    content_of = [*content, *owners, *labels.astype(str), *named, str(scale)]
+    content_of += [] if words is None else [sha256(words.numpy().tobytes()).hexdigest()]
     return Embedded(
         name=MEMORY,
         classes=named,
@@ -67,7 +67,7 @@ def from_arrays(
         text=words,
         patches=None,
         encoder=MEMORY,
-        fingerprint=sha256("\x1e".join(told).encode()).hexdigest(),
+        fingerprint=sha256("\x1e".join(content_of).encode()).hexdigest(),
     )
 
 

@@ -15,7 +15,7 @@ from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, text
 from fedvlm.errors import DataError, SettingsError, listing
 
-PICTURE = ("a picture of a {}",)  # FedCLIP, FAA-CLIP, FedOT
+PICTURE = ("a image of a {}",)  # FedCLIP, FAA-CLIP, FedOT
 PHOTO = ("a photo of a {}.",)  # CoOp, FedOTP, TOFA: with the full stop
 
 
@@ -28,7 +28,7 @@ class Entry:
     layout: str = "domain/class"  # of a folder or .zip of it; or "leaf"
     classes: tuple[str, ...] = ()  # in the order of the labels; empty: as found, sorted
     domains: Mapping[str, int] = field(default_factory=dict)  # with their rows; 0: not well known
-    rows: int = 0  # pictures in all, if well known; from the domains if they have numbers
+    rows: int = 0  # images in all, if well known; from the domains if they have numbers
     templates: tuple[str, ...] = PICTURE
     hub: str = ""  # id on the Hugging Face Hub
     columns: Mapping[str, str] = field(default_factory=dict)  # image, label, ... of the Hub's copy
@@ -53,7 +53,7 @@ class Entry:
         path = "/".join(words.get(word, "*") for word in self.layout.split("|")[0].split("/"))
         shapes = [f"a folder or .zip with {path}/PICTURE"] if path else []
         if self.split_file:
-            shapes = [f"a folder with {self.split_file} and the pictures of it"]
+            shapes = [f"a folder with {self.split_file} and the images of it"]
         if self.layout == "leaf":
             shapes = ["the folder of LEAF's .json files"]
         if self.hub:
@@ -183,7 +183,7 @@ def _check(entry: Entry, place: str, data: Dataset, rows: bool) -> Dataset:
         short.append(f"{len(data.labels):,} of {entry.total:,} in all")
     if short:
         raise DataError(
-            f"the pictures of {place} are not as many as are in {entry.name}: {'; '.join(short)}; "
+            f"the images of {place} are not as many as are in {entry.name}: {'; '.join(short)}; "
             f"get it again from {entry.home}, or open it with check = false"
         )
     return data

@@ -58,15 +58,13 @@ def develop(name: str, data: bytes, window: Window | None) -> bytes:
     if not name.lower().endswith(DEEP) or not _deep(data):
         return data
     try:
-        with warnings.catch_warnings(), Image.open(BytesIO(data)) as picture:
+        with warnings.catch_warnings(), Image.open(BytesIO(data)) as image:
             warnings.simplefilter("ignore")
-            if picture.width * picture.height > MOST:
+            if image.width * image.height > MOST:
                 return data  # refused by whoever decodes it
-            if not picture.mode.startswith("I;16") and (
-                picture.mode != "I" or picture.format == "TIFF"
-            ):
+            if not image.mode.startswith("I;16") and (image.mode != "I" or image.format == "TIFF"):
                 return data
-            values = np.asarray(picture).astype(np.int64)
+            values = np.asarray(image).astype(np.int64)
     except Exception:  # damaged: refused, with its reason, by whoever decodes it
         return data
     return png(grey(values, *(window or (values.min(), values.max()))))

@@ -21,7 +21,7 @@ ASKED = (
 )
 ANSWERED = (
     "{question}\nWrite 3 or 4 sentences, each of fewer than {words} words, that say how a typical "
-    'picture of {name} looks. Each sentence starts with "The {name}" and names one thing to see.'
+    'image of {name} looks. Each sentence starts with "The {name}" and names one thing to see.'
 )
 Writer = Callable[[str, int], str]  # a prompt and how many tokens to write at most
 
@@ -34,7 +34,7 @@ def describe(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, list[str]]:
     """Sentences by class; a class the model has nothing to say about has an empty list."""
-    told = progress or (lambda done, total: None)
+    report = progress or (lambda done, total: None)
     names = [clean(one) for one in classes]
     asked = write(
         ASKED.format(about=about, classes=", ".join(names[:10]), count=questions), 40 * questions
@@ -46,7 +46,7 @@ def describe(
         for number, question in enumerate(found):
             prompt = ANSWERED.format(question=question, words=WORDS, name=clean(name))
             said += sentences(write(prompt, 8 * WORDS), clean(name))
-            told(done * len(found) + number + 1, len(classes) * len(found))
+            report(done * len(found) + number + 1, len(classes) * len(found))
         out[name] = list(dict.fromkeys(said))
     return out
 

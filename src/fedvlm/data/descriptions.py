@@ -25,7 +25,7 @@ def read(common: str, rows: Embedded) -> Sentences:
                 f"descriptions = 'keywords' are those of the demo, and the data are {rows.name}; "
                 "name a JSON file of class names with their sentences"
             )
-    said = by_class(path, opened(path), rows.classes)
+    said = by_class(path, read_file(path), rows.classes)
     for name, one in zip(rows.classes, said, strict=True):
         if one is None:
             raise SettingsError(
@@ -37,14 +37,14 @@ def read(common: str, rows: Embedded) -> Sentences:
 
 def read_own(path: str, classes: Sequence[str]) -> dict[str, Sentences]:
     """By client; a client need not describe every class."""
-    found = opened(Path(path))
+    found = read_file(Path(path))
     return {
         id: [one or [] for one in by_class(Path(path), table, classes)]
         for id, table in sorted(found.items())
     }
 
 
-def opened(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

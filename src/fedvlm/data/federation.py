@@ -18,7 +18,7 @@ from fedvlm.seeds import numbers
 
 
 class Table(Protocol):
-    """What `divide` looks at; Embedded has it, and `Rows` for a data set not yet encoded."""
+    """What `divide` looks at; Embedded has it, and `Listing` for a data set not yet encoded."""
 
     @property
     def classes(self) -> tuple[str, ...]: ...
@@ -37,8 +37,8 @@ class Table(Protocol):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The columns of a data set and the digests of its pictures, without the pictures."""
+class Listing:
+    """The columns of a data set and the digests of its images, without the images."""
 
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
@@ -64,7 +64,7 @@ class Member:
 @dataclass(frozen=True)
 class Division:
     members: dict[str, Member]  # by id, in order
-    dropped: int  # rows dropped because an earlier part has the same picture
+    dropped: int  # rows dropped because an earlier part has the same image
     public: Ints  # rows set aside, nobody's
 
     @property
@@ -73,12 +73,12 @@ class Division:
         return {id: one.domain for id, one in self.members.items()}
 
 
-def digest(picture: bytes) -> str:
-    """Equal digests are the same picture: SHA-256 of the encoded bytes."""
-    return sha256(picture).hexdigest()
+def digest(image: bytes) -> str:
+    """Equal digests are the same image: SHA-256 of the encoded bytes."""
+    return sha256(image).hexdigest()
 
 
-def rows_of(dataset: Dataset, progress: Callable[[int, int], None] | None = None) -> Rows:
+def rows_of(dataset: Dataset, progress: Callable[[int, int], None] | None = None) -> Listing:
     """A data set as `divide` wants it, before any encoder has seen it."""
     total = len(dataset.source)
     content = []
@@ -86,7 +86,7 @@ def rows_of(dataset: Dataset, progress: Callable[[int, int], None] | None = None
         content.append(digest(dataset.source.read(row)))
         if progress:
             progress(row + 1, total)
-    return Rows(
+    return Listing(
         dataset.classes,
         dataset.labels,
         dataset.domains,
@@ -98,7 +98,7 @@ def rows_of(dataset: Dataset, progress: Callable[[int, int], None] | None = None
 
 
 def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ()) -> Division:
-    """Deals the rows of a table to clients and parts; no picture is in two parts of any clients.
+    """Deals the rows of a table to clients and parts; no image is in two parts of any clients.
 
     The same rows in another order are dealt the same way: all drawing is over rows sorted by
     content. A pool (a domain, one of the data's own clients, or everything) is parted on its own,
@@ -161,7 +161,7 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
 
 
 def _apart(rows: Ints, share: float, units: Strings, seed: int, name: str) -> Ints:
-    """A share of the validation rows, whole groups and equal pictures together."""
+    """A share of the validation rows, whole groups and equal images together."""
     if not share:
         return rows[:0]
     many = splits.together(rows, units)
@@ -208,7 +208,7 @@ def _checked(table: Table, clients: Clients) -> Ints:
             "splits, content); they must be of one length"
         )
     if not len(labels):
-        raise DataError("the data have no rows; name a data set with pictures")
+        raise DataError("the data have no rows; name a data set with images")
     counts = np.bincount(labels[labels >= 0], minlength=len(table.classes))
     if labels.min() < 0 or len(counts) > len(table.classes):
         wrong = labels[(labels < 0) | (labels >= len(table.classes))][0]
@@ -217,7 +217,7 @@ def _checked(table: Table, clients: Clients) -> Ints:
         )
     if not counts.all():
         empty = table.classes[int(np.argmin(counts))]
-        raise DataError(f"class {empty!r} has no rows; add pictures or leave it out of the classes")
+        raise DataError(f"class {empty!r} has no rows; add images or leave it out of the classes")
     if clients.by in ("domain", "domain-dirichlet"):
         _check_column("domain", table.domains, clients.by, '"own", "dirichlet" or "pathological"')
     if clients.by == "own":
@@ -273,7 +273,7 @@ def _check_trained(classes: tuple[str, ...], trained: Ints) -> None:
     if not counts.all():
         raise DataError(
             f"class {classes[int(np.argmin(counts))]!r} has no training rows to take shots from; "
-            "add pictures of it, mark some as train, or set a larger share of train"
+            "add images of it, mark some as train, or set a larger share of train"
         )
 
 
@@ -282,5 +282,5 @@ def _check_member(member: Member, shares: tuple[float, float, float], rows: int)
         if share and not len(getattr(member, part)):
             raise DataError(
                 f"client {member.id!r} has no {part} rows ({rows} rows in all, shares "
-                f"{list(shares)}); give it more pictures, set other shares, or make fewer clients"
+                f"{list(shares)}); give it more images, set other shares, or make fewer clients"
             )

@@ -1,4 +1,4 @@
-"""Pictures in folders named after their class, and after a domain, a client or a split above it."""
+"""Images in folders named after their class, and after a domain, a client or a split above it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +14,9 @@ WORDS = ("class", "domain", "client", "split", "*")
 def read_folder(
     path: str | Path, layout: str | None = None, classes: Sequence[str] | None = None
 ) -> Dataset:
-    """A folder or a .zip of `class/picture`, `domain/class/picture`, `client/class/picture`, ...
+    """A folder or a .zip of `class/image`, `domain/class/image`, `client/class/image`, ...
 
-    The layout names the folders from the top to the pictures; `*` is a folder that says nothing.
+    The layout names the folders from the top to the images; `*` is a folder that says nothing.
     Without one it is guessed: one level is the class, two are domain and class, and a top level
     of train and test is the split. One folder around everything is looked through.
     """
@@ -26,10 +26,10 @@ def read_folder(
     elif root.is_file():
         files, folders = sources.list_archive(root)
     else:
-        raise DataError(f"{root} is not there; name a folder or a .zip of pictures")
+        raise DataError(f"{root} is not there; name a folder or a .zip of images")
     if not files:
         raise DataError(
-            f"{root} has no pictures; they end in {', '.join(sources.SUFFIXES)}, "
+            f"{root} has no images; they end in {', '.join(sources.SUFFIXES)}, "
             "in folders named after their class"
         )
     depths = sorted({file.count("/") for file in files})
@@ -39,15 +39,15 @@ def read_folder(
             for depth in (depths[0], depths[-1])
         )
         raise DataError(
-            f"{root} has pictures {depths[0]} and {depths[-1]} folders deep ({shallow}, {deep}); "
-            "put all at one depth, as domain/class/picture"
+            f"{root} has images {depths[0]} and {depths[-1]} folders deep ({shallow}, {deep}); "
+            "put all at one depth, as domain/class/image"
         )
     tops = {_top(file) for file in files}
     words = _parse(layout, depths[0]) if layout else _guess(root, depths[0], files)
     skipped = depths[0] - len(words)
     if skipped not in (0, 1) or (skipped == 1 and len(tops) > 1):
         raise DataError(
-            f"{root} does not have the layout {'/'.join(words)}: its pictures are {depths[0]} "
+            f"{root} does not have the layout {'/'.join(words)}: its images are {depths[0]} "
             f"folders deep, as {files[0]}; name the layout that fits, of {', '.join(WORDS)}"
         )
     source: Source = sources.Files(root, files) if root.is_dir() else sources.Archive(root, files)
@@ -99,7 +99,7 @@ def _parse(layout: str, depth: int) -> list[str]:
     named = [word for word in words if word != "*"]
     if set(words) - set(WORDS) or words.count("class") != 1 or len(set(named)) < len(named):
         raise SettingsError(
-            f"layout = {layout!r} does not fit; it names the folders above a picture, with class "
+            f"layout = {layout!r} does not fit; it names the folders above a image, with class "
             'once and any of domain, client, split and * (says nothing), as "domain/class"'
         )
     return words
@@ -117,7 +117,7 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
     }
     if not guesses.get(depth):
         raise DataError(
-            f"the layout of {root} cannot be guessed: its pictures are {depth} folders deep, as "
+            f"the layout of {root} cannot be guessed: its images are {depth} folders deep, as "
             f"{files[0]}, and the top folders are {listing(tops)}; put them in class/ or in "
             'domain/class/, or name the layout, as "client/class"'
         )
@@ -125,12 +125,12 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
 
 
 def _check_empty(root: Path, labels: Sequence[str], folders: list[str], level: int) -> None:
-    """A folder where a class should be, without a picture in any domain, is a class forgotten."""
+    """A folder where a class should be, without a image in any domain, is a class forgotten."""
     full = {text(label) for label in labels}
     for folder in folders:
         parts = folder.split("/")
         if len(parts) == level + 1 and text(parts[level]) not in full:
             raise DataError(
-                f"{root}: class {parts[level]!r} has no pictures (the folder {folder} is empty); "
+                f"{root}: class {parts[level]!r} has no images (the folder {folder} is empty); "
                 "add some or remove the folder"
             )

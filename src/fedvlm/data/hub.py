@@ -21,7 +21,7 @@ def read_hub(
     client: str | None = None,
     classes: Sequence[str] | None = None,
 ) -> Dataset:
-    """Pictures stay undecoded; the label column's own class names give their order.
+    """Images stay undecoded; the label column's own class names give their order.
 
     The named columns are used, or the ones that are usually called so. If the data come in several
     splits these are kept; a single one is no split.
@@ -29,7 +29,7 @@ def read_hub(
     parts = _load(str(path))
     rows = _join(parts)
     columns = rows.features
-    image = _column(str(path), columns, "image", image, _pictures(columns))
+    image = _column(str(path), columns, "image", image, _images(columns))
     label = _column(str(path), columns, "label", label, LABELS)
     domain = _optional(str(path), columns, "domain", domain, DOMAINS)
     client = _optional(str(path), columns, "client", client, CLIENTS)
@@ -88,7 +88,7 @@ def _join(parts: dict[str, Any]) -> Any:
     return datasets.concatenate_datasets(list(parts.values()))
 
 
-def _pictures(columns: Any) -> tuple[str, ...]:
+def _images(columns: Any) -> tuple[str, ...]:
     import datasets
 
     return tuple(name for name, kind in columns.items() if isinstance(kind, datasets.Image))
@@ -120,7 +120,7 @@ def _undecoded(rows: Any, image: str) -> Any:
 
     if not isinstance(rows.features[image], datasets.Image):
         raise DataError(
-            f"the column {image!r} holds {rows.features[image]}, not pictures; name another"
+            f"the column {image!r} holds {rows.features[image]}, not images; name another"
         )
     return rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
 

@@ -1,4 +1,4 @@
-"""FEMNIST as LEAF writes it: JSON of writers, each with pictures as lists of grey values."""
+"""FEMNIST as LEAF writes it: JSON of writers, each with images as lists of grey values."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ SIDE = 28
 
 
 def is_leaf(folder: Path) -> bool:
-    """Whether a folder holds LEAF's files; any other .json says nothing about its pictures."""
+    """Whether a folder holds LEAF's files; any other .json says nothing about its images."""
     for file in (*folder.glob("*.json"), *folder.glob("train/*.json")):
         if not file.is_file():  # a FIFO would wait for ever
             continue
@@ -58,12 +58,12 @@ def read_leaf(path: str | Path) -> Dataset:
         domains=column(None, len(labels)),
         clients=column(writers, len(labels)),
         splits=split_column(root.name, source, splits, len(labels)),
-        templates=("a picture of the character: {}",),
+        templates=("a image of the character: {}",),
     )
 
 
 def _writers(file: Path) -> dict[str, tuple[NDArray[np.uint8], list[int]]]:
-    """Pictures (rows, 28, 28) and labels of each writer of one file."""
+    """Images (rows, 28, 28) and labels of each writer of one file."""
     found = {}
     try:
         data = json.loads(file.read_text(encoding="utf-8"))["user_data"]
@@ -71,7 +71,7 @@ def _writers(file: Path) -> dict[str, tuple[NDArray[np.uint8], list[int]]]:
             x = np.asarray(rows["x"], dtype=np.float64).reshape(-1, SIDE, SIDE)
             y = [int(label) for label in rows["y"]]
             if len(x) != len(y) or not np.isfinite(x).all() or x.min() < 0 or x.max() > 1:
-                raise ValueError(f"writer {writer}: {len(x)} pictures, {len(y)} labels")
+                raise ValueError(f"writer {writer}: {len(x)} images, {len(y)} labels")
             if y and not 0 <= min(y) <= max(y) < len(CLASSES):
                 raise ValueError(f"writer {writer}: labels {min(y)} to {max(y)}")
             found[str(writer)] = np.rint(x * 255).astype(np.uint8), y

@@ -1,4 +1,4 @@
-"""Lists of pictures: a CSV or Parquet manifest, and the split files of CoOp."""
+"""Lists of images: a CSV or Parquet manifest, and the split files of CoOp."""
 
 import csv
 import json
@@ -50,9 +50,9 @@ def _numbered(names: Sequence[str]) -> Strings:
 
 
 def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
-    """A `split_zhou_*.json` of CoOp: pictures, labels and class names of train, val and test.
+    """A `split_zhou_*.json` of CoOp: images, labels and class names of train, val and test.
 
-    The pictures are below `images`; without it, below the file's folder or a folder in it.
+    The images are below `images`; without it, below the file's folder or a folder in it.
     """
     file = Path(path)
     if not file.is_file():
@@ -68,7 +68,7 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{file} is not a split file of CoOp ({error}); {form}") from error
     if not rows:
-        raise DataError(f"{file} lists no pictures; {form}")
+        raise DataError(f"{file} lists no images; {form}")
     titles: dict[int, str] = {}
     for name, label, title, _ in rows:
         if titles.setdefault(label, title) != title:
@@ -135,30 +135,28 @@ def _paths(file: Path, root: Path, names: Sequence[str]) -> list[str]:
     below: dict[Path, bool] = {}  # folders already looked at
     for row, name in enumerate(names):
         said = f"{file}: row {row + 1} names {name!r}"
-        picture = top / name
-        folder = picture.parent
+        image = top / name
+        folder = image.parent
         if folder not in below:
             below[folder] = folder.resolve().is_relative_to(top)
-        inside = below[folder] and picture.name != ".."
-        if picture.is_symlink():
-            inside = picture.resolve().is_relative_to(top)
+        inside = below[folder] and image.name != ".."
+        if image.is_symlink():
+            inside = image.resolve().is_relative_to(top)
         if not name or Path(name).is_absolute() or not inside:
             raise DataError(f"{said}, which is not below {root}; use paths relative to {root}")
-        if not picture.is_file():
-            raise DataError(
-                f"{said}, which is not there; put the picture in {root} or drop the row"
-            )
+        if not image.is_file():
+            raise DataError(f"{said}, which is not there; put the image in {root} or drop the row")
     return list(names)
 
 
 def _root(file: Path, images: str | Path | None, first: str) -> Path:
-    """Where the first picture is: the place named, the file's folder, or a folder in it."""
+    """Where the first image is: the place named, the file's folder, or a folder in it."""
     here = file.parent
     tried = [Path(images)] if images else [here, *sorted(p for p in here.iterdir() if p.is_dir())]
     for folder in tried:
         if (folder / first).is_file():
             return folder
     raise DataError(
-        f"{first}, the first picture of {file}, is not below "
-        f"{listing([str(folder) for folder in tried])}; name the folder of the pictures as images"
+        f"{first}, the first image of {file}, is not below "
+        f"{listing([str(folder) for folder in tried])}; name the folder of the images as images"
     )

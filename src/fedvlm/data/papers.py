@@ -66,7 +66,7 @@ ENTRIES = (
         layout="leaf",
         classes=class_names("femnist"),
         subset=True,
-        templates=("a picture of the number: {}",),
+        templates=("a image of the number: {}",),
         hub="flwrlabs/femnist",
         columns={"label": "character", "client": "writer_id"},
         protocol="FedOT: digits only, four clients, 60/20/20; cross-device with 1 to 75 clients",
@@ -198,7 +198,7 @@ ENTRIES = (
         split_file="split_zhou_OxfordFlowers.json",
         aliases={"barberton daisy": "barbeton daisy"},
         protocol=FEW,
-        note="the original pictures are in one folder, so the split file is needed",
+        note="the original images are in one folder, so the split file is needed",
     ),
     Entry(
         "oxford-pets",
@@ -210,7 +210,7 @@ ENTRIES = (
         hub="koorye/Oxford-Pets",
         split_file="split_zhou_OxfordPets.json",
         protocol=FEW,
-        note="the original pictures are in one folder, so the split file is needed",
+        note="the original images are in one folder, so the split file is needed",
     ),
     Entry(
         "brain-tumour",
@@ -221,7 +221,7 @@ ENTRIES = (
         hub="sartajbhuvaji/Brain-Tumor-Classification",
         protocol="FAA-CLIP: the training half over three clients at random, 80/10/10, the testing "
         "half as target",
-        note="64 pictures are in both halves; dividing the data drops them from the later part",
+        note="64 images are in both halves; dividing the data drops them from the later part",
     ),
     Entry(
         "skin-cancer",
@@ -245,7 +245,7 @@ ENTRIES = (
         },
         subset=True,
         protocol="FAA-CLIP: three sources as clients, 80/20, a fifth of ISIC 2019 as target",
-        note="split by lesion: HAM10000 has several pictures of one lesion, which no digest finds. "
+        note="split by lesion: HAM10000 has several images of one lesion, which no digest finds. "
         "The Hub's copy is HAM10000 alone; its diagnosis names were not verified",
     ),
     Entry(

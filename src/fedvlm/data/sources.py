@@ -1,4 +1,4 @@
-"""Where the bytes of pictures are: files below a folder, members of an archive, rows, pixels."""
+"""Where the bytes of images are: files below a folder, members of an archive, rows, pixels."""
 
 import stat
 import zlib
@@ -89,7 +89,7 @@ class Archive:
 
 
 class Arrow:
-    """Rows of a column of undecoded pictures of the `datasets` library."""
+    """Rows of a column of undecoded images of the `datasets` library."""
 
     def __init__(self, rows: Any, image: str, title: str) -> None:
         self.rows, self.image, self.title = rows, image, title
@@ -109,12 +109,12 @@ class Arrow:
         except (OSError, TypeError) as error:
             raise DataError(
                 f"{self.name(row)} has neither bytes nor a file ({cell!r}); "
-                "save the data set with its pictures embedded"
+                "save the data set with its images embedded"
             ) from error
 
 
 class Pixels:
-    """Grey pictures held as numbers, given out as PNG."""
+    """Grey images held as numbers, given out as PNG."""
 
     def __init__(self, pixels: NDArray[np.uint8], names: Sequence[str]) -> None:
         self.pixels, self.names = pixels, list(names)  # (rows, height, width)
@@ -146,7 +146,7 @@ class Chosen:
 
 
 def list_folder(root: Path) -> tuple[list[str], list[str]]:
-    """Pictures and folders below a folder, relative and sorted; links that lead out are refused."""
+    """Images and folders below a folder, relative and sorted; links that lead out are refused."""
     files, folders, waiting = [], [], [""]
     while waiting:
         above = waiting.pop()
@@ -190,7 +190,7 @@ def check_link(entry: Path, root: Path) -> None:
 
 
 def list_archive(path: Path) -> tuple[list[str], list[str]]:
-    """Pictures and folders of a .zip, sorted; members that could lead out of it are refused."""
+    """Images and folders of a .zip, sorted; members that could lead out of it are refused."""
     try:
         with ZipFile(path) as archive:
             members = archive.infolist()

@@ -155,9 +155,9 @@ def first_of_each(labels: Ints, shots: int, rng: np.random.Generator) -> Ints:
 
 
 def repeated(content: NDArray[np.str_], parts: Ints) -> NDArray[np.bool_]:
-    """True for rows whose picture is also in an earlier part (train, validation, test)."""
-    _, picture = np.unique(content, return_inverse=True)
+    """True for rows whose image is also in an earlier part (train, validation, test)."""
+    _, image = np.unique(content, return_inverse=True)
     first = np.full(len(parts), len(PARTS), dtype=np.int64)
-    np.minimum.at(first, picture, parts)
-    later: NDArray[np.bool_] = parts > first[picture]
+    np.minimum.at(first, image, parts)
+    later: NDArray[np.bool_] = parts > first[image]
     return later

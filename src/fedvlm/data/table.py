@@ -1,4 +1,4 @@
-"""What a data set is: before the encoder a table of pictures, after it a table of embeddings."""
+"""What a data set is: before the encoder a table of images, after it a table of embeddings."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,22 +30,22 @@ SPLITS = {  # the words people use for the three parts
 
 
 class Source(Protocol):
-    """Where the bytes of the pictures are: files, members of an archive, rows of an Arrow table."""
+    """Where the bytes of the images are: files, members of an archive, rows of an Arrow table."""
 
     def __len__(self) -> int: ...
 
     def name(self, row: int) -> str:
-        """How a person finds this picture again."""
+        """How a person finds this image again."""
         ...
 
     def read(self, row: int) -> bytes:
-        """The encoded picture (PNG, JPEG, ...), not decoded."""
+        """The encoded image (PNG, JPEG, ...), not decoded."""
         ...
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Pictures with labels. Empty strings mean that a column says nothing about a row."""
+    """Images with labels. Empty strings mean that a column says nothing about a row."""
 
     name: str
     classes: tuple[str, ...]  # in the order of the label ids, as a template wants them
@@ -54,14 +54,14 @@ class Dataset:
     domains: Strings  # (rows,)
     clients: Strings  # (rows,) the data's own clients (writers, sites), or empty strings
     splits: Strings  # (rows,) "train", "validation", "test" where the data set says so, or empty
-    templates: tuple[str, ...] = ("a picture of a {}",)
+    templates: tuple[str, ...] = ("a image of a {}",)
     groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
     notes: tuple[str, ...] = ()  # what was passed over on the way
 
 
 @dataclass(frozen=True, repr=False)
 class Embedded:
-    """The same rows as a method's world sees them: unit-norm embeddings and no pictures."""
+    """The same rows as a method's world sees them: unit-norm embeddings and no images."""
 
     name: str
     classes: tuple[str, ...]
@@ -70,15 +70,15 @@ class Embedded:
     domains: Strings
     clients: Strings
     splits: Strings
-    content: Sequence[str]  # (rows,) hex digests: equal digests are the same picture
+    content: Sequence[str]  # (rows,) hex digests: equal digests are the same image
     scale: float  # the encoder's logit scale (100 for released CLIP)
     text: Tensor | None  # (classes, dim) unit-norm class text embeddings, if the encoder has them
     patches: "Tensor | Rows | None"  # (rows, patches, dim) float16, memory-mapped, if asked for
     encoder: str  # the encoder's name and fingerprint
-    fingerprint: str  # of the rows: pictures, labels, classes, templates
+    fingerprint: str  # of the rows: images, labels, classes, templates
     text_tower: "TextTower | None" = None
     image_tower: "ImageTower | None" = None
-    pictures: "Rows | None" = None  # (rows, 3, height, width) as the image tower takes them
+    images: "Rows | None" = None  # (rows, 3, height, width) as the image tower takes them
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same, by client that brings it
     groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
@@ -94,15 +94,15 @@ class Embedded:
             "text": self.text,
             "patches": self.patches,
             "text tower": self.text_tower,
-            "image tower": None if self.pictures is None else self.image_tower,
+            "image tower": None if self.images is None else self.image_tower,
         }
         return {need for need, value in there.items() if value is not None}
 
     def view(self, needs: Collection[str]) -> "Tensor | Rows":
         """The rows as a method of these needs sees them."""
         if "image tower" in needs:
-            assert self.pictures is not None
-            return self.pictures
+            assert self.images is not None
+            return self.images
         if "patches" in needs:
             assert self.patches is not None
             return self.patches
@@ -130,7 +130,7 @@ def tabulate(
     """
     rows = [text(label) for label in labels]
     if not rows:
-        raise DataError(f"{name} has no pictures; name a place that has some")
+        raise DataError(f"{name} has no images; name a place that has some")
     if "" in rows:
         raise DataError(f"{name}: {source.name(rows.index(''))} has no label; give it one")
     ordered = [text(one) for one in classes] if classes is not None else in_order(rows)
@@ -148,7 +148,7 @@ def tabulate(
             )
     if empty := sorted(set(ordered) - set(rows)):
         raise DataError(
-            f"{name}: class {empty[0]!r} has no pictures; add some or leave the class out"
+            f"{name}: class {empty[0]!r} has no images; add some or leave the class out"
         )
     return Dataset(
         name=name,

@@ -32,9 +32,9 @@ class Account:
         self.rounds: Counter[str] = Counter()
         self.measures: Counter[str] = Counter()
         self.spent: dict[str, float] = {}  # by training: Σ 1/z² of the noise of its uploads
-        told = ledger.read() if ledger.path.exists() else None
-        self.broken = bool(told and told.broken)
-        for line in told.lines if told else ():
+        history = ledger.read() if ledger.path.exists() else None
+        self.broken = bool(history and history.broken)
+        for line in history.lines if history else ():
             self.note(line)
 
     def note(self, line: Mapping[str, Any]) -> None:

@@ -22,13 +22,15 @@ def give_consent(
         raise SettingsError(f"days = {days}; consent lasts for more than 0 days")
     now = datetime.now(UTC)
     until = now + timedelta(days=days)
-    told = {
+    consent = {
         "by": by,
         "methods": list(methods),
         "given": now.isoformat(timespec="seconds"),
         "until": until.isoformat(timespec="seconds"),
     }
-    write(Path(folder) / CONSENT, json.dumps(told, indent=1, ensure_ascii=False).encode() + b"\n")
+    write(
+        Path(folder) / CONSENT, json.dumps(consent, indent=1, ensure_ascii=False).encode() + b"\n"
+    )
     return until
 
 
@@ -41,13 +43,15 @@ def check_consent(folder: Path, method: str) -> None:
     if not (folder / CONSENT).exists():
         raise Refused("consent")
     try:
-        told = json.loads((folder / CONSENT).read_text())
-        until, methods = datetime.fromisoformat(told["until"]), list(told["methods"])
+        consent = json.loads((folder / CONSENT).read_text())
+        until, methods = datetime.fromisoformat(consent["until"]), list(consent["methods"])
         over = datetime.now(UTC) > until
     except (KeyError, TypeError, ValueError) as error:
         raise Refused("consent damaged") from error
     if over:
-        raise Refused("consent ended", f"the consent given at this site ended at {told['until']}")
+        raise Refused(
+            "consent ended", f"the consent given at this site ended at {consent['until']}"
+        )
     if methods and method not in methods:
         raise Refused(
             "consent method", f"the consent given at this site is not for the method {method}"

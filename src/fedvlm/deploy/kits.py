@@ -80,7 +80,7 @@ def read_site(folder: Path) -> SiteKit:
     return kit
 
 
-def told_site(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
+def configured(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
     """The kit with what was said on the command line."""
     given = dict(given)
     if Path(str(given.get("data", ""))).exists() and given.get("data"):

@@ -26,7 +26,7 @@ Direction = Literal["in", "out", "refused", "dropped"]
 
 
 @dataclass(frozen=True)
-class Told:
+class History:
     """A ledger as it was read: its sound lines, and what a crash or a hand has done to others."""
 
     lines: tuple[dict[str, Any], ...]
@@ -86,7 +86,7 @@ class Ledger:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
-    def read(self) -> Told:
+    def read(self) -> History:
         """All lines, each checked against the one before it."""
         if not self.path.is_file():
             raise DataError(
@@ -106,7 +106,7 @@ class Ledger:
                 broken.append(f"line {number} was changed after it was written")
             lines.append(line)
             head = line["hash"]
-        return Told(tuple(lines), tuple(torn), tuple(broken), head)
+        return History(tuple(lines), tuple(torn), tuple(broken), head)
 
 
 def _texts(path: Path) -> list[bytes]:

@@ -113,7 +113,7 @@ class Policy:
         """Scores are told so; beside noise, exact ones would undo it."""
         return "none" if self.scores == "exact" and (self.noise or self.epsilon) else self.scores
 
-    def told(self, scores: Mapping[str, Any]) -> dict[str, Any]:
+    def allowed_scores(self, scores: Mapping[str, Any]) -> dict[str, Any]:
         """The scores that may leave."""
         counts = {
             f"{part}_{what}": int(scores[f"{part}_{what}"])

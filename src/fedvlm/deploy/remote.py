@@ -27,7 +27,7 @@ from fedvlm.errors import FederationError
 
 KNOWN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int8}
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
-OPEN = 600.0  # seconds a site has to open a training: it may have to embed its pictures first
+OPEN = 600.0  # seconds a site has to open a training: it may have to embed its images first
 AGAINST = 1000  # uploads that may have left a site and never arrived; more it would not allow
 AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
 

@@ -17,7 +17,7 @@ from fedvlm.deploy.reasons import Said
 from fedvlm.engines.client import World
 from fedvlm.errors import DataError, FederationError, SettingsError, listing
 from fedvlm.evaluate.reference import wants_reference
-from fedvlm.runner.load import embedded, encode, load, opened, reach, skipped
+from fedvlm.runner.load import embedded, encode, load, open_data, reach, skipped
 from fedvlm.runner.prepare import (
     Prepared,
     check_rows,
@@ -40,7 +40,7 @@ class Own:
     labels: NDArray[np.int64]  # of the training rows
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
-    told: Mapping[str, Any]  # what its card tells of rows and code
+    about: Mapping[str, Any]  # what its card tells of rows and code
 
 
 def own_rows(
@@ -72,7 +72,7 @@ def own_rows(
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
     labels = rows.labels[prepared.division.members[id].train]
-    title = f"{settings.method.name}-{spec['job']}-{seed}"
+    title = f"{settings.method.name}-{spec['training']}-{seed}"
     about = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint}
     return Own(world, labels, rows.encoder, title, about | provenance())
 
@@ -133,7 +133,7 @@ def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> Embedded:
     source = {**kit.source}
     if "templates" in settings.source:
         source["templates"] = settings.source["templates"]
-    dataset = opened(kit.data, source)
+    dataset = open_data(kit.data, source)
     encoder, _ = reach(kit.encoder, kit.access)
     dataset = replace(dataset, classes=tuple(classes), labels=_labels(dataset, classes, kit.name))
     return embedded(settings, dataset, encoder, quiet)[0]
@@ -150,7 +150,7 @@ def _labels(dataset: Dataset | Embedded, classes: list[str], site: str) -> NDArr
     if strange := [name for name in dataset.classes if named(name).casefold() not in place]:
         raise Said(
             "classes",
-            f"site {site} has pictures of {strange[0]!r}, which is no class of this experiment; "
+            f"site {site} has images of {strange[0]!r}, which is no class of this experiment; "
             f"its classes are {listing(classes)}",
             count=len(strange),
         )
@@ -166,7 +166,7 @@ def stored(rows: Embedded, classes: list[str], site: str) -> Embedded:
     if rows.text is not None and (missing := sorted(set(classes) - set(held))):
         raise DataError(
             f"the store of site {site} has no text of class {missing[0]!r}; "
-            "embed the pictures with an encoder instead, or add the class to the store"
+            "embed the images with an encoder instead, or add the class to the store"
         )
     order = [] if rows.text is None else [held.index(name) for name in classes]
     return replace(
@@ -177,28 +177,28 @@ def stored(rows: Embedded, classes: list[str], site: str) -> Embedded:
     )
 
 
-def embed_early(kit: SiteKit, told: Callable[[str, int, int], None]) -> list[str]:
-    """Embeds the site's pictures before the first request, and says what is wrong with them."""
+def embed_early(kit: SiteKit, progress: Callable[[str, int, int], None]) -> list[str]:
+    """Embeds the site's images before the first request, and says what is wrong with them."""
     if kit.plays or kit.encoder.startswith("store:"):
         return []
     if not kit.data or not kit.encoder:
         raise SettingsError(
-            f"site {kit.name} needs its pictures and an encoder: "
+            f"site {kit.name} needs its images and an encoder: "
             f"fedvlm deploy site {kit.folder} --data IMAGES --encoder demo"
         )
     encoder, notes = reach(kit.encoder, kit.access)
-    done = encode(opened(kit.data, kit.source), encoder, False, "float32", told)
+    done = encode(open_data(kit.data, kit.source), encoder, False, "float32", progress)
     return [*notes, *skipped(done)]
 
 
 def write_reference(
-    folder: Path, data: str, encoder: str, patches: bool, told: Callable[[str, int, int], None]
+    folder: Path, data: str, encoder: str, patches: bool, progress: Callable[[str, int, int], None]
 ) -> int:
     """Public rows, without labels, for the server to send; their number."""
     from fedvlm.deploy.server import REFERENCE
 
     box, _ = reach(encoder, {})
-    rows = encode(opened(data, {}), box, patches, "float32", told).embedded
+    rows = encode(open_data(data, {}), box, patches, "float32", progress).embedded
     values = {"image": rows.x}
     if rows.patches is not None:
         values["patches"] = rows.patches[:]

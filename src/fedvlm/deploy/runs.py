@@ -84,8 +84,8 @@ def run(
         )
     for name, text in APP.items():
         write(kit.folder / "app" / name, text.encode())
-    told = {"out": str(folder.resolve()), "identity": settings.identity()}
-    write_json(kit.folder / REQUEST, told)
+    request = {"out": str(folder.resolve()), "identity": settings.identity()}
+    write_json(kit.folder / REQUEST, request)
     (kit.folder / FAILED).unlink(missing_ok=True)
     answer = flwr(kit, "run", str(kit.folder.resolve() / "app"), LINK)
     if "run-id" not in answer:
@@ -111,8 +111,8 @@ def _follow(kit: ServerKit, id: str, record: Record, progress: Progress) -> None
             progress(*read_json(note))
         if monotonic() - looked > LOOK:
             looked = monotonic()
-            told: Any = flwr(kit, "list", LINK, "--run-id", id)
-            status = str((told.get("runs") or [{}])[0].get("status", told))
+            listed: Any = flwr(kit, "list", LINK, "--run-id", id)
+            status = str((listed.get("runs") or [{}])[0].get("status", listed))
             if "pending" in status and monotonic() - begin > PENDING:
                 flwr(kit, "stop", id, LINK)
                 raise FederationError(
@@ -157,8 +157,8 @@ def rehearse(
     **rules: Any,
 ) -> Result:
     """All of it on this machine: a process per client of the experiment, ports of loopback."""
-    told = progress or (lambda what, done, total: None)
-    kit = stage(settings, place, told, **rules)
+    report = progress or (lambda what, done, total: None)
+    kit = stage(settings, place, report, **rules)
     with processes() as running:
         running += [superlink(kit)]
         running += [start_site(place / f"site-{name}") for name in kit.sites]
@@ -178,11 +178,11 @@ def processes() -> Iterator[list[Process]]:
             one.stop()
 
 
-def stage(settings: Settings, place: Path, told: Progress, **rules: Any) -> ServerKit:
+def stage(settings: Settings, place: Path, progress: Progress, **rules: Any) -> ServerKit:
     """Kits for a rehearsal: each site plays one client of the experiment's own data."""
     if (place / "server" / "server.toml").exists():
         return read_server(place / "server")  # a rehearsal that was stopped goes on
-    rows, _ = load(settings, told)
+    rows, _ = load(settings, progress)
     ids = list(prepare(settings, rows, settings.seeds[0]).division.members)
     if len(ids) > 32:
         raise SettingsError(

@@ -84,8 +84,8 @@ def _reach(kit: SiteKit, say: Say, stop: Event) -> bool:
 def _node(kit: SiteKit, bin: Path, place: str) -> Process:
     source = str(Path(__file__).resolve().parents[2])  # as this process found fedvlm
     paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    told = {DESK: str(Path(place) / "desk"), PASS: place, "PYTHONPATH": paths}
-    return supernode(kit, bin, told)
+    environment = {DESK: str(Path(place) / "desk"), PASS: place, "PYTHONPATH": paths}
+    return supernode(kit, bin, environment)
 
 
 def _script(path: Path, module: str, main: str) -> None:

@@ -58,7 +58,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
     fits_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
-            "the server has no pictures to take class names from; name the classes in the "
+            "the server has no images to take class names from; name the classes in the "
             "experiment, as [source] classes = ['cat', 'dog']"
         )
     wants = reference.wants_reference(settings.method) and not kit.rehearsal
@@ -116,7 +116,7 @@ class Run:
             if scores is None:
                 scores = self.train(training, seed)
             done[training.name] = (training, scores)
-            path = self.record.folder / "jobs" / f"{name}.safetensors"
+            path = self.record.folder / "trainings" / f"{name}.safetensors"
             shares = shares or any(key.startswith("shared/") for key in read_tensors(path)[0])
         return settings.rules().table(domains, done, shares)
 
@@ -126,7 +126,7 @@ class Run:
             "identity": json.loads(json.dumps(settings.identity())),
             "classes": [named(str(one)) for one in settings.source.get("classes", [])],
             "seed": seed,
-            "job": training.name,
+            "training": training.name,
         }
         engine = Remote(self.grid, self.kit, spec, self.reference(training, seed))
         engine.gather()
@@ -153,9 +153,9 @@ class Run:
 
     def about(self, engine: Remote, first: Opened, seed: int) -> dict[str, Any]:
         """The manifest: of the rows the server knows no more than classes and numbers."""
-        settings, told = self.settings, first.about
+        settings, about = self.settings, first.about
         text = None if first.text is None else first.text.tolist()
-        known = {key: told[key] for key in KNOWN if key in told}
+        known = {key: about[key] for key in KNOWN if key in about}
         known |= {"rows": "at the sites", "data": f"{len(self.kit.sites)} sites", "text": text}
         trainings = trainings_of(settings, {name: name for name in self.kit.sites}, seed)
         names = [one.name for one in trainings]
@@ -163,7 +163,7 @@ class Run:
         return {
             **{"identity": settings.identity(), "memory": True, "notes": [bound_note(settings)]},
             **manifest(known, names, engine.counts, dropped),
-            **{"sites": list(self.kit.sites), "local": told["local"]},
+            **{"sites": list(self.kit.sites), "local": about["local"]},
         }
 
     def reference(self, training: Training, seed: int) -> Tensors:
@@ -187,17 +187,17 @@ class Run:
 
 def conduct(grid: Any, folder: Path) -> None:
     """The ServerApp: what is to be run is in a file, and so is why it failed, if it did."""
-    told = read_json(folder / REQUEST)
+    request = read_json(folder / REQUEST)
     kit = read_server(folder)
     try:
-        settings = build(told["identity"])
+        settings = build(request["identity"])
         ready(kit, settings)
-        progress = Path(told["out"]).with_suffix(".progress")
+        progress = Path(request["out"]).with_suffix(".progress")
 
         def tell(what: str, done: int, total: int) -> None:
             write_json(progress, [what, done, total])
 
-        Run(grid, kit, settings, Record(Path(told["out"])), tell).all()
+        Run(grid, kit, settings, Record(Path(request["out"])), tell).all()
     except FedVLMError as error:
         write(kit.folder / FAILED, str(error).encode())
         raise

@@ -103,8 +103,8 @@ class Site:
         self.account.admit(policy, kind, key, spends)
         reply, state = self.desk.answer(request, state)
         words = {
-            "scores": policy.told(reply.about["scores"]),
-            "told": {} if policy.how == "none" else reply.about["told"],
+            "scores": policy.allowed_scores(reply.about["scores"]),
+            "described": {} if policy.how == "none" else reply.about["described"],
             "releases": self.account.rounds[key] + (kind == "upload"),
         }
         return Parcel({**reply.about, **words}, reply.arrays), state, {**costs, "spends": spends}
@@ -217,7 +217,7 @@ class Site:
         known = calibration(world, sent, local, training.id)
         one = Personalised(world.method, world.frozen, sent, local, training.id, own.encoder, known)
         measured = measure(world, sent, local, training.id)
-        save(one, Story(own.told, own.title, measured["test_rows"], measured["test_hits"]), place)
+        save(one, Story(own.about, own.title, measured["test_rows"], measured["test_hits"]), place)
         self.say(f"its classifier is in {place}")
 
 

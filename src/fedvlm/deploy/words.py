@@ -69,7 +69,7 @@ ABOUT = {
     "round": whole(),
     "nonce": text(64),
 }
-SPEC = {"identity": mapping, "classes": listed(text()), "seed": whole(), "job": text()}
+SPEC = {"identity": mapping, "classes": listed(text()), "seed": whole(), "training": text()}
 TASK = {
     "client": text(),
     "trains": truth,
@@ -85,7 +85,7 @@ SPOKEN = {  # every word of every reply; docs/security/security.md has a line fo
     },
     "round": {
         **{"masked": truth, "version": whole(), "uploads": truth, "releases": whole()},
-        **{"scores": table(SCORES, MORE), "told": mapping},
+        **{"scores": table(SCORES, MORE), "described": mapping},
     },
 }
 SPOKEN["adapt"] = SPOKEN["round"]
@@ -131,7 +131,7 @@ def check_reply(reply: Parcel, request: Mapping[str, Any]) -> None:
     scores = about["scores"]
     if any(scores[f"{part}_hits"] > scores[f"{part}_rows"] for part in PARTS[1:]):
         raise FederationError("the reply has more hits than rows")
-    if len(about["told"]) > 32 or not all(map(text(), about["told"])):
-        raise FederationError("'told' of the reply does not fit")
-    if not all(map(number, about["told"].values())):
-        raise FederationError("'told' of the reply holds what is no number")
+    if len(about["described"]) > 32 or not all(map(text(), about["described"])):
+        raise FederationError("'described' of the reply does not fit")
+    if not all(map(number, about["described"].values())):
+        raise FederationError("'described' of the reply holds what is no number")

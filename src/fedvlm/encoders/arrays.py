@@ -1,6 +1,6 @@
 """What the encoder server and its client have in common: arrays in JSON, and the token.
 
-POST /embed takes {"pictures": [base64 of a file, ...], "patches": false}, POST /text takes
+POST /embed takes {"images": [base64 of a file, ...], "patches": false}, POST /text takes
 {"sentences": [...]}; both answer {"fingerprint": ..., "pooled": array, "patches": array or null}.
 An array is {"dtype": "float32", "shape": [...], "data": base64 of little-endian values}. GET /info
 answers name, dim, scale, offers, fingerprint, preprocess, max_batch and max_bytes.

@@ -27,7 +27,7 @@ def describe_rows(rows: Embedded, encoder: Encoder, common: str, own: str) -> Em
         )
     said = read(common, rows) if common else None
     brought = read_own(own, rows.classes) if own else {}
-    told = json.dumps([rows.fingerprint, said, brought], sort_keys=True)
+    content = json.dumps([rows.fingerprint, said, brought], sort_keys=True)
     widest = max((len(one) for many in brought.values() for one in many), default=0)
     with use(directory(), fingerprint(encoder), encoder.name) as (entry, _):
         table = entry.need("text.float32", "float32", (encoder.dim,))
@@ -45,5 +45,5 @@ def describe_rows(rows: Embedded, encoder: Encoder, common: str, own: str) -> Em
             rows,
             descriptions=embedded(said, max(map(len, said))) if said else None,
             texts={id: embedded(many, widest) for id, many in brought.items()},
-            fingerprint=sha256(told.encode()).hexdigest(),
+            fingerprint=sha256(content.encode()).hexdigest(),
         )

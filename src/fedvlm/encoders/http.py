@@ -1,4 +1,4 @@
-"""A black-box encoder behind a URL: pictures go there as they are, embeddings come back."""
+"""A black-box encoder behind a URL: images go there as they are, embeddings come back."""
 
 import os
 import random
@@ -33,7 +33,7 @@ LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 class Http:
     """The client of `fedvlm serve-encoder`, or of anything that answers as wire.py says.
 
-    `drift` is how far the same picture's two embeddings were apart; None before the first batch.
+    `drift` is how far the same image's two embeddings were apart; None before the first batch.
     """
 
     preprocess = None  # the server takes the encoded bytes themselves
@@ -96,14 +96,14 @@ class Http:
         return normalize(torch.from_numpy(vectors.astype(np.float32)), dim=-1)
 
     def _parts(self, files: list[bytes]) -> Iterator[list[bytes]]:
-        """As many pictures at a time as the server takes."""
+        """As many images at a time as the server takes."""
         part: list[bytes] = []
-        used, room = 0, self._max_bytes - 1000  # for the braces around the pictures
+        used, room = 0, self._max_bytes - 1000  # for the braces around the images
         for file in files:
             size = 4 * len(file) // 3 + 10
             if size > room:
                 raise EncoderError(
-                    f"a picture of {len(file):,} bytes is more than {self.url} takes "
+                    f"a image of {len(file):,} bytes is more than {self.url} takes "
                     f"({self._max_bytes:,} for a request); scale it down first"
                 )
             if part and (used + size > room or len(part) == self._max_batch):
@@ -115,22 +115,22 @@ class Http:
             yield part
 
     def _embed(self, files: list[bytes], patches: bool) -> Vectors:
-        pictures = [b64encode(file).decode() for file in files]
+        images = [b64encode(file).decode() for file in files]
         most = most_of(len(files), self.dim, patches)
-        answer = self._ask("POST", "/embed", {"pictures": pictures, "patches": patches}, most)
+        answer = self._ask("POST", "/embed", {"images": images, "patches": patches}, most)
         pooled = self._array(answer, "pooled", len(files), 2).astype(np.float32)
         if not patches:
             return Vectors(pooled, None)
         return Vectors(pooled, self._array(answer, "patches", len(files), 3).astype(np.float16))
 
     def _probe(self, file: bytes, first: NDArray[np.float32]) -> None:
-        """The same picture once more. The first vector is the one that is kept."""
+        """The same image once more. The first vector is the one that is kept."""
         again = self._embed([file], patches=False).pooled[0]
         one, two = (value / max(float(np.linalg.norm(value)), 1e-12) for value in (first, again))
         self.drift = float(np.abs(one - two).max())
         if self.drift > self._tolerance and self._warn is not None:
             self._warn(
-                f"{self.name} gave the same picture two embeddings {self.drift:.2g} apart; "
+                f"{self.name} gave the same image two embeddings {self.drift:.2g} apart; "
                 "the first is kept, and no other machine will get exactly the same"
             )
 

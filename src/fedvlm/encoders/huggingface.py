@@ -83,7 +83,7 @@ class HuggingFace:
             pooled, tokens = self._image(pixels)
         except (ValueError, RuntimeError) as error:
             raise EncoderError(
-                f"{self.name} cannot take pictures of {tuple(pixels.shape[1:])} ({error}); "
+                f"{self.name} cannot take images of {tuple(pixels.shape[1:])} ({error}); "
                 "its preprocessor_config.json does not fit its config.json"
             ) from error
         if not patches:
@@ -183,7 +183,7 @@ def load(source: str | Path) -> tuple[Any, Any, Any, Pixels]:
     preprocess = _pixels(transformers, where, config.model_type, options)
     family = getattr(transformers, FAMILIES[config.model_type][0])
     shape = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
-    model, told = family.from_pretrained(
+    model, loading = family.from_pretrained(
         where,
         config=config,
         dtype=torch.float32,
@@ -192,10 +192,10 @@ def load(source: str | Path) -> tuple[Any, Any, Any, Pixels]:
         **shape,
         **options,
     )
-    if told["missing_keys"]:
+    if loading["missing_keys"]:
         raise EncoderError(
-            f"the weights of {source} lack {min(told['missing_keys'])} and "
-            f"{len(told['missing_keys']) - 1} more; get the complete checkpoint"
+            f"the weights of {source} lack {min(loading['missing_keys'])} and "
+            f"{len(loading['missing_keys']) - 1} more; get the complete checkpoint"
         )
     tokenizer = None
     if hasattr(config, "text_config"):
@@ -206,25 +206,29 @@ def load(source: str | Path) -> tuple[Any, Any, Any, Pixels]:
 def _pixels(transformers: Any, where: str, kind: str, options: dict[str, Any]) -> Pixels:
     mixin = transformers.image_processing_base.ImageProcessingMixin
     settings, _ = mixin.get_image_processor_dict(where, **options)
-    told = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
-    brand = told.split("ImageProcessor")[0].split("FeatureExtractor")[0] or FAMILIES[kind][1]
+    kind_named = str(
+        settings.get("image_processor_type") or settings.get("feature_extractor_type") or ""
+    )
+    brand = kind_named.split("ImageProcessor")[0].split("FeatureExtractor")[0] or FAMILIES[kind][1]
     processor_class = getattr(transformers, f"{brand}ImageProcessorPil", None)
     if brand not in {family for _, family in FAMILIES.values()} or processor_class is None:
-        raise EncoderError(f"{where} is preprocessed by {told}, which fedvlm cannot reproduce")
-    told_all = processor_class(**settings).to_dict()
-    size, crop = told_all["size"], told_all.get("crop_size")
-    if told_all.get("do_resize") and set(size) not in ({"height", "width"}, {"shortest_edge"}):
+        raise EncoderError(
+            f"{where} is preprocessed by {kind_named}, which fedvlm cannot reproduce"
+        )
+    processed = processor_class(**settings).to_dict()
+    size, crop = processed["size"], processed.get("crop_size")
+    if processed.get("do_resize") and set(size) not in ({"height", "width"}, {"shortest_edge"}):
         raise EncoderError(f"{where} resizes to {size}; fedvlm knows height, width, shortest_edge")
-    normal = told_all.get("do_normalize")
+    normal = processed.get("do_normalize")
     return Pixels(
         size=(size.get("shortest_edge") or (size["height"], size["width"]))
-        if told_all.get("do_resize")
+        if processed.get("do_resize")
         else None,
-        crop=(crop["height"], crop["width"]) if told_all.get("do_center_crop") else None,
-        resample=int(told_all["resample"]),
-        rescale=told_all["rescale_factor"] if told_all.get("do_rescale") else None,
-        mean=tuple(told_all["image_mean"]) if normal else None,
-        std=tuple(told_all["image_std"]) if normal else None,
+        crop=(crop["height"], crop["width"]) if processed.get("do_center_crop") else None,
+        resample=int(processed["resample"]),
+        rescale=processed["rescale_factor"] if processed.get("do_rescale") else None,
+        mean=tuple(processed["image_mean"]) if normal else None,
+        std=tuple(processed["image_std"]) if normal else None,
     )
 
 

@@ -13,19 +13,17 @@ if TYPE_CHECKING:  # decoder processes import this module and have no use for to
 
 
 class Preprocess(Protocol):
-    """From a decoded RGB picture to the array the encoder takes; pickled to decoder processes."""
+    """From a decoded RGB image to the array the encoder takes; pickled to decoder processes."""
 
-    def __call__(self, picture: Image) -> NDArray[Any]: ...
+    def __call__(self, image: Image) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
 class Vectors:
-    """What an encoder answers for a batch of pictures; lengths are as the encoder gave them."""
+    """What an encoder answers for a batch of images; lengths are as the encoder gave them."""
 
-    pooled: NDArray[np.float32]  # (pictures, dim)
-    patches: (
-        NDArray[np.float16] | None
-    )  # (pictures, patches, dim) through final norm and projection
+    pooled: NDArray[np.float32]  # (images, dim)
+    patches: NDArray[np.float16] | None  # (images, patches, dim) through final norm and projection
 
 
 class Encoder(Protocol):

@@ -44,7 +44,7 @@ class Onnx:
         settings = _settings(path / "encoder.json" if path.is_dir() else path.with_suffix(".json"))
         self.scale = float(settings["scale"])
         self._image = Tower(image)
-        size = self._image.picture(settings["size"])
+        size = self._image.image(settings["size"])
         squash = settings["resize"] == "squash"
         self.preprocess = Pixels(
             size=(size, size) if squash else size,
@@ -120,31 +120,31 @@ class Tower:
         flat = [one.name for one in outputs if len(one.shape or ()) == 2]
         named = [one for one in flat if one in ("image_embeds", "text_embeds")]
         if len(named or flat) != 1:
-            told = ", ".join(f"{one.name} {one.shape}" for one in outputs)
+            listed = ", ".join(f"{one.name} {one.shape}" for one in outputs)
             raise EncoderError(
                 f"{file} must have one output of (batch, dim), or name it image_embeds or "
-                f"text_embeds; it has {told}"
+                f"text_embeds; it has {listed}"
             )
         self.output = (named or flat)[0]
 
-    def picture(self, size: int | None) -> int:
-        """The edge of the pictures, from the settings or the input's own shape."""
+    def image(self, size: int | None) -> int:
+        """The edge of the images, from the settings or the input's own shape."""
         shape = self.inputs[0].shape
         if len(self.inputs) != 1 or len(shape) != 4 or "float" not in self.inputs[0].type:
-            told = ", ".join(f"{one.name} {one.type} {one.shape}" for one in self.inputs)
+            listed = ", ".join(f"{one.name} {one.type} {one.shape}" for one in self.inputs)
             raise EncoderError(
                 f"{self.file} must take one input of (batch, 3, height, width) floats; "
-                f"it takes {told}"
+                f"it takes {listed}"
             )
         fixed = [edge for edge in shape[2:] if isinstance(edge, int)]
         wanted = size or (fixed[0] if fixed else None)
         if wanted is None:
             raise EncoderError(
-                f'{self.file} takes any picture size; write {{"size": 224}} in the JSON beside it'
+                f'{self.file} takes any image size; write {{"size": 224}} in the JSON beside it'
             )
         if any(edge != wanted for edge in fixed) or shape[1] not in (3, None, str(shape[1])):
             raise EncoderError(
-                f"{self.file} takes pictures of {shape[1:]}, not of [3, {wanted}, {wanted}]; "
+                f"{self.file} takes images of {shape[1:]}, not of [3, {wanted}, {wanted}]; "
                 "correct the size in the JSON beside it"
             )
         return int(wanted)
@@ -187,16 +187,16 @@ _TYPES = {
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if file.is_file():
         try:
-            told = json.loads(file.read_text("utf-8"))
+            given = json.loads(file.read_text("utf-8"))
         except ValueError as error:
             raise EncoderError(f"{file} is not JSON ({error}); correct it") from error
-    for key in told:
+    for key in given:
         if key not in DEFAULTS:
             raise unknown(f"key of {file.name}", key, DEFAULTS)
-    settings = DEFAULTS | told
+    settings = DEFAULTS | given
     if settings["resize"] not in ("shortest", "squash"):
         raise EncoderError(f"{file}: resize = {settings['resize']!r}; write shortest or squash")
     if settings["resample"].upper() not in Image.Resampling.__members__:

@@ -1,4 +1,4 @@
-"""Picture to array, the way the model's authors did it, without their image library."""
+"""Image to array, the way the model's authors did it, without their image library."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -23,16 +23,16 @@ class Pixels:
     mean: tuple[float, ...] | None = CLIP_MEAN
     std: tuple[float, ...] | None = CLIP_STD
 
-    def __call__(self, picture: Image.Image) -> NDArray[np.float32]:
-        """(3, height, width) float32 of an RGB picture."""
-        return np.ascontiguousarray(self.scaled(self.cut(picture)).transpose(2, 0, 1))
+    def __call__(self, image: Image.Image) -> NDArray[np.float32]:
+        """(3, height, width) float32 of an RGB image."""
+        return np.ascontiguousarray(self.scaled(self.cut(image)).transpose(2, 0, 1))
 
-    def cut(self, picture: Image.Image) -> NDArray[np.uint8]:
-        """(height, width, 3) of the size the encoder takes, in the colours of the picture."""
+    def cut(self, image: Image.Image) -> NDArray[np.uint8]:
+        """(height, width, 3) of the size the encoder takes, in the colours of the image."""
         if self.size is not None:
-            height, width = self._resized(picture.height, picture.width)
-            picture = picture.resize((width, height), resample=Image.Resampling(self.resample))
-        pixels = np.asarray(picture)
+            height, width = self._resized(image.height, image.width)
+            image = image.resize((width, height), resample=Image.Resampling(self.resample))
+        pixels = np.asarray(image)
         return pixels if self.crop is None else centre(pixels, *self.crop)
 
     def scaled(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -46,7 +46,7 @@ class Pixels:
         return values
 
     def undo(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """(height, width, 3): the picture as the encoder sees it, for a person to look at."""
+        """(height, width, 3): the image as the encoder sees it, for a person to look at."""
         pixels = values.transpose(1, 2, 0)
         if self.mean is not None and self.std is not None:
             pixels = pixels * np.array(self.std, np.float32) + np.array(self.mean, np.float32)
@@ -67,7 +67,7 @@ class Pixels:
 
 
 def centre(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
-    """The middle of (rows, columns, channels); black where the picture is too small."""
+    """The middle of (rows, columns, channels); black where the image is too small."""
     short = max(height - pixels.shape[0], 0), max(width - pixels.shape[1], 0)
     if any(short):
         before = [math.ceil(missing / 2) for missing in short]

@@ -1,6 +1,6 @@
-"""The encoder as a service: pictures or sentences in, embeddings out, and nothing else.
+"""The encoder as a service: images or sentences in, embeddings out, and nothing else.
 
-Weights and gradients have no way out; pictures are neither kept nor logged.
+Weights and gradients have no way out; images are neither kept nor logged.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from fedvlm.errors import DataError, EncoderError, SettingsError
 
 LOG = logging.getLogger("fedvlm.serve")
 MAX_BYTES = 64_000_000  # of one request
-MAX_BATCH = 256  # pictures or sentences in one request
+MAX_BATCH = 256  # images or sentences in one request
 DECODES = 2  # images at once: a small file may claim 64 megapixels, half a gigabyte each
 REQUESTS = 8  # bodies in memory at once; others wait unread
 BODY_SECONDS = 60.0  # for all of a body
@@ -60,13 +60,13 @@ class Service:
         self._one = threading.Lock()  # encoders are not promised to be safe for many threads
 
     def embed(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        pictures = self._list(body, "pictures")
+        images = self._list(body, "images")
         patches = body.get("patches", False)
         if not isinstance(patches, bool):
             raise Refused(422, "patches must be true or false")
         if patches and "patches" not in self.offers:
             raise Refused(422, "this encoder has no patch embeddings")
-        batch = [self._prepare(index, one) for index, one in enumerate(pictures)]
+        batch = [self._prepare(index, one) for index, one in enumerate(images)]
         with self._one:
             vectors = self.encoder.embed(batch, patches)
         spread = None if vectors.patches is None else pack(vectors.patches)
@@ -95,20 +95,20 @@ class Service:
             raise Refused(413, f"{len(values)} {key} in one request; send at most {self.max_batch}")
         return values
 
-    def _prepare(self, index: int, picture: str) -> Any:
+    def _prepare(self, index: int, image: str) -> Any:
         from fedvlm.encoders.cache.decode import decode
 
         try:
-            data = b64decode(picture, validate=True)
+            data = b64decode(image, validate=True)
         except ValueError as error:
-            raise Refused(422, f"picture {index} is not base64", index=index) from error
+            raise Refused(422, f"image {index} is not base64", index=index) from error
         if self.encoder.preprocess is None:
             return data
         try:
             with self._decoding:
                 return self.encoder.preprocess(decode(data))
         except DataError as error:
-            raise Refused(422, f"picture {index}: {error}", index=index) from error
+            raise Refused(422, f"image {index}: {error}", index=index) from error
 
 
 def app(
@@ -183,7 +183,7 @@ async def _body(request: Any, most: int) -> bytearray:
     """All of a body, if it is small enough and comes soon enough."""
     raw = bytearray()
     if int(request.headers.get("content-length") or 0) > most:
-        raise Refused(413, f"a request may have {most:,} bytes; send fewer pictures")
+        raise Refused(413, f"a request may have {most:,} bytes; send fewer images")
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():

@@ -1,4 +1,4 @@
-"""Embeddings computed before, in one file: no pictures, no encoder, the same runs.
+"""Embeddings computed before, in one file: no images, no encoder, the same runs.
 
 Arrays, in .npz or .safetensors (strings then in a .json of the same name beside it):
 x or features, y or labels, and optionally classes, domains, clients, splits, paths, content, text,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm.data.table import clean
-from fedvlm.encoders.cache.table import Rows
+from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.interface import Encoder
 from fedvlm.errors import EncoderError, SettingsError
 
@@ -16,21 +16,21 @@ SENTENCES = 256  # given to an encoder at once
 
 
 def sentences(classes: Sequence[str], template: str) -> list[str]:
-    """The cleaned class names put into a template such as "a picture of a {}"."""
+    """The cleaned class names put into a template such as "a image of a {}"."""
     if "{}" not in template:
         raise SettingsError(f"the template {template!r} has no place for a class; write {{}} in it")
     return [template.replace("{}", clean(name)) for name in classes]
 
 
 def class_embeddings(
-    encoder: Encoder, table: Rows, classes: Sequence[str], templates: Sequence[str]
+    encoder: Encoder, table: RowFile, classes: Sequence[str], templates: Sequence[str]
 ) -> Tensor:
     """(classes, dim) unit norm; several templates give the mean of their unit vectors."""
     many = [embeddings(encoder, table, sentences(classes, one)) for one in templates]
     return normalize(torch.stack(many).mean(0), dim=-1)
 
 
-def embeddings(encoder: Encoder, table: Rows, said: Sequence[str]) -> Tensor:
+def embeddings(encoder: Encoder, table: RowFile, said: Sequence[str]) -> Tensor:
     """(sentences, dim) unit norm, each sentence embedded once and kept in the table."""
     digests = [sha256(one.encode()).digest() for one in said]
     text = dict(zip(digests, said, strict=True))

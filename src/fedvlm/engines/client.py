@@ -122,7 +122,9 @@ class Done:
     local: Local
     scores: Scores  # of what the client was sent, before its update
     rows: int  # that it trains on: what its upload weighs
-    told: Mapping[str, float] | None = None  # by a client that keeps its local tensors to itself
+    described: Mapping[str, float] | None = (
+        None  # by a client that keeps its local tensors to itself
+    )
     passed: bool = False  # the client has put its upload through the channel: it is as it travelled
     releases: int = 0  # uploads of this training that have left it, by its own count; 0: not said
 

@@ -197,7 +197,9 @@ def disagreement(
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         out["difference"] = largest_difference(start, ends, walked, method.rate)
         conditions = [
-            method.condition(here(one.local)) if one.told is None else one.told.get("condition")
+            method.condition(here(one.local))
+            if one.described is None
+            else one.described.get("condition")
             for one in done.values()
         ]
         known = [float(one) for one in conditions if one is not None]
@@ -293,6 +295,6 @@ def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local)
 
 def _describe(terms: Terms, shared: Tensors, done: Done) -> Mapping[str, float]:
     method, local = terms.method, done.local
-    if done.told is not None or not isinstance(method, Described) or isinstance(local, Kept):
-        return done.told or {}
+    if done.described is not None or not isinstance(method, Described) or isinstance(local, Kept):
+        return done.described or {}
     return method.describe(terms.frozen, shared, local)

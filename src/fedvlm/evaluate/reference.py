@@ -59,12 +59,12 @@ def check(method: Method, table: Embedded, division: Division, training: Trainin
 
 
 def check_apart(content: Sequence[str], rows: NDArray[np.int64], test: NDArray[np.int64]) -> None:
-    """No picture of a public reference set may be one that someone is tested on."""
+    """No image of a public reference set may be one that someone is tested on."""
     tested = {content[i]: i for i in test.tolist()}
     for row in rows.tolist():
         if content[row] in tested:
             raise DataError(
-                f"row {row} of the reference set is the same picture as the test row "
+                f"row {row} of the reference set is the same image as the test row "
                 f"{tested[content[row]]}; take it out of either, or set reference = 'target', "
                 "which says that the method adapts to test rows"
             )

@@ -16,20 +16,20 @@ from fedvlm import seeds
 from fedvlm.evaluate.protocols.contract import Weights
 
 Cell = tuple[str, str]  # training, client
-Rows = Mapping[str, NDArray[np.float64]]  # by client: what each of its test rows adds
+Added = Mapping[str, NDArray[np.float64]]  # by client: what each of its test rows adds
 DRAWS = 4000
 CHANCE = 0.05  # that an interval leaves out the true difference
 
 
-def rows_of(weights: Weights, hits: Mapping[Cell, NDArray[np.bool_]]) -> Rows:
+def rows_of(weights: Weights, hits: Mapping[Cell, NDArray[np.bool_]]) -> Added:
     """One seed's column by client: the sum over clients of the mean of these is its number."""
     out: dict[str, NDArray[np.float64]] = {}
-    for (job, id), weight in weights.items():
-        out[id] = out.get(id, 0.0) + weight * hits[job, id].astype(np.float64)
+    for (training, id), weight in weights.items():
+        out[id] = out.get(id, 0.0) + weight * hits[training, id].astype(np.float64)
     return out
 
 
-def value(rows: Rows) -> float:
+def value(rows: Added) -> float:
     return float(sum(one.mean() for one in rows.values()))
 
 
@@ -47,7 +47,7 @@ class Difference:
 
 
 def paired(
-    ours: Sequence[Rows], theirs: Sequence[Rows], chance: float = CHANCE, draws: int = DRAWS
+    ours: Sequence[Added], theirs: Sequence[Added], chance: float = CHANCE, draws: int = DRAWS
 ) -> Difference:
     """Seeds are drawn again, and in each the rows of every client; both runs get the same draws.
 
@@ -71,7 +71,7 @@ def paired(
     return Difference(float(mean), float(low), float(high))
 
 
-def ties(runs: Mapping[str, Sequence[Rows]]) -> tuple[str, dict[str, Difference]]:
+def ties(runs: Mapping[str, Sequence[Added]]) -> tuple[str, dict[str, Difference]]:
     """The run with the largest mean, and what every other one lacks.
 
     The intervals hold together: each leaves its difference out with the chance shared among them.

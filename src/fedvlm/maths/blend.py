@@ -46,5 +46,5 @@ def averaged(logits: Tensor, y: Tensor) -> Tensor:
     With many rows the best one gets nearly all; with few they share, which is the margin.
     """
     heats = torch.stack([heat(one, y) for one in logits])
-    told = losses(heats.exp()[:, None, None] * logits, y)
-    return (-told).softmax(0) * heats.exp()
+    found = losses(heats.exp()[:, None, None] * logits, y)
+    return (-found).softmax(0) * heats.exp()

@@ -53,7 +53,7 @@ def centred(counts: Tensor, sums: Tensor, second: Tensor, step: float = 0.0) -> 
     return Moments(counts, means, (vectors * values) @ vectors.mT)
 
 
-def told(
+def moments(
     counts: Tensor, sums: Tensor, second: Tensor, centre: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Class means, and per row the packed scatter around them or around a given `centre`."""
@@ -64,8 +64,8 @@ def told(
     return means, pack(around) / counts.sum().clamp(min=1)
 
 
-def untold(counts: Tensor, means: Tensor, scatter: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums, the second packed, that `told` would say this of."""
+def sums_of(counts: Tensor, means: Tensor, scatter: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums, the second packed, that `moments` would say this of."""
     second = pack((means * counts[:, None]).mT @ means) + counts.sum() * scatter
     return means * counts[:, None], second
 

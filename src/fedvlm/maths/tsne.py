@@ -11,7 +11,7 @@ EARLY, FACTOR = 150, 8.0  # first steps, in which neighbours attract each other 
 
 
 def tsne(points: NDArray[np.floating], perplexity: float = 30.0, steps: int = 600) -> Floats:
-    """(points, 2) of unit spread; the same points always give the same picture.
+    """(points, 2) of unit spread; the same points always give the same image.
 
     At most a third of the other points count as neighbours, whatever the perplexity.
     """

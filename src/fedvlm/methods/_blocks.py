@@ -79,10 +79,10 @@ def race(
         if racing.any():
             logits = method.predict(frozen, upload, own, some.held_x)
             losses[number, who] = row_losses(logits, some.held_y).to(losses.dtype)
-    told = racing & (clients.held_y >= 0).any(1)
+    judged = racing & (clients.held_y >= 0).any(1)
     places = torch.tensor(many)
     first = (places == local["leader"][:, None]).int().argmax(1)
-    place = torch.where(told, elect(losses, clients.held_y >= 0), first)
+    place = torch.where(judged, elect(losses, clients.held_y >= 0), first)
     head = heads[place, torch.arange(len(place))]
     return {"head": head}, {**new, "leader": places[place].to(local["leader"])}
 

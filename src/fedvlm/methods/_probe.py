@@ -41,9 +41,9 @@ def answer(sent: Tensors, client: Client, smallest: int) -> Tensors:
     loss, slope = probe.pull_of(asked, client.x, client.y)
     rows, held = (client.y >= 0).sum(), (client.held_y >= 0).sum()
     judged = probe.losses(asked.logits(client.held_x), client.held_y)
-    told = torch.stack([loss, rows, judged, held]).float()
+    counted = torch.stack([loss, rows, judged, held]).float()
     enough = rows >= smallest
-    return {"slope": torch.where(enough, slope, 0.0), "told": torch.where(enough, told, 0.0)}
+    return {"slope": torch.where(enough, slope, 0.0), "counted": torch.where(enough, counted, 0.0)}
 
 
 def second(client: Client, smallest: int) -> Tensor:
@@ -63,8 +63,8 @@ def summed(uploads: Sequence[Tensors]) -> Tensors:
 
 def step(shared: Tensors, total: Tensors, gram: Tensor, anchor: Tensor, ridge: float) -> Tensors:
     """The server's next point from what the clients said of the last one."""
-    rows = total["told"][1].clamp(min=1)
+    rows = total["counted"][1].clamp(min=1)
     moments = gaussian.unpack(gram.double(), anchor.shape[1])
     mean = moments / moments[-1, -1].clamp(min=1)  # its last corner is the number of rows
-    loss, slope = total["told"][0] / rows, total["slope"] / rows
+    loss, slope = total["counted"][0] / rows, total["slope"] / rows
     return keep(quasi.advance(kept(shared), loss, slope, mean, anchor.double(), ridge))

@@ -16,7 +16,7 @@ def per_row(self: Any, upload: Tensors, found: Tensors) -> dict[str, tuple[Tenso
     if "counts" in upload:
         counts, dim = upload["counts"].double(), upload["sums"].shape[1]
         sums, second = (gaussian.from_fixed(upload[k], self.most) for k in ("sums", "moments"))
-        means, scatter = gaussian.told(
+        means, scatter = gaussian.moments(
             counts, sums, gaussian.unpack(second, dim), found.get("means")
         )
         said = {"means": (means, counts), "scatter": (scatter[None], counts.sum()[None])}
@@ -33,7 +33,7 @@ def whole(self: Any, said: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors:
     out: Tensors = {}
     if "means" in said:
         counts = said["means"][1].round()
-        sums, second = gaussian.untold(counts, said["means"][0], said["scatter"][0][0])
+        sums, second = gaussian.sums_of(counts, said["means"][0], said["scatter"][0][0])
         out["counts"] = counts.long()
         step = gaussian.quantum(self.most)
         out |= {"sums": (sums / step).round().long(), "moments": (second / step).round().long()}

@@ -112,10 +112,10 @@ class Auto:
         """Validation loss at every mix of the shared parts."""
         x, y = client.held_x, client.held_y
         logits = torch.stack([head.logits(x) for head in shared_parts(frozen, sent)])
-        told = []
+        found = []
         for share in torch.split(mixes(len(logits)), len(SHARES)):  # all at once would be large
-            told.append(probe.losses(torch.einsum("mj,jnk->mnk", share.to(logits), logits), y))
-        return torch.where((client.y >= 0).sum() >= self.smallest, torch.cat(told), 0.0)
+            found.append(probe.losses(torch.einsum("mj,jnk->mnk", share.to(logits), logits), y))
+        return torch.where((client.y >= 0).sum() >= self.smallest, torch.cat(found), 0.0)
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
@@ -124,7 +124,7 @@ class Auto:
         done = shared["walk round"] + 1
         if "judged" in total:
             return {**shared, **self.mixed(shared, total["judged"]), "walk round": done}
-        out = {**shared, **self.followed(shared, total["told"][2]), "walk round": done}
+        out = {**shared, **self.followed(shared, total["counted"][2]), "walk round": done}
         if "counts" in total:
             out |= self.gaussians(total)
         ridge = FIRST * (LAST / FIRST) ** ((int(done) - 1) / max(self.rounds - 2, 1))

@@ -1,4 +1,4 @@
-"""A prompt that every picture bends a little, by a small network from its embedding to the prompt.
+"""A prompt that every image bends a little, by a small network from its embedding to the prompt.
 
 The network stays at the client and is silent at first, so that newcomers use the bare prompt
 ("server-coop"); or it starts at random and newcomers use that ("random-meta"); or it is averaged
@@ -21,7 +21,7 @@ from fedvlm.methods.promptfl import PromptFL
 
 VECTORS = 4  # M of the paper
 NARROW = 16  # the network's hidden layer is this many times narrower than an embedding
-TOKENS = 1 << 15  # token vectors in the text tower at once: every picture has prompts of its own
+TOKENS = 1 << 15  # token vectors in the text tower at once: every image has prompts of its own
 
 
 @register
@@ -34,7 +34,7 @@ class CoCoOp:
     rate: float = 2e-3  # η
     momentum: float = 0.9
     decay: float = 5e-4  # weight decay
-    batch: int = 8  # B; the paper's 1 takes as many steps as there are pictures
+    batch: int = 8  # B; the paper's 1 takes as many steps as there are images
     epochs: int = 1  # E
     rounds: int = 10  # T
 

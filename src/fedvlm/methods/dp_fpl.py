@@ -1,7 +1,7 @@
 """A shared plus a local prompt, trained by clipped and noisy gradients whose ε is counted.
 
 Both prompts see noise: gradients of the shared prompt are taken at their sum, so a local prompt
-that knows a picture exactly would tell of it through every upload. The local prompt's gradient
+that knows a image exactly would tell of it through every upload. The local prompt's gradient
 travels on low-rank factors, which need less noise. Tran et al., Privacy-preserving personalized
 federated prompt learning for multimodal large language models (DP-FPL), ICLR 2025.
 """
@@ -87,7 +87,7 @@ class DPFPL:
         return vectors * width + rank * (vectors + width)
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        """What a client's pictures have paid; a row is in one noisy step of each pass."""
+        """What a client's images have paid; a row is in one noisy step of each pass."""
         steps, passes = int(local["noisy steps"]), int(local["passes"])
         out: dict[str, float] = {"noisy steps": steps, "passes": passes, "delta": self.delta}
         counts = {"epsilon": steps, "epsilon by passes": passes}

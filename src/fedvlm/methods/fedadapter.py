@@ -44,5 +44,5 @@ class FedAdapter:
 
     name = "fedadapter"
     traits = head_traits()
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

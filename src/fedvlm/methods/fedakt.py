@@ -50,7 +50,10 @@ class FedAKT:
     ) -> Tensor:
         x, y, real = batch.x, batch.y, batch.real
         turned = self.adapter(shared, x)
-        fits = [parts.fit(frozen.scale * view @ local["head"].mT, y, real) for view in (x, turned)]
+        fits = [
+            parts.masked_cross_entropy(frozen.scale * view @ local["head"].mT, y, real)
+            for view in (x, turned)
+        ]
         # The features are frozen, so of the mutual distillation the adapter's half is left.
         apart = torch.where(real, (turned - x).square().sum(1), 0.0).sum() / real.sum().clamp(min=1)
         return fits[0] + fits[1] + self.distil * apart

@@ -33,5 +33,5 @@ class FedAvg:
 
     name = "fedavg"
     traits = head_traits()
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

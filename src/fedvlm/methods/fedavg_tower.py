@@ -37,5 +37,5 @@ class FedAvgTower:
 
     name = "fedavg-tower"
     traits = Traits(needs=frozenset({"image tower", "text"}))
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing

@@ -66,7 +66,9 @@ class FedBEns:
     ) -> Tensor:
         """The sum over the runs, which therefore know nothing of one another."""
         logits = frozen.scale * batch.x @ class_features(frozen, shared["prompts"]).mT
-        each = [parts.fit(one, batch.y, batch.real) for one in logits.unbind(dim=-3)]
+        each = [
+            parts.masked_cross_entropy(one, batch.y, batch.real) for one in logits.unbind(dim=-3)
+        ]
         return torch.stack(each).sum()
 
     def update(

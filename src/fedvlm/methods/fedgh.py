@@ -73,7 +73,9 @@ class FedGH:
         there = self.covers({"prototypes": x})
 
         def misfit(head: Tensors) -> Tensor:
-            return parts.fit(shared["scale"] * x @ head["head"].mT + head["bias"], y, there)
+            return parts.masked_cross_entropy(
+                shared["scale"] * x @ head["head"].mT + head["bias"], y, there
+            )
 
         head = {key: shared[key] for key in ("head", "bias")}
         for _ in range(self.passes):
@@ -94,6 +96,6 @@ class FedGH:
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
         logits = frozen.scale * batch.x @ local["head"].mT + local["bias"]
-        return parts.fit(logits, batch.y, batch.real)
+        return parts.masked_cross_entropy(logits, batch.y, batch.real)
 
     name = "fedgh"

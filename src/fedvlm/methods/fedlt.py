@@ -48,5 +48,5 @@ class FedLT:
 
     name = "fedlt"
     traits = head_traits()
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

@@ -81,5 +81,5 @@ class FedOT:
 
     name = "fedot"
     traits = head_traits(memory=frozenset({"leader", "age"}))
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, aggregate, adapt = parts.everything, parts.uniform, parts.nothing

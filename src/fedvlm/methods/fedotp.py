@@ -57,6 +57,6 @@ class FedOTP:
 
     name = "fedotp"
     traits = Traits(needs=frozenset({"patches", "text tower"}))
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

@@ -30,7 +30,7 @@ class FedProx:
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
         logits = FedAvg.predict(FedAvg(), frozen, shared, local, batch.x)
-        fit = parts.fit(logits, batch.y, batch.real)
+        fit = parts.masked_cross_entropy(logits, batch.y, batch.real)
         return fit + self.mu / 2 * (shared["head"] - start["head"]).square().sum()
 
     name = "fedprox"

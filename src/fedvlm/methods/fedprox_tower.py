@@ -31,7 +31,7 @@ class FedProxTower:
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
         logits = by_text(frozen, tower_of(frozen)(shared, batch.x))
-        fit = parts.fit(logits, batch.y, batch.real)
+        fit = parts.masked_cross_entropy(logits, batch.y, batch.real)
         if self.mu == 0:
             return fit
         away = sum(((shared[key] - start[key]).square().sum() for key in shared), start=0.0 * fit)

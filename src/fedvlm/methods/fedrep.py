@@ -50,5 +50,5 @@ class FedRep:
 
     name = "fedrep"
     traits = head_traits()
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

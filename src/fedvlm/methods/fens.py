@@ -78,7 +78,9 @@ class FENS:
         x = torch.where(real[:, None], torch.cat([client.held_x, client.x]), 0.0)
 
         def fit(network: Tensors) -> Tensor:
-            return parts.fit(self.predict(frozen, network, local, x), y.clamp(min=0), real)
+            return parts.masked_cross_entropy(
+                self.predict(frozen, network, local, x), y.clamp(min=0), real
+            )
 
         return grad(fit)({key: sent[key] for key in NETWORK}), local
 

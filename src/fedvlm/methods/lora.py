@@ -98,5 +98,5 @@ class LoRA:
 
     name = "lora"
     traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"change"}))
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, adapt = parts.everything, parts.nothing

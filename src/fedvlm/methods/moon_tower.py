@@ -40,7 +40,7 @@ class MoonTower:
     ) -> Tensor:
         tower = tower_of(frozen)
         features = tower(shared, batch.x)
-        fit = parts.fit(by_text(frozen, features), batch.y, batch.real)
+        fit = parts.masked_cross_entropy(by_text(frozen, features), batch.y, batch.real)
         if self.mu == 0:
             return fit
         near = cosine_similarity(features, tower(start, batch.x))

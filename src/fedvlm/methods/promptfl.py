@@ -34,6 +34,6 @@ class PromptFL:
 
     name = "promptfl"
     traits = Traits(needs=frozenset({"image", "text tower"}))
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
     update_many = sgd_together

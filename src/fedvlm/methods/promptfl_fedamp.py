@@ -65,7 +65,10 @@ class PromptFLFedAMP:
     ) -> Tensor:
         logits = PromptFLFT.predict(PromptFLFT(), frozen, shared, local, batch.x)
         away = (shared["prompt"] - start["prompt"]).square().sum()
-        return parts.fit(logits, batch.y, batch.real) + self.pull / (2 * self.alpha) * away
+        return (
+            parts.masked_cross_entropy(logits, batch.y, batch.real)
+            + self.pull / (2 * self.alpha) * away
+        )
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]

@@ -37,7 +37,7 @@ class Scaffold:
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
         turn = ((shared["variate"] - local["own variate"]) * shared["head"]).sum()
-        return parts.misfit(self, frozen, shared, local, batch, start) + turn
+        return parts.cross_entropy(self, frozen, shared, local, batch, start) + turn
 
     def update(
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client

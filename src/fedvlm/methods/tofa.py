@@ -17,7 +17,7 @@ from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, check_range, 
 from fedvlm.errors import SettingsError
 from fedvlm.maths import calibration, gaussian, prototypes
 from fedvlm.maths.accounting import spent
-from fedvlm.methods import _told, _totals
+from fedvlm.methods import _statistics, _totals
 from fedvlm.methods._texts import aligned, first_weights, gathered, prompts, scores
 
 
@@ -145,6 +145,6 @@ class TOFA:
         return seen if said is None else calibration.both(seen, said, local.get("heat"))
 
     name, send = "tofa", parts.everything
-    noise, covers, means = _told.noise, _told.covers, _told.means
-    describe, first_head = _told.describe, _told.first_head
+    noise, covers, means = _statistics.noise, _statistics.covers, _statistics.means
+    describe, first_head = _statistics.describe, _statistics.first_head
     per_row, whole = _totals.per_row, _totals.whole

@@ -57,5 +57,5 @@ class VPT:
 
     name = "vpt"
     traits = Traits(needs=frozenset({"image tower", "text"}))
-    loss = parts.misfit
+    loss = parts.cross_entropy
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

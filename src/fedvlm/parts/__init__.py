@@ -1,12 +1,12 @@
 """Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
 
 from fedvlm.parts.bodies import (
+    cross_entropy,
     everything,
-    fit,
     idle,
+    masked_cross_entropy,
     mean,
     minibatch,
-    misfit,
     nothing,
     uniform,
     withhold,
@@ -26,15 +26,15 @@ from fedvlm.parts.walk import (
 __all__ = [
     "Stepper",
     "adam",
+    "cross_entropy",
     "descend",
     "each",
     "everything",
-    "fit",
     "idle",
     "join_state",
+    "masked_cross_entropy",
     "mean",
     "minibatch",
-    "misfit",
     "moments",
     "nothing",
     "sgd",

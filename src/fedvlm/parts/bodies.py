@@ -12,7 +12,7 @@ from fedvlm.maths.gaussian import withheld
 from fedvlm.tensors import full
 
 
-def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
+def masked_cross_entropy(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
     """Cross-entropy over the real rows; nothing at all where there are none.
 
     With a leading axis of clients it is the sum of theirs, so that each has its own gradient.
@@ -22,11 +22,11 @@ def fit(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
     return (kept / real.sum(dim=-1).clamp(min=1)).sum()
 
 
-def misfit(
+def cross_entropy(
     self: Any, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
 ) -> Tensor:
     """loss: the cross-entropy of what the method predicts."""
-    return fit(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
+    return masked_cross_entropy(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
 
 
 def minibatch(client: Client, step: int) -> Batch:

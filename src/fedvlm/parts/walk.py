@@ -186,10 +186,10 @@ def slopes_of(objective: Objective) -> Callable[[Tensors, Tensors, Batch], Any]:
             loss, remembered = objective(leaves, kept, batch)
             slopes = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
             after = {key: value.detach() for key, value in remembered.items()}
-            told = loss.detach()
+            value = loss.detach()
         del loss, remembered
         if count_bytes(trained) > LARGE:
             give_back()  # what the minibatch held, before the step takes its own
-        return dict(zip(leaves, slopes, strict=True)), (told, after)
+        return dict(zip(leaves, slopes, strict=True)), (value, after)
 
     return of

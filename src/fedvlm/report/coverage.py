@@ -54,11 +54,11 @@ def covered(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Cove
     backbone = {key: value for key, value in item.settings.items() if key == "encoder"}
     lacks, other = [], False
     for row in wanted(item):
-        told = {key: value for key, value in row.items() if key not in item.settings}
+        open_ = {key: value for key, value in row.items() if key not in item.settings}
         bare = {key: value for key, value in row.items() if key not in backbone}
         found = [one for one in every if not apart(bare, one)]
         if not found:
-            lacks.append(" ".join(f"{key}={value}" for key, value in told.items()))
+            lacks.append(" ".join(f"{key}={value}" for key, value in open_.items()))
         other |= bool(found) and all(apart(backbone, one) for one in found)
     lacks += [f"{key}={value}" for key, value in backbone.items() if other]
     printed = numbers()[item.name]
@@ -108,11 +108,11 @@ def coverage() -> list[dict[str, Any]]:
         ran = sum(bool(one.item.run) for one in mine)
         printed = sum(one.item.numbers for one in mine)
         row = {"document": document, "items": len(mine), **states, "on real data": ran}
-        out.append({**row, "numbers": printed, "detail": [_told(one) for one in mine]})
+        out.append({**row, "numbers": printed, "detail": [_detail(one) for one in mine]})
     return out
 
 
-def _told(one: Covered) -> dict[str, Any]:
+def _detail(one: Covered) -> dict[str, Any]:
     return {
         "item": one.item.name,
         "what": one.item.what,

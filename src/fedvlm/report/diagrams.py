@@ -24,24 +24,24 @@ PANELS = ("reliability", "decision", "rounds")
 
 
 def draw_diagrams(
-    result: Record, out: str | Path, job: str | None = None, seed: int | None = None
+    result: Record, out: str | Path, training: str | None = None, seed: int | None = None
 ) -> Path:
-    """One training's three diagrams to a PNG file; the first job and seed if none is named."""
-    return save(diagram(result, PANELS, job, seed), out)
+    """One training's three diagrams to a PNG file; the first training and seed if none is named."""
+    return save(diagram(result, PANELS, training, seed), out)
 
 
 def diagram(
-    result: Record, kinds: Sequence[str], job: str | None = None, seed: int | None = None
+    result: Record, kinds: Sequence[str], training: str | None = None, seed: int | None = None
 ) -> Any:
     """Some of PANELS side by side, as a matplotlib figure."""
     for kind in kinds:
         if kind not in PANELS:
             raise unknown("figure", kind, PANELS)
-    jobs = result.jobs(seed)
-    name = job or result.manifest["jobs"][0]
-    if name not in jobs:
-        raise unknown("job of this run", name, jobs)
-    about = jobs[name]
+    trainings = result.trainings(seed)
+    name = training or result.manifest["trainings"][0]
+    if name not in trainings:
+        raise unknown("training of this run", name, trainings)
+    about = trainings[name]
     figure = canvas(4.4 * len(kinds), 4.3)
     panels = dict(zip(kinds, figure.subplots(1, len(kinds), squeeze=False)[0], strict=True))
     measured = False
@@ -56,11 +56,11 @@ def diagram(
         raise DataError(f"{result.folder} has no metrics of test rows; run it again to have them")
     seed = result.manifest["identity"]["seeds"][0] if seed is None else seed
     if "rounds" in panels:
-        mine = [line for line in result.lines() if line["job"] == f"{seed}-{slug(name)}"]
+        mine = [line for line in result.lines() if line["training"] == f"{seed}-{slug(name)}"]
         _rounds(panels["rounds"], mine)
-    told = "".join(f", {id} unseen" for id in about["unseen"][:3])
+    unseen = "".join(f", {id} unseen" for id in about["unseen"][:3])
     figure.suptitle(
-        f"{result.manifest['identity']['method']['name']} on {result.manifest['data']}{told}",
+        f"{result.manifest['identity']['method']['name']} on {result.manifest['data']}{unseen}",
         fontsize=11,
         color=INK,
     )

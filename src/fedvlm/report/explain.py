@@ -20,7 +20,7 @@ from fedvlm.maths.tsne import tsne
 from fedvlm.record import Record
 
 GAMMAS = (0.2, 0.5, 0.8, 1.0)
-FEWEST = 4  # local prompts that make a picture
+FEWEST = 4  # local prompts that make a image
 Floats = NDArray[np.float64]
 
 
@@ -32,7 +32,7 @@ class Explanation:
     name: str  # of the class
     chance: float  # that the client gives this class
     likeliest: str  # the class the client would answer
-    picture: NDArray[np.uint8]  # (height, width, 3) as the encoder sees it
+    image: NDArray[np.uint8]  # (height, width, 3) as the encoder sees it
     similarity: Floats  # (2, rows, columns) cosines of patches and the class's two features
     plans: dict[float, Floats]  # γ -> (2, rows, columns): the share of a patch that a prompt takes
     trained: float | None  # the γ of the run, None if its plan was no unbalanced one
@@ -84,7 +84,7 @@ def explain(
         name=frozen.classes[number],
         chance=float(chances[number]),
         likeliest=frozen.classes[int(chances.argmax())],
-        picture=encoder.preprocess.undo(pixels),
+        image=encoder.preprocess.undo(pixels),
         similarity=cosines.double().numpy().reshape(shape),
         plans={gamma: one.double().numpy().reshape(shape) for gamma, one in shares.items()},
         trained=trained,
@@ -92,7 +92,7 @@ def explain(
 
 
 def read(path: Path) -> Any:
-    """A decoded picture; an error names the file."""
+    """A decoded image; an error names the file."""
     try:
         return decode(path.read_bytes())
     except OSError as error:
@@ -125,24 +125,24 @@ class PromptMap:
 
 
 def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
-    """t-SNE of what the clients of a run's first job have learnt for themselves."""
+    """t-SNE of what the clients of a run's first training have learnt for themselves."""
     result = run if isinstance(run, Record) else Record(Path(run))
-    told = result.manifest["identity"]
+    identity = result.manifest["identity"]
     local = {id: one.get("own", one.get("prompt")) for id, one in result.local(seed=seed).items()}
     prompts = [value for value in local.values() if value is not None and value.ndim == 2]
     if not prompts:
         raise SettingsError(
-            f"{result.folder} is a run of {told['method']['name']}, whose clients keep no prompt; "
-            "show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop"
+            f"{result.folder} is a run of {identity['method']['name']}, whose clients keep no "
+            "prompt; show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop"
         )
     if len(prompts) < FEWEST:
         raise SettingsError(
             f"{result.folder} has {len(prompts)} local prompts, too few for a map; show a run with "
             f"{FEWEST} clients or more, as clients.by = 'dirichlet' makes them"
         )
-    mixed = told["clients"]["by"] == "domain-dirichlet"
+    mixed = identity["clients"]["by"] == "domain-dirichlet"
     return PromptMap(
-        title=f"local prompts of {told['method']['name']} on {result.manifest['data']}",
+        title=f"local prompts of {identity['method']['name']} on {result.manifest['data']}",
         clients=tuple(local),
         groups=tuple(id.rsplit("-", 1)[0] if mixed else id for id in local),
         places=tsne(np.stack([one.double().numpy() for one in prompts])),

@@ -23,14 +23,14 @@ def frame(result: Record) -> Any:
     pandas = _pandas()
     rows = []
     for seed in result.manifest["identity"]["seeds"]:
-        for job, about in result.jobs(seed).items():
+        for training, about in result.trainings(seed).items():
             known = about["unseen"] if generalises(result) else []
             for id, one in about["scores"].items():
                 if not one["test_rows"] or id not in (*about["train"], *known):
                     continue
                 numbers = {key: one.get(key) for key in METRICS}
                 numbers["accuracy"] = one["test_hits"] / one["test_rows"]
-                place = {"seed": seed, "training": job, "client": id, "unseen": id in known}
+                place = {"seed": seed, "training": training, "client": id, "unseen": id in known}
                 rows.append({**place, "rows": one["test_rows"], **numbers})
     return pandas.DataFrame(rows)
 

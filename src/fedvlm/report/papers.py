@@ -234,7 +234,7 @@ def apart(wanted: Values, has: Values) -> list[str]:
     return out
 
 
-def fits(number: Number, identity: Mapping[str, Any]) -> bool:
+def matches(number: Number, identity: Mapping[str, Any]) -> bool:
     """Whether a run is of the method, with the settings of it, that a number is printed for."""
     own = {key: value for key, value in number.settings.items() if key.startswith("method.")}
     return not differences({"method.name": number.method, **own}, identity)

@@ -16,23 +16,25 @@ INK, PALE = "#222222", "#888888"
 LABELLED = 40  # clients up to which each point of a map has its name beside it
 
 
-def draw(told: "Explanation", out: str | Path) -> Path:
+def draw(explained: "Explanation", out: str | Path) -> Path:
     """Two rows, the global and the local prompt; columns are the image, similarity, each γ."""
-    columns = 2 + len(told.plans)
+    columns = 2 + len(explained.plans)
     figure = canvas(2.1 * columns + 0.4, 5.2)
     axes = figure.subplots(2, columns, squeeze=False)
-    bare(axes[0, 0]).imshow(told.picture)
+    bare(axes[0, 0]).imshow(explained.image)
     axes[0, 0].set_title("image", fontsize=10, color=INK)
-    legend(bare(axes[1, 0]), told)
+    legend(bare(axes[1, 0]), explained)
     shown: Any = None
-    panels: list[tuple[str, Any]] = [("similarity", told.similarity)]
-    for gamma, share in told.plans.items():
-        mark = " (trained)" if told.trained is not None and gamma == told.trained else ""
+    panels: list[tuple[str, Any]] = [("similarity", explained.similarity)]
+    for gamma, share in explained.plans.items():
+        mark = " (trained)" if explained.trained is not None and gamma == explained.trained else ""
         panels.append((f"plan, γ = {gamma:g}{mark}", share))
     for column, (title, values) in enumerate(panels, start=1):
         pair = axes[:, column]
         for axis, one in zip(pair, values, strict=True):
-            shown = overlay(bare(axis), told.picture, one, float(values.min()), float(values.max()))
+            shown = overlay(
+                bare(axis), explained.image, one, float(values.min()), float(values.max())
+            )
         pair[0].set_title(title, fontsize=10, color=INK)
         bar = below(figure, shown, list(pair))
         bar.ax.tick_params(labelsize=8, colors=INK)
@@ -51,11 +53,11 @@ def below(figure: Any, shown: Any, axes: list[Any]) -> Any:
     return figure.colorbar(shown, ax=axes, location="bottom", shrink=0.85, pad=0.03)
 
 
-def overlay(axis: Any, picture: Any, values: Any, low: float, high: float) -> Any:
+def overlay(axis: Any, image: Any, values: Any, low: float, high: float) -> Any:
     """Patches coloured over the image in grey, with thin lines between them."""
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     edges = (-0.5, width - 0.5, height - 0.5, -0.5)
-    axis.imshow(picture.mean(2), cmap="gray", vmin=0, vmax=255, extent=edges)
+    axis.imshow(image.mean(2), cmap="gray", vmin=0, vmax=255, extent=edges)
     if high - low < 1e-9:  # all the same: one colour, and a bar that does not pretend otherwise
         low, high = low - 0.5e-3, high + 0.5e-3
     shown = axis.imshow(
@@ -71,12 +73,12 @@ def overlay(axis: Any, picture: Any, values: Any, low: float, high: float) -> An
     return shown
 
 
-def legend(axis: Any, told: "Explanation") -> None:
+def legend(axis: Any, explained: "Explanation") -> None:
     lines = [
-        ("class", told.name),
-        ("client", told.client),
-        ("chance", f"{told.chance:.1%}"),
-        ("answer", told.likeliest),
+        ("class", explained.name),
+        ("client", explained.client),
+        ("chance", f"{explained.chance:.1%}"),
+        ("answer", explained.likeliest),
     ]
     for place, (word, value) in enumerate(lines):
         y = 0.9 - 0.24 * place
@@ -89,22 +91,22 @@ def legend(axis: Any, told: "Explanation") -> None:
         side.set_visible(False)
 
 
-def draw_map(told: "PromptMap", out: str | Path) -> Path:
+def draw_map(drawn: "PromptMap", out: str | Path) -> Path:
     """One point for each client, coloured by its domain where clients share one."""
     figure = canvas(6.2, 5.4)
     axis = bare(figure.subplots())
-    groups = sorted(set(told.groups))
-    many = len(groups) == len(told.clients)
+    groups = sorted(set(drawn.groups))
+    many = len(groups) == len(drawn.clients)
     from matplotlib import colormaps
 
     colours = colormaps["tab10" if len(groups) <= 10 else "turbo"]
     for number, group in enumerate(groups):
-        mine = np.array([one == group for one in told.groups])
+        mine = np.array([one == group for one in drawn.groups])
         shade = colours(number if len(groups) <= 10 else number / max(1, len(groups) - 1))
-        axis.scatter(*told.places[mine].T, s=46, color=INK if many else shade, label=group)
-    if len(told.clients) <= LABELLED:
-        middle = float(np.median(told.places[:, 0]))
-        for id, group, (x, y) in zip(told.clients, told.groups, told.places, strict=True):
+        axis.scatter(*drawn.places[mine].T, s=46, color=INK if many else shade, label=group)
+    if len(drawn.clients) <= LABELLED:
+        middle = float(np.median(drawn.places[:, 0]))
+        for id, group, (x, y) in zip(drawn.clients, drawn.groups, drawn.places, strict=True):
             right = x > middle  # names are written inwards, so that none leaves the frame
             axis.annotate(
                 id if many else id.removeprefix(f"{group}-"),  # the colour tells the rest
@@ -120,7 +122,7 @@ def draw_map(told: "PromptMap", out: str | Path) -> Path:
             fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=5
         )
     axis.margins(0.08)
-    axis.set_title(f"t-SNE of the {told.title}", fontsize=11, color=INK)
+    axis.set_title(f"t-SNE of the {drawn.title}", fontsize=11, color=INK)
     return save(figure, out)
 
 

@@ -25,13 +25,13 @@ def label(result: Record) -> str:
     """The method, with the settings in which it differs from its defaults."""
     from fedvlm.core import make
 
-    told = dict(result.manifest["identity"]["method"])
-    name = told.pop("name")
-    method = make(name, **told)
+    settings = dict(result.manifest["identity"]["method"])
+    name = settings.pop("name")
+    method = make(name, **settings)
     if small := result.manifest["identity"].get("allow_small", False):
-        told.pop("smallest", None)
+        settings.pop("smallest", None)
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
-    odd = [f"{key}={value}" for key, value in told.items() if usual[key] != value]
+    odd = [f"{key}={value}" for key, value in settings.items() if usual[key] != value]
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
     if tuned := result.manifest.get("tuned"):
         odd.append(f"tuned on validation rows ({len(tuned['trials'])} trials)")
@@ -73,10 +73,12 @@ def measured(result: Record, metrics: Sequence[str]) -> list[scores.Table]:
     out: list[scores.Table] = []
     for seed in result.manifest["identity"]["seeds"]:
         one: scores.Table = {}
-        jobs = result.jobs(seed).values() if metrics else ()
+        trainings = result.trainings(seed).values() if metrics else ()
         for name in metrics:
             for who, key in WHO[: 1 + generalises(result)]:
-                parts = [scores.metric(job["scores"], job[key], name) for job in jobs]
+                parts = [
+                    scores.metric(training["scores"], training[key], name) for training in trainings
+                ]
                 there = [part for part in parts if part is not None]
                 if there:
                     one[f"{name}, {who}"] = fmean(there)

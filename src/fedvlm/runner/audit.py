@@ -36,33 +36,33 @@ Line = dict[str, Any]
 
 def audit(
     folder: str | Path,
-    job: str | None = None,
+    training: str | None = None,
     seed: int | None = None,
     embedded: Embedded | None = None,
     progress: Progress | None = None,
 ) -> list[Line]:
-    """One line per client and upload of a training (the first one if no `job` is named)."""
+    """One line per client and upload of a training (the first one if no `training` is named)."""
     result = Record(Path(folder))
     settings, rows = reopen(result, embedded, progress or (lambda what, done, total: None))
     seed = settings.seeds[0] if seed is None else seed
     prepared = prepare(settings, rows, seed)
-    training = _training(prepared, job)
-    shared, local = result.outcome(training.name, seed)
-    world = prepared.world(training)
+    chosen = _training(prepared, training)
+    shared, local = result.outcome(chosen.name, seed)
+    world = prepared.world(chosen)
     fresh = start(world)[1]
-    spent = _epsilons(result, training.name, seed)
+    spent = _epsilons(result, chosen.name, seed)
     lines = []
-    for which, at, number, before, own in exchanges(prepared, training, shared, local):
+    for which, at, number, before, own in exchanges(prepared, chosen, shared, local):
         blank = start(at)[1]
         tasks = [
             Task(id, at.method.send(before, id), own.get(id, blank), True)
-            for id in sorted(training.train)
+            for id in sorted(chosen.train)
         ]
         done = Single(at).round(number, tasks).done
         seen = {task.id: passed(at, number, task, done[task.id].upload or {}) for task in tasks}
         for task in tasks:
             sent = world.method.send(shared, task.id)
-            line: Line = {"job": training.name, "client": task.id, "exchange": which}
+            line: Line = {"training": chosen.name, "client": task.id, "exchange": which}
             line |= contents(at, task.id, seen)
             line["AUC upload"] = upload_auc(at, task, seen, blank)
             line["AUC shared"] = loss_auc(world, sent, fresh, task.id)
@@ -74,7 +74,7 @@ def audit(
 def _training(prepared: Prepared, name: str | None) -> Training:
     known = {one.name: one for one in prepared.trainings}
     if name is not None and name not in known:
-        raise unknown("job of this run", name, known)
+        raise unknown("training of this run", name, known)
     return prepared.trainings[0] if name is None else known[name]
 
 
@@ -95,7 +95,9 @@ def exchanges(
         yield "next", world, world.method.rounds, shared, local
 
 
-def reopen(result: Record, embedded: Embedded | None, told: Progress) -> tuple[Settings, Embedded]:
+def reopen(
+    result: Record, embedded: Embedded | None, progress: Progress
+) -> tuple[Settings, Embedded]:
     """The settings and the very rows of a finished run."""
     about = result.manifest
     _ = result.tables  # refuses a run that is not finished
@@ -104,7 +106,7 @@ def reopen(result: Record, embedded: Embedded | None, told: Progress) -> tuple[S
         raise SettingsError(
             f"{result.folder} took its rows from memory; call fedvlm.runner.audit.audit with them"
         )
-    rows = embedded if embedded is not None else load(settings, told)[0]
+    rows = embedded if embedded is not None else load(settings, progress)[0]
     if settings.smoke:
         settings, rows = thin(settings, rows)
     if rows.fingerprint != about["rows"]:
@@ -115,9 +117,9 @@ def reopen(result: Record, embedded: Embedded | None, told: Progress) -> tuple[S
     return settings, rows
 
 
-def _epsilons(result: Record, job: str, seed: int) -> dict[str, float]:
+def _epsilons(result: Record, training: str, seed: int) -> dict[str, float]:
     """ε by client as the record has it, from the method or from the channel; no noise, no entry."""
-    maps = result.jobs(seed)[job]["maps"]
+    maps = result.trainings(seed)[training]["maps"]
     out = {id: float(one["epsilon"]) for id, one in maps.items() if "epsilon" in one}
     noised = [line for line in result.lines() if "epsilon" in line]
     return out or ({id: float(noised[-1]["epsilon"]) for id in maps} if noised else {})
@@ -135,9 +137,9 @@ def contents(world: World, id: str, seen: Mapping[str, Tensors]) -> Line:
     upload = seen[id]
     labels = world.y[torch.from_numpy(world.members[id].train)]
     counts = torch.bincount(labels, minlength=len(world.frozen.classes))
-    told = counts > 0
+    covered = counts > 0
     if isinstance(world.method, Telling):
-        told &= world.method.covers(upload)
+        covered &= world.method.covers(upload)
     return {
         "fields": {
             key: {
@@ -148,8 +150,8 @@ def contents(world: World, id: str, seen: Mapping[str, Tensors]) -> Line:
             for key, value in upload.items()
         },
         "bytes": tensors.count_bytes(upload),
-        "classes": int(told.sum()),
-        "smallest class": int(counts[told].min()) if told.any() else None,
+        "classes": int(covered.sum()),
+        "smallest class": int(counts[covered].min()) if covered.any() else None,
     }
 
 

@@ -26,24 +26,24 @@ def calibration(world: World, sent: Tensors, local: Tensors, id: str) -> Calibra
 
 
 def place(record: Record, name: str) -> Path:
-    return record.folder / "jobs" / f"{name}.calibration.json"
+    return record.folder / "trainings" / f"{name}.calibration.json"
 
 
-def keep(record: Record, name: str, job: str, seed: int, world: World) -> None:
+def keep(record: Record, name: str, training: str, seed: int, world: World) -> None:
     """Writes what the classifiers of a training need beside its outcome, unless it is there."""
     if place(record, name).exists():
         return
-    shared, local = record.outcome(job, seed)
+    shared, local = record.outcome(training, seed)
     send = world.method.send
     found = {
-        id: told(calibration(world, send(shared, id), own, id))
+        id: as_json(calibration(world, send(shared, id), own, id))
         for id, own in local.items()
         if id in world.members
     }
     write_json(place(record, name), found)
 
 
-def told(one: Calibration) -> dict[str, Any]:
+def as_json(one: Calibration) -> dict[str, Any]:
     """A calibration as JSON holds it."""
     return {
         "log_heat": one.log_heat,

@@ -24,41 +24,41 @@ if TYPE_CHECKING:
     from fedvlm.maths.prompts import TextTower
     from fedvlm.maths.towers import ImageTower
 
-Told = Callable[[str, int, int], None]  # what is going on, done, total
+Progress = Callable[[str, int, int], None]  # what is going on, done, total
 FEW_ROWS = 600  # of a smoke run
 FEW_OF_CLASS = 12  # at least, on average: so that every class has some to train on
 FEW_ROUNDS = 3
 FEW_CLIENTS = 10
 
 
-def load(settings: Settings, told: Told) -> tuple[Embedded, list[str]]:
+def load(settings: Settings, progress: Progress) -> tuple[Embedded, list[str]]:
     """The rows of a run, and what its owner should know of them; a store has them already."""
     said = (settings.descriptions, settings.texts)
     if settings.encoder.startswith("store:"):
         store = open_encoder(settings.encoder, **settings.source)
         assert isinstance(store, Store)
         return describe_rows(store.embedded, store, *said), []
-    dataset = opened(settings.data, settings.source)
+    dataset = open_data(settings.data, settings.source)
     if settings.smoke:
         dataset = sample(dataset)
     encoder, notes = reach(settings.encoder, settings.access)
-    rows, more = embedded(settings, dataset, encoder, told)
+    rows, more = embedded(settings, dataset, encoder, progress)
     return rows, [*dataset.notes, *notes, *more]
 
 
 def embedded(
-    settings: Settings, dataset: Dataset, encoder: Encoder, told: Told
+    settings: Settings, dataset: Dataset, encoder: Encoder, progress: Progress
 ) -> tuple[Embedded, list[str]]:
     """A data set through an encoder, with all that a method needs of it."""
     method = settings.method
     meet(method, encoder.name, encoder.offers)
-    done = encode(dataset, encoder, "patches" in method.traits.needs, settings.precision, told)
+    done = encode(dataset, encoder, "patches" in method.traits.needs, settings.precision, progress)
     text, image = towers(encoder, dataset.classes, dataset.templates[0], method.traits.needs)
-    pictures = None
+    images = None
     if image is not None:
         content = done.embedded.content
-        pictures = stream(dataset.source, done.rows, content, encoder.preprocess)
-    rows = replace(done.embedded, text_tower=text, image_tower=image, pictures=pictures)
+        images = stream(dataset.source, done.rows, content, encoder.preprocess)
+    rows = replace(done.embedded, text_tower=text, image_tower=image, images=images)
     rows = describe_rows(rows, encoder, settings.descriptions, settings.texts)
     return rows, skipped(done)
 
@@ -89,7 +89,7 @@ def meet(method: Method, encoder: str, offered: Collection[str]) -> None:
         )
 
 
-def opened(data: str, source: Mapping[str, Any]) -> Dataset:
+def open_data(data: str, source: Mapping[str, Any]) -> Dataset:
     """A data set by name; `templates` in `source` replace its own sentences around a class name."""
     options = dict(source)
     templates = options.pop("templates", None)
@@ -113,7 +113,7 @@ def reach(encoder: str, access: Mapping[str, Any]) -> tuple[Encoder, list[str]]:
 
 
 def encode(
-    dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, told: Told
+    dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, progress: Progress
 ) -> Outcome:
     return embed(
         dataset,
@@ -121,7 +121,7 @@ def encode(
         fingerprint=fingerprint(encoder),
         patches=patches,
         precision=precision,
-        progress=lambda done, total: told("embedding", done, total),
+        progress=lambda done, total: progress("embedding", done, total),
     )
 
 
@@ -155,7 +155,7 @@ def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
         x=rows.x[keep],
         content=[rows.content[i] for i in keep],
         patches=None if rows.patches is None else rows.patches[keep],
-        pictures=None if rows.pictures is None else rows.pictures.take(torch.from_numpy(keep)),
+        images=None if rows.images is None else rows.images.take(torch.from_numpy(keep)),
         **columns(rows, keep),
     )
     method = settings.method

@@ -38,9 +38,9 @@ class Room:
         return kept + self.clients * self.local + self.processes * each
 
 
-def check(settings: Settings, frozen: Frozen, picture: Sequence[int], clients: int) -> str:
-    """Says what a training takes, or refuses it if it would not fit; a picture is (3, h, w)."""
-    room = estimate(settings, frozen, picture, clients)
+def check(settings: Settings, frozen: Frozen, image: Sequence[int], clients: int) -> str:
+    """Says what a training takes, or refuses it if it would not fit; a image is (3, h, w)."""
+    room = estimate(settings, frozen, image, clients)
     free, method = free_memory(), settings.method
     if free is None or room.total <= free:
         return (
@@ -60,7 +60,7 @@ def _gb(count: int) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def estimate(settings: Settings, frozen: Frozen, picture: Sequence[int], clients: int) -> Room:
+def estimate(settings: Settings, frozen: Frozen, image: Sequence[int], clients: int) -> Room:
     method = settings.method
     shared, local = method.init(frozen)
     # LoRA uploads its factors, whatever the server keeps.
@@ -69,7 +69,7 @@ def estimate(settings: Settings, frozen: Frozen, picture: Sequence[int], clients
     trained = {key: value for key, value in every.items() if key not in method.traits.memory}
     takers = max(1, round(settings.fraction * clients))
     alone = settings.engine != "batched"
-    each = [graph_bytes(method, frozen, picture, every, local, rows) for rows in (1, 2)]
+    each = [graph_bytes(method, frozen, image, every, local, rows) for rows in (1, 2)]
     batch = schedule(method).batch
     return Room(
         shared=tensors.count_bytes(shared),
@@ -87,7 +87,7 @@ def estimate(settings: Settings, frozen: Frozen, picture: Sequence[int], clients
 def graph_bytes(
     method: Method,
     frozen: Frozen,
-    picture: Sequence[int],
+    image: Sequence[int],
     every: Tensors,
     local: Tensors,
     rows: int,
@@ -112,7 +112,7 @@ def graph_bytes(
             found[storage.data_ptr()] = storage.nbytes()
         return value
 
-    x, y = torch.zeros(rows, *picture), torch.zeros(rows, dtype=torch.int64)
+    x, y = torch.zeros(rows, *image), torch.zeros(rows, dtype=torch.int64)
     batch = Batch(x, y, torch.ones(rows, dtype=torch.bool), x[:0])
     with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
         shared = {key: value for key, value in leaves.items() if key not in local}

@@ -19,7 +19,7 @@ from fedvlm.data.arrays import MEMORY
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import dealt
-from fedvlm.data.federation import Division, Member, Rows, divide
+from fedvlm.data.federation import Division, Listing, Member, divide
 from fedvlm.data.table import Embedded
 from fedvlm.engines.attack import mislabelled
 from fedvlm.engines.client import Terms, World, own_world
@@ -149,7 +149,7 @@ def prepare_one(
     present, labels = np.unique(rows.labels, return_inverse=True)
     classes = tuple(rows.classes[i] for i in present)
     mine = np.full(len(labels), id)
-    table = Rows(classes, labels, rows.domains, mine, rows.splits, rows.content, rows.groups)
+    table = Listing(classes, labels, rows.domains, mine, rows.splits, rows.content, rows.groups)
     division = divide(table, replace(settings.clients, by="own"), seed)
     return Prepared(settings, rows, seed, division, frozen or frozen_of(rows, seed))
 

@@ -46,7 +46,7 @@ def execute(
     listen: Callable[[str, Any], None] | None = None,
     say: Callable[[str], None] = lambda note: None,  # is told what to know before it begins
 ) -> Record:
-    told = progress or (lambda what, done, total: None)
+    report = progress or (lambda what, done, total: None)
     if embedded is not None and (settings.descriptions or settings.texts):
         raise SettingsError("rows in memory have their own descriptions and texts; set them there")
     folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
@@ -63,8 +63,8 @@ def execute(
             record.compare(found)
             say(f"already finished, read from {folder}; --again runs it")
             return record
-        seeds = _begin(settings, record, again, embedded, told, say)
-        tables = [_seed(one, record, told) for one in seeds]
+        seeds = _begin(settings, record, again, embedded, report, say)
+        tables = [_seed(one, record, report) for one in seeds]
         record.finish(tables)
     return record
 
@@ -74,12 +74,12 @@ def _begin(
     record: Record,
     again: bool,
     embedded: Embedded | None,
-    told: Progress,
+    report: Progress,
     say: Callable[[str], None],
 ) -> list[Prepared]:
     """Every seed of a run, prepared; what it cannot do is refused before its record begins."""
     asked, memory = settings, embedded is not None
-    rows, notes = (embedded, []) if embedded is not None else load(settings, told)
+    rows, notes = (embedded, []) if embedded is not None else load(settings, report)
     if settings.smoke:
         settings, rows = thin(settings, rows)
     check_rows(settings, rows)
@@ -88,7 +88,7 @@ def _begin(
         one.check()
     tuned: dict[str, Any] = {}
     if settings.tune and not (record.folder / "manifest.json").exists():
-        settings, tuned["tuned"] = tune.race(seeds[0], told)
+        settings, tuned["tuned"] = tune.race(seeds[0], report)
         asked = tune.known(asked, tuned)
         seeds = [replace(one, settings=settings) for one in seeds]
     if memory or own_data(settings):
@@ -99,7 +99,7 @@ def _begin(
     apart = any(len(one.calibration) for one in seeds[0].division.members.values())
     parts = (*PARTS, "calibration") if apart else PARTS
     about = manifest(
-        told_of(rows),
+        about_rows(rows),
         [one.name for one in seeds[0].trainings],
         {
             id: {part: len(getattr(one, part)) for part in parts}
@@ -121,9 +121,9 @@ def _notes(seeds: Sequence[Prepared]) -> list[str]:
     """What the owner of a run should know of it beforehand: its memory, and what is held back."""
     first, notes = seeds[0], []
     settings, rows = first.settings, first.rows
-    if rows.pictures is not None and settings.method.rounds:
+    if rows.images is not None and settings.method.rounds:
         most = max(len(training.train) for one in seeds for training in one.trainings)
-        notes.append(room.check(settings, first.frozen, rows.pictures.shape[1:], most))
+        notes.append(room.check(settings, first.frozen, rows.images.shape[1:], most))
     for method in (settings.warm_start, settings.method):
         notes += withheld(method, first.division.members, rows.labels, len(rows.classes))
     if settings.channel.noise or asdict(settings.method).get("noise_multiplier"):
@@ -138,13 +138,13 @@ def _notes(seeds: Sequence[Prepared]) -> list[str]:
 def resume(folder: str | Path, progress: Progress | None = None) -> Record:
     """Goes on where a run was stopped, however it was stopped; a finished run is just read."""
     path = Path(folder)
-    told = read_json(path / "manifest.json")
-    if told["memory"] and Record(path).result() is None:
+    manifest = read_json(path / "manifest.json")
+    if manifest["memory"] and Record(path).result() is None:
         raise SettingsError(f"{path} took its rows from memory; call fedvlm.run again with out= it")
-    return execute(build(told["identity"]), path, progress=progress)
+    return execute(build(manifest["identity"]), path, progress=progress)
 
 
-def _seed(prepared: Prepared, record: Record, told: Progress) -> scores.Table:
+def _seed(prepared: Prepared, record: Record, report: Progress) -> scores.Table:
     """All trainings of one seed, and the numbers they add up to."""
     settings, trainings = prepared.settings, prepared.trainings
     rounds = max(1, settings.method.rounds)
@@ -154,7 +154,7 @@ def _seed(prepared: Prepared, record: Record, told: Progress) -> scores.Table:
     for place, training in enumerate(trainings, start=before):
 
         def tell(finished: int, place: int = place) -> None:
-            told(settings.method.name, place * rounds + finished, total)
+            report(settings.method.name, place * rounds + finished, total)
 
         found = _train(prepared, training, record, tell)
         clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
@@ -202,7 +202,7 @@ def counts(rows: Embedded, division: Division) -> dict[str, list[int]]:
     }
 
 
-def told_of(rows: Embedded) -> dict[str, Any]:
+def about_rows(rows: Embedded) -> dict[str, Any]:
     """What the manifest tells of rows and encoder."""
     return {
         "encoder": rows.encoder,
@@ -224,7 +224,7 @@ def manifest(
     """Everything a reader needs to know where the numbers come from."""
     return {
         **about,
-        "jobs": list(trainings),
+        "trainings": list(trainings),
         "clients": dict(clients),
         "duplicates_dropped": dict(dropped),
         **provenance(),

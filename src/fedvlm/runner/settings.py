@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fedvlm.channel.settings import Channel, fits
+from fedvlm.channel.settings import Channel, check_channel
 from fedvlm.core import FEWEST, SMALLEST, Method, check_range, check_type, is_method, make
 from fedvlm.data.clients import Clients, words
 from fedvlm.engines.attackers import Attack, Kind
@@ -133,7 +133,7 @@ def _checked(settings: Settings) -> Settings:
     settings.rules()
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
-    fits(settings.channel, settings.method)
+    check_channel(settings.channel, settings.method)
     _check_attack(settings)
     first = settings.warm_start
     settings = replace(

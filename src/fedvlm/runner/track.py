@@ -34,7 +34,7 @@ class TensorBoard:
         self.place, self.writer, self.open = place, SummaryWriter, dict[str, Any]()
 
     def line(self, run: str, line: Line) -> None:
-        name = f"{run}/{line['job']}"
+        name = f"{run}/{line['training']}"
         if name not in self.open:
             self.open[name] = self.writer(f"{self.place}/{name}")
         for key, value in numbers(line).items():
@@ -54,7 +54,7 @@ class MLflow:
         self.client, self.open = MlflowClient(place or None), dict[str, str]()
 
     def line(self, run: str, line: Line) -> None:
-        name = f"{run}/{line['job']}"
+        name = f"{run}/{line['training']}"
         if name not in self.open:
             found = self.client.get_experiment_by_name("fedvlm")
             home = found.experiment_id if found else self.client.create_experiment("fedvlm")

@@ -43,7 +43,7 @@ def carry_out(
 
     def on_round(state: State, line: dict[str, Any]) -> None:
         nonlocal saved
-        record.add_line({"job": name, **line})
+        record.add_line({"training": name, **line})
         if monotonic() - saved > every:
             write_tensors(checkpoint, *pack(state))
             saved = monotonic()
@@ -52,7 +52,7 @@ def carry_out(
     with closing(engine):
         state = train(terms, engine, plan, state, fresh, on_round)
         outcome = finish(terms, engine, plan, state, fresh)
-    _save(record.folder / "jobs", name, training, outcome)
+    _save(record.folder / "trainings", name, training, outcome)
     checkpoint.unlink(missing_ok=True)
     return outcome.scores
 
@@ -63,7 +63,7 @@ def file_name(training: Training, seed: int) -> str:
 
 
 def _checkpoint(record: Record, name: str) -> Path:
-    return record.folder / "jobs" / f"{name}.checkpoint"
+    return record.folder / "trainings" / f"{name}.checkpoint"
 
 
 def has_checkpoint(record: Record, name: str) -> bool:
@@ -71,7 +71,7 @@ def has_checkpoint(record: Record, name: str) -> bool:
 
 
 def finished(record: Record, name: str) -> scores.Results | None:
-    final = record.folder / "jobs" / f"{name}.json"
+    final = record.folder / "trainings" / f"{name}.json"
     return dict(read_json(final)["scores"]) if final.exists() else None
 
 

@@ -27,7 +27,7 @@ from fedvlm.runner.settings import Settings
 FACTORS = (1.0, 10.0, 0.1, 100.0)  # of a setting's value, nearest first: a tie is the first one's
 MOST = 3  # runs that a race may cost, in client updates; the run itself is one more
 FINALISTS = 2
-Told = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass
@@ -89,7 +89,7 @@ def cost(rounds: int, candidates: int, first: int) -> int:
     return candidates * first + min(FINALISTS, candidates) * (rounds - first)
 
 
-def race(prepared: Prepared, told: Told) -> tuple[Settings, dict[str, Any]]:
+def race(prepared: Prepared, progress: Progress) -> tuple[Settings, dict[str, Any]]:
     """The settings with the best values, and the record of the race."""
     settings = prepared.settings
     method = settings.method
@@ -103,11 +103,11 @@ def race(prepared: Prepared, told: Told) -> tuple[Settings, dict[str, Any]]:
     total = cost(method.rounds, count, first)
     for trial in trials:
         _advance(prepared, trial, first)
-        told("tuning", sum(one.rounds for one in trials), total)
+        progress("tuning", sum(one.rounds for one in trials), total)
     ahead = sorted(trials, key=lambda one: -one.score)[:FINALISTS]  # a stable order
     for trial in ahead:
         _advance(prepared, trial, method.rounds)
-        told("tuning", sum(one.rounds for one in trials), total)
+        progress("tuning", sum(one.rounds for one in trials), total)
     best = max(ahead, key=lambda one: one.score)
     about = {
         "asked": asked,
@@ -172,11 +172,11 @@ def begun(about: Mapping[str, Any], training: str) -> dict[str, Tensors]:
 
 def known(settings: Settings, about: Mapping[str, Any]) -> Settings:
     """The settings with what an earlier race for them chose, if the record has one."""
-    told = about.get("tuned")
-    if told is None or set(told["asked"]) != set(settings.tune):
+    tuned = about.get("tuned")
+    if tuned is None or set(tuned["asked"]) != set(settings.tune):
         return settings
     for name in settings.tune:
-        if asdict(settings.method)[name] not in (told["asked"][name], told["chosen"][name]):
+        if asdict(settings.method)[name] not in (tuned["asked"][name], tuned["chosen"][name]):
             return settings
-    method = replace(settings.method, **told["chosen"])
+    method = replace(settings.method, **tuned["chosen"])
     return replace(settings, method=method)

@@ -52,7 +52,7 @@ def begin(
 
     def on_round(_: State, line: dict[str, Any]) -> None:
         number = line["round"] - first.rounds
-        record.add_line({"job": name, **line, "round": number, "warm start": first.name})
+        record.add_line({"training": name, **line, "round": number, "warm start": first.name})
 
     engine = open_engine(settings.engine, before, settings.workers, first.rounds)
     with closing(engine):

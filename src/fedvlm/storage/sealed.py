@@ -59,14 +59,14 @@ def unseal(data: bytes) -> tuple[Tensors, Any]:
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"no whole safetensors message: {error}") from error
-    return tensors, opened(note, tensors)
+    return tensors, unsealed(note, tensors)
 
 
-def opened(note: str, tensors: Tensors) -> Any:
+def unsealed(note: str, tensors: Tensors) -> Any:
     """What the note says, once it and the tensors have passed its checksum."""
     try:
-        told = json.loads(note)
-        about, wanted = str(told["about"]), told["checksum"]
+        seal = json.loads(note)
+        about, wanted = str(seal["about"]), seal["checksum"]
         if wanted != checksum(tensors, about):
             raise Damaged("its checksum does not fit")
         return json.loads(about)
@@ -131,11 +131,11 @@ def write_index(folder: Path) -> None:
 
 def check_index(folder: Path) -> dict[str, str]:
     """What is wrong with the files of a folder, by name; later files are not looked at."""
-    told = read_json(folder / INDEX)["files"]
+    index = read_json(folder / INDEX)["files"]
     there = set(_in(folder))
     return {
         name: "is missing" if name not in there else "is not what was written"
-        for name, digest in told.items()
+        for name, digest in index.items()
         if name not in there or digest_of(folder / name) != digest
     }
 
@@ -160,6 +160,6 @@ def read_tensors(path: Path) -> tuple[Tensors, Any]:
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is not a whole safetensors file ({error}); delete it") from error
     try:
-        return tensors, opened(note, tensors)
+        return tensors, unsealed(note, tensors)
     except Damaged as error:
         raise DataError(f"{path} is damaged: {error}; delete it and resume") from error

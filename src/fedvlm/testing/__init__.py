@@ -162,8 +162,8 @@ def check_roundtrip(world: World, reference: Outcome) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
         write_tensors(path, values, about)
-        back, told = pack(unpack(*read_tensors(path)))
-    same = told == about and back.keys() == values.keys()
+        back, read = pack(unpack(*read_tensors(path)))
+    same = read == about and back.keys() == values.keys()
     same = same and all(torch.equal(back[key], values[key]) for key in values)
     assert same, "its tensors do not survive save and load"
 

@@ -108,7 +108,7 @@ def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
 
 
 def toy_image_tower(dim: int) -> ImageTower:
-    """CLIP's image tower with two layers of width 8, random weights, for pictures of 8 x 8."""
+    """CLIP's image tower with two layers of width 8, random weights, for images of 8 x 8."""
     from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
     with torch.random.fork_rng():

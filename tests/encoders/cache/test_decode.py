@@ -1,4 +1,4 @@
-"""Every kind of picture becomes RGB; every kind of non-picture is refused by name."""
+"""Every kind of image becomes RGB; every kind of non-image is refused by name."""
 
 import struct
 import zlib
@@ -15,9 +15,9 @@ from fedvlm.encoders.cache.decode import ASPECT_LIMIT, FORMATS, PIXEL_LIMIT, dec
 from fedvlm.errors import DataError
 
 
-def encoded(picture: Image.Image, format: str = "PNG", **how: Any) -> bytes:
+def encoded(image: Image.Image, format: str = "PNG", **how: Any) -> bytes:
     buffer = BytesIO()
-    picture.save(buffer, format, **how)
+    image.save(buffer, format, **how)
     return buffer.getvalue()
 
 
@@ -44,18 +44,18 @@ def huge_png(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_listed_format_is_read_as_rgb(format: str) -> None:
     lossless = {"WEBP": {"lossless": True}}.get(format, {})
-    picture = decode(encoded(noise(), format, **lossless))
-    assert picture.mode == "RGB"
-    assert picture.size == (40, 30)
+    image = decode(encoded(noise(), format, **lossless))
+    assert image.mode == "RGB"
+    assert image.size == (40, 30)
     if format not in ("JPEG", "GIF"):
-        assert np.array_equal(np.asarray(picture), np.asarray(noise()))
+        assert np.array_equal(np.asarray(image), np.asarray(noise()))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGBA", "RGB"])
 def test_every_png_mode_is_read_as_rgb(mode: str) -> None:
-    picture = decode(encoded(noise(mode)))
-    assert picture.mode == "RGB"
-    assert np.array_equal(np.asarray(picture), np.asarray(noise(mode).convert("RGB")))
+    image = decode(encoded(noise(mode)))
+    assert image.mode == "RGB"
+    assert np.array_equal(np.asarray(image), np.asarray(noise(mode).convert("RGB")))
 
 
 def test_one_bit_white_is_white() -> None:
@@ -72,20 +72,20 @@ def test_cmyk_jpeg_keeps_its_colours() -> None:
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
 def test_sixteen_bits_are_scaled_and_not_clipped(format: str) -> None:
     ramp = np.array([[0, 255, 257, 32768, 65535]], dtype=np.uint16)
-    picture = decode(encoded(Image.fromarray(ramp), format))
-    assert [picture.getpixel((i, 0))[0] for i in range(5)] == [0, 1, 1, 128, 255]
+    image = decode(encoded(Image.fromarray(ramp), format))
+    assert [image.getpixel((i, 0))[0] for i in range(5)] == [0, 1, 1, 128, 255]
 
 
 def test_sixteen_bit_ppm_is_scaled() -> None:
-    picture = decode(b"P5 2 1 65535\n" + struct.pack(">HH", 65535, 32768))
-    assert [picture.getpixel((i, 0))[0] for i in range(2)] == [255, 128]
+    image = decode(b"P5 2 1 65535\n" + struct.pack(">HH", 65535, 32768))
+    assert [image.getpixel((i, 0))[0] for i in range(2)] == [255, 128]
 
 
 def test_clear_value_of_sixteen_bits_is_white() -> None:
     values = Image.fromarray(np.array([[1000, 2000]], dtype=np.uint16))
-    picture = decode(encoded(values, transparency=1000))
-    assert picture.getpixel((0, 0)) == (255, 255, 255)
-    assert picture.getpixel((1, 0)) == (8, 8, 8)
+    image = decode(encoded(values, transparency=1000))
+    assert image.getpixel((0, 0)) == (255, 255, 255)
+    assert image.getpixel((1, 0)) == (8, 8, 8)
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
@@ -103,19 +103,19 @@ def test_alpha_is_laid_on_white() -> None:
 
 @pytest.mark.parametrize("format", ["PNG", "GIF"])
 def test_transparent_palette_is_laid_on_white(format: str) -> None:
-    picture = Image.new("P", (4, 4), 1)
-    picture.putpalette([10, 20, 30, 200, 0, 0])
-    picture.putpixel((0, 0), 0)
-    read = decode(encoded(picture, format, transparency=1))
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([10, 20, 30, 200, 0, 0])
+    image.putpixel((0, 0), 0)
+    read = decode(encoded(image, format, transparency=1))
     assert read.getpixel((0, 0)) == (10, 20, 30)
     assert read.getpixel((3, 3)) == (255, 255, 255)
 
 
 def test_palette_with_partial_alpha_is_laid_on_white() -> None:
-    picture = Image.new("P", (2, 1), 0)
-    picture.putpalette([0, 0, 0, 200, 0, 0])
-    picture.putpixel((1, 0), 1)
-    read = decode(encoded(picture, transparency=bytes([128, 255])))
+    image = Image.new("P", (2, 1), 0)
+    image.putpalette([0, 0, 0, 200, 0, 0])
+    image.putpixel((1, 0), 1)
+    read = decode(encoded(image, transparency=bytes([128, 255])))
     assert read.getpixel((0, 0)) == (127, 127, 127)
     assert read.getpixel((1, 0)) == (200, 0, 0)
 
@@ -123,14 +123,14 @@ def test_palette_with_partial_alpha_is_laid_on_white() -> None:
 def test_exif_rotation_is_undone() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees clockwise to see it upright
-    picture = decode(encoded(noise(), exif=exif))
-    assert picture.size == (30, 40)
-    assert np.array_equal(np.asarray(picture), np.rot90(np.asarray(noise()), -1))
+    image = decode(encoded(noise(), exif=exif))
+    assert image.size == (30, 40)
+    assert np.array_equal(np.asarray(image), np.rot90(np.asarray(noise()), -1))
 
 
 def test_damaged_exif_does_not_cost_the_picture() -> None:
-    picture = encoded(noise(), "JPEG", exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xffrubbish")
-    assert decode(picture).size == (40, 30)
+    image = encoded(noise(), "JPEG", exif=b"Exif\x00\x00MM\x00*\xff\xff\xff\xffrubbish")
+    assert decode(image).size == (40, 30)
 
 
 def test_first_frame_of_an_animation_is_read() -> None:

@@ -1,4 +1,4 @@
-"""From pictures to embeddings: each picture encoded once, whatever happens on the way."""
+"""From images to embeddings: each image encoded once, whatever happens on the way."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ def test_second_run_encodes_nothing(tmp_path: Path) -> None:
     first = run(numbered(40), Counting(), tmp_path)
     again = Counting()
     second = run(numbered(40), again, tmp_path)
-    assert (again.pictures, again.sentences, second.encoded) == ([], [], 0)
+    assert (again.images, again.sentences, second.encoded) == ([], [], 0)
     assert torch.equal(first.embedded.x, second.embedded.x)
     assert torch.equal(first.embedded.text, second.embedded.text)
     assert first.embedded.fingerprint == second.embedded.fingerprint
@@ -60,14 +60,14 @@ def test_only_new_pictures_are_encoded_and_the_order_of_the_data_is_kept(tmp_pat
     encoder = Counting()
     mixed = dataset(*(png(number) for number in (25, 3, 24, 19, 0)))
     got = run(mixed, encoder, tmp_path).embedded
-    assert encoder.pictures == [25, 24]
+    assert encoder.images == [25, 24]
     assert torch.equal(got.x, run(mixed, Counting(), tmp_path / "other").embedded.x)
 
 
 def test_same_picture_twice_is_encoded_once(tmp_path: Path) -> None:
     encoder = Counting()
     outcome = run(dataset(png(1), png(2), png(1), png(1)), encoder, tmp_path)
-    assert encoder.pictures == [1, 2]
+    assert encoder.images == [1, 2]
     assert outcome.embedded.content[0] == outcome.embedded.content[2]
     assert torch.equal(outcome.embedded.x[0], outcome.embedded.x[3])
 
@@ -78,21 +78,21 @@ def test_another_fingerprint_encodes_anew(tmp_path: Path) -> None:
     assert [one.rows for one in cache.ls(tmp_path)] == [4, 4]
 
 
-def test_encoder_without_preprocess_gets_the_bytes_of_sound_pictures(tmp_path: Path) -> None:
-    pictures = [png(number) for number in range(30)]
-    data = dataset(*pictures, pictures[4][:50])  # a truncated one would cost a call for nothing
+def test_encoder_without_preprocess_gets_the_bytes_of_sound_images(tmp_path: Path) -> None:
+    images = [png(number) for number in range(30)]
+    data = dataset(*images, images[4][:50])  # a truncated one would cost a call for nothing
     outcome = run(data, Counting(preprocess=None), tmp_path / "a")
-    assert [name for name, _ in outcome.skipped] == ["picture-30.png"]
+    assert [name for name, _ in outcome.skipped] == ["image-30.png"]
     assert torch.equal(outcome.embedded.x, run(data, Counting(), tmp_path / "b").embedded.x)
 
 
 def test_unreadable_pictures_are_named_and_their_rows_are_gone(tmp_path: Path) -> None:
-    pictures = [png(number) for number in range(40)]
-    pictures[3], pictures[7] = BROKEN, b""
-    data = dataset(*pictures)
+    images = [png(number) for number in range(40)]
+    images[3], images[7] = BROKEN, b""
+    data = dataset(*images)
     outcome = run(data, Counting(), tmp_path)
     got, left = outcome.embedded, [row for row in range(40) if row not in (3, 7)]
-    assert [name for name, _ in outcome.skipped] == ["picture-3.png", "picture-7.png"]
+    assert [name for name, _ in outcome.skipped] == ["image-3.png", "image-7.png"]
     assert "begins with b'words" in outcome.skipped[0][1]
     assert "0 bytes" in outcome.skipped[1][1]
     assert got.domains.tolist() == [f"domain-{row}" for row in left]
@@ -102,11 +102,11 @@ def test_unreadable_pictures_are_named_and_their_rows_are_gone(tmp_path: Path) -
 
 
 def test_more_than_five_percent_unreadable_stop_the_run(tmp_path: Path) -> None:
-    pictures = [png(number) for number in range(40)]
-    pictures[:3] = [BROKEN + bytes([number]) for number in range(3)]
-    with pytest.raises(DataError, match=r"3 of the 40 .* 5%; .*picture-0.png: .*picture-2.png"):
-        run(dataset(*pictures), Counting(), tmp_path)
-    assert run(dataset(png(0), *pictures[1:]), Counting(), tmp_path).skipped
+    images = [png(number) for number in range(40)]
+    images[:3] = [BROKEN + bytes([number]) for number in range(3)]
+    with pytest.raises(DataError, match=r"3 of the 40 .* 5%; .*image-0.png: .*image-2.png"):
+        run(dataset(*images), Counting(), tmp_path)
+    assert run(dataset(png(0), *images[1:]), Counting(), tmp_path).skipped
 
 
 def test_one_unreadable_picture_counts_as_often_as_it_is_there(tmp_path: Path) -> None:
@@ -120,15 +120,15 @@ def test_file_that_cannot_be_opened_counts_as_unreadable(tmp_path: Path) -> None
             return 40
 
         def name(self, row: int) -> str:
-            return f"picture-{row}.png"
+            return f"image-{row}.png"
 
         def read(self, row: int) -> bytes:
             if row == 5:
-                raise FileNotFoundError(errno.ENOENT, "No such file", "picture-5.png")
+                raise FileNotFoundError(errno.ENOENT, "No such file", "image-5.png")
             return png(row)
 
     outcome = run(replace(numbered(40), source=Torn()), Counting(), tmp_path)
-    assert [name for name, _ in outcome.skipped] == ["picture-5.png"]
+    assert [name for name, _ in outcome.skipped] == ["image-5.png"]
     assert len(outcome.embedded.x) == 39
 
 
@@ -139,7 +139,7 @@ def test_class_left_without_rows_is_an_error(tmp_path: Path) -> None:
 
 
 def test_data_without_pictures_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no pictures"):
+    with pytest.raises(DataError, match="no images"):
         run(dataset(), Counting(), tmp_path)
 
 
@@ -179,9 +179,9 @@ def test_patches_are_half_precision_in_the_order_of_the_rows(tmp_path: Path) -> 
     run(numbered(10), Counting(), tmp_path)  # pooled alone does not count as done
     encoder = Counting()
     got = run(numbered(20), encoder, tmp_path, patches=True).embedded
-    assert encoder.pictures == list(range(20))
+    assert encoder.images == list(range(20))
     turned = run(dataset(png(7), png(3), png(7), png(12)), encoder, tmp_path, patches=True).embedded
-    assert len(encoder.pictures) == 20
+    assert len(encoder.images) == 20
     assert got.patches is not None
     assert turned.patches is not None
     assert got.patches.shape == (20, PATCHES, DIM)

@@ -34,8 +34,8 @@ from fedvlm.errors import DataError
 
 
 def embed_in_child(count: int, log: Path, cache: Path, done: Path) -> None:
-    def finished(pictures: int, total: int) -> None:
-        note(done, f"{pictures}\n")
+    def finished(images: int, total: int) -> None:
+        note(done, f"{images}\n")
 
     run(numbered(count), Counting(log, 0.03), cache, progress=finished)
 
@@ -73,7 +73,7 @@ def test_kill_at_any_moment_neither_loses_nor_repeats_a_finished_batch(tmp_path:
     assert len(noted(log)) <= 200 + 32 * kills  # at most the batch a kill fell into
     again = Counting()
     whole = run(numbered(200), again, place).embedded
-    assert again.pictures == []
+    assert again.images == []
     assert torch.equal(whole.x, run(numbered(200), Counting(), tmp_path / "whole").embedded.x)
 
 
@@ -103,11 +103,11 @@ class Marked:
         self.path, self.owner = path, os.getpid()
         self.mark: Any = None
 
-    def __call__(self, picture: Image.Image) -> Any:
+    def __call__(self, image: Image.Image) -> Any:
         if self.mark is None and os.getpid() != self.owner:
             self.mark = held(self.path, shared=True)
             self.mark.__enter__()
-        return first_pixel(picture)
+        return first_pixel(image)
 
 
 def embed_with_marks(log: Path, cache: Path, alive: Path) -> None:
@@ -125,11 +125,11 @@ def test_two_processes_at_once_share_the_work_and_agree(tmp_path: Path) -> None:
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0, 0]
-    assert Counter(noted(log)) == Counter(range(400))  # each picture by one of them
+    assert Counter(noted(log)) == Counter(range(400))  # each image by one of them
     assert cache.verify(tmp_path / "cache") == {FINGERPRINT: []}
     again = Counting()
     both = run(numbered(400), again, tmp_path / "cache").embedded
-    assert again.pictures == []
+    assert again.images == []
     assert torch.equal(both.x, run(numbered(400), Counting(), tmp_path / "alone").embedded.x)
 
 
@@ -162,10 +162,10 @@ def test_dead_worker_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         run(numbered(40), Counting(preprocess=die_in_worker), tmp_path, workers=1)
 
 
-def die_in_worker(picture: Image.Image) -> Any:
+def die_in_worker(image: Image.Image) -> Any:
     if parent_process() is not None:
         os._exit(1)
-    return first_pixel(picture)
+    return first_pixel(image)
 
 
 UNGUARDED = """
@@ -190,8 +190,8 @@ def test_script_without_a_guard_is_told_so_and_does_not_hang(tmp_path: Path) -> 
 
 
 def test_worker_processes_give_the_same_as_none(tmp_path: Path) -> None:
-    pictures = [png(number) for number in range(99)] + [b"no picture"]
-    data = dataset(*pictures)
+    images = [png(number) for number in range(99)] + [b"no image"]
+    data = dataset(*images)
     steps: list[tuple[int, int]] = []
     many = run(data, Counting(), tmp_path / "a", workers=2, progress=lambda *s: steps.append(s))
     one = run(data, Counting(), tmp_path / "b")

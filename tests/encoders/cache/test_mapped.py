@@ -46,7 +46,7 @@ def test_row_that_is_not_read_is_not_checked_and_one_is_checked_once(tmp_path, m
     asked = []
     monkeypatch.setattr(mapped, "check", lambda rows, *rest: asked.append(len(rows)))
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
-    rows = mapped.opened(array, sums(values), "rows")
+    rows = mapped.checked(array, sums(values), "rows")
     for index in ([0, 1], [1, 2], [0, 1, 2]):
         rows.take(np.array(index))[slice(None)]
     assert asked == [2, 1, 0]
@@ -56,9 +56,9 @@ def test_rows_on_demand_are_those_of_the_file(tmp_path, monkeypatch):
     values = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float16)
     values.tofile(tmp_path / "rows")
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
-    assert isinstance(mapped.opened(array, sums(values), "rows"), torch.Tensor)
+    assert isinstance(mapped.checked(array, sums(values), "rows"), torch.Tensor)
     monkeypatch.setattr(mapped, "LARGE", 1)
-    rows = mapped.opened(array, sums(values), "rows")
+    rows = mapped.checked(array, sums(values), "rows")
     assert not isinstance(rows, torch.Tensor) and rows.shape == (50, 3, 4) and len(rows) == 50
     for index in (
         torch.tensor([3, 3, 49]),
@@ -78,5 +78,5 @@ def test_training_on_rows_on_demand_is_training_on_a_tensor(tmp_path, monkeypatc
     world.x.numpy().tofile(tmp_path / "rows")
     monkeypatch.setattr(mapped, "LARGE", 1)
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=tuple(world.x.shape))
-    lazy = mapped.opened(array, sums(world.x.numpy()), "rows")
+    lazy = mapped.checked(array, sums(world.x.numpy()), "rows")
     check_same(learn(replace(world, x=lazy)), learn(world), 1e-5, "the way of reading matters")

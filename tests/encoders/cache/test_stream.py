@@ -1,4 +1,4 @@
-"""Pictures as rows that are decoded when they are asked for."""
+"""Images as rows that are decoded when they are asked for."""
 
 import os
 import warnings
@@ -24,27 +24,27 @@ EACH = 3 * 6 * 5
 class Read:
     """A source that counts how often it is read."""
 
-    def __init__(self, *pictures: bytes) -> None:
-        self.pictures, self.count = list(pictures), 0
+    def __init__(self, *images: bytes) -> None:
+        self.images, self.count = list(images), 0
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def name(self, row: int) -> str:
-        return f"picture-{row}.png"
+        return f"image-{row}.png"
 
     def read(self, row: int) -> bytes:
         self.count += 1
-        return self.pictures[row]
+        return self.images[row]
 
 
-def digests(pictures) -> list[str]:
-    return [sha256(one).hexdigest() for one in pictures]
+def digests(images) -> list[str]:
+    return [sha256(one).hexdigest() for one in images]
 
 
 def opened(source, rows=None, **more):
     numbers = np.arange(len(source)) if rows is None else np.array(rows)
-    content = digests([source.pictures[i] for i in numbers])
+    content = digests([source.images[i] for i in numbers])
     return stream(source, numbers, content, CUT, **more)
 
 
@@ -55,12 +55,12 @@ def test_pixels_are_what_the_encoder_is_given():
     got = rows[torch.tensor([3, 0])]
     assert got.dtype == torch.float32
     for pixels, row in zip(got, (3, 0), strict=True):
-        assert np.array_equal(pixels.numpy(), CUT(decode(source.pictures[row])))
+        assert np.array_equal(pixels.numpy(), CUT(decode(source.images[row])))
     assert torch.equal(rows[1:3], rows[torch.tensor([1, 2])])
 
 
 def test_taken_rows_are_the_rows_of_the_embedder():
-    """Row 1 could not be read when it was encoded, so row 1 of the run is picture 2."""
+    """Row 1 could not be read when it was encoded, so row 1 of the run is image 2."""
     source = Read(*map(counting.png, range(5)))
     rows = opened(source, rows=[0, 2, 3, 4])
     some = rows.take(torch.tensor([1, 3]))
@@ -75,7 +75,7 @@ def test_a_picture_is_decoded_once_while_it_fits():
     roomy, tight = opened(source), opened(source, budget=2 * EACH)
     everything = torch.arange(4)
     first = roomy[everything]
-    assert source.count == 3, "rows 0 and 3 are one picture"
+    assert source.count == 3, "rows 0 and 3 are one image"
     assert torch.equal(roomy[everything], first) and source.count == 3
     assert torch.equal(tight[everything], first) and source.count == 6
     assert torch.equal(tight[everything], first) and source.count == 7, "one of three has no place"
@@ -86,18 +86,18 @@ def test_a_picture_is_decoded_once_while_it_fits():
 def test_a_damaged_picture_is_refused_by_name():
     good = counting.png(1)
     source = Read(good, good[:40])
-    with pytest.raises(DataError, match=r"picture-1\.png: not a picture that can be read"):
+    with pytest.raises(DataError, match=r"image-1\.png: not a image that can be read"):
         opened(source)[torch.tensor([0, 1])]
     source = Read(good, counting.png(2))
     rows = opened(source)
-    source.pictures[1] = good
-    with pytest.raises(DataError, match=r"picture-1\.png: the picture changed"):
+    source.images[1] = good
+    with pytest.raises(DataError, match=r"image-1\.png: the image changed"):
         rows[torch.tensor([0, 1])]
 
 
 def test_an_encoder_without_a_size_is_refused():
     source = Read(counting.png(1))
-    content = digests(source.pictures)
+    content = digests(source.images)
     with pytest.raises(EncoderError, match="crop_size"):
         stream(source, np.arange(1), content, Pixels(size=8, crop=None))
     with pytest.raises(EncoderError, match="makes none"):
@@ -109,13 +109,13 @@ def total(rows, times, answer):
 
 
 def test_forked_processes_read_the_same_archive_side_by_side(tmp_path):
-    path = tmp_path / "pictures.zip"
-    pictures = [counting.png(i) for i in range(60)]
+    path = tmp_path / "images.zip"
+    images = [counting.png(i) for i in range(60)]
     with ZipFile(path, "w") as archive:
-        for row, data in enumerate(pictures):
+        for row, data in enumerate(images):
             archive.writestr(f"{row}.png", data)
     source = Archive(path, [f"{row}.png" for row in range(60)])
-    rows = stream(source, np.arange(60), digests(pictures), CUT, budget=20 * EACH)
+    rows = stream(source, np.arange(60), digests(images), CUT, budget=20 * EACH)
     wanted = float(rows[:].double().sum())
     context = get_context("fork")
     ends = []

@@ -1,4 +1,4 @@
-"""Encoded bytes to an RGB picture, refusing by name whatever is not a sound picture."""
+"""Encoded bytes to an RGB image, refusing by name whatever is not a sound image."""
 
 import warnings
 from io import BytesIO
@@ -19,14 +19,14 @@ def decode(data: bytes) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about what is refused or harmless here
         try:
-            with open_checked(data) as picture:
-                picture.load()
-                return to_rgb(upright(picture), picture.format)
+            with open_checked(data) as image:
+                image.load()
+                return to_rgb(upright(image), image.format)
         except DataError:
             raise
         except Exception as error:  # Pillow's readers raise nearly every kind on broken bytes
             raise DataError(
-                f"the picture is truncated or damaged ({type(error).__name__}: {error}); "
+                f"the image is truncated or damaged ({type(error).__name__}: {error}); "
                 "replace or remove it"
             ) from error
 
@@ -34,59 +34,59 @@ def decode(data: bytes) -> Image.Image:
 def open_checked(data: bytes) -> Image.Image:
     """Reads the header alone, so that a small file which claims to be huge costs nothing."""
     if not data:
-        raise DataError("the picture has 0 bytes; replace or remove it")
+        raise DataError("the image has 0 bytes; replace or remove it")
     try:
-        picture = Image.open(BytesIO(data), formats=FORMATS)
+        image = Image.open(BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise DataError(f"the picture is too large ({error}); scale it down first") from error
+        raise DataError(f"the image is too large ({error}); scale it down first") from error
     except UnidentifiedImageError as error:
         raise DataError(
-            f"not a picture that can be read: it begins with {data[:12]!r}; "
+            f"not a image that can be read: it begins with {data[:12]!r}; "
             f"the formats are {', '.join(FORMATS)}"
         ) from error
-    width, height = picture.size
+    width, height = image.size
     if width * height > PIXEL_LIMIT:
         raise DataError(
-            f"the picture has {width} x {height} pixels, more than {PIXEL_LIMIT:,}; "
+            f"the image has {width} x {height} pixels, more than {PIXEL_LIMIT:,}; "
             "scale it down first"
         )
     if max(width, height) > ASPECT_LIMIT * min(width, height):
         raise DataError(
-            f"the picture has {width} x {height} pixels, a sliver longer than {ASPECT_LIMIT} "
+            f"the image has {width} x {height} pixels, a sliver longer than {ASPECT_LIMIT} "
             "times its width; crop it first"
         )
-    return picture
+    return image
 
 
-def upright(picture: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
     """Turned as its EXIF says; damaged EXIF says nothing, the pixels are still good."""
     try:
-        return ImageOps.exif_transpose(picture)
+        return ImageOps.exif_transpose(image)
     except Exception:
-        return picture
+        return image
 
 
-def to_rgb(picture: Image.Image, format: str | None) -> Image.Image:
+def to_rgb(image: Image.Image, format: str | None) -> Image.Image:
     # Pillow gives 16-bit PNG and PPM as "I" too, but only TIFF has whole numbers of 32 bits
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and format != "TIFF"):
-        return from_16_bits(picture)
-    if picture.mode in ("I", "F"):
+    if image.mode.startswith("I;16") or (image.mode == "I" and format != "TIFF"):
+        return from_16_bits(image)
+    if image.mode in ("I", "F"):
         raise DataError(
-            f"the picture holds {'whole' if picture.mode == 'I' else 'floating-point'} numbers "
+            f"the image holds {'whole' if image.mode == 'I' else 'floating-point'} numbers "
             "of 32 bits, whose black and white are unknown; save it with 8 or 16 bits"
         )
-    if picture.has_transparency_data:
-        paint = picture.convert("RGBA")
+    if image.has_transparency_data:
+        paint = image.convert("RGBA")
         white = Image.new("RGBA", paint.size, "white")
         return Image.alpha_composite(white, paint).convert("RGB")
-    return picture.convert("RGB")
+    return image.convert("RGB")
 
 
-def from_16_bits(picture: Image.Image) -> Image.Image:
+def from_16_bits(image: Image.Image) -> Image.Image:
     """Scaled by 257, as 65535 is white; Pillow's own conversion cuts everything above 255 off."""
-    values = np.asarray(picture).astype(np.uint32)
+    values = np.asarray(image).astype(np.uint32)
     gray = ((np.clip(values, 0, 65535) + 128) // 257).astype(np.uint8)
-    clear = picture.info.get("transparency")
+    clear = image.info.get("transparency")
     if isinstance(clear, int):
         gray[values == clear] = 255
     return Image.fromarray(gray).convert("RGB")

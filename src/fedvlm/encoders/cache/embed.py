@@ -1,4 +1,4 @@
-"""Data to embeddings through the cache: each picture is encoded once, by whoever comes first."""
+"""Data to embeddings through the cache: each image is encoded once, by whoever comes first."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from fedvlm.data.table import Dataset, Embedded
 from fedvlm.encoders.cache.folder import Entry, directory, use
-from fedvlm.encoders.cache.images import Pictures
+from fedvlm.encoders.cache.images import Images
 from fedvlm.encoders.cache.locks import Claims
-from fedvlm.encoders.cache.mapped import opened
+from fedvlm.encoders.cache.mapped import checked
 from fedvlm.encoders.cache.workers import Decoders, Prepared, refuse_in_start
 from fedvlm.encoders.interface import Encoder, Vectors
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.errors import EncoderError
 from fedvlm.machine import cores
 
-BATCH = 32  # pictures given to the encoder at once: also what a kill can cost
-FEW_BYTES = 16_000_000  # of pictures; they are decoded before worker processes have started
+BATCH = 32  # images given to the encoder at once: also what a kill can cost
+FEW_BYTES = 16_000_000  # of images; they are decoded before worker processes have started
 
 Precision = Literal["float32", "float16"]
 Progress = Callable[[int, int], None]
@@ -35,8 +35,8 @@ class Outcome:
     """The embeddings, and what it took to get them."""
 
     embedded: Embedded
-    encoded: int  # pictures this run encoded; the others were in the cache
-    skipped: list[tuple[str, str]]  # pictures that cannot be read: name and reason
+    encoded: int  # images this run encoded; the others were in the cache
+    skipped: list[tuple[str, str]]  # images that cannot be read: name and reason
     rows: NDArray[np.int64]  # those of the data set that were not skipped
 
 
@@ -54,25 +54,25 @@ def embed(
     """Encodes what the cache lacks, then reads everything from it.
 
     `workers` processes decode (0: this one does); left out, it is one core less than there are, or
-    0 for few pictures. `progress` is told how many of the pictures to encode are done.
+    0 for few images. `progress` is told how many of the images to encode are done.
     """
     if patches and "patches" not in encoder.offers:
         raise EncoderError(
             f"{encoder.name} has no patch embeddings; it offers {', '.join(sorted(encoder.offers))}"
         )
     refuse_in_start()
-    pictures = Pictures(dataset)
+    images = Images(dataset)
     with use(cache or directory(), fingerprint, encoder.name) as (entry, claims):
         tables = _Tables(entry, encoder, precision, patches)
-        todo = [digest for digest in pictures.first if not tables.have(digest)]
+        todo = [digest for digest in images.first if not tables.have(digest)]
         if workers is None:
-            few = pictures.size(todo) < FEW_BYTES
+            few = images.size(todo) < FEW_BYTES
             workers = 0 if few else min(8, max(1, cores() - 1))
-        run = _Run(pictures, encoder, tables, claims, progress or (lambda done, total: None))
+        run = _Run(images, encoder, tables, claims, progress or (lambda done, total: None))
         with Decoders(encoder.preprocess, workers, ahead=2 * BATCH) as decoders:
             run.all(todo, decoders)
-        rows, skipped = pictures.sound(), pictures.skipped()
-        content = [pictures.digests[row] for row in rows]
+        rows, skipped = images.sound(), images.skipped()
+        content = [images.digests[row] for row in rows]
         grid, text = tables.patches, None
         if "text" in encoder.offers:
             table = entry.need("text.float32", "float32", (encoder.dim,))
@@ -91,7 +91,7 @@ def embed(
             text=text,
             patches=None
             if grid is None
-            else opened(grid.mapped(content), grid.sums(content), grid.name),
+            else checked(grid.mapped(content), grid.sums(content), grid.name),
             encoder=f"{encoder.name}@{fingerprint[:16]}",
             fingerprint="",
         )
@@ -130,9 +130,9 @@ class _Tables:
 
 @dataclass
 class _Run:
-    """The pictures still to encode, on their way through decoders, encoder and cache."""
+    """The images still to encode, on their way through decoders, encoder and cache."""
 
-    pictures: Pictures
+    images: Images
     encoder: Encoder
     tables: _Tables
     claims: Claims
@@ -159,7 +159,7 @@ class _Run:
             self.progress(self.done, total)
 
     def _ask(self, todo: Iterable[bytes], others: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Claims a picture just before it is decoded, and passes over what others are at."""
+        """Claims a image just before it is decoded, and passes over what others are at."""
         for digest in todo:
             if not self.claims.take(digest):
                 others.append(digest)
@@ -169,18 +169,18 @@ class _Run:
                 self.claims.release([digest])
                 self.done += 1
             else:
-                yield digest, self.pictures.read(digest)
+                yield digest, self.images.read(digest)
 
     def _encode(self, batch: list[Prepared]) -> None:
-        good: list[Any] = [one.picture for one in batch if one.picture is not None]
-        digests = [one.digest for one in batch if one.picture is not None]
+        good: list[Any] = [one.image for one in batch if one.image is not None]
+        digests = [one.digest for one in batch if one.image is not None]
         if good:
             answer = self.encoder.embed(good, self.tables.wants_patches)
             self.tables.append(digests, self._checked(answer, digests))
             self.encoded += len(good)
         for one in batch:
-            if one.picture is None:
-                self.pictures.refuse(one.digest, one.reason)
+            if one.image is None:
+                self.images.refuse(one.digest, one.reason)
 
     def _checked(self, answer: Vectors, digests: list[bytes]) -> Vectors:
         """As the cache will keep it: in its precision, of the right shape, finite and not zero."""
@@ -205,8 +205,8 @@ class _Run:
 
     def _refuse(self, what: str, digest: bytes) -> EncoderError:
         return EncoderError(
-            f"{self.encoder.name} answered with {what} for {self.pictures.name(digest)}; "
-            "the batches before it are kept: mend the encoder, or remove the picture, and run again"
+            f"{self.encoder.name} answered with {what} for {self.images.name(digest)}; "
+            "the batches before it are kept: mend the encoder, or remove the image, and run again"
         )
 
 

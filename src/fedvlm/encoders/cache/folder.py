@@ -1,7 +1,7 @@
-"""The embedding cache: what an encoder said about a picture, found by the two fingerprints.
+"""The embedding cache: what an encoder said about a image, found by the two fingerprints.
 
 `DIR/<encoder fingerprint>/` holds `meta.json` and tables of rows (see rows.py), each found by the
-SHA-256 of a picture's bytes or of a sentence. The locks lie beside the entries, so that an entry
+SHA-256 of a image's bytes or of a sentence. The locks lie beside the entries, so that an entry
 can be removed while its locks are held.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.encoders.cache.locks import Claims, held
-from fedvlm.encoders.cache.table import Bad, Rows, writing
+from fedvlm.encoders.cache.table import Bad, RowFile, writing
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.storage import files
 
@@ -56,13 +56,13 @@ class Entry:
             f"`fedvlm cache rm {self.fingerprint[:16]}` removes the entry"
         )
 
-    def tables(self) -> dict[str, Rows]:
+    def tables(self) -> dict[str, RowFile]:
         return {
-            name: Rows(self.folder / name, self._lock, dtype, tuple(shape))
+            name: RowFile(self.folder / name, self._lock, dtype, tuple(shape))
             for name, (dtype, shape) in self.meta()["tables"].items()
         }
 
-    def table(self, name: str, dtype: str, shape: tuple[int, ...] | None) -> Rows | None:
+    def table(self, name: str, dtype: str, shape: tuple[int, ...] | None) -> RowFile | None:
         """A table by name, made if its shape is known; None if it is not there and not known."""
         with held(self._lock):
             meta = self.meta()
@@ -77,9 +77,9 @@ class Entry:
                 f"the cache holds {name} of shape {tuple(found)} for {meta['encoder']}, which now "
                 f"says {shape}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`"
             )
-        return Rows(self.folder / name, self._lock, found_dtype, tuple(found))
+        return RowFile(self.folder / name, self._lock, found_dtype, tuple(found))
 
-    def need(self, name: str, dtype: str, shape: tuple[int, ...]) -> Rows:
+    def need(self, name: str, dtype: str, shape: tuple[int, ...]) -> RowFile:
         table = self.table(name, dtype, shape)
         assert table is not None  # its shape is known
         return table
@@ -123,8 +123,8 @@ class Listed:
 
     encoder: str
     fingerprint: str
-    rows: int  # pictures with a pooled embedding
-    patches: int  # pictures with patch embeddings
+    rows: int  # images with a pooled embedding
+    patches: int  # images with patch embeddings
     bytes: int
     problem: str = ""  # why the entry cannot be used, if so
 

@@ -1,4 +1,4 @@
-"""The pictures of a data set by content, and which of them cannot be read."""
+"""The images of a data set by content, and which of them cannot be read."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from fedvlm.data.table import Dataset
 from fedvlm.errors import DataError
 
-UNREADABLE = 0.05  # share of the rows above which the data is to blame and not a picture
+UNREADABLE = 0.05  # share of the rows above which the data is to blame and not a image
 
 
-class Pictures:
-    """Rows are found by the digest of their bytes; a picture that is there twice is read once."""
+class Images:
+    """Rows are found by the digest of their bytes; a image that is there twice is read once."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -32,7 +32,7 @@ class Pictures:
             self.digests.append(sha256(data).digest())
             self._sizes[self.digests[-1]] = len(data)
         if not self.digests:
-            raise DataError(f"{dataset.name} has no pictures; look at its directory and filters")
+            raise DataError(f"{dataset.name} has no images; look at its directory and filters")
         self._times = Counter(self.digests)
         self._lost = len(self._unread)
         self.first: dict[bytes, int] = {}  # digest -> the first row that has it
@@ -69,7 +69,7 @@ class Pictures:
         if self._lost > UNREADABLE * len(self.digests):
             some = "; ".join(f"{name}: {reason}" for name, reason in self.skipped()[:3])
             raise DataError(
-                f"at least {self._lost} of the {len(self.digests)} pictures of "
+                f"at least {self._lost} of the {len(self.digests)} images of "
                 f"{self._dataset.name} cannot be read, more than {UNREADABLE:.0%}; "
                 f"replace or remove them. The first: {some}"
             )
@@ -81,7 +81,7 @@ class Pictures:
         gone = np.setdiff1d(self._dataset.labels, self._dataset.labels[rows])
         if gone.size:
             raise DataError(
-                f"no picture of class {self._dataset.classes[int(gone[0])]!r} of "
-                f"{self._dataset.name} can be read; replace the pictures or remove the class"
+                f"no image of class {self._dataset.classes[int(gone[0])]!r} of "
+                f"{self._dataset.name} can be read; replace the images or remove the class"
             )
         return rows

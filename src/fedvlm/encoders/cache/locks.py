@@ -23,17 +23,17 @@ def held(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
 
 
 class Claims:
-    """Which pictures a process is at work on, so that two processes share the work.
+    """Which images a process is at work on, so that two processes share the work.
 
     A claim is a lock on one byte of an empty file, at a place the digest says. Claims only save
-    work: without them both processes encode the same picture and the second append does nothing.
+    work: without them both processes encode the same image and the second append does nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, _open(path)
 
     def take(self, digest: bytes) -> bool:
-        """False if another process has this picture in hand."""
+        """False if another process has this image in hand."""
         with suppress(BlockingIOError), _explained(self._path):
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(digest))
             return True

@@ -54,7 +54,7 @@ class Mapped:
         return Mapped(self._array, taken, self._sums, self._seen, self._where)
 
 
-def opened(array: NDArray[Any], sums: NDArray[np.uint32], where: str) -> Tensor | Mapped:
+def checked(array: NDArray[Any], sums: NDArray[np.uint32], where: str) -> Tensor | Mapped:
     """A tensor over the array, checked; or for a large map of an unchanging file rows on demand."""
     if isinstance(array, np.memmap) and array.nbytes > LARGE and hasattr(mmap, "MADV_DONTNEED"):
         return Mapped(array, np.arange(len(array)), sums, np.zeros(len(array), bool), where)

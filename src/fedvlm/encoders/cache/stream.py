@@ -1,4 +1,4 @@
-"""Pictures as rows that are decoded when they are asked for, for methods that train the tower."""
+"""Images as rows that are decoded when they are asked for, for methods that train the tower."""
 
 from collections.abc import Sequence
 from mmap import mmap
@@ -14,7 +14,7 @@ from fedvlm.encoders.cache.workers import prepare
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.errors import DataError, EncoderError
 
-BUDGET = 512 << 20  # bytes of decoded pictures that are kept; others are decoded every time
+BUDGET = 512 << 20  # bytes of decoded images that are kept; others are decoded every time
 
 
 class Stream:
@@ -49,13 +49,13 @@ def stream(
     preprocess: Any,
     budget: int = BUDGET,
 ) -> Stream:
-    """Rows of a source by number, with the hex digests of the pictures they held when encoded."""
+    """Rows of a source by number, with the hex digests of the images they held when encoded."""
     shelf = Shelf(source, rows, content, preprocess, budget)
     return Stream(shelf, np.arange(len(rows)))
 
 
 class Shelf:
-    """Cut pictures, one byte per colour, so that four times as many fit as of an encoder's numbers.
+    """Cut images, one byte per colour, so that four times as many fit as of an encoder's numbers.
 
     The memory is shared with processes that are forked from this one. Each of them trusts only
     what it has put there itself, or found there when it began, because another may be writing.
@@ -74,13 +74,13 @@ class Shelf:
         side = preprocess.crop or preprocess.size
         if not isinstance(side, tuple):
             raise EncoderError(
-                "the encoder leaves pictures as wide as they are; to train its image tower give "
+                "the encoder leaves images as wide as they are; to train its image tower give "
                 "crop_size in its preprocessor_config.json"
             )
         self.size = side
         self._source, self._rows, self._preprocess = source, rows, preprocess
         self._content = [bytes.fromhex(one) for one in content]
-        places: dict[bytes, int] = {}  # the same picture has one place
+        places: dict[bytes, int] = {}  # the same image has one place
         self._place = [places.setdefault(one, len(places)) for one in self._content]
         each = 3 * side[0] * side[1]
         count = min(len(places), budget // each)

@@ -39,7 +39,7 @@ class Bad:
     reason: str
 
 
-class Rows:
+class RowFile:
     def __init__(self, stem: Path, lock: Path, dtype: str, shape: tuple[int, ...]) -> None:
         self.name = stem.name
         self.dtype, self.shape = np.dtype(dtype).newbyteorder("<"), shape
@@ -120,7 +120,7 @@ class Rows:
     def mapped(self, digests: Sequence[bytes]) -> NDArray[Any]:
         """(digests, *shape), memory-mapped and unchecked, for rows that do not fit into memory.
 
-        Who reads them checks them against `sums`, as `mapped.opened` does.
+        Who reads them checks them against `sums`, as `mapped.checked` does.
 
         Rows in another order than the file's are copied to a file without a name, which takes
         disk and no memory, and is gone when the last one who maps it is.

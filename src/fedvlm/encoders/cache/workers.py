@@ -21,17 +21,17 @@ from fedvlm.errors import DataError
 
 
 class Prepared(NamedTuple):
-    """A picture as the encoder takes it, or the reason why there is none."""
+    """A image as the encoder takes it, or the reason why there is none."""
 
     digest: bytes
-    picture: NDArray[Any] | bytes | None
+    image: NDArray[Any] | bytes | None
     reason: str = ""
 
 
 class Decoders:
     def __init__(self, preprocess: Preprocess | None, workers: int, ahead: int) -> None:
         self._preprocess, self._ahead = preprocess, ahead if workers else 0
-        self._own = ahead // 2  # the first pictures are decoded here, while the workers start
+        self._own = ahead // 2  # the first images are decoded here, while the workers start
         # never "fork": a process with an encoder's threads in it cannot be copied safely
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports once for all workers
@@ -51,10 +51,10 @@ class Decoders:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 
-    def stream(self, pictures: Iterable[tuple[bytes, bytes]]) -> Iterator[Prepared]:
-        """(digest, encoded bytes) in, the same order out; asks for pictures `ahead` of time."""
+    def stream(self, images: Iterable[tuple[bytes, bytes]]) -> Iterator[Prepared]:
+        """(digest, encoded bytes) in, the same order out; asks for images `ahead` of time."""
         waiting: deque[tuple[bytes, bytes, Future[NDArray[Any] | str | None]]] = deque()
-        for digest, data in pictures:
+        for digest, data in images:
             waiting.append((digest, data, self._submit(digest, data)))
             if len(waiting) > self._ahead:
                 yield _finish(*waiting.popleft())
@@ -76,16 +76,16 @@ class Decoders:
 def prepare(preprocess: Preprocess | None, digest: bytes, data: bytes) -> NDArray[Any] | str | None:
     """The array an encoder takes, None if it takes the bytes themselves, or what is wrong."""
     if sha256(data).digest() != digest:
-        return "the picture changed while it was being read; run again"
+        return "the image changed while it was being read; run again"
     try:
-        picture = decode(data)
+        image = decode(data)
     except DataError as error:
         return str(error)
     if preprocess is None:
         return None
     try:
-        return preprocess(picture)
-    except Exception as error:  # whatever an encoder's own code makes of an odd picture
+        return preprocess(image)
+    except Exception as error:  # whatever an encoder's own code makes of an odd image
         return f"the encoder cannot prepare it ({type(error).__name__}: {error})"
 
 
@@ -115,7 +115,7 @@ def refuse_in_start() -> None:
         )
 
 
-_mine: Preprocess | None = None  # of this worker process, sent once and not with every picture
+_mine: Preprocess | None = None  # of this worker process, sent once and not with every image
 
 
 def _start(preprocess: Preprocess | None) -> None:

@@ -156,7 +156,7 @@ class Desk:
             "version": after,
             "uploads": done.upload is not None,
             "scores": done.scores,
-            "told": told(world, sent, done, adapts) if task.trains else {},
+            "described": described(world, sent, done, adapts) if task.trains else {},
         }
         return Parcel(reply, arrays(upload)), state
 
@@ -175,7 +175,7 @@ def share(world: World, id: str, about: Mapping[str, Any]) -> float:
     return float(rows / about["largest"])
 
 
-def told(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:
+def described(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:
     """The few numbers that a method says of local tensors, which stay here."""
     method = world.method
     if adapts and isinstance(method, Described):

@@ -104,7 +104,7 @@ class Flower:
                 local,
                 about["scores"],
                 self.rows[id],
-                about["told"],
+                about["described"],
                 passed=True,
                 releases=about.get("releases", 0),
             )
@@ -142,10 +142,10 @@ class Flower:
         from fedvlm.engines.flower.secure import exchange
 
         largest = max(self.rows[id] for id in parcels)
-        told = {
+        notice = {
             id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
         }
-        sealed = self._sealed(told)
+        sealed = self._sealed(notice)
         if not 3 <= len(sealed) <= 1000:  # more could overflow whole numbers of 32 bits
             raise FederationError(
                 f"round {number}: a secure sum hides a client among others, and takes three to a "

@@ -190,22 +190,25 @@ def matrices(model: Model) -> list[dict[str, Any]]:
     for place, run in enumerate(model["runs"]):
         means: dict[tuple[str, str], list[float]] = {}
         for cell in run["cells"]:
-            means.setdefault((cell["job"], cell["client"]), []).append(cell["accuracy"])
+            means.setdefault((cell["training"], cell["client"]), []).append(cell["accuracy"])
         ids = list(dict.fromkeys(cell["client"] for cell in run["cells"]))
         who = next(iter(run["who"].values()))  # of cross-device those of the first seed
-        unseen = {(job, id) for job, (_, away) in who.items() for id in away}
+        unseen = {(training, id) for training, (_, away) in who.items() for id in away}
         every = {id: [fmean(v) for (_, one), v in means.items() if one == id] for id in ids}
         shown = sorted(ids, key=lambda id: fmean(every[id]))[:MOST]
         rows = [
             (
-                job,
+                training,
                 [
-                    (fmean(means[job, id]) if (job, id) in means else None, (job, id) in unseen)
+                    (
+                        fmean(means[training, id]) if (training, id) in means else None,
+                        (training, id) in unseen,
+                    )
                     for id in ids
                     if id in shown
                 ],
             )
-            for job in who
+            for training in who
         ]
         out.append(
             {

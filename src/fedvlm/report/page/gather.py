@@ -20,7 +20,7 @@ from fedvlm.storage.files import slug
 FORMAT = "fedvlm report 1"
 CURVES = ("accuracy", "unseen", "clients F1", "clients balanced", "loss", "cosine")
 ANGLES = 33  # quantiles of the angles by which maps turn
-TOLD = ["identity", "data", "encoder", "rows", "classes", "dim", "jobs", "clients", "counts"]
+TOLD = ["identity", "data", "encoder", "rows", "classes", "dim", "trainings", "clients", "counts"]
 TOLD += ("duplicates_dropped", "notes", "versions", "started", "commit", "dirty")
 
 Model = dict[str, Any]
@@ -79,15 +79,15 @@ Details = dict[int, Mapping[str, dict[str, Any]]]  # seed -> training -> what ca
 
 
 def _details(record: Record) -> Details:
-    return {seed: record.jobs(seed) for seed in record.manifest["identity"]["seeds"]}
+    return {seed: record.trainings(seed) for seed in record.manifest["identity"]["seeds"]}
 
 
 def _run(record: Record, details: Details) -> dict[str, Any]:
     lines = record.lines()
     if not generalises(record):  # nothing was learnt for a client that is unseen
         details = {
-            seed: {job: {**one, "unseen": []} for job, one in jobs.items()}
-            for seed, jobs in details.items()
+            seed: {training: {**one, "unseen": []} for training, one in trainings.items()}
+            for seed, trainings in details.items()
         }
         lines = [{**line, "unseen": None} for line in lines]
     exchanges, moved = record.traffic
@@ -101,8 +101,10 @@ def _run(record: Record, details: Details) -> dict[str, Any]:
         "curves": _curves(lines, details),
         "cells": _cells(details),
         "who": {
-            str(seed): {job: [one["train"], one["unseen"]] for job, one in jobs.items()}
-            for seed, jobs in details.items()
+            str(seed): {
+                training: [one["train"], one["unseen"]] for training, one in trainings.items()
+            }
+            for seed, trainings in details.items()
         },
         "sure": pooled(details, len(record.manifest["classes"])),
         "maps": _maps(details),
@@ -122,15 +124,15 @@ def short(value: Any, digits: int = 4) -> Any:
 def _curves(lines: Sequence[Mapping[str, Any]], details: Details) -> list[dict[str, Any]]:
     """One per seed and training: what is known before each round, and kB of a client so far."""
     out = []
-    by_job: dict[str, list[Mapping[str, Any]]] = {}
+    by_training: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
-        by_job.setdefault(line["job"], []).append(line)
-    for seed, jobs in details.items():
-        for job in jobs:
-            mine = by_job.get(f"{seed}-{slug(job)}", [])
+        by_training.setdefault(line["training"], []).append(line)
+    for seed, trainings in details.items():
+        for training in trainings:
+            mine = by_training.get(f"{seed}-{slug(training)}", [])
             if not mine:
                 continue
-            one: dict[str, Any] = {"seed": seed, "job": job, "kB": _kilobytes(mine)}
+            one: dict[str, Any] = {"seed": seed, "training": training, "kB": _kilobytes(mine)}
             for key in CURVES:
                 if any(line.get(key) is not None for line in mine):
                     one[key] = [short(line.get(key)) for line in mine]
@@ -152,13 +154,18 @@ def _kilobytes(lines: Sequence[Mapping[str, Any]]) -> list[float]:
 def _cells(details: Details) -> list[dict[str, Any]]:
     """Every client's test rows in every training of every seed."""
     out = []
-    for seed, jobs in details.items():
-        for job, about in jobs.items():
+    for seed, trainings in details.items():
+        for training, about in trainings.items():
             known = {*about["train"], *about["unseen"]}
             for id, scores in about["scores"].items():
                 if not scores["test_rows"] or id not in known:
                     continue
-                one = {"seed": seed, "job": job, "client": id, "rows": scores["test_rows"]}
+                one = {
+                    "seed": seed,
+                    "training": training,
+                    "client": id,
+                    "rows": scores["test_rows"],
+                }
                 one["unseen"] = id in about["unseen"]
                 one["accuracy"] = short(scores["test_hits"] / scores["test_rows"], 7)
                 one |= {key: short(scores[key], 7) for key in METRICS[1:] if key in scores}
@@ -171,8 +178,8 @@ def _cells(details: Details) -> list[dict[str, Any]]:
 def _maps(details: Details) -> dict[str, list[float]]:
     """What the method says of its clients' tensors: least, mean and most of each number."""
     found: dict[str, list[float]] = {}
-    for jobs in details.values():
-        for about in jobs.values():
+    for trainings in details.values():
+        for about in trainings.values():
             for one in about["maps"].values():
                 for key, value in one.items():
                     found.setdefault(key, []).append(value)
@@ -181,7 +188,7 @@ def _maps(details: Details) -> dict[str, list[float]]:
 
 def _angles(record: Record) -> list[float]:
     """Quantiles, in degrees, of the angles by which the maps of the first training turn."""
-    shared, local = record.outcome(record.manifest["jobs"][0])
+    shared, local = record.outcome(record.manifest["trainings"][0])
     found = []
     for own in local.values():
         every = {**shared, **own}
@@ -197,7 +204,7 @@ def _angles(record: Record) -> list[float]:
 
 def _weights(record: Record) -> list[float]:
     """TOFA's weights of the sentences of a class, the mean over classes, largest first."""
-    shared, _ = record.outcome(record.manifest["jobs"][0])
+    shared, _ = record.outcome(record.manifest["trainings"][0])
     found = shared.get("weights")
     if found is None or found.ndim != 2 or found.shape[1] < 2:
         return []
@@ -206,7 +213,7 @@ def _weights(record: Record) -> list[float]:
 
 
 def _shared(record: Record) -> list[dict[str, Any]]:
-    shared, local = record.outcome(record.manifest["jobs"][0])
+    shared, local = record.outcome(record.manifest["trainings"][0])
     own = next(iter(local.values()), {})
     return [
         {
@@ -228,7 +235,7 @@ def _epsilon(lines: Sequence[Mapping[str, Any]], details: Details) -> float | No
         found = line.get("epsilon")
         each = list(found.values()) if isinstance(found, Mapping) else [found]
         spent += [one for one in each if one is not None]
-    for jobs in details.values():
-        for about in jobs.values():
+    for trainings in details.values():
+        for about in trainings.values():
             spent += [one["epsilon"] for one in about["maps"].values() if "epsilon" in one]
     return max(spent, default=None)

@@ -15,8 +15,8 @@ def pooled(details: Mapping[int, Mapping[str, Mapping[str, Any]]], classes: int)
     for kind, key in (("clients", "train"), ("unseen", "unseen")):
         scores = [
             about["scores"][id]
-            for jobs in details.values()
-            for about in jobs.values()
+            for trainings in details.values()
+            for about in trainings.values()
             for id in about[key]
             if "decision" in about["scores"].get(id, {})
         ]

@@ -136,7 +136,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
     return out
 
 
-class Told(Record):
+class PageRecord(Record):
     """A run as a page tells it: enough for a table."""
 
     def __init__(self, file: Path, run: Mapping[str, Any]) -> None:
@@ -153,16 +153,16 @@ class Told(Record):
         exchanges, moved = self.run["traffic"]
         return exchanges, moved
 
-    def jobs(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
+    def trainings(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         wanted = self.run["identity"]["seeds"][0] if seed is None else seed
         out: dict[str, dict[str, Any]] = {
-            job: {"train": train, "unseen": unseen, "scores": {}}
-            for job, (train, unseen) in self.run["who"][str(wanted)].items()
+            training: {"train": train, "unseen": unseen, "scores": {}}
+            for training, (train, unseen) in self.run["who"][str(wanted)].items()
         }
         for one in self.run["cells"]:
             if one["seed"] == wanted:
                 hits = {"test_rows": one["rows"], "test_hits": one["accuracy"] * one["rows"]}
-                out[one["job"]]["scores"][one["client"]] = {**one, **hits}
+                out[one["training"]]["scores"][one["client"]] = {**one, **hits}
         return out
 
 
@@ -191,13 +191,13 @@ def read_page(path: Path) -> list[Record]:
         model = json.loads(parser.found or "{}")
         if model.get("format") != FORMAT:
             raise ValueError("it has no runs inside")
-        return [Told(path, run) for run in model["runs"]]
+        return [PageRecord(path, run) for run in model["runs"]]
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} is no page of `fedvlm report` ({error}); name a run directory, or such a page"
         ) from error
 
 
-def opened(path: Path) -> list[Record]:
+def read_runs(path: Path) -> list[Record]:
     """The run of a directory, or the runs of a page."""
     return read_page(path) if path.suffix in (".html", ".htm") else [Record(path)]

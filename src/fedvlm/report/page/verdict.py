@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedvlm.core import make
 from fedvlm.evaluate import protocols, reference, scores
 from fedvlm.evaluate.metrics import unpack_hits
-from fedvlm.evaluate.statistics import Cell, Rows, rows_of, ties
+from fedvlm.evaluate.statistics import Added, Cell, rows_of, ties
 
 Run = Mapping[str, Any]
 MEANING = {
@@ -31,8 +31,8 @@ def judge(runs: Sequence[Run], details: Sequence[Any], main: Sequence[str]) -> d
     """
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
-        told = {key: run["identity"].get(key) for key in ALIKE}
-        groups.setdefault(dumps([run["rows"], told], sort_keys=True), []).append(place)
+        alike = {key: run["identity"].get(key) for key in ALIKE}
+        groups.setdefault(dumps([run["rows"], alike], sort_keys=True), []).append(place)
     group = max(groups.values(), key=len)
     out: dict[str, Any] = {}
     for column in main:
@@ -55,25 +55,29 @@ def judge(runs: Sequence[Run], details: Sequence[Any], main: Sequence[str]) -> d
     return out
 
 
-def _rows(run: Run, details: Mapping[int, Any], column: str) -> list[Rows]:
+def _rows(run: Run, details: Mapping[int, Any], column: str) -> list[Added]:
     """A column row by row, one entry per seed; nothing if the record cannot give it."""
     generalises = run["tables"][0].get(column) is not None
     if not generalises:
         return []
     out = []
-    for jobs in details.values():
+    for trainings in details.values():
         hits: dict[Cell, NDArray[np.bool_]] = {}
         who: dict[str, tuple[list[str], list[str]]] = {}
-        for job, about in jobs.items():
-            told = about["scores"]
-            if any("hits" not in one for one in told.values() if one["test_rows"]):
+        for training, about in trainings.items():
+            by_client = about["scores"]
+            if any("hits" not in one for one in by_client.values() if one["test_rows"]):
                 return []
-            there = {id: one for id, one in told.items() if one["test_rows"]}
+            there = {id: one for id, one in by_client.items() if one["test_rows"]}
             hits |= {
-                (job, id): unpack_hits(one["hits"], one["test_rows"]) for id, one in there.items()
+                (training, id): unpack_hits(one["hits"], one["test_rows"])
+                for id, one in there.items()
             }
             train, unseen = about["train"], about["unseen"]
-            who[job] = ([id for id in train if id in there], [id for id in unseen if id in there])
+            who[training] = (
+                [id for id in train if id in there],
+                [id for id in unseen if id in there],
+            )
         weights = protocols.make(run["identity"]["protocol"]).weights(who, True).get(column)
         if not weights or any(cell not in hits for cell in weights):
             return []

@@ -123,7 +123,7 @@
     return out;
   };
   const seed = document.getElementById("seed");
-  const job = document.getElementById("job");
+  const training = document.getElementById("training");
   const redraw = () => {
     for (const panel of all(".panel[data-key]")) {
       const { place } = scale(panel);
@@ -131,7 +131,7 @@
         pairs.map((pair) => pair.map((v) => v.toFixed(1)).join(",")).join(" "));
       model.runs.forEach((run, number) => {
         const curves = run.curves.filter((one) => (!seed.value || String(one.seed) === seed.value)
-          && (!job.value || one.job === job.value));
+          && (!training.value || one.training === training.value));
         const drawn = average(curves, panel.dataset.key, panel.dataset.across);
         for (const line of all(`.line[data-run="${number}"]`, panel)) write(line, drawn.map(([x, y]) => place(x, y)));
         const banded = drawn.some(([, , wide]) => wide) ? drawn : [];
@@ -142,7 +142,7 @@
       });
     }
   };
-  if (seed && job) [seed, job].forEach((one) => one.addEventListener("change", redraw));
+  if (seed && training) [seed, training].forEach((one) => one.addEventListener("change", redraw));
 
   // Hovering, or the arrow keys: the numbers of all runs there, and a rule in every like panel.
   const show = (panel, at, where) => {
