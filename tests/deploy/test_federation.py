@@ -16,8 +16,8 @@ from fedvlm.channel.settings import deployed as bounded
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.deploy.explain import example
 from fedvlm.deploy.flower import processes
-from fedvlm.deploy.keys import certificates, key_pair
-from fedvlm.deploy.kits import keep_site, read_server, read_site
+from fedvlm.deploy.keys import certificates
+from fedvlm.deploy.kits import init, keep_site, read_server, read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.runs import run, start_site
 from fedvlm.engines.single import Single
@@ -169,11 +169,12 @@ def said(kit):
 
 @pytest.mark.slow
 def test_an_unregistered_key_cannot_join(federation, tmp_path):
-    kit = shutil.copytree(federation.site("art"), tmp_path / "site-art")
-    for name, data in zip(("key", "key.pub"), key_pair(), strict=True):
-        (kit / name).write_bytes(data)
+    """The kit of another federation, whose own server would let it in."""
+    _, kit = init(tmp_path / "other", ["art"], "127.0.0.1", 8443)
+    for name in ("ca.crt", "site.toml"):
+        shutil.copy(federation.site("art") / name, kit / name)
     told = said(kit)
-    assert "site art cannot join" in told and "its key is not known" in told
+    assert "site art is not let in" in told and "its key is not known" in told
 
 
 @pytest.mark.slow
@@ -195,7 +196,7 @@ def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, m
     (site / "ca.crt").write_bytes(papers["ca.crt"])
     keep_site(replace(read_site(site), address=address))
     kit = replace(read_server(folder), address=address)
-    with pytest.raises(FederationError, match="expired.*make new kits"):
+    with pytest.raises(FederationError, match="expired.*fedvlm deploy renew"):
         processes.superlink(kit)
     monkeypatch.setattr(processes, "_wait", lambda kit, link: None)
     link = processes.superlink(kit)
@@ -203,7 +204,7 @@ def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, m
         told = said(site)
     finally:
         link.stop()
-    assert "expired" in told and "make new kits with `fedvlm deploy init`" in told
+    assert "expired" in told and "fedvlm deploy renew" in told
 
 
 @pytest.mark.slow

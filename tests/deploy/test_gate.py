@@ -13,6 +13,7 @@ from fedvlm.deploy.flower.processes import environment
 from fedvlm.deploy.flower.superlink import set_gate
 from fedvlm.deploy.keys import key_pair
 from fedvlm.deploy.kits import init
+from fedvlm.deploy.membership import issue, place
 from fedvlm.engines.flower.wire import flower
 from fedvlm.errors import SettingsError
 
@@ -144,12 +145,14 @@ def test_only_keys_of_the_federation_become_nodes(app, folder):
 def test_a_key_is_let_in_and_sent_away_without_a_restart(app, folder):
     private, public = key_pair()
     assert activate(app, private).status_code == 401
-    (folder / "sites" / "c.pub").write_bytes(public[:40])
+    issue(folder, "127.0.0.1:8443", "c", public)
+    whole = place(folder, "c").read_bytes()
+    place(folder, "c").write_bytes(whole[:400])
     assert activate(app, private).status_code == 401  # it is only half written
     assert activate(app, key_of(folder, "a")).status_code == 200
-    (folder / "sites" / "c.pub").write_bytes(public)
+    place(folder, "c").write_bytes(whole)
     assert activate(app, private).status_code == 200
-    (folder / "sites" / "c.pub").unlink()
+    place(folder, "c").unlink()
     assert activate(app, private).status_code == 401
     assert activate(app, key_of(folder, "b")).status_code == 200
 

@@ -18,16 +18,25 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the
 @deploy_app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="A new folder for the server's and the kits.")],
-    sites: Annotated[str, typer.Option(help="Names with commas: a,b,c")],
+    sites: Annotated[str, typer.Option(help="Ready kits, for a rehearsal: a,b,c")] = "",
     host: Annotated[str, typer.Option(help="The server, as sites reach it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="One port for everything.")] = 8443,
 ) -> None:
-    """Write the server's folder and a kit per site: certificates, keys, settings."""
+    """Write the server's folder, with an invitation for sites to join."""
+    from fedvlm.deploy.kits import INVITATION
     from fedvlm.deploy.kits import init as write_kits
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
-    for path in write_kits(folder, names, host, port):
-        typer.echo(f"{path}: {'stays on the server' if path.name == 'server' else 'to its site'}")
+    central, *kits = write_kits(folder, names, host, port)
+    typer.echo(f"{central}: stays on the server")
+    typer.echo(f"{central / INVITATION}: to each site that is to join; it holds no secret")
+    for path in kits:
+        typer.echo(f"{path}: to its site")
+    if kits:
+        typer.echo(
+            "ready kits are for rehearsals: their private keys were made here and not at the sites "
+            "(fedvlm deploy renew, at the site, makes one there)"
+        )
 
 
 @deploy_app.command()
@@ -35,6 +44,7 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     """Start the server; sites may connect from then on. Ctrl-C stops it."""
     from fedvlm.deploy.flower.processes import superlink
     from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.standing import server_days_in_words
     from fedvlm.errors import FederationError
     from fedvlm.storage.files import alone
 
@@ -42,8 +52,10 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     kit = read_server(folder)
     with alone(folder / ".lock", f"the server of {folder} is already running"):
         link = superlink(kit)
-        names = ", ".join(kit.sites)
+        names = ", ".join(kit.sites) or "sites that are yet to be admitted"
         typer.echo(f"the server is up at {kit.address} for {names}; stop it with Ctrl-C")
+        for line in server_days_in_words(kit):
+            typer.echo(line)
         try:
             link.child.wait()
             raise FederationError(f"the SuperLink ended:\n{link.tail()}")

@@ -16,6 +16,7 @@ from fedvlm.core import Tensors
 from fedvlm.data.splits import PARTS
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
+from fedvlm.deploy.membership import member, why_out
 from fedvlm.deploy.reasons import sentence
 from fedvlm.deploy.site import fingerprint, key_of
 from fedvlm.deploy.words import LARGE, check_reply
@@ -54,7 +55,7 @@ class Remote(Flower):
         super().__init__(grid, {}, key_of(spec), kit.quorum, kit.deadline, secure)
         self.kit, self.spec, self.reference = kit, spec, reference
         self.sign = Signer(kit.folder / "signing.key")
-        self.keys = {name: Verifier(kit.folder / "sites" / f"{name}.pub") for name in kit.sites}
+        self.keys: dict[str, str] = {}  # that the sites which are there have come with
         self.sites: dict[str, Opened] = {}
         self.counts = {name: dict.fromkeys(PARTS, 0) for name in kit.sites}  # rows of each part
         self.base = ""  # a site that the others are like
@@ -66,13 +67,37 @@ class Remote(Flower):
 
     def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
         name = str(parcel.about.get("client"))
-        if name not in self.keys:
+        if name not in self.kit.sites:
             raise FederationError(f"{where}: {name[:80]!r} is no site of this federation")
+        if why := self.out(name):
+            raise FederationError(f"{where}: {why}")
         try:
-            self.keys[name](parcel, f"site {name}")
+            Verifier(member(self.kit.folder, name).key.encode())(parcel, f"site {name}")
         except FederationError as error:
             raise FederationError(f"{where}: {error}") from error
         return parcel
+
+    def out(self, name: str) -> str:
+        """Why a site is no longer one of the federation, or nothing."""
+        return why_out(self.kit.folder, name)
+
+    def enough(self, waiting: set[str]) -> bool:
+        return all(self.out(name) for name in waiting)
+
+    def silent(self, id: str) -> str:
+        return self.out(id) or super().silent(id)
+
+    def let_go(self) -> None:
+        """Who was revoked is out; who has a new key is let in again by that."""
+        for name in self.kit.sites:
+            why = self.out(name)
+            if why:
+                self.absent[name] = why
+            elif name in self.nodes and self.keys[name] != member(self.kit.folder, name).key:
+                self.absent[name] = "it has a new key, and is not connected with it yet"
+            else:
+                continue
+            self.nodes.pop(name, None)
 
     def reason(self, said: Any) -> str:
         """A sentence of ours; of what Flower or a site's process says, a line at most."""
@@ -103,6 +128,7 @@ class Remote(Flower):
         """Waits for the sites, as long as the kit says, and opens the training at each."""
         end = monotonic() + self.kit.wait
         while True:
+            self.let_go()
             self.join(OPEN)
             late = set(self.kit.sites) - set(self.nodes)
             if late <= self.absent.keys() or monotonic() > end:
@@ -164,6 +190,7 @@ class Remote(Flower):
         name = about["client"]
         first = {key[7:]: value for key, value in values.items() if key.startswith("shared/")}
         self.nodes[name] = node
+        self.keys[name] = member(self.kit.folder, name).key
         self.absent.pop(name, None)
         self.sites[name] = Opened(about, first, values.get("text"))
         self.counts[name] = dict(about["rows"])
@@ -212,8 +239,9 @@ class Remote(Flower):
 
     def round(self, number: int, tasks: Sequence[Task]) -> Answers:
         """Sites that were not there are let in if they fit those that were."""
+        self.let_go()
         there = set(self.nodes)
-        if any(task.id not in there for task in tasks):
+        if any(task.id not in there and not self.out(task.id) for task in tasks):
             self.join(self.kit.deadline)
         for name in self.nodes.keys() - there:
             if why := self._differs(self.base, name):
@@ -243,9 +271,10 @@ class Door(Flower):
     def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
         self.remote.check_opening(parcel, request)
 
-    def enough(self) -> bool:
+    def enough(self, waiting: set[str]) -> bool:
         """Whoever else is connected to the server cannot hold a run up."""
-        return {*self.names.values(), *self.remote.nodes} >= set(self.remote.kit.sites)
+        late = set(self.remote.kit.sites) - {*self.names.values(), *self.remote.nodes}
+        return all(self.remote.out(name) for name in late)
 
 
 def check_arrays(parcel: Parcel, most: float = LARGE) -> None:

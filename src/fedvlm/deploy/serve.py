@@ -13,6 +13,7 @@ from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import PASS, new_secret
 from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
 from fedvlm.deploy.kits import SiteKit, secret
+from fedvlm.deploy.membership import lasting, own
 from fedvlm.deploy.site import Say, Site
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import alone
@@ -20,6 +21,7 @@ from fedvlm.storage.files import alone
 
 def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
     """The life of a site's process: answers what its SuperNode brings, until it is stopped."""
+    standing = own(kit.folder)
     site = Site(kit, say)
     stop = stop or Event()
     with (
@@ -35,7 +37,10 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
         door.bind(str(Path(place) / "desk"))
         door.listen(8)
         door.settimeout(0.5)
-        say(f"site {kit.name} is connecting to {kit.address}; stop it with Ctrl-C")
+        say(
+            f"site {kit.name} is connecting to {kit.address}; its certificate "
+            f"{lasting(standing.days, kit.folder)}; stop it with Ctrl-C"
+        )
         if not _reach(kit, say, stop):
             return
         node = _node(kit, bin, place)
@@ -98,7 +103,8 @@ def _script(path: Path, module: str, main: str) -> None:
 def refusal(kit: SiteKit, node: Process) -> str:
     """Why a SuperNode ended, in words that help."""
     return (
-        f"site {kit.name} cannot join {kit.address}; either its key is not known there, because "
-        "the kit is of another `fedvlm deploy init` than the server's folder, or a copy of the kit "
-        f"is connected (or was, a minute ago). Flower says:\n{node.tail()}"
+        f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not "
+        "known there, because it was revoked or renewed, has expired, or is of another federation "
+        "(ask the server's people, who see it by `fedvlm deploy keys`), or a copy of the kit is "
+        f"connected (or was, a minute ago). Flower says:\n{node.tail()}"
     )

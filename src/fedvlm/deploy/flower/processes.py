@@ -186,7 +186,7 @@ def knock(address: str, ca: Path) -> None:
             "of the same `fedvlm deploy init`"
         )
         if "expired" in said or "not yet valid" in said:
-            remedy = "look at the clocks, or make new kits with `fedvlm deploy init`"
+            remedy = "look at the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
         elif "match" in said:
             remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
         raise FederationError(

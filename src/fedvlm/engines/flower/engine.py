@@ -122,18 +122,26 @@ class Flower:
             else:
                 asked[sent] = (id, sealed[id])
         replies: dict[str, Parcel] = {}
-        for message in collect(self.grid, list(asked), self.deadline, self.enough):
+
+        def enough() -> bool:
+            return self.enough({id for id, _ in asked.values()})
+
+        for message in collect(self.grid, list(asked), self.deadline, enough):
             id, request = asked.pop(message.metadata.reply_to_message_id)
             with self._forgiving(id, request):
                 replies[id] = self._accept(message, id, request)
         for id, _ in asked.values():
-            self.missing[id] = f"it did not answer within {self.deadline:g} s"
+            self.missing[id] = self.silent(id)
         self._count(parcels, replies, number)
         return {id: replies[id] for id in parcels if id in replies}
 
-    def enough(self) -> bool:
-        """Whether nobody else is worth waiting for."""
+    def enough(self, waiting: set[str]) -> bool:
+        """Whether none of these is worth waiting for."""
         return False
+
+    def silent(self, id: str) -> str:
+        """Why a client that was asked has not answered."""
+        return f"it did not answer within {self.deadline:g} s"
 
     def exchange_masked(
         self, parcels: Mapping[str, Parcel], number: int
