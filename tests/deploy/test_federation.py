@@ -14,6 +14,7 @@ from running import execute
 from fedvlm import tensors
 from fedvlm.channel.settings import deployed as bounded
 from fedvlm.classifier.personalised import Personalised
+from fedvlm.deploy.admission import accept, admit, join_request, read_request, revoke
 from fedvlm.deploy.explain import example
 from fedvlm.deploy.flower import processes
 from fedvlm.deploy.keys import certificates
@@ -155,6 +156,32 @@ def test_a_killed_server_is_resumed_to_the_same_tensors(federation, going, tmp_p
     one.join(60)
     assert (tmp_path / "run" / "rounds.jsonl").read_bytes().startswith(before)
     check_as_alone(federation, settings, result, tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_site_revoked_in_a_running_round_is_out_and_comes_back_by_a_new_key(
+    federation, going, tmp_path
+):
+    """The server is not started anew, and nobody waits for the deadline of four minutes."""
+    settings = federation.settings({"name": "fedot", "rounds": 2, "rate": 3e-3})
+    one = going(federation, settings, tmp_path / "run")
+    one.wait_for(lambda lines: len(lines) == 1)
+    with frozen(federation.sites["sketch"]):  # it has the request of round 1, and no answer yet
+        federation.received("sketch", 1)
+        revoke(federation.kit, "sketch")
+        one.join(200)
+    assert one.error is None and one.lines()[1]["missing"].keys() == {"sketch"}
+    assert "its key was revoked" in one.lines()[1]["missing"]["sketch"]
+    federation.sites["sketch"].child.wait(60)
+    assert "site sketch is not let in" in federation.sites["sketch"].tail(30)
+    folder, since = federation.site("sketch"), federation.joined("sketch")
+    request = read_request(federation.kit, join_request(folder).path)
+    accept(folder, admit(federation.kit, request))
+    federation.sites["sketch"] = federation.start("sketch")
+    federation.wait_for("sketch", since)
+    method = {"name": "fedot", "rounds": 1, "rate": 3e-3}
+    result = run(federation.kit, federation.settings(method), tmp_path / "again")
+    assert sorted(result.rounds[0]["clients"]) == NAMES
 
 
 def said(kit):
