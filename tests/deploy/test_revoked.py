@@ -62,6 +62,20 @@ def test_nobody_waits_for_a_revoked_site_that_does_not_answer(place, monkeypatch
     assert result.rounds[1]["missing"]["art"] == "its key was revoked"
 
 
+def test_what_flower_says_of_a_revoked_sites_node_is_said_as_what_it_is(place):
+    class Unavailable:
+        def answer(self, request, state):
+            raise FederationError("Node Unavailable")
+
+    def end():
+        revoke(place.kit, "art")
+        place.desks["art"] = Unavailable()
+
+    result = place.run(grid=watched(place, 1, end, after=True))
+    assert took_part(result) == [NAMES, NAMES[1:], NAMES[1:]]
+    assert result.rounds[1]["missing"]["art"] == "client art, round 1: its key was revoked"
+
+
 def test_a_revoked_site_is_sent_nothing_more(place):
     grid, sent = watched(place, 1, lambda: revoke(place.kit, "art"), after=True), []
     push, art = grid.push_messages, grid.nodes["art"]

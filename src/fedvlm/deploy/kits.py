@@ -59,8 +59,8 @@ class SiteKit:
 def _toml(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise SettingsError(
-            f"there is no {path}; name a folder that `fedvlm deploy init` wrote, as DIR/server or "
-            "DIR/site-NAME"
+            f"there is no {path}; name a folder that `fedvlm deploy init` wrote, as DIR/server, or "
+            "at a site one that `fedvlm deploy accept` has filled"
         )
     return read_toml(path)
 

@@ -69,7 +69,7 @@ class Remote(Flower):
         name = str(parcel.about.get("client"))
         if name not in self.kit.sites:
             raise FederationError(f"{where}: {name[:80]!r} is no site of this federation")
-        if why := self.out(name):
+        if why := self.left(name):
             raise FederationError(f"{where}: {why}")
         try:
             Verifier(member(self.kit.folder, name).key.encode())(parcel, f"site {name}")
@@ -77,20 +77,16 @@ class Remote(Flower):
             raise FederationError(f"{where}: {error}") from error
         return parcel
 
-    def out(self, name: str) -> str:
-        """Why a site is no longer one of the federation, or nothing."""
-        return why_out(self.kit.folder, name)
+    def left(self, id: str) -> str:
+        return why_out(self.kit.folder, id)
 
     def enough(self, waiting: set[str]) -> bool:
-        return all(self.out(name) for name in waiting)
-
-    def silent(self, id: str) -> str:
-        return self.out(id) or super().silent(id)
+        return all(self.left(name) for name in waiting)
 
     def let_go(self) -> None:
         """Who was revoked is out; who has a new key is let in again by that."""
         for name in self.kit.sites:
-            why = self.out(name)
+            why = self.left(name)
             if why:
                 self.absent[name] = why
             elif name in self.nodes and self.keys[name] != member(self.kit.folder, name).key:
@@ -241,7 +237,7 @@ class Remote(Flower):
         """Sites that were not there are let in if they fit those that were."""
         self.let_go()
         there = set(self.nodes)
-        if any(task.id not in there and not self.out(task.id) for task in tasks):
+        if any(task.id not in there and not self.left(task.id) for task in tasks):
             self.join(self.kit.deadline)
         for name in self.nodes.keys() - there:
             if why := self._differs(self.base, name):
@@ -274,7 +270,7 @@ class Door(Flower):
     def enough(self, waiting: set[str]) -> bool:
         """Whoever else is connected to the server cannot hold a run up."""
         late = set(self.remote.kit.sites) - {*self.names.values(), *self.remote.nodes}
-        return all(self.remote.out(name) for name in late)
+        return all(self.remote.left(name) for name in late)
 
 
 def check_arrays(parcel: Parcel, most: float = LARGE) -> None:

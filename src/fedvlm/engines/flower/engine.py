@@ -131,7 +131,7 @@ class Flower:
             with self._forgiving(id, request):
                 replies[id] = self._accept(message, id, request)
         for id, _ in asked.values():
-            self.missing[id] = self.silent(id)
+            self.missing[id] = self.left(id) or f"it did not answer within {self.deadline:g} s"
         self._count(parcels, replies, number)
         return {id: replies[id] for id in parcels if id in replies}
 
@@ -139,9 +139,9 @@ class Flower:
         """Whether none of these is worth waiting for."""
         return False
 
-    def silent(self, id: str) -> str:
-        """Why a client that was asked has not answered."""
-        return f"it did not answer within {self.deadline:g} s"
+    def left(self, id: str) -> str:
+        """Why a client is no longer one of those that count, or nothing."""
+        return ""
 
     def exchange_masked(
         self, parcels: Mapping[str, Parcel], number: int
@@ -167,7 +167,8 @@ class Flower:
             words = came.words.get(self.nodes[id])
             if words is None:
                 why = came.failures.get(self.nodes[id], "it did not stay to the end of the sum")
-                self.missing[id] = f"client {id}, round {number}: {self.reason(why)}"
+                why = self.left(id) or self.reason(why)
+                self.missing[id] = f"client {id}, round {number}: {why}"
                 continue
             with self._forgiving(id, request):  # its masked upload is in the sum all the same
                 replies[id] = self._fitting(Parcel(words), id, request)
@@ -196,7 +197,8 @@ class Flower:
         """The reply as a parcel, if it is whole, from this client, and to this very request."""
         where = _where(id, request)
         if message.has_error():
-            raise FederationError(f"{where}: {self.reason(message.error.reason)}")
+            why = self.left(id) or self.reason(message.error.reason)
+            raise FederationError(f"{where}: {why}")
         return self._fitting(from_records(message.content, where), id, request)
 
     def _fitting(self, parcel: Parcel, id: str, request: Parcel) -> Parcel:
