@@ -197,6 +197,7 @@ def test_a_site_waits_for_its_server_and_says_why(kits):
             stop.set()
 
     serve(kit, say, stop)
+    assert "its certificate lasts 364 more days" in said[0]
     assert "nobody answers at nobody.invalid:8443 (" in said[1] and "trying again" in said[1]
 
 
