@@ -42,6 +42,9 @@ def init(
 @deploy_app.command()
 def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     """Start the server; sites may connect from then on. Ctrl-C stops it."""
+    from time import sleep
+
+    from fedvlm.deploy.events import Tail, sentence
     from fedvlm.deploy.flower.processes import superlink
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.standing import server_days_in_words
@@ -56,8 +59,12 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
         typer.echo(f"the server is up at {kit.address} for {names}; stop it with Ctrl-C")
         for line in server_days_in_words(kit):
             typer.echo(line)
+        tail = Tail(folder)
         try:
-            link.child.wait()
+            while link.alive:
+                for event in tail.new():
+                    typer.echo(sentence(event))
+                sleep(0.3)
             raise FederationError(f"the SuperLink ended:\n{link.tail()}")
         except KeyboardInterrupt:
             typer.echo("the server is stopped", err=True)
@@ -100,17 +107,24 @@ def run(
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="Directory of the records.")] = None,
     again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
+    quorum: Annotated[float | None, typer.Option(help="Share of sites that must answer.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds a site has for a round.")] = None,
+    wait: Annotated[float | None, typer.Option(help="Seconds to wait for sites at first.")] = None,
 ) -> None:
     """Run an experiment over the sites that are connected, and print its table."""
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.runs import run as run_over_sites
 
     kit = read_server(folder)
+    given = {"quorum": quorum, "deadline": deadline, "wait": wait}
+    rules = {key: value for key, value in given.items() if value is not None}
     with progress() as report:
         _each(
             experiment,
             set_,
-            lambda number, one, place: run_over_sites(kit, one, place, again, report),
+            lambda number, one, place: run_over_sites(
+                kit, one, place, again, report, lambda text: typer.echo(text, err=True), **rules
+            ),
             out,
         )
 

@@ -14,6 +14,7 @@ from fedvlm.channel import Channel
 from fedvlm.channel.validate import plausible, schema
 from fedvlm.core import Tensors
 from fedvlm.data.splits import PARTS
+from fedvlm.deploy.events import Note, unnoted
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
 from fedvlm.deploy.membership import member, why_out
@@ -30,6 +31,7 @@ KNOWN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int8}
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN = 600.0  # seconds a site has to open a training: it may have to embed its images first
 AGAINST = 1000  # uploads that may have left a site and never arrived; more it would not allow
+SAY = 10.0  # seconds between two lines about sites that are waited for
 AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
 
 
@@ -49,7 +51,10 @@ class Opened:
 class Remote(Flower):
     """Sites that are late are waited for, or let in when they come; each has to prove its key."""
 
-    def __init__(self, grid: Any, kit: ServerKit, spec: Mapping[str, Any], reference: Tensors):
+    def __init__(
+        self, grid: Any, kit: ServerKit, spec: Any, reference: Tensors, note: Note = unnoted
+    ) -> None:
+        self.note, self.said = note, 0.0  # when it last said whom it waits for
         self.channel = Channel(**spec["identity"].get("channel", {}))
         secure = self.channel.secure
         super().__init__(grid, {}, key_of(spec), kit.quorum, kit.deadline, secure)
@@ -129,6 +134,9 @@ class Remote(Flower):
             late = set(self.kit.sites) - set(self.nodes)
             if late <= self.absent.keys() or monotonic() > end:
                 break
+            if monotonic() - self.said > SAY:
+                self.said = monotonic()
+                self.note("waiting", sites=sorted(late), left=round(end - monotonic()))
             sleep(0.5)
         self.missing = {id: self.absent.get(id, "it is not connected") for id in sorted(late)}
         self.missing |= {f"node {node}": why for node, why in self.strangers.items()}
@@ -179,6 +187,7 @@ class Remote(Flower):
 
     def _turn_away(self, node: int, name: str, why: str) -> None:
         self.absent[name] = why
+        self.note("refused", site=name, why=why)
         self.turned_away[node] = monotonic()
 
     def _welcome(self, reply: Parcel, node: int) -> None:
@@ -191,6 +200,7 @@ class Remote(Flower):
         self.sites[name] = Opened(about, first, values.get("text"))
         self.counts[name] = dict(about["rows"])
         self.rows[name] = self.counts[name]["train"]
+        self.note("connected", site=name, rows=self.rows[name])
 
     def check_opening(self, parcel: Parcel, request: Parcel) -> None:
         """What one site alone can get wrong; how it differs from the others is seen later."""

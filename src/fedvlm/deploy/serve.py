@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
 
+from fedvlm.deploy.events import Note
 from fedvlm.deploy.flower.client_app import DESK, receive, send_all
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import PASS, new_secret
@@ -23,6 +24,7 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
     """The life of a site's process: answers what its SuperNode brings, until it is stopped."""
     standing = own(kit.folder)
     site = Site(kit, say)
+    note = site.note
     stop = stop or Event()
     with (
         alone(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"),
@@ -37,11 +39,9 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
         door.bind(str(Path(place) / "desk"))
         door.listen(8)
         door.settimeout(0.5)
-        say(
-            f"site {kit.name} is connecting to {kit.address}; its certificate "
-            f"{lasting(standing.days, kit.folder)}; stop it with Ctrl-C"
-        )
-        if not _reach(kit, say, stop):
+        until = lasting(standing.days, kit.folder)
+        note("connecting", site=kit.name, address=kit.address, until=until)
+        if not _reach(kit, note, stop):
             return
         node = _node(kit, bin, place)
         try:
@@ -53,35 +53,36 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
                 except TimeoutError:
                     continue
                 except OSError as error:  # as when no file can be opened for a while
-                    say(f"a request was not taken ({error})")
+                    note("said", text=f"a request was not taken ({error})")
                     stop.wait(0.5)
                     continue
                 with stream:
-                    answer_one(site, stream, say)
+                    answer_one(site, stream)
         finally:
             node.stop()
 
 
-def answer_one(site: Site, stream: socket.socket, say: Say) -> None:
+def answer_one(site: Site, stream: socket.socket) -> None:
     """Whatever comes in, and whatever comes of it, the site goes on."""
     stream.settimeout(60)
     try:
         send_all(stream, site.answer(receive(stream), receive(stream)))
     except Exception as error:
         with suppress(Exception):  # also if nobody reads what the site says
-            say(f"a request was not answered ({type(error).__name__}: {error})")
+            site.say(f"a request was not answered ({type(error).__name__}: {error})")
 
 
-def _reach(kit: SiteKit, say: Say, stop: Event) -> bool:
+def _reach(kit: SiteKit, note: Note, stop: Event) -> bool:
     """Waits for the server as long as it takes, and says why it is not reached."""
     said = ""
     while not stop.is_set():
         try:
             knock(kit.address, kit.folder / "ca.crt")
+            note("reached")
             return True
         except Unreachable as error:
             if said != (said := str(error)):
-                say(f"{said}; trying again every second")
+                note("unreachable", why=said)
         stop.wait(1.0)
     return False
 

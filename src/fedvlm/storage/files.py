@@ -97,6 +97,18 @@ def alone(lock: Path, busy: str) -> Iterator[None]:
         yield
 
 
+def busy(lock: Path) -> bool:
+    """Whether a process holds this lock now."""
+    if not lock.exists():
+        return False
+    with open(lock, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def slug(name: str) -> str:
     """A file name for a training: readable, and different for different names."""
     plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40]
