@@ -124,10 +124,14 @@ def test_the_doctor_says_what_to_do(place):
 def test_a_folder_of_nobody_is_named(tmp_path):
     for command in ("doctor", "status", "log"):
         done = asked(command, tmp_path)
-        assert done.exit_code != 0 and "no server's folder" in done.output
+        assert done.exit_code != 0 and "no server's folder" in str(done.exception)
 
 
 def test_runs_of_a_server_are_listed(place):
     assert runs(place.kit.folder) == []
     assert "no run yet" in asked("runs", place.kit.folder).output
-    assert "did you mean" in asked("runs", place.kit.folder, "--resume", "x").output or True
+    place.run(out="kits/server/runs/fedot-sites")
+    [one] = runs(place.kit.folder)
+    assert one == {"name": "fedot-sites", "method": "fedot", "state": "finished", "rounds": 3}
+    done = asked("runs", place.kit.folder, "--resume", "fedot-site")
+    assert "did you mean 'fedot-sites'" in str(done.exception)

@@ -162,6 +162,7 @@ def _own_days(kit: SiteKit) -> int:
 
 
 def _encoder(kit: SiteKit) -> str:
+    from fedvlm.encoders import fingerprint
     from fedvlm.runner.load import reach
 
     if kit.plays:
@@ -171,7 +172,7 @@ def _encoder(kit: SiteKit) -> str:
     if kit.encoder.startswith("store:"):
         return kit.encoder
     encoder, _ = reach(kit.encoder, kit.access)
-    return f"{kit.encoder} loads; its fingerprint is {encoder.fingerprint[:16]}"
+    return f"{kit.encoder} loads; its fingerprint is {fingerprint(encoder)[:16]}"
 
 
 def _images(kit: SiteKit) -> str:

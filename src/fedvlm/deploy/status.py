@@ -103,8 +103,8 @@ def in_words(state: State) -> list[str]:
     last = [f"last: {events.sentence(state['last'])}"] if state["last"] else []
     if state["who"] == "site":
         keys = ("trainings", "rounds", "bytes out", "last out", "consent", "classifiers")
-        shown = {**state, "classifiers": ", ".join(state["classifiers"])}
-        facts = [f"{key}: {shown[key] or 'none yet'}" for key in keys]
+        own: State = {**state, "classifiers": ", ".join(state["classifiers"])}
+        facts = [f"{key}: {own[key] or 'none yet'}" for key in keys]
         gained = [events.sentence(state["gained"])] if state["gained"] else []
         refused = state["last refusal"]
         why = [f"last refusal: {refused['time']} {refused['why']}"] if refused else []
@@ -122,9 +122,9 @@ def in_words(state: State) -> list[str]:
         )
     for name, one in state["sites"].items():
         rows = f", {one['rows']} training rows" if "rows" in one else ""
-        why = f": {one['why']}" if one.get("why") else ""
+        reason = f": {one['why']}" if one.get("why") else ""
         when = f" ({one['time']})" if "time" in one else ""
-        lines.append(f"  {name}: {one['state']}{rows}{why}{when}")
+        lines.append(f"  {name}: {one['state']}{rows}{reason}{when}")
     return lines + last
 
 
