@@ -8,6 +8,7 @@ from time import monotonic, sleep
 
 import numpy as np
 import pytest
+from browser import chrome  # noqa: F401
 from PIL import Image
 from running import execute
 

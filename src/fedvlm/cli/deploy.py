@@ -205,13 +205,23 @@ def consent(
     method: Annotated[list[str] | None, typer.Option(help="To these methods only.")] = None,
     days: Annotated[float, typer.Option(help="For so long.")] = 1.0,
     withdraw: Annotated[bool, typer.Option(help="Take it back.")] = False,
+    refuse: Annotated[str, typer.Option(help="Refuse, and why; the reason stays here.")] = "",
 ) -> None:
-    """Let training start at a site whose policy asks for a person's consent."""
-    from fedvlm.deploy.consent import give_consent, withdraw_consent
+    """Say what waits for a person at a site; with --by, consent to it or refuse."""
+    from fedvlm.deploy.consent import give_consent, refuse_consent, withdraw_consent
+    from fedvlm.deploy.pending import in_words, pending
 
     if withdraw:
         withdraw_consent(folder)
         typer.echo("consent is withdrawn")
+        return
+    if refuse:
+        refuse_consent(folder, by, refuse)
+        typer.echo(f"{by} has refused; the server is told that a person did, not why")
+        return
+    if not by:
+        for line in in_words(pending(folder)) or ["no request waits for a person here"]:
+            typer.echo(line)
         return
     until = give_consent(folder, by, method or [], days)
     typer.echo(f"{by} consents until {until.isoformat(timespec='minutes')}")

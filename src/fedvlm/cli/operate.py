@@ -96,3 +96,14 @@ def runs(
             typer.echo(f"{one['name']}: {one['method']}, {one['state']}, {one['rounds']} rounds")
         if not found and not as_json:
             typer.echo("no run yet: fedvlm deploy run DIR/server EXPERIMENT")
+
+
+@deploy_app.command()
+def watch(
+    folder: Folder,
+    port: Annotated[int, typer.Option(help="0 is any that is free.")] = 0,
+) -> None:
+    """Show a live page of a server or a site, on this machine only. Ctrl-C stops it."""
+    from fedvlm.deploy.watch import serve
+
+    serve(folder, port, lambda url: typer.echo(f"open {url}"))

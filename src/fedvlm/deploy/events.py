@@ -40,6 +40,8 @@ SENTENCES: Mapping[str, str] = {
     "stop it with Ctrl-C",
     "unreachable": "{why}; trying again every second",
     "reached": "the server answers; waiting for a run",
+    "asks": "the server asks for {method}, {rounds} rounds, and a person has to consent: "
+    "fedvlm deploy consent",
     "opened": "{method}: a training over {rows} training rows, {validation} validation rows and "
     "{classes} classes of this site",
     "sent": "{what}: {bytes} bytes left this site ({fields})",

@@ -29,7 +29,7 @@ from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.prepare import template_of
-from fedvlm.runner.settings import build
+from fedvlm.runner.settings import Settings, build
 from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
 
@@ -151,6 +151,7 @@ class Site:
         if key != about["training"]:
             raise Said("words", "the training is not that of its settings")
         own = own_rows(self.kit, settings, spec, sent.get("reference"), policy)
+        self._tell_asked(settings, own, policy)
         policy.admit(self.kit.folder, settings.method, settings.channel, own.labels)
         self._tell_withheld(own, policy)
         folder = self._folder(key)
@@ -182,6 +183,24 @@ class Site:
             classes=len(set(own.labels.tolist())),
         )
         return Parcel(words, arrays({**first, **text}))
+
+    def _tell_asked(self, settings: Settings, own: Own, policy: Policy) -> None:
+        """What a person consents to, where one has to."""
+        if not policy.consent:
+            return
+        method, channel = settings.method, settings.channel
+        shared = method.init(own.world.frozen)[0]
+        once = cost(method, channel, len(own.labels))
+        self.note(
+            "asks",
+            method=method.name,
+            rounds=method.rounds,
+            leaves=[f"{key} {list(value.shape)}" for key, value in shared.items()],
+            bytes=tensors.count_bytes(shared),
+            noise=channel.noise,
+            before=self.account.epsilon(policy.delta),
+            after=self.account.epsilon(policy.delta, more=once * method.rounds),
+        )
 
     def _tell_withheld(self, own: Own, policy: Policy) -> None:
         """To the people here; the server is not told which classes are small."""

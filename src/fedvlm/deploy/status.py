@@ -1,5 +1,6 @@
 """The state of a server or a site, from its folder alone: anyone who may read it can ask."""
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ def _consent(kit: SiteKit) -> str:
     if not (kit.folder / CONSENT).exists():
         return "none"
     try:
-        given = read_json(kit.folder / CONSENT)
+        given = json.loads((kit.folder / CONSENT).read_text())
+        if "refused" in given:
+            return f"refused by {given['by']}: {given['reason']}"
         left = datetime.fromisoformat(given["until"]) - datetime.now(UTC)
     except Exception:
         return "damaged; give it again: fedvlm deploy consent"
