@@ -17,7 +17,7 @@ from fedvlm.deploy.flower.superlink import set_gate
 from fedvlm.deploy.keys import Signer, key_pair
 from fedvlm.deploy.kits import INVITATION, init, read_server
 from fedvlm.deploy.membership import issue, place
-from fedvlm.engines.flower.wire import flower
+from fedvlm.engines.flower.api import flower
 from fedvlm.errors import SettingsError
 
 flower()
