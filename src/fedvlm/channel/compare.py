@@ -54,10 +54,13 @@ class Round:
         there = sent is not None and sent.shape == value.shape and sent.dtype == value.dtype
         return sent if sent is not None and there else torch.zeros_like(value)
 
-    def stacks(self, found: Tensors | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def stacks(
+        self, found: Tensors | None = None, kind: torch.dtype = torch.float64
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """By name: (clients, units, numbers) and their (clients, units) rows; the caller's own.
 
-        Each is filled client by client, so that there are never two copies of it.
+        Each is filled client by client, so that there are never two copies of it; totals are
+        kept in the precision of `kind`, its largest number standing for larger ones.
         """
         count = len(self.uploads)
         if self.kind != "total":
@@ -71,7 +74,8 @@ class Round:
         rows: Tensors = {}
         for i in range(count):
             for key, (one, many) in self.said(i, found).items():
-                values.setdefault(key, one.new_empty(count, *one.shape))[i] = one
+                held = values.setdefault(key, torch.empty(count, *one.shape, dtype=kind))
+                held[i] = one.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
                 rows.setdefault(key, many.new_empty(count, *many.shape))[i] = many
         for key in list(values):
             yield key, values.pop(key), rows[key]
@@ -80,7 +84,7 @@ class Round:
         """(clients, clients) between their changes."""
         count = len(self.uploads)
         out = torch.zeros(count, count, dtype=torch.float64)
-        for _, values, rows in self.stacks():
+        for _, values, rows in self.stacks(kind=torch.float32):  # as uploads are
             moved = values.mul_((rows > 0)[..., None]).flatten(1)
             for some in torch.split(moved, max(1, DOUBLES // count), dim=1):
                 part = some.double()
