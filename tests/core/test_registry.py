@@ -184,29 +184,3 @@ def test_no_one_outside_core_looks_for_the_words_of_the_contract_by_getattr():
 
 def test_a_whole_number_passes_as_a_float():
     assert make("fedprox", mu=1).mu == 1
-
-
-def test_methods_of_outside_packages_are_found(tmp_path, monkeypatch):
-    (tmp_path / "outside.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from fedvlm.core import register\n"
-        "from fedvlm.methods.zeroshot import ZeroShot\n"
-        "@register\n@dataclass(frozen=True)\nclass Outside(ZeroShot):\n    name = 'outside'\n"
-    )
-    info = tmp_path / "outside-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fedvlm.methods]\noutside = outside\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert "outside" in methods()
-
-
-def test_a_broken_outside_package_is_named(tmp_path, monkeypatch):
-    (tmp_path / "brokenoutside.py").write_text("1 / 0\n")
-    info = tmp_path / "brokenoutside-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brokenoutside\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fedvlm.methods]\nmine = brokenoutside\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(SettingsError, match="entry point mine = brokenoutside .* uninstall it"):
-        methods()
