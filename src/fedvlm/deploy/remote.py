@@ -49,7 +49,7 @@ class Remote(Flower):
     """Sites that are late are waited for, or let in when they come; each has to prove its key."""
 
     def __init__(self, grid: Any, kit: ServerKit, spec: Mapping[str, Any], reference: Tensors):
-        self.channel = Channel(**spec["identity"].get("channel", {}))
+        self.channel = Channel(**spec["identity"]["channel"])
         secure = self.channel.secure
         super().__init__(grid, {}, key_of(spec), kit.quorum, kit.deadline, secure)
         self.kit, self.spec, self.reference = kit, spec, reference

@@ -32,10 +32,10 @@ def label(result: Record) -> str:
         settings.pop("smallest", None)
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
     odd = [f"{key}={value}" for key, value in settings.items() if usual[key] != value]
-    odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
+    odd += [key for key in ("descriptions", "texts") if result.manifest["identity"][key]]
     if tuned := result.manifest.get("tuned"):
         odd.append(f"tuned on validation rows ({len(tuned['trials'])} trials)")
-    if first := result.manifest["identity"].get("warm_start"):
+    if first := result.manifest["identity"]["warm_start"]:
         odd.append(f"warm start by {first['name']}")
     if method.traits.centralised:
         odd.append("not federated")
@@ -43,7 +43,7 @@ def label(result: Record) -> str:
         odd.remove("reference=target")
         odd.append("TRANSDUCTIVE: adapts to the test rows")
     plain = asdict(Channel())
-    through = result.manifest["identity"].get("channel", plain)
+    through = result.manifest["identity"]["channel"]
     odd += [f"channel.{key}={value}" for key, value in through.items() if plain[key] != value]
     if attack := result.manifest["identity"].get("attack"):
         odd.append(f"ATTACK: {attack} by {result.manifest['identity']['attackers']:.0%}")

@@ -56,24 +56,16 @@ class Settings:
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
         whole = asdict(self)
-        for key in ("workers", "access", "reproduces"):
-            del whole[key]
-        for key in ("attack", "attackers", "strength"):
-            if self.attack == "none":
-                del whole[key]
-        if self.clients.calibration is None:
-            del whole["clients"]["calibration"]
+        idle = ["workers", "access", "reproduces"]
+        idle += ["attack", "attackers", "strength"] if self.attack == "none" else []
         both = [one for one in (self.method, self.warm_start) if one is not None]
         if not (self.allow_small and any(one.traits.smallest for one in both)):
-            del whole["allow_small"]
-        usual = {"channel": Channel(), "descriptions": "", "texts": "", "warm_start": None}
-        usual |= {"tune": ()}
-        for key in usual:  # left out as it was before there was a choice
-            if getattr(self, key) == usual[key]:
-                del whole[key]
-        for key in {"method", "warm_start"} & whole.keys():
+            idle.append("allow_small")
+        for key in idle:
+            del whole[key]
+        for key in ("method", "warm_start"):
             one = getattr(self, key)
-            whole[key] = {"name": one.name, **asdict(one)}
+            whole[key] = None if one is None else {"name": one.name, **asdict(one)}
         return whole
 
 
@@ -197,7 +189,7 @@ def channel_of(value: Any) -> Channel:
 
 INNER: Mapping[str, Callable[[Any], Any]] = {  # settings that are tables of their own
     "method": _method,
-    "warm_start": _method,
+    "warm_start": lambda value: None if value is None else _method(value),
     "clients": clients_of,
     "channel": channel_of,
 }
