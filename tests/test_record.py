@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedvlm import record
-from fedvlm.engines.state import State
+from fedvlm.engines.state import State, pack, unpack
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.record import Record, pack, unpack
+from fedvlm.record import Record
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
