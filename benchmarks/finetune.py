@@ -27,9 +27,8 @@ from fedvlm.encoders.preprocess import Pixels
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import Part, World
 from fedvlm.engines.loop import start, train
-from fedvlm.engines.state import Plan
+from fedvlm.engines.state import Plan, pack
 from fedvlm.maths.towers import ImageTower
-from fedvlm.record import pack
 from fedvlm.runner import memory as room
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.sealed import write_tensors

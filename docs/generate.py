@@ -29,6 +29,7 @@ COMMON = {
     "start": "what a prompt starts from",
 }
 PUBLIC = ("", ".core", ".parts", ".testing", ".data", ".encoders")
+PUBLIC += (".evaluate.metrics", ".evaluate.protocols")
 
 
 def comments(kind: type) -> dict[str, str]:

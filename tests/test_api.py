@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("", ".core", ".parts", ".testing", ".data", ".encoders")
+PARTS += (".evaluate.metrics", ".evaluate.protocols")
 PUBLIC = [f"fedvlm{part}" for part in PARTS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fedvlm import record
-from fedvlm.engines.state import State
+from fedvlm.engines.state import State, pack, unpack
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.record import Record, pack, unpack
+from fedvlm.record import Record
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
@@ -138,3 +138,20 @@ def test_a_refused_run_leaves_no_directory(tmp_path):
     with pytest.raises(ValueError, match="refused"), Record(tmp_path / "run").lock():
         raise ValueError("refused")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("there", [0, 2, None])
+def test_a_record_of_another_format_is_refused_with_both_numbers(tmp_path, there):
+    about = {"identity": {}, "encoder": "e", "rows": "r", "versions": {"fedvlm": "9.9"}}
+    one = record.Record(tmp_path)
+    one.begin(about)
+    assert one.manifest["format"] == record.FORMAT
+    kept = {key: value for key, value in one.manifest.items() if key != "format"}
+    record.write_json(
+        tmp_path / "manifest.json", kept if there is None else {**kept, "format": there}
+    )
+    shown = "none" if there is None else there
+    said = rf"format {shown}, and this fedvlm reads format {record.FORMAT}; .*9\.9.*run again"
+    for ask in (lambda: record.Record(tmp_path).manifest, lambda: one.begin(about)):
+        with pytest.raises(DataError, match=said):
+            ask()

@@ -24,6 +24,10 @@ class FederationError(FedVLMError):
     """Something that went wrong at a client or between a client and the server."""
 
 
+class OutsideWarning(UserWarning):
+    """An outside package that cannot be loaded; everything else goes on without it."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> SettingsError:
     """The refusal of a name nobody has heard of, with the nearest one that exists."""
     names = sorted(known)

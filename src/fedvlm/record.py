@@ -11,8 +11,6 @@ from torch import Tensor
 
 from fedvlm.channel.compare import named
 from fedvlm.core import Tensors
-from fedvlm.engines.client import Kept, Local
-from fedvlm.engines.state import State
 from fedvlm.errors import DataError, SettingsError, listing
 from fedvlm.evaluate.scores import Table
 from fedvlm.storage.files import alone, disk, slug, write
@@ -27,67 +25,23 @@ from fedvlm.storage.sealed import (
     write_json,
 )
 
-
-def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
-    """A state as flat tensors, with the names of clients and tensors kept apart.
-
-    Of local tensors that are at their clients there are only versions.
-    """
-    local = {"local": state.local, "best_local": state.best_local or {}}
-    groups: dict[str, Mapping[str, Tensors]] = {
-        "shared": {"": state.shared},
-        "best_shared": {"": state.best_shared or {}},
-        "channel": state.channel,
-    }
-    for group, by in local.items():
-        groups[group] = {id: one for id, one in by.items() if not isinstance(one, Kept)}
-    flat: Tensors = {}
-    index: dict[str, list[tuple[str, str]]] = {}
-    for group, by_id in groups.items():
-        index[group] = [(id, key) for id, one in by_id.items() for key in one]
-        for number, (id, key) in enumerate(index[group]):
-            flat[f"{group}/{number}"] = by_id[id][key]
-    about = {
-        "round": state.round,
-        "best": state.best,
-        "best_round": state.best_round,
-        "chosen": state.best_shared is not None,
-        "ids": {key: list(groups[key]) for key in ("local", "best_local", "channel")},
-        "versions": {
-            group: {id: one.version for id, one in by.items() if isinstance(one, Kept)}
-            for group, by in local.items()
-        },
-        "index": index,
-    }
-    return flat, about
-
-
-def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
-    def group(name: str) -> dict[str, Tensors]:
-        out: dict[str, Tensors] = {id: {} for id in about["ids"].get(name, [""])}
-        for number, (id, key) in enumerate(about["index"][name]):
-            out[id][key] = flat[f"{name}/{number}"]
-        return out
-
-    def local(name: str) -> dict[str, Local]:
-        return {**group(name), **{id: Kept(one) for id, one in about["versions"][name].items()}}
-
-    chosen = about["chosen"]
-    return State(
-        about["round"],
-        group("shared")[""],
-        local("local"),
-        about["best"],
-        about["best_round"],
-        group("best_shared")[""] if chosen else None,
-        local("best_local") if chosen else None,
-        group("channel"),
-    )
-
-
+FORMAT = 1  # of what a run leaves on disk; another number is not read
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
 SETTLED = 1e-4  # a larger one is told; where scikit-learn stops by default
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a run's directory says of it, if it is written as this fedvlm reads it."""
+    found = dict(read_json(folder / "manifest.json"))
+    if found.get("format") != FORMAT:
+        wrote = found.get("versions", {}).get("fedvlm", "an earlier one")
+        raise DataError(
+            f"{folder} is a record of format {found.get('format', 'none')}, and this fedvlm reads "
+            f"format {FORMAT}; read it with the fedvlm that wrote it ({wrote}), or run again into "
+            "another directory"
+        )
+    return found
 
 
 class Record:
@@ -103,11 +57,11 @@ class Record:
         if path.exists():
             self.compare({key: manifest[key] for key in ("identity", "encoder", "rows")})
         else:
-            write_json(path, manifest)
+            write_json(path, {"format": FORMAT, **manifest})
 
     def compare(self, wanted: Mapping[str, Any]) -> None:
         """Refuses to go on with the record of another run."""
-        found = read_json(self.folder / "manifest.json")
+        found = read_manifest(self.folder)
         for key, value in wanted.items():
             there, here = found.get(key), json.loads(json.dumps(value))
             if there == here:
@@ -202,7 +156,7 @@ class Record:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        return dict(read_json(self.folder / "manifest.json"))
+        return read_manifest(self.folder)
 
     @cached_property
     def descriptions(self) -> Tensor | None:

@@ -35,9 +35,9 @@ class Result(Record):
         """One entry per round of every training, as recorded."""
         return self.lines()
 
-    def table(self, form: str = "text") -> str:
-        """Mean ± deviation over seeds as text, markdown, latex or csv."""
-        return compare([self], form)
+    def table(self, form: str = "text", metrics: Sequence[str] = ()) -> str:
+        """Mean ± deviation over seeds as text, markdown, latex or csv, with more metrics' too."""
+        return compare([self], form, metrics=metrics)
 
     def __repr__(self) -> str:
         manifest = self.manifest

@@ -196,3 +196,22 @@ def test_who_is_far_in_more_than_half_of_the_rounds_is_told_in_words():
     told = named([line(True, False), line(True, True), line(False, False)])
     assert len(told) == 1
     assert told[0].startswith("client a was far from the rest in 2 of 3 rounds of 0-all")
+
+
+def test_dots_are_those_of_what_clients_say_per_row():
+    now, _, _ = statistics(rows=(60, 40))
+    every = [
+        torch.cat([(one * (rows > 0)[:, None]).flatten() for one, rows in now.said(i).values()])
+        for i in range(len(now.uploads))
+    ]
+    plain = torch.stack(every) @ torch.stack(every).mT
+    assert torch.allclose(now.dots(), plain, rtol=1e-6, atol=0)
+
+
+def test_a_total_beyond_single_precision_leaves_the_comparison_finite():
+    now = heads()
+    uploads = [{"head": one["head"].double()} for one in now.uploads]
+    uploads[3] = {"head": 1e60 * uploads[3]["head"]}
+    dots = replace(now, kind="total", uploads=uploads).dots()
+    assert dots.isfinite().all()
+    assert dots.diagonal().argmax() == 3

@@ -186,27 +186,9 @@ def test_a_whole_number_passes_as_a_float():
     assert make("fedprox", mu=1).mu == 1
 
 
-def test_methods_of_outside_packages_are_found(tmp_path, monkeypatch):
-    (tmp_path / "outside.py").write_text(
-        "from dataclasses import dataclass\n"
-        "from fedvlm.core import register\n"
-        "from fedvlm.methods.zeroshot import ZeroShot\n"
-        "@register\n@dataclass(frozen=True)\nclass Outside(ZeroShot):\n    name = 'outside'\n"
-    )
-    info = tmp_path / "outside-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fedvlm.methods]\noutside = outside\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert "outside" in methods()
-
-
-def test_a_broken_outside_package_is_named(tmp_path, monkeypatch):
-    (tmp_path / "brokenoutside.py").write_text("1 / 0\n")
-    info = tmp_path / "brokenoutside-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brokenoutside\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fedvlm.methods]\nmine = brokenoutside\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(SettingsError, match="entry point mine = brokenoutside .* uninstall it"):
-        methods()
+def test_another_package_cannot_take_the_place_of_a_method_by_its_class_name():
+    ours = METHODS["fedavg"]
+    theirs = dataclass(frozen=True)(type("FedAvg", (ours,), {"__module__": "theirs"}))
+    with pytest.raises(SettingsError, match="the name 'fedavg' is taken"):
+        register(theirs)
+    assert METHODS["fedavg"] is ours

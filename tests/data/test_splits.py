@@ -268,8 +268,8 @@ def test_bad_tables_are_named():
         ({"shares": (0.5, 0.2, 0.2)}, "sum to 1, not 0.9"),
         ({"shares": (0.0, 0.5, 0.5)}, "above 0 for train"),
         ({"shares": (1.2, 0.0, -0.2)}, "not negative"),
-        ({"shares": [0.8, 0.2]}, "takes three numbers"),
-        ({"shares": 0.6}, "takes three numbers"),
+        ({"shares": [0.8, 0.2]}, "takes 3 values"),
+        ({"shares": 0.6}, "takes 3 values"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(wrong, message):

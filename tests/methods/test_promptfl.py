@@ -11,12 +11,11 @@ from fedvlm.core import Batch, make
 from fedvlm.engines.client import client
 from fedvlm.engines.loop import start, train
 from fedvlm.engines.single import Single
-from fedvlm.engines.state import Plan
+from fedvlm.engines.state import Plan, pack, unpack
 from fedvlm.errors import SettingsError
 from fedvlm.maths.prompts import TextTower
 from fedvlm.methods import _prompt as prompt_steps
 from fedvlm.methods.promptfl_fedamp import HELD
-from fedvlm.record import pack, unpack
 from fedvlm.storage.sealed import read_tensors, write_tensors
 from fedvlm.testing import check_same, learn, toy_text_tower, toy_world
 

@@ -11,9 +11,8 @@ import torch
 import fedvlm
 from fedvlm.core import make
 from fedvlm.engines.client import Kept, Terms, World
-from fedvlm.engines.state import State
+from fedvlm.engines.state import State, pack, unpack
 from fedvlm.evaluate.reference import wants_reference
-from fedvlm.record import pack, unpack
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_of, prepare, prepare_one, terms_of, trainings_of
 from fedvlm.runner.settings import build

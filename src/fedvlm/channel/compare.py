@@ -16,6 +16,7 @@ from fedvlm.core import Method, Sum, Tensors, Totalled
 from fedvlm.parts.robust import RULES, SHARES
 
 LONGEST = 2.0  # times the median norm: where "median" shortens a change
+DOUBLES = 1 << 22  # numbers that are compared at once: in float64 all would be large
 HEAVIEST = 4.0  # times the median row count: where it stops to count
 Said = dict[str, tuple[Tensor, Tensor]]  # (units, numbers) and the (units,) rows they are means of
 
@@ -53,26 +54,41 @@ class Round:
         there = sent is not None and sent.shape == value.shape and sent.dtype == value.dtype
         return sent if sent is not None and there else torch.zeros_like(value)
 
-    def stacks(self, found: Tensors | None = None) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """By name: (clients, units, numbers) and their (clients, units) rows; one at a time."""
-        count = range(len(self.uploads))
-        if self.kind == "total":
-            every = [self.said(i, found) for i in count]
-            for key in every[0]:
-                values, rows = ([one[key][part] for one in every] for part in (0, 1))
-                yield key, torch.stack(values), torch.stack(rows)
-        else:
-            for key in self.uploads[0]:
-                moved = [self.uploads[i][key] - self.first(i, key) for i in count]
-                yield key, torch.stack(moved).reshape(len(moved), 1, -1), torch.ones(len(moved), 1)
+    def stacks(
+        self, found: Tensors | None = None, kind: torch.dtype = torch.float64
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """By name: (clients, units, numbers) and their (clients, units) rows; the caller's own.
+
+        Each is filled client by client, so that there are never two copies of it; totals are
+        kept in the precision of `kind`, its largest number standing for larger ones.
+        """
+        count = len(self.uploads)
+        if self.kind != "total":
+            for key, one in self.uploads[0].items():
+                moved = one.new_empty(count, 1, one.numel())
+                for i in range(count):
+                    moved[i, 0] = (self.uploads[i][key] - self.first(i, key)).flatten()
+                yield key, moved, torch.ones(count, 1)
+            return
+        values: Tensors = {}
+        rows: Tensors = {}
+        for i in range(count):
+            for key, (one, many) in self.said(i, found).items():
+                held = values.setdefault(key, torch.empty(count, *one.shape, dtype=kind))
+                held[i] = one.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
+                rows.setdefault(key, many.new_empty(count, *many.shape))[i] = many
+        for key in list(values):
+            yield key, values.pop(key), rows[key]
 
     def dots(self) -> Tensor:
         """(clients, clients) between their changes."""
-        out = torch.zeros(len(self.uploads), len(self.uploads), dtype=torch.float64)
-        for _, values, rows in self.stacks():
-            moved = (values * (rows > 0)[..., None]).flatten(1)
-            for part in torch.split(moved, 1 << 20, dim=1):  # in float64 all at once would be large
-                out += part.double() @ part.double().mT
+        count = len(self.uploads)
+        out = torch.zeros(count, count, dtype=torch.float64)
+        for _, values, rows in self.stacks(kind=torch.float32):  # as uploads are
+            moved = values.mul_((rows > 0)[..., None]).flatten(1)
+            for some in torch.split(moved, max(1, DOUBLES // count), dim=1):
+                part = some.double()
+                out += part @ part.mT
         return out
 
 

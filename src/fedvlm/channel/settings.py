@@ -1,9 +1,10 @@
 """What happens to an upload between a client and the aggregate; all of it is off by default."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedvlm.core import SUMS, Method, check_type, sums
+from fedvlm.core import SUMS, Method, sums
+from fedvlm.core.schema import AMOUNT, COUNT, INSIDE, read_fields, within
 from fedvlm.errors import FederationError, SettingsError
 
 
@@ -13,33 +14,28 @@ class ChannelError(FederationError):
 
 @dataclass(frozen=True)
 class Channel:
-    clip: float = 0.0  # largest norm of a client's change; 0: any
-    noise: float = 0.0  # deviation of the noise each client adds, as a multiple of clip
-    delta: float = 1e-5  # δ at which ε is counted
+    clip: float = within(0.0, AMOUNT)  # largest norm of a client's change; 0: any
+    noise: float = within(
+        0.0, AMOUNT
+    )  # deviation of the noise each client adds, as a multiple of clip
+    delta: float = within(1e-5, INSIDE)  # δ at which ε is counted
     quantise: bool = False  # 8 bits for each number; what rounding leaves over goes up next time
     secure: bool = False  # the server sees the sum of the uploads and no upload
     # The server refuses a change of a larger norm (0: any that clip allows), or with "median"
     # shortens it to twice the median of the round's.
-    bound: float | Literal["median"] = 0.0
+    bound: float | Literal["median"] = within(0.0, AMOUNT)
     aggregation: Literal["mean", "median", "trimmed", "krum", "geometric-median"] = "mean"
-    rows: int = 10_000_000  # the server refuses a client that says it has more training rows
+    rows: int = within(
+        10_000_000, COUNT
+    )  # the server refuses a client that says it has more training rows
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            check_type(f"channel.{one.name}", getattr(self, one.name), one.type)
-        for name in ("clip", "noise", "bound"):
-            value = getattr(self, name)
-            if value != "median" and not 0 <= value < float("inf"):
-                raise SettingsError(f"channel.{name} = {value}; it takes 0 (off) or more")
+        read_fields("channel", self)
         if self.noise and not self.clip:
             raise SettingsError(
                 f"channel.noise = {self.noise} is a multiple of the clip, which is off; "
                 "set channel.clip too"
             )
-        if not 0 < self.delta < 1:
-            raise SettingsError(f"channel.delta = {self.delta} is outside (0, 1); 1e-5 is usual")
-        if self.rows < 1:
-            raise SettingsError(f"channel.rows = {self.rows}; a client has at least one row")
         if self.quantise and self.secure:
             raise SettingsError(
                 "channel.quantise and channel.secure do not go together: a masked number takes 8 "

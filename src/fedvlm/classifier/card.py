@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedvlm.channel.settings import Channel
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.maths.conformal import possible
 from fedvlm.storage.files import write
@@ -28,14 +29,14 @@ def card(classifier: Personalised, story: Story, name: str, onnx: bool = False) 
     settings = "\n".join(
         f"| `{key}` | {json.dumps(value)} |" for key, value in asdict(classifier.method).items()
     )
-    channel = source["identity"].get("channel")
+    channel = source["identity"]["channel"]
     facts = {
         "method": f"`{classifier.method.name}`",
         "client": f"`{classifier.client}`",
         "encoder": f"`{classifier.encoder}` (name and fingerprint)",
         "data": f"`{source['data']}`, rows `{source['rows'][:16]}`",
         "training": f"`{story.training}`, seed {frozen.seed}",
-        "channel": f"`{json.dumps(channel)}`" if channel else "off",
+        "channel": f"`{json.dumps(channel)}`" if channel != asdict(Channel()) else "off",
         "fedvlm": f"{source['versions']['fedvlm']}, commit {source['commit'] or 'unknown'}"
         + (", changed since" if source["dirty"] else ""),
     }

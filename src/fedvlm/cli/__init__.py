@@ -1,7 +1,8 @@
 """The command line: the only package that talks to a person."""
 
 import sys
-from typing import Annotated
+import warnings
+from typing import Annotated, Any
 
 import typer
 import typer.core
@@ -71,8 +72,16 @@ STOPPED = 130  # what typer exits with after Ctrl-C
 
 def main() -> None:
     """Entry point: an error a person can put right is said in a few lines, with exit code 2."""
-    from fedvlm.errors import FedVLMError
+    from fedvlm.errors import FedVLMError, OutsideWarning
 
+    usual = warnings.formatwarning
+
+    def in_a_line(message: Warning | str, category: type[Warning], *more: Any, **most: Any) -> str:
+        if issubclass(category, OutsideWarning):
+            return f"fedvlm: {message}\n"
+        return usual(message, category, *more, **most)
+
+    warnings.formatwarning = in_a_line
     try:
         app()
     except FedVLMError as error:

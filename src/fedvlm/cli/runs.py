@@ -194,7 +194,12 @@ def plot(
 
 
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, encoders, datasets, experiments, papers")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="methods, encoders, data, datasets, metrics, protocols, experiments, papers"
+        ),
+    ],
     name: Annotated[str, typer.Argument(help="One of them, of which all is told.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:

@@ -10,11 +10,23 @@ from fedvlm.data.catalogue import Entry, add
 from fedvlm.data.clients import Clients
 from fedvlm.data.clinical import Developed, Window, window_of
 from fedvlm.data.federation import divide, rows_of
-from fedvlm.data.kinds import KINDS, call, kind_of
-from fedvlm.data.table import Dataset
+from fedvlm.data.kinds import call, kind_of, kinds, register
+from fedvlm.data.table import Dataset, Source, tabulate
 from fedvlm.errors import DataError, unknown
 
-__all__ = ["Clients", "Dataset", "Entry", "add", "divide", "open_dataset", "rows_of"]
+__all__ = [
+    "Clients",
+    "Dataset",
+    "Entry",
+    "Source",
+    "add",
+    "divide",
+    "kinds",
+    "open_dataset",
+    "register",
+    "rows_of",
+    "tabulate",
+]
 
 
 def open_dataset(name: str, **options: Any) -> Dataset:
@@ -29,14 +41,14 @@ def open_dataset(name: str, **options: Any) -> Dataset:
         return _developed(call(name, catalogue.open_entry, entries[name], options), window)
     if (found := kind_of(name)) is not None:
         kind, place = found
-        return _developed(call(kind, KINDS[kind], place, options), window)
-    kinds = [f"{kind}:..." for kind in KINDS]
+        return _developed(call(kind, kinds()[kind], place, options), window)
+    written = [f"{kind}:..." for kind in kinds()]
     if "/" in name or "." in name:
         raise DataError(
             f"there is no {name}; {nearest(Path(name))}name a folder, a .zip, a manifest, "
-            f"a data set of the catalogue, or one of {', '.join(kinds)}"
+            f"a data set of the catalogue, or one of {', '.join(written)}"
         )
-    raise unknown("data set", name, [*entries, *kinds])
+    raise unknown("data set", name, [*entries, *written])
 
 
 def _developed(dataset: Dataset, window: Window | None) -> Dataset:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.data.kinds import KINDS, call, kind_of
+from fedvlm.core.registry import load_outside
+from fedvlm.data.kinds import GROUP, call, kind_of, kinds
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, text
 from fedvlm.errors import DataError, SettingsError, listing
@@ -74,9 +75,10 @@ def add(entry: Entry) -> Entry:
 
 
 def catalogue() -> dict[str, Entry]:
-    """All entries by name; the papers' come with the package."""
+    """All entries by name: the papers', which come with the package, and outside packages'."""
     from fedvlm.data import papers  # noqa: F401  adds them
 
+    load_outside(GROUP)
     return dict(sorted(_ENTRIES.items()))
 
 
@@ -116,7 +118,7 @@ def _read(entry: Entry, kind: str, place: str) -> Dataset:
         options["layout"] = entry.layout
     elif kind == "hub":
         options = dict(entry.columns)
-    return call(entry.name, KINDS[kind], place, options)
+    return call(entry.name, kinds()[kind], place, options)
 
 
 def _plain(name: str) -> str:

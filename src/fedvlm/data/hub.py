@@ -21,8 +21,9 @@ def read_hub(
     client: str | None = None,
     classes: Sequence[str] | None = None,
 ) -> Dataset:
-    """Images stay undecoded; the label column's own class names give their order.
+    """A data set of the Hugging Face Hub, or a folder that save_to_disk wrote.
 
+    Images stay undecoded; the label column's own class names give their order.
     The named columns are used, or the ones that are usually called so. If the data come in several
     splits these are kept; a single one is no split.
     """

@@ -5,11 +5,14 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from fedvlm.core.registry import enter, load_outside
 from fedvlm.data import folders, hub, leaf, manifests
 from fedvlm.data.table import Dataset
-from fedvlm.errors import DataError, unknown
+from fedvlm.errors import DataError, SettingsError, unknown
 
-KINDS: dict[str, Callable[..., Dataset]] = {  # by what stands before the colon
+GROUP = "fedvlm.data"
+Reader = Callable[..., Dataset]  # of a place, and of options by name
+KINDS: dict[str, Reader] = {  # by what stands before the colon
     "folder": folders.read_folder,
     "manifest": manifests.read_manifest,
     "hub": hub.read_hub,
@@ -19,10 +22,24 @@ KINDS: dict[str, Callable[..., Dataset]] = {  # by what stands before the colon
 SUFFIXES = {".zip": "folder", ".csv": "manifest", ".parquet": "manifest", ".json": "coop"}
 
 
+def register(word: str, reader: Reader) -> Reader:
+    """Adds a kind of data, so that `word:PLACE` is opened by the reader with its options."""
+    if not getattr(reader, "__doc__", None):
+        raise SettingsError(f"data {word!r}: its reader has no docstring; say in a line what it is")
+    enter(KINDS, "data", word, reader)
+    return reader
+
+
+def kinds() -> dict[str, Reader]:
+    """All kinds: our own and those of outside packages (entry-point group fedvlm.data)."""
+    load_outside(GROUP)
+    return dict(KINDS)
+
+
 def kind_of(name: str) -> tuple[str, str] | None:
     """Kind and place of `kind:place` or of a path; None if it is neither."""
     kind, colon, place = name.partition(":")
-    if colon and kind in KINDS:
+    if colon and kind in kinds():
         return kind, place
     path = Path(name)
     if path.is_dir():
@@ -39,9 +56,7 @@ def kind_of(name: str) -> tuple[str, str] | None:
     return SUFFIXES[path.suffix.lower()], name
 
 
-def call(
-    title: str, reader: Callable[..., Dataset], first: Any, options: Mapping[str, Any]
-) -> Dataset:
+def call(title: str, reader: Reader, first: Any, options: Mapping[str, Any]) -> Dataset:
     """Calls a reader with options a person gave, refusing those it does not have."""
     allowed = list(signature(reader).parameters)[1:]
     for option in options:

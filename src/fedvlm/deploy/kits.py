@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fedvlm.core import check_type
+from fedvlm.core.schema import AMOUNT, COUNT, PART, read_table, within
 from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import new_secret
@@ -17,12 +17,13 @@ from fedvlm.deploy.membership import NAME as CERTIFICATE
 from fedvlm.deploy.membership import SITES, Membership, issue, place, write_words
 from fedvlm.deploy.membership import sites as admitted
 from fedvlm.deploy.policy import NAME as POLICY
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import read_toml
 from fedvlm.storage.files import private, write
 
 NAME = re.compile(r"\w[\w .-]{0,62}")
 INVITATION = "invitation.json"  # in the server's folder, for sites that are to join
+K = TypeVar("K")
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
 
@@ -33,10 +34,10 @@ class ServerKit:
     folder: Path
     address: str  # host:port, as the sites reach it
     sites: tuple[str, ...] = ()  # that have a certificate in `sites/`
-    quorum: float = 0.5  # share of the sites asked that must answer
-    deadline: float = 600.0  # seconds a site has for one round
-    wait: float = 120.0  # seconds to wait for sites before the first round
-    rows: int = 1_000_000  # training rows a site is believed to have at most
+    quorum: float = within(0.5, PART)  # share of the sites asked that must answer
+    deadline: float = within(600.0, AMOUNT)  # seconds a site has for one round
+    wait: float = within(120.0, AMOUNT)  # seconds to wait for sites before the first round
+    rows: int = within(1_000_000, COUNT)  # training rows a site is believed to have at most
     rehearsal: bool = False  # sites play clients of the experiment's own data
 
 
@@ -56,34 +57,27 @@ class SiteKit:
     plays: str = ""  # in a rehearsal: the client of the whole data that this site is
 
 
-def _toml(path: Path) -> dict[str, Any]:
+def _read(kind: type[K], path: Path) -> K:
     if not path.exists():
         raise SettingsError(
             f"there is no {path}; name a folder that `fedvlm deploy init` wrote, as DIR/server, or "
             "at a site one that `fedvlm deploy accept` has filled"
         )
-    return read_toml(path)
+    return read_table(kind, str(path), read_toml(path), ": ", folder=path.parent)
 
 
 def read_server(folder: Path) -> ServerKit:
-    values = _toml(folder / "server.toml")
-    if "sites" in values:
+    path = folder / "server.toml"
+    if path.exists() and "sites" in (old := read_toml(path)):
         raise SettingsError(
-            f"{folder / 'server.toml'}: sites = {values['sites']!r} is of an older fedvlm; the "
-            f"sites are those with a certificate in {folder / SITES}: make new kits"
+            f"{path}: sites = {old['sites']!r} is of an older fedvlm; the sites are those with a "
+            f"certificate in {folder / SITES}: make new kits"
         )
-    bare: ServerKit = _read(ServerKit, folder, "server.toml", values)
-    kit = replace(bare, sites=tuple(admitted(folder)))
-    if not 0 < kit.quorum <= 1:
-        raise SettingsError(
-            f"{folder / 'server.toml'}: quorum = {kit.quorum} is outside (0, 1]; 1 is every site"
-        )
-    return kit
+    return replace(_read(ServerKit, path), sites=tuple(admitted(folder)))
 
 
 def read_site(folder: Path) -> SiteKit:
-    kit: SiteKit = _read(SiteKit, folder, "site.toml", _toml(folder / "site.toml"))
-    return kit
+    return _read(SiteKit, folder / "site.toml")
 
 
 def configured(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
@@ -98,18 +92,6 @@ def keep_site(kit: SiteKit) -> None:
     """Writes what a kit says into its site.toml."""
     values = {one.name: getattr(kit, one.name) for one in fields(kit) if one.name != "folder"}
     write(kit.folder / "site.toml", toml({k: v for k, v in values.items() if v}).encode())
-
-
-def _read(kind: Any, folder: Path, file: str, values: Mapping[str, Any]) -> Any:
-    known = {one.name: one for one in fields(kind) if one.name != "folder"}
-    for key, value in values.items():
-        if key not in known:
-            raise unknown(f"setting of {folder / file}", key, known)
-        check_type(f"{folder / file}: {key}", value, known[key].type)
-    try:
-        return kind(folder, **values)
-    except TypeError as error:
-        raise SettingsError(f"{folder / file} is not complete: {error}") from error
 
 
 def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:

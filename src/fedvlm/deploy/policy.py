@@ -1,19 +1,19 @@
 """What a site allows, in a file the site owns; it is enforced there, whatever the server asks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from math import isfinite
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvlm.core import Method, Telling, check_type, setting
+from fedvlm.core import Method, Telling, setting
+from fedvlm.core.schema import AMOUNT, INSIDE, read_table, within
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.consent import check_consent
 from fedvlm.deploy.reasons import Refused
-from fedvlm.errors import FedVLMError, SettingsError, unknown
+from fedvlm.errors import FedVLMError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.runner.settings import read_toml
 
@@ -37,21 +37,24 @@ class Protection(Protocol):
 @dataclass(frozen=True)
 class Policy:
     methods: tuple[str, ...] = ()  # the methods that may run here; none unless they are named
-    smallest_class: int = 16  # statistics of a class of fewer training rows stay here
-    least_rows: int = 16  # with fewer training rows nothing is trained
-    most_rows: int = 0  # training rows that are used at most, drawn by the site; 0: all
+    # statistics of a class of fewer training rows stay here
+    smallest_class: int = within(16, AMOUNT)
+    least_rows: int = within(16, AMOUNT)  # with fewer training rows nothing is trained
+    # training rows that are used at most, drawn by the site; 0: all
+    most_rows: int = within(0, AMOUNT)
     server_divides: bool = False  # the server may say shots, shares and the seed of the division
-    largest_upload: int = 50_000_000  # bytes of one message to the server; 0: any
-    clip: float = 0.0  # the channel must clip to this norm or a smaller one; 0: it need not clip
-    noise: float = 0.0  # the channel's noise multiplier must be this or more
-    epsilon: float = 0.0  # ε of all that leaves, in total; 0: not limited
-    delta: float = 1e-5  # δ at which ε is counted
+    largest_upload: int = within(50_000_000, AMOUNT)  # bytes of one message to the server; 0: any
+    # the channel must clip to this norm or a smaller one; 0: it need not clip
+    clip: float = within(0.0, AMOUNT)
+    noise: float = within(0.0, AMOUNT)  # the channel's noise multiplier must be this or more
+    epsilon: float = within(0.0, AMOUNT)  # ε of all that leaves, in total; 0: not limited
+    delta: float = within(1e-5, INSIDE)  # δ at which ε is counted
     secure: bool = False  # uploads leave in a secure sum only
     scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
-    trainings: int = 100  # that may be opened, in total
-    rounds: int = 500  # that are answered, per training
-    all_rounds: int = 10_000  # likewise in total
-    measures: int = 600  # answers of scores alone, per training
+    trainings: int = within(100, AMOUNT)  # that may be opened, in total
+    rounds: int = within(500, AMOUNT)  # that are answered, per training
+    all_rounds: int = within(10_000, AMOUNT)  # likewise in total
+    measures: int = within(600, AMOUNT)  # answers of scores alone, per training
     consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
 
     def admit(
@@ -140,23 +143,7 @@ class Policy:
 def read_policy(folder: str | Path) -> Policy:
     """The policy of a site's folder; without the file nothing is allowed."""
     path = Path(folder) / NAME
-    values = read_toml(path)
-    known = {one.name: one for one in fields(Policy)}
-    for key, value in values.items():
-        if key not in known:
-            raise unknown(f"setting of {path.name}", key, known)
-        if key == "methods":
-            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-                raise SettingsError(f"{path}: methods = {value!r}; write names, as ['fedot']")
-            values[key] = tuple(value)
-            continue
-        check_type(f"{path}: {key}", value, known[key].type)
-        if key != "scores" and (not isfinite(value) or value < 0):
-            raise SettingsError(f"{path}: {key} = {value} does not fit; it takes 0 or more")
-    policy = Policy(**values)
-    if not 0 < policy.delta < 1:
-        raise SettingsError(f"{path}: delta = {policy.delta} is outside (0, 1); 1e-5 is usual")
-    return policy
+    return read_table(Policy, str(path), read_toml(path), ": ")
 
 
 def policy_now(folder: str | Path) -> Policy:

@@ -55,7 +55,7 @@ class Remote(Flower):
         self, grid: Any, kit: ServerKit, spec: Any, reference: Tensors, note: Note = unnoted
     ) -> None:
         self.note, self.said = note, 0.0  # when it last said whom it waits for
-        self.channel = Channel(**spec["identity"].get("channel", {}))
+        self.channel = Channel(**spec["identity"]["channel"])
         secure = self.channel.secure
         super().__init__(grid, {}, key_of(spec), kit.quorum, kit.deadline, secure)
         self.kit, self.spec, self.reference = kit, spec, reference

@@ -6,40 +6,89 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-from fedvlm.encoders.interface import Encoder
+from fedvlm.encoders.interface import Encoder, Preprocess, Vectors
 from fedvlm.errors import SettingsError, unknown
 
-__all__ = ["ENCODERS", "Encoder", "Kind", "fingerprint", "open_encoder"]
+__all__ = [
+    "ENCODERS",
+    "Encoder",
+    "Kind",
+    "Preprocess",
+    "Vectors",
+    "encoders",
+    "fingerprint",
+    "open_encoder",
+    "register",
+]
 
 
 @dataclass(frozen=True)
 class Kind:
     """One kind of encoder, as `fedvlm list encoders` shows it."""
 
-    form: str  # how its name is written
+    form: str  # how its name is written; what stands after a colon is given to `build`
     what: str
     offers: tuple[str, ...]  # at most; one encoder of the kind may offer less
-    module: str  # of this package; imported when one is opened, because that can take seconds
-    build: str
+    module: str  # imported when one is opened, because that can take seconds
+    build: str  # what is called there; its options are what it takes by name only
+
+    @property
+    def word(self) -> str:
+        """What its names begin with."""
+        return self.form.partition(":")[0]
 
 
 _OPEN = ("image", "text", "patches", "text tower", "image tower")
 _CLOSED = ("image", "text", "patches")
-ENCODERS: dict[str, Kind] = {
-    "demo": Kind("demo", "the small model that comes with fedvlm", _OPEN, "demo", "demo"),
-    "hf": Kind(
+_OWN = (
+    Kind("demo", "the small model that comes with fedvlm", _OPEN, f"{__name__}.demo", "demo"),
+    Kind(
         "hf:NAME_OR_DIR",
         "CLIP, SigLIP, ViT or DINOv2 of transformers",
         _OPEN,
-        "huggingface",
+        f"{__name__}.huggingface",
         "HuggingFace",
     ),
-    "http": Kind("http:URL", "a black box behind `fedvlm serve-encoder`", _CLOSED, "http", "Http"),
-    "onnx": Kind(
-        "onnx:FILE_OR_DIR", "a compiled image (and text) tower", ("image", "text"), "onnx", "Onnx"
+    Kind(
+        "http:URL",
+        "a black box behind `fedvlm serve-encoder`",
+        _CLOSED,
+        f"{__name__}.http",
+        "Http",
     ),
-    "store": Kind("store:FILE_OR_DIR", "embeddings computed before", _CLOSED, "store", "Store"),
-}
+    Kind(
+        "onnx:FILE_OR_DIR",
+        "a compiled image (and text) tower",
+        ("image", "text"),
+        f"{__name__}.onnx",
+        "Onnx",
+    ),
+    Kind("store:FILE_OR_DIR", "embeddings computed before", _CLOSED, f"{__name__}.store", "Store"),
+)
+ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _OWN}
+
+
+# The core is imported when it is asked for: decoder processes have no use for torch.
+def register(kind: Kind) -> Kind:
+    """Adds a kind of encoder."""
+    from fedvlm.core.contract import NEEDS
+    from fedvlm.core.registry import enter
+
+    if not kind.offers or (strange := set(kind.offers) - set(NEEDS)):
+        wrong = min(strange) if kind.offers else "nothing"
+        raise SettingsError(
+            f"encoder {kind.form}: it offers {wrong}; it can offer {', '.join(NEEDS)}"
+        )
+    enter(ENCODERS, "encoder", kind.word, kind)
+    return kind
+
+
+def encoders() -> dict[str, Kind]:
+    """All kinds: our own and those of outside packages (entry-point group fedvlm.encoders)."""
+    from fedvlm.core.registry import load_outside
+
+    load_outside("fedvlm.encoders")
+    return dict(sorted(ENCODERS.items()))
 
 
 def open_encoder(name: str, **options: Any) -> Encoder:
@@ -47,18 +96,19 @@ def open_encoder(name: str, **options: Any) -> Encoder:
     word, _, rest = name.partition(":")
     if word == "https" or rest.startswith("//"):
         word, rest = "http", name
-    if word not in ENCODERS:
-        raise unknown("encoder", word, ENCODERS)
-    kind = ENCODERS[word]
-    if bool(rest) == (word == "demo"):
+    known = encoders()
+    if word not in known:
+        raise unknown("encoder", word, known)
+    kind = known[word]
+    if bool(rest) != (":" in kind.form):
         raise SettingsError(f"{name!r} does not name an encoder; write {kind.form}")
-    build = getattr(import_module(f"fedvlm.encoders.{kind.module}"), kind.build)
-    known = [
+    build = getattr(import_module(kind.module), kind.build)
+    allowed = [
         key for key, one in signature(build).parameters.items() if one.kind == one.KEYWORD_ONLY
     ]
     for key in options:
-        if key not in known:
-            raise unknown(f"option of {kind.form}", key, known or ["(it has no options)"])
+        if key not in allowed:
+            raise unknown(f"option of {kind.form}", key, allowed or ["(it has no options)"])
     encoder: Encoder = build(*([rest] if rest else []), **options)
     return encoder
 

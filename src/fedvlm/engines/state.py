@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from fedvlm.core import Method, Tensors
-from fedvlm.engines.client import Local
+from fedvlm.engines.client import Kept, Local
 from fedvlm.errors import SettingsError
 
 Selection = Literal["last", "validation", "oracle"]
@@ -49,3 +49,60 @@ def counted(method: Method, plan: Plan, state: State) -> State:
         )
     count = torch.full_like(state.shared[name], len(plan.train))
     return replace(state, shared={**state.shared, name: count})
+
+
+def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
+    """A state as flat tensors, with the names of clients and tensors kept apart.
+
+    Of local tensors that are at their clients there are only versions.
+    """
+    local = {"local": state.local, "best_local": state.best_local or {}}
+    groups: dict[str, Mapping[str, Tensors]] = {
+        "shared": {"": state.shared},
+        "best_shared": {"": state.best_shared or {}},
+        "channel": state.channel,
+    }
+    for group, by in local.items():
+        groups[group] = {id: one for id, one in by.items() if not isinstance(one, Kept)}
+    flat: Tensors = {}
+    index: dict[str, list[tuple[str, str]]] = {}
+    for group, by_id in groups.items():
+        index[group] = [(id, key) for id, one in by_id.items() for key in one]
+        for number, (id, key) in enumerate(index[group]):
+            flat[f"{group}/{number}"] = by_id[id][key]
+    about = {
+        "round": state.round,
+        "best": state.best,
+        "best_round": state.best_round,
+        "chosen": state.best_shared is not None,
+        "ids": {key: list(groups[key]) for key in ("local", "best_local", "channel")},
+        "versions": {
+            group: {id: one.version for id, one in by.items() if isinstance(one, Kept)}
+            for group, by in local.items()
+        },
+        "index": index,
+    }
+    return flat, about
+
+
+def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
+    def group(name: str) -> dict[str, Tensors]:
+        out: dict[str, Tensors] = {id: {} for id in about["ids"].get(name, [""])}
+        for number, (id, key) in enumerate(about["index"][name]):
+            out[id][key] = flat[f"{name}/{number}"]
+        return out
+
+    def local(name: str) -> dict[str, Local]:
+        return {**group(name), **{id: Kept(one) for id, one in about["versions"][name].items()}}
+
+    chosen = about["chosen"]
+    return State(
+        about["round"],
+        group("shared")[""],
+        local("local"),
+        about["best"],
+        about["best_round"],
+        group("best_shared")[""] if chosen else None,
+        local("best_local") if chosen else None,
+        group("channel"),
+    )

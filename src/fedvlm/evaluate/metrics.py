@@ -4,8 +4,9 @@ Everything here takes `p` (rows, classes), rows of probabilities, and `y` (rows,
 A number that the rows cannot give (the AUC of rows of a single class, anything of no rows) is NaN.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp
+from math import exp, isfinite
 from typing import Any
 
 import numpy as np
@@ -13,26 +14,42 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedvlm.core.registry import enter, load_outside
+from fedvlm.errors import SettingsError
+
+__all__ = ["METRICS", "Metric", "every_metric", "metrics", "register"]
 BINS = 15  # of the reliability diagram
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the decision curve
 HARM = 0.5  # the table's net benefit is the mean over thresholds up to this one
 EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the counts of scores
-METRICS = ("accuracy", "balanced", "F1", "AUC", "ECE", "net benefit")
+TAKEN = {f"{part}_{what}" for part in ("validation", "test") for what in ("rows", "hits")} | {
+    *("loss", "reliability", "decision", "hits", "confusion", "recall", "scores"),
+}
+
+
+def _usual_benefit(p: Tensor, y: Tensor) -> float:
+    """Net benefit of decisions by the classifier, the mean over the usual thresholds."""
+    curve: list[float] = net_benefit(p, y).tolist()
+    usual = [value for at, value in zip(THRESHOLDS, curve, strict=True) if at <= HARM]
+    return sum(usual) / len(usual)
 
 
 def every_metric(p: Tensor, y: Tensor) -> dict[str, float]:
-    """The six numbers of a table; those that the rows cannot give are left out."""
-    curve = net_benefit(p, y)
-    usual = [value for at, value in zip(THRESHOLDS, curve.tolist(), strict=True) if at <= HARM]
-    numbers = (
-        accuracy(p, y),
-        balanced_accuracy(p, y),
-        macro_f1(p, y),
-        auc(p, y),
-        reliability(p, y).error,
-        sum(usual) / len(usual),
-    )
-    return {key: one for key, one in zip(METRICS, numbers, strict=True) if one == one}
+    """The numbers of all metrics; those that the rows cannot give are left out."""
+    out: dict[str, float] = {}
+    for name, metric in metrics().items():
+        try:
+            number = float(metric(p, y))
+        except Exception as error:
+            if name in METRICS:
+                raise
+            raise SettingsError(
+                f"the metric {name!r} of an outside package fails ({type(error).__name__}: "
+                f"{error}); repair or uninstall it"
+            ) from error
+        if isfinite(number):
+            out[name] = number
+    return out
 
 
 def diagrams(p: Tensor, y: Tensor) -> dict[str, list[list[float]]]:
@@ -71,6 +88,7 @@ def unpack_hits(hits: str, rows: int) -> NDArray[np.bool_]:
 
 
 def accuracy(p: Tensor, y: Tensor) -> float:
+    """The share of hits."""
     return (p.argmax(1) == y).double().mean().item()
 
 
@@ -131,6 +149,11 @@ class Reliability:
         return ((self.rows * gaps).sum() / self.rows.sum()).item()
 
 
+def calibration_error(p: Tensor, y: Tensor) -> float:
+    """How far confidence is from accuracy, in the mean over rows."""
+    return reliability(p, y).error
+
+
 def reliability(p: Tensor, y: Tensor, bins: int = BINS) -> Reliability:
     """A bin holds its upper edge: (0, 1/15], (1/15, 2/15], ..."""
     confidence, guess = p.double().max(1)
@@ -160,3 +183,31 @@ def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS
         wrong = (called & ~own).double().sum(0)
         out.append(((right - wrong * at / (1 - at)) / rows).mean())
     return torch.stack(out)
+
+
+Metric = Callable[[Tensor, Tensor], float]
+ALL: dict[str, Metric] = {
+    "accuracy": accuracy,
+    "balanced": balanced_accuracy,
+    "F1": macro_f1,
+    "AUC": auc,
+    "ECE": calibration_error,
+    "net benefit": _usual_benefit,
+}
+METRICS = tuple(ALL)  # our own: the columns of tables, and all that a site may say of its rows
+
+
+def register(name: str, metric: Metric) -> Metric:
+    """Adds a metric under the name that a table's column has; its docstring says what it is."""
+    if name in TAKEN:
+        raise SettingsError(f"metric {name!r}: scores have another thing of that name; rename it")
+    if not getattr(metric, "__doc__", None):
+        raise SettingsError(f"metric {name!r}: it has no docstring; say in a line what it is")
+    enter(ALL, "metric", name, metric)
+    return metric
+
+
+def metrics() -> dict[str, Metric]:
+    """All metrics: our own and those of outside packages (entry-point group fedvlm.metrics)."""
+    load_outside("fedvlm.metrics")
+    return dict(ALL)

@@ -56,12 +56,14 @@ def centred(counts: Tensor, sums: Tensor, second: Tensor, step: float = 0.0) -> 
 def moments(
     counts: Tensor, sums: Tensor, second: Tensor, centre: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Class means, and per row the packed scatter around them or around a given `centre`."""
+    """Class means, and per row the scatter around them or a given `centre`; both are packed."""
     means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
-    middle = means if centre is None else centre
-    cross = sums.mT @ middle
-    around = second - cross - cross.mT + (middle * counts[:, None]).mT @ middle
-    return means, pack(around) / counts.sum().clamp(min=1)
+    if centre is None:
+        around = second - pack((means * counts[:, None]).mT @ means)
+    else:
+        cross = sums.mT @ centre
+        around = second - pack(cross + cross.mT - (centre * counts[:, None]).mT @ centre)
+    return means, around / counts.sum().clamp(min=1)
 
 
 def sums_of(counts: Tensor, means: Tensor, scatter: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,8 @@ One row more or less changes a count by 1, a class sum by a vector of norm 1 and
 Σ x xᵀ by one of norm 1 at most: √3 together, which is what noise is measured by.
 """
 
+from collections.abc import Collection, Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,15 @@ def packed(counts: Tensor, sums: Tensor, second: Tensor, most: int) -> Tensors:
         "sums": gaussian.to_fixed(sums, most),
         "moments": gaussian.to_fixed(gaussian.pack(second), most),
     }
+
+
+def added(uploads: Sequence[Tensors], keys: Collection[str]) -> Tensors:
+    """The exact sums of packed statistics, one client after the other: they are many."""
+    total = {key: torch.zeros_like(uploads[0][key], dtype=torch.long) for key in keys}
+    for one in uploads:
+        for key, value in total.items():
+            value += one[key]
+    return total
 
 
 def means(upload: Tensors, most: int) -> Tensor:

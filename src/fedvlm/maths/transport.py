@@ -42,7 +42,7 @@ def plan(
     *many, prompts, patches = similarity.shape
     if kind == "averaging":
         return torch.full_like(similarity, 1 / (prompts * patches))
-    check(gamma, strength)
+    check_plan(gamma, strength)
     exact = kind == "classical" or gamma == 1  # where all mass is taken every patch gives all
     problems = similarity.reshape(-1, prompts, patches)
     size = max(1, AT_ONCE // (prompts * patches))
@@ -53,7 +53,7 @@ def plan(
     return torch.cat(found).reshape(*many, prompts, patches)
 
 
-def check(gamma: float, strength: float) -> None:
+def check_plan(gamma: float, strength: float) -> None:
     """Refuses what is no transport problem."""
     if not 0 < gamma <= 1:
         raise SettingsError(

@@ -14,11 +14,9 @@ def per_row(self: Any, upload: Tensors, found: Tensors) -> dict[str, tuple[Tenso
     """Class means and a scatter, means of votes, and who holds a class at all."""
     said: dict[str, tuple[Tensor, Tensor]] = {}
     if "counts" in upload:
-        counts, dim = upload["counts"].double(), upload["sums"].shape[1]
+        counts = upload["counts"].double()
         sums, second = (gaussian.from_fixed(upload[k], self.most) for k in ("sums", "moments"))
-        means, scatter = gaussian.moments(
-            counts, sums, gaussian.unpack(second, dim), found.get("means")
-        )
+        means, scatter = gaussian.moments(counts, sums, second, found.get("means"))
         said = {"means": (means, counts), "scatter": (scatter[None], counts.sum()[None])}
     if "scores" in upload:
         voters = upload["voters"].double()

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.maths.transport import Kind, check, plan
+from fedvlm.maths.transport import Kind, check_plan, plan
 from fedvlm.methods._prompt import Start, features_of_both, first_prompt, sgd_together
 
 
@@ -33,7 +33,7 @@ class FedOTP:
     rounds: int = 10  # T; 150 for CIFAR
 
     def __post_init__(self) -> None:
-        check(self.gamma, self.strength)
+        check_plan(self.gamma, self.strength)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {"prompt": first_prompt(self, frozen)}

@@ -111,8 +111,7 @@ class TOFA:
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
     ) -> Tensors:
         """Sums alone matter, so they may come from a secure sum; texts are brought together."""
-        keys = uploads[0].keys() - {"texts"}
-        total = {key: torch.stack([one[key].long() for one in uploads]).sum(0) for key in keys}
+        total = prototypes.added(uploads, uploads[0].keys() - {"texts"})
         out = {key: value for key, value in shared.items() if key != "texts"}
         if "holders" in total:
             out["open"] = (total["holders"] >= self.contributors).double()

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
-from fedvlm.evaluate.metrics import METRICS
+from fedvlm.evaluate.metrics import metrics
 from fedvlm.record import Record
 from fedvlm.report.tables import generalises, label
 
@@ -28,7 +28,7 @@ def frame(result: Record) -> Any:
             for id, one in about["scores"].items():
                 if not one["test_rows"] or id not in (*about["train"], *known):
                     continue
-                numbers = {key: one.get(key) for key in METRICS}
+                numbers = {key: one.get(key) for key in metrics()}
                 numbers["accuracy"] = one["test_hits"] / one["test_rows"]
                 place = {"seed": seed, "training": training, "client": id, "unseen": id in known}
                 rows.append({**place, "rows": one["test_rows"], **numbers})

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from inspect import getdoc, getmodule
+from inspect import getdoc, getmodule, signature
 from typing import Any
 
 Row = dict[str, Any]
@@ -15,7 +15,7 @@ def list_methods() -> list[Row]:
         {
             "method": name,
             "needs": ", ".join(sorted(kind().traits.needs)),
-            "what": (getdoc(getmodule(kind)) or "").split("\n\n")[0].replace("\n", " "),
+            "what": _line(getmodule(kind)),
             "settings": ", ".join(f"{one.name}={one.default}" for one in fields(kind)),
         }
         for name, kind in methods().items()
@@ -23,11 +23,11 @@ def list_methods() -> list[Row]:
 
 
 def list_encoders() -> list[Row]:
-    from fedvlm.encoders import ENCODERS
+    from fedvlm.encoders import encoders
 
     return [
         {"encoder": kind.form, "offers": ", ".join(kind.offers), "what": kind.what}
-        for kind in ENCODERS.values()
+        for kind in encoders().values()
     ]
 
 
@@ -49,6 +49,43 @@ def list_datasets() -> list[Row]:
     ]
 
 
+def list_data() -> list[Row]:
+    from fedvlm.data import kinds
+
+    return [
+        {
+            "data": f"{word}:PLACE",
+            "options": ", ".join(list(signature(reader).parameters)[1:]),
+            "what": _line(reader),
+        }
+        for word, reader in kinds().items()
+    ]
+
+
+def list_metrics() -> list[Row]:
+    from fedvlm.evaluate.metrics import metrics
+
+    return [{"metric": name, "what": _line(metric)} for name, metric in metrics().items()]
+
+
+def list_protocols() -> list[Row]:
+    from fedvlm.evaluate.protocols import protocols
+
+    return [
+        {
+            "protocol": name,
+            "settings": ", ".join(one.name for one in fields(rules)),
+            "what": rules.what,
+        }
+        for name, rules in protocols().items()
+    ]
+
+
+def _line(one: object) -> str:
+    """The first sentence of what its docstring says."""
+    return (getdoc(one) or "").split("\n\n")[0].replace("\n", " ")
+
+
 def list_experiments() -> list[Row]:
     from fedvlm.runner.experiments import experiments
     from fedvlm.runner.settings import read_toml
@@ -68,7 +105,10 @@ def list_papers() -> list[Row]:
 LISTS: dict[str, Callable[[], list[Row]]] = {
     "methods": list_methods,
     "encoders": list_encoders,
+    "data": list_data,
     "datasets": list_datasets,
+    "metrics": list_metrics,
+    "protocols": list_protocols,
     "experiments": list_experiments,
     "papers": list_papers,
 }

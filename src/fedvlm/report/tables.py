@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from json import dumps, loads
 from statistics import fmean
@@ -11,13 +11,13 @@ from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import METRICS
+from fedvlm.evaluate.metrics import metrics as all_metrics
 from fedvlm.record import Record
 
 FORMS = ("text", "markdown", "latex", "csv")
 TRAFFIC = ("exchanges", "kB per client")
 MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
 WHO = (("own", "train"), ("unseen", "unseen"))
-MEASURED = {f"{name}, {who}" for name in METRICS for who in ("own", "unseen")}
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 
@@ -32,10 +32,10 @@ def label(result: Record) -> str:
         settings.pop("smallest", None)
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
     odd = [f"{key}={value}" for key, value in settings.items() if usual[key] != value]
-    odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
+    odd += [key for key in ("descriptions", "texts") if result.manifest["identity"][key]]
     if tuned := result.manifest.get("tuned"):
         odd.append(f"tuned on validation rows ({len(tuned['trials'])} trials)")
-    if first := result.manifest["identity"].get("warm_start"):
+    if first := result.manifest["identity"]["warm_start"]:
         odd.append(f"warm start by {first['name']}")
     if method.traits.centralised:
         odd.append("not federated")
@@ -43,7 +43,7 @@ def label(result: Record) -> str:
         odd.remove("reference=target")
         odd.append("TRANSDUCTIVE: adapts to the test rows")
     plain = asdict(Channel())
-    through = result.manifest["identity"].get("channel", plain)
+    through = result.manifest["identity"]["channel"]
     odd += [f"channel.{key}={value}" for key, value in through.items() if plain[key] != value]
     if attack := result.manifest["identity"].get("attack"):
         odd.append(f"ATTACK: {attack} by {result.manifest['identity']['attackers']:.0%}")
@@ -65,11 +65,16 @@ def generalises(result: Record) -> bool:
     return any(result.tables[0][key] is not None for key in unseen)
 
 
+def asked(metrics: Iterable[str]) -> set[str]:
+    """The columns of metrics that were asked for."""
+    return {f"{name}, {who}" for name in metrics for who, _ in WHO}
+
+
 def measured(result: Record, metrics: Sequence[str]) -> list[scores.Table]:
     """By seed: the mean over trainings of each metric's mean over clients."""
     for name in metrics:
-        if name not in METRICS:
-            raise unknown("metric", name, METRICS)
+        if name not in all_metrics():
+            raise unknown("metric", name, all_metrics())
     out: list[scores.Table] = []
     for seed in result.manifest["identity"]["seeds"]:
         one: scores.Table = {}
@@ -107,7 +112,7 @@ def compare(
     """One row per run, in per cent; `every` adds the columns per domain or client.
 
     `traffic` adds the exchanges of a client and its kilobytes up and down over all of them.
-    `metrics` are names of METRICS: adds each one over clients that trained, and over unseen ones.
+    `metrics` are names of metrics: adds each one over clients that trained, and over unseen ones.
     `paper` has what was published, by row and column; its numbers stand below ours.
     `chance` begins with what guessing would give.
     """
@@ -121,7 +126,9 @@ def compare(
         columns = main
     for result, one in zip(results, found, strict=True):
         one |= scores.spread(measured(result, metrics))
-    columns += [key for key in dict.fromkeys(k for one in found for k in one) if key in MEASURED]
+    columns += [
+        key for key in dict.fromkeys(k for one in found for k in one) if key in asked(metrics)
+    ]
     last = [*(TRAFFIC if traffic else ()), "seeds"]
     head = ["method", *columns, *last]
     body = [[*guessing(results[0], columns, form), *("-" for _ in last)]] if chance else []
@@ -140,7 +147,8 @@ def compare(
 def guessing(result: Record, columns: Sequence[str], form: str) -> list[str]:
     """A row of one in as many as there are classes, where a column is a share of hits."""
     share = 1 / len(result.manifest["classes"])
-    others = {f"{who} {name}" for name in METRICS[1:] for who in ("clients", "target")} | MEASURED
+    others = {f"{who} {name}" for name in METRICS[1:] for who in ("clients", "target")}
+    others |= asked(all_metrics())
     hits = [key not in others and not key.startswith("deviation ") for key in columns]
     return ["chance", *(cell(share if hit else None, None, form) for hit in hits)]
 

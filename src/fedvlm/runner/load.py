@@ -11,7 +11,7 @@ from fedvlm.core import Method
 from fedvlm.data import open_dataset
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, Embedded
-from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
+from fedvlm.encoders import encoders, fingerprint, open_encoder
 from fedvlm.encoders.cache.embed import Outcome, Precision, embed
 from fedvlm.encoders.cache.stream import stream
 from fedvlm.encoders.descriptions import describe_rows
@@ -79,7 +79,7 @@ def meet(method: Method, encoder: str, offered: Collection[str]) -> None:
     if missing := sorted(method.traits.needs - set(offered)):
         able = ", ".join(
             kind.form
-            for name, kind in ENCODERS.items()
+            for name, kind in encoders().items()
             if missing[0] in kind.offers and not encoder.startswith(name)
         )
         remedy = ", or set head = 'random'" if missing[0] == "text" else ""

@@ -16,7 +16,7 @@ from fedvlm.engines.loop import open_engine, start
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
-from fedvlm.record import DESCRIPTIONS, Record
+from fedvlm.record import DESCRIPTIONS, Record, read_manifest
 from fedvlm.runner import calibrate, tune, warm
 from fedvlm.runner import memory as room
 from fedvlm.runner.load import load, thin
@@ -27,7 +27,7 @@ from fedvlm.runner.settings import Settings, attack_of, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.runner.withheld import withheld
 from fedvlm.storage.files import slug
-from fedvlm.storage.sealed import read_json, write_tensors
+from fedvlm.storage.sealed import write_tensors
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 SEEDED = (
@@ -138,7 +138,7 @@ def _notes(seeds: Sequence[Prepared]) -> list[str]:
 def resume(folder: str | Path, progress: Progress | None = None) -> Record:
     """Goes on where a run was stopped, however it was stopped; a finished run is just read."""
     path = Path(folder)
-    manifest = read_json(path / "manifest.json")
+    manifest = read_manifest(path)
     if manifest["memory"] and Record(path).result() is None:
         raise SettingsError(f"{path} took its rows from memory; call fedvlm.run again with out= it")
     return execute(build(manifest["identity"]), path, progress=progress)

@@ -1,14 +1,15 @@
 """Settings of a run: from TOML, `--set a.b=1` or keyword arguments, checked in one place."""
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel
-from fedvlm.core import FEWEST, SMALLEST, Method, check_range, check_type, is_method, make
-from fedvlm.data.clients import Clients, words
+from fedvlm.core import FEWEST, SMALLEST, Method, check_range, is_method, make
+from fedvlm.core.schema import AMOUNT, PART, read_table, several, within
+from fedvlm.data.clients import Clients
 from fedvlm.engines.attackers import Attack, Kind
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import protocols
@@ -30,20 +31,22 @@ class Settings:
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
     seeds: tuple[int, ...] = (0,)
-    tune: tuple[str, ...] = ()  # the method's settings to choose on validation rows, as rate
-    fraction: float = 1.0  # of the clients that take part in a round
-    counts: tuple[int, ...] = ()  # cross-device: how many clients train
+    tune: tuple[str, ...] = several()  # the method's settings to choose on validation rows, as rate
+    fraction: float = within(1.0, PART)  # of the clients that take part in a round
+    counts: tuple[int, ...] = several()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
-    target: tuple[str, ...] = ()  # source-target: the domains that are only tested on
+    target: tuple[str, ...] = several()  # source-target: the domains that are only tested on
     engine: Literal["batched", "single", "flower"] = "batched"
-    workers: int = 0  # processes; 0 is as many as cores, if the run is long enough
+    workers: int = within(0, AMOUNT)  # processes; 0 is as many as cores, if the run is long enough
     allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through
     attack: Kind = "none"  # by some clients, to see what it does; simulations only
     attackers: float = 0.1  # share of the training clients that attack, drawn by seed
     strength: float = 0.0  # of the attack; 0: the usual one
-    reproduces: tuple[str, ...] = ()  # tables and figures of papers, as fedot-v1/T1; only noted
+    reproduces: tuple[str, ...] = (
+        several()
+    )  # tables and figures of papers, as fedot-v1/T1; only noted
 
     def rules(self) -> Rules:
         """The protocol with its knobs, which are settings of the run."""
@@ -53,50 +56,30 @@ class Settings:
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
         whole = asdict(self)
-        for key in ("workers", "access", "reproduces"):
-            del whole[key]
-        for key in ("attack", "attackers", "strength"):
-            if self.attack == "none":
-                del whole[key]
-        if self.clients.calibration is None:
-            del whole["clients"]["calibration"]
+        idle = ["workers", "access", "reproduces"]
+        idle += ["attack", "attackers", "strength"] if self.attack == "none" else []
         both = [one for one in (self.method, self.warm_start) if one is not None]
         if not (self.allow_small and any(one.traits.smallest for one in both)):
-            del whole["allow_small"]
-        usual = {"channel": Channel(), "descriptions": "", "texts": "", "warm_start": None}
-        usual |= {"tune": ()}
-        for key in usual:  # left out as it was before there was a choice
-            if getattr(self, key) == usual[key]:
-                del whole[key]
-        for key in {"method", "warm_start"} & whole.keys():
+            idle.append("allow_small")
+        for key in idle:
+            del whole[key]
+        for key in ("method", "warm_start"):
             one = getattr(self, key)
-            whole[key] = {"name": one.name, **asdict(one)}
+            whole[key] = None if one is None else {"name": one.name, **asdict(one)}
         return whole
 
 
 def build(values: Mapping[str, Any]) -> Settings:
     """Settings from nested values; every unknown name and misfit is refused."""
-    known = {one.name: one for one in fields(Settings)}
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        if key not in known:
-            _refuse(key, values.get("method"), known)
-        if key in ("method", "warm_start"):
-            out[key] = _method(value)
-        elif key == "clients":
-            out[key] = value if isinstance(value, Clients) else clients_of(value)
-        elif key == "channel":
-            out[key] = value if isinstance(value, Channel) else channel_of(value)
-        elif key in ("seeds", "counts"):
-            out[key] = _whole_numbers(key, value)
-        elif key in ("target", "reproduces", "tune"):
-            out[key] = words(key, value)
-        else:
-            check_type(key, value, known[key].type)
-            out[key] = value
-    if "method" not in out:
+    known = {one.name for one in fields(Settings)}
+    for key in values.keys() - known:
+        _refuse(key, values.get("method"), known)
+    if "method" not in values:
         raise SettingsError('no method is chosen; add method = "fedot" (`fedvlm list methods`)')
-    return _checked(Settings(**out))
+    _check_seeds(values.get("seeds"))
+    inner = {key: read(values[key]) for key, read in INNER.items() if key in values}
+    plain = {key: value for key, value in values.items() if key not in INNER}
+    return _checked(read_table(Settings, "", plain, **inner))
 
 
 def _refuse(key: str, method: Any, known: Iterable[str]) -> None:
@@ -128,8 +111,6 @@ def with_method(method: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(settings: Settings) -> Settings:
     """What no single value shows: whether the settings fit each other."""
-    if not 0 < settings.fraction <= 1:
-        raise SettingsError(f"fraction = {settings.fraction} is outside (0, 1]; 1 is every client")
     settings.rules()
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
@@ -143,8 +124,6 @@ def _checked(settings: Settings) -> Settings:
     )
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
-    if settings.workers < 0:
-        raise SettingsError(f"workers = {settings.workers}; it takes 0 (automatic) or more")
     return settings
 
 
@@ -199,41 +178,32 @@ def _guarded(method: Method, settings: Settings) -> Method:
 
 def clients_of(value: Any) -> Clients:
     """How rows become clients, from a table of settings or just the word for `by`."""
-    if isinstance(value, str):
-        value = {"by": value}
-    if not isinstance(value, Mapping):
-        raise SettingsError(f"clients = {value!r}; write a table, as clients = {{by = 'domain'}}")
-    return Clients(**_known("clients", value, Clients))
+    if isinstance(value, Clients):
+        return value
+    return read_table(Clients, "clients", {"by": value} if isinstance(value, str) else value)
 
 
 def channel_of(value: Any) -> Channel:
-    if not isinstance(value, Mapping):
-        raise SettingsError(f"channel = {value!r}; write a table, as channel = {{clip = 1.0}}")
-    return Channel(**_known("channel", value, Channel))
+    return value if isinstance(value, Channel) else read_table(Channel, "channel", value)
 
 
-def _known(table: str, value: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    names = [one.name for one in fields(kind)]
-    for key in value:
-        if key not in names:
-            raise unknown(f"setting of {table}", key, names)
-    return dict(value)
+INNER: Mapping[str, Callable[[Any], Any]] = {  # settings that are tables of their own
+    "method": _method,
+    "warm_start": lambda value: None if value is None else _method(value),
+    "clients": clients_of,
+    "channel": channel_of,
+}
 
 
-def _whole_numbers(key: str, value: Any) -> tuple[int, ...]:
-    if key == "seeds" and type(value) is int:
-        many = list(range(value)) if 0 < value < 10 else [0, 1, 2]
-        count = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(
-            len(many), f"{len(many)} seeds"
-        )
-        raise SettingsError(
-            f"seeds = {value} may mean two things; write {many} for {count}, [{value}] for the "
-            f"seed {value}"
-        )
-    many = [value] if isinstance(value, int) else value
-    if not isinstance(many, list | tuple) or any(type(one) is not int for one in many):
-        raise SettingsError(f"{key} = {value!r} does not fit; it takes whole numbers, as [0, 1, 2]")
-    return tuple(many)
+def _check_seeds(value: Any) -> None:
+    if type(value) is not int:
+        return
+    many = list(range(value)) if 0 < value < 10 else [0, 1, 2]
+    count = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(len(many), f"{len(many)} seeds")
+    raise SettingsError(
+        f"seeds = {value} may mean two things; write {many} for {count}, [{value}] for the "
+        f"seed {value}"
+    )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from fedvlm.engines.client import Kept, Local, Terms
 from fedvlm.engines.loop import Engine, Outcome, finish, train
-from fedvlm.engines.state import Plan, State
+from fedvlm.engines.state import Plan, State, pack, unpack
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
-from fedvlm.record import Record, pack, unpack
+from fedvlm.record import Record
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors

@@ -12,8 +12,7 @@ from fedvlm.core import Method, Noisy, Telling, Tensors, register
 from fedvlm.engines.claims import sum_gap
 from fedvlm.engines.client import World, client, here
 from fedvlm.engines.loop import Outcome
-from fedvlm.engines.state import State
-from fedvlm.record import pack, unpack
+from fedvlm.engines.state import State, pack, unpack
 from fedvlm.storage.sealed import read_tensors, write_tensors
 from fedvlm.testing.toys import bare, learn, short, toy_image_tower, toy_text_tower, toy_world
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.encoders.cache.table import check
+from fedvlm.encoders.cache.table import check_sums
 
 LARGE = 256 << 20  # bytes from which rows are read one minibatch at a time
 
@@ -41,7 +41,7 @@ class Mapped:
         rows = self.take(index)._rows
         values = np.asarray(self._array)[rows]
         new = ~self._seen[rows]
-        check(values[new], self._sums[rows[new]], self._where)
+        check_sums(values[new], self._sums[rows[new]], self._where)
         self._seen[rows] = True
         # The system keeps the file's pages as long as it likes; they are ours no more.
         self._array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
@@ -58,5 +58,5 @@ def checked(array: NDArray[Any], sums: NDArray[np.uint32], where: str) -> Tensor
     """A tensor over the array, checked; or for a large map of an unchanging file rows on demand."""
     if isinstance(array, np.memmap) and array.nbytes > LARGE and hasattr(mmap, "MADV_DONTNEED"):
         return Mapped(array, np.arange(len(array)), sums, np.zeros(len(array), bool), where)
-    check(array, sums, where)
+    check_sums(array, sums, where)
     return torch.from_numpy(array)

@@ -110,7 +110,7 @@ class RowFile:
         """(digests, *shape), a copy in memory, each row checked."""
         values: NDArray[Any] = self._map()[[self._known[digest][0] for digest in digests]]
         flat = values.reshape(len(digests), prod(self.shape)).view(np.uint8)
-        check(flat, self.sums(digests), self._rows, [self._known[one][0] for one in digests])
+        check_sums(flat, self.sums(digests), self._rows, [self._known[one][0] for one in digests])
         return values
 
     def sums(self, digests: Sequence[bytes]) -> NDArray[np.uint32]:
@@ -173,7 +173,7 @@ class RowFile:
         self._take_in()
 
 
-def check(
+def check_sums(
     rows: NDArray[Any], sums: NDArray[np.uint32], where: Path | str, numbers: Sequence[int] = ()
 ) -> None:
     """Refuses rows that are not what was written."""

@@ -6,6 +6,29 @@ from fedvlm.evaluate.protocols import (
     own_test,  # noqa: F401
     source_target,  # noqa: F401
 )
-from fedvlm.evaluate.protocols.contract import Rules, Training, make, protocols, register
+from fedvlm.evaluate.protocols.contract import (
+    Done,
+    Rules,
+    Training,
+    Weights,
+    Who,
+    even,
+    make,
+    protocols,
+    register,
+)
+from fedvlm.evaluate.scores import Table, accuracy
 
-__all__ = ["Rules", "Training", "make", "protocols", "register"]
+__all__ = [
+    "Done",
+    "Rules",
+    "Table",
+    "Training",
+    "Weights",
+    "Who",
+    "accuracy",
+    "even",
+    "make",
+    "protocols",
+    "register",
+]

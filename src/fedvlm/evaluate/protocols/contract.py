@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from fedvlm.core.registry import load_outside
+from fedvlm.core.registry import enter, load_outside
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate.scores import Results, Table
 
@@ -61,9 +61,7 @@ def register(rules: T) -> T:
     for verb in ("trainings", "table", "weights", "what", "every_round"):
         if not hasattr(rules, verb):
             raise SettingsError(f"protocol {rules.__name__}: no {verb}; add it")
-    if name in PROTOCOLS and PROTOCOLS[name].__qualname__ != rules.__qualname__:
-        raise SettingsError(f"protocol {rules.__name__}: the name {name!r} is taken")
-    PROTOCOLS[name] = rules
+    enter(PROTOCOLS, "protocol", name, rules)
     return rules
 
 
