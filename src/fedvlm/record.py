@@ -88,6 +88,7 @@ def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
 SETTLED = 1e-4  # a larger one is told; where scikit-learn stops by default
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
+AUDIT = "audit.json"  # likewise
 
 
 class Record:
@@ -122,7 +123,7 @@ class Record:
 
     def clear(self) -> None:
         """Forgets all but the manifest, so that the run is run again."""
-        ends = (self.folder / "result.json", self.folder / INDEX)
+        ends = (self.folder / "result.json", self.folder / INDEX, self.folder / AUDIT)
         for path in (*(self.folder / "trainings").glob("*"), *ends):
             path.unlink(missing_ok=True)
         self.lines_path.unlink(missing_ok=True)
