@@ -190,9 +190,7 @@ def scatter(name: str, places: Sequence[Point], names: Sequence[str]) -> Markup:
     xs, ys = zip(*places, strict=True)
     room = min(WIDTH - 90, HEIGHT - 40)
     span = max(max(xs) - min(xs), max(ys) - min(ys)) or 1.0
-    out = Markup(
-        f'<svg class="wide" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="'
-    )
+    out = Markup(f'<svg class="plane" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="')
     out += escape(name) + Markup('">')
     for number, ((px, py), said) in enumerate(zip(places, names, strict=True)):
         x = WIDTH / 2 + (px - (max(xs) + min(xs)) / 2) / span * room
