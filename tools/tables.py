@@ -49,8 +49,8 @@ def table_of(name: str, folder: Path, plain: bool) -> str:
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
     if not plain:
         return "\n" + compare(results, "markdown", **words) + "\n"
-    said = [values.get("title", name), "", compare(results, **words), *gather(results)["sentences"]]
-    return "\n".join(["```", *said, "```", ""]).replace("\n\n\n", "\n\n")
+    said = [values.get("title", name), "", compare(results, **words).rstrip("\n")]
+    return "\n".join(["```", *said, *gather(results)["sentences"], "```", ""])
 
 
 def main() -> None:
