@@ -213,7 +213,7 @@ def slopes(columns: Sequence[str], lines: Sequence[tuple[str, Sequence[float | N
         return base - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (base - top)
 
     out = Markup(
-        f'<svg class="wide" viewBox="0 0 {width} {base + 110}" width="{width}" role="img" '
+        f'<svg class="wide" viewBox="0 0 {width} {base + 88}" width="{width}" role="img" '
         'aria-label="share of hits of each client with each run">'
     )
     for value in ticks:
