@@ -3,6 +3,8 @@
 Run it: python examples/hospital.py (the tutorial is docs/tutorials/hospitals.md)
 """
 
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -10,8 +12,6 @@ from tempfile import TemporaryDirectory
 from PIL import Image, ImageDraw
 
 import fedvlm
-from fedvlm.classifier.join import rows_for
-from fedvlm.classifier.predict import predict
 
 FINDINGS = {"circle": 40, "square": 4, "triangle": 3}  # corners of what is to be found
 PAPERS = {"first/north": "white", "first/south": "beige", "west": "lightblue"}
@@ -29,6 +29,11 @@ def draw_images(folder: Path, paper: str, draw: Random) -> None:
             image.save(folder / finding / f"{number}.png")
 
 
+def command(*words: str | Path) -> None:
+    """A command as a hospital would type it."""
+    subprocess.run([Path(sys.executable).with_name("fedvlm"), *words], check=True)
+
+
 def main() -> None:
     draw = Random(0)
     with TemporaryDirectory() as place:
@@ -39,19 +44,15 @@ def main() -> None:
         # North and South share class statistics once; images and embeddings stay where they are.
         first = {"data": str(root / "first"), "encoder": "demo", "protocol": "own-test"}
         result = fedvlm.run("tofa", out=root / "run", **first)
-        print(result.table())
+        print(result.table(), flush=True)
         result.personalised("north").save_pretrained(root / "north")
 
         # West comes later: it takes the server's record and its own images, and sends nothing.
-        rows, _ = rows_for(result, str(root / "west"), {}, "", {}, lambda *_: None)
-        late = fedvlm.join(result, rows, "west")
-        late.classifier.save_pretrained(root / "late")
-        print(f"west: {late.accuracy:.0%} of {late.held} rows, {late.unseen:.0%} without its own")
+        command("join", root / "run", root / "west", "--client", "west", "--out", root / "late")
 
         # A set holds the true class at least four times in five; of one class, it is an answer.
-        for name, images in {"north": "first/north/circle", "late": "west/square"}.items():
-            for one in predict(root / name, [root / images], coverage=0.8).rows[:3]:
-                print(f"{name}, {Path(one.file).name}: {' or '.join(one.within)}")
+        for name, image in {"north": "first/north/circle", "late": "west/square"}.items():
+            command("predict", root / name, root / image / "0.png", "--coverage", "0.8")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,13 @@
-"""Compare methods, add one of your own, read the result in a sentence and paste its table.
+"""Compare methods, add one of your own, and paste the table.
 
 Run it: python examples/researcher.py (the tutorial is docs/tutorials/researcher.md)
 """
 
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from new_method import FedBias  # a method of one's own, in a file of its own
 
 import fedvlm
-from fedvlm.report.page.gather import gather
-from fedvlm.report.page.render import write_model
-from fedvlm.report.tables import compare
 
 METHODS = (
     "zero-shot",  # what the frozen model says
@@ -33,12 +29,12 @@ def main() -> None:
             fedvlm.run(method, out=f"{folder}/{number}", **SETTINGS)
             for number, method in enumerate(METHODS)
         ]
-        print(compare(runs, traffic=True))  # to read
-        model = gather(runs, "My first comparison")
-        print(*model["sentences"], sep="\n")  # who leads, and who cannot be told from it
-        print(compare(runs, form="latex"))  # to paste
-        page = write_model(model, Path(folder, "report.html"))  # to send
-        print(f"the page has {page.stat().st_size // 1000} kB and asks no network")
+        table = fedvlm.compare(*runs)  # a pandas data frame, one row per run
+        print(table[["own", "exchanges", "kB per client"]].round(3))  # to read
+        print(table[["own", "kB per client"]].to_latex(float_format="%.3f"))  # to paste
+        own = runs[2].frame()  # one row per client
+        worst = own.loc[own.accuracy.idxmin()]
+        print(f"fedbias is worst at {worst.client}: {worst.accuracy:.0%} of {worst.rows} rows")
 
 
 if __name__ == "__main__":
