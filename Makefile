@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 TOGETHER := $(PYTEST) -n $(WORKERS)
 
-.PHONY: demo test test-all test-long browser check bench docs sbom lock clean
+.PHONY: demo test test-all test-long browser check bench docs tables sbom lock clean
 
 demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
@@ -41,6 +41,10 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/docs
 	@echo "the site is in build/docs/index.html"
+
+# Runs the experiments whose tables are on the pages, and writes the tables again; minutes to an hour.
+tables: $(VENV)/.dev
+	$(BIN)/python -m tools.tables
 
 bench: $(VENV)/.dev
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -29,6 +29,7 @@ FORMAT = 1  # of what a run leaves on disk; another number is not read
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
 SETTLED = 1e-4  # a larger one is told; where scikit-learn stops by default
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
+AUDIT = "audit.json"  # likewise
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class Record:
 
     def clear(self) -> None:
         """Forgets all but the manifest, so that the run is run again."""
-        ends = (self.folder / "result.json", self.folder / INDEX)
+        ends = (self.folder / "result.json", self.folder / INDEX, self.folder / AUDIT)
         for path in (*(self.folder / "trainings").glob("*"), *ends):
             path.unlink(missing_ok=True)
         self.lines_path.unlink(missing_ok=True)

@@ -91,6 +91,12 @@ def test_every_entry_says_where_to_get_it_and_what_papers_do_with_it():
             open_dataset(name)
 
 
+def test_templates_are_word_for_word_those_of_the_papers():
+    for name in ("pacs", "office-home", "vlcs"):
+        assert catalogue()[name].templates == ("a picture of a {}",)
+    assert open_dataset("demo").templates == ("a picture of a {}",)
+
+
 @pytest.mark.parametrize(
     ("name", "classes", "rows"),
     [

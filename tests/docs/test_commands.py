@@ -17,7 +17,7 @@ PAGES = sorted(
     path for kind in ("start", "tutorials") for path in (ROOT / "docs" / kind).glob("*.md")
 )
 FIRST = {"hospitals": 1}  # how many blocks of "your own images" a page stands on
-SERVERS = {"hospitals", "3-first-federation"}
+SERVERS = {"hospitals": pytest.mark.long, "3-first-federation": pytest.mark.slow}  # in `test-all`
 LIMIT = 900  # seconds; most of a page with servers is waiting
 
 
@@ -28,8 +28,9 @@ def blocks(page):
 
 
 def marks(page):
-    """Pages with servers wait for minutes, most of it for processes to start: by hand."""
-    kind = [pytest.mark.long, pytest.mark.deployed] if page.stem in SERVERS else [pytest.mark.slow]
+    """Of the pages with servers the shorter one is in `make test-all`, the longer one by hand."""
+    kind = [SERVERS.get(page.stem, pytest.mark.slow)]
+    kind += [pytest.mark.deployed] if page.stem in SERVERS else []
     return [*kind, pytest.mark.timeout(LIMIT + 60)]
 
 
@@ -43,6 +44,21 @@ def test_pages_have_commands_and_no_block_that_is_not_run():
     assert len(PAGES) >= 5
     for page in PAGES:
         assert {kind for kind, _ in blocks(page)} == {"sh"}, page.name
+
+
+@pytest.mark.parametrize(
+    ("page", "script"), [("researcher", "researcher"), ("hospitals", "hospital")]
+)
+def test_a_tutorial_shows_the_script_that_it_runs(page, script):
+    text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
+    assert f":::{{literalinclude}} ../../examples/{script}.py\n" in text
+    assert f"python examples/{script}.py\n" in [
+        part for _, part in blocks(ROOT / "docs" / "tutorials" / f"{page}.md")
+    ]
+    shown = re.findall(r"(?m)^:start-at: (.*)$", text)
+    source = (ROOT / "examples" / f"{script}.py").read_text(encoding="utf-8")
+    assert [source.count(one) for one in shown] == [1], "where the shown part begins is not clear"
+    assert f"docs/tutorials/{page}.md" in source
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=marks(p), id=p.stem) for p in PAGES])

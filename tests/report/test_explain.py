@@ -15,6 +15,8 @@ from fedvlm import cli
 from fedvlm.encoders.demo import demo
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError
 from fedvlm.report.explain import explain, grid, prompt_map
+from fedvlm.report.page.gather import gather
+from fedvlm.report.page.render import page
 from fedvlm.report.pictures import draw
 
 CLASSES = ("bird", "fruit", "vehicle")
@@ -117,6 +119,21 @@ def test_the_command_draws_both_images(fedotp, folder, image, tmp_path):
     told = prompt_map(coop)
     assert told.groups == ("noto", "noto", "twemoji", "twemoji")
     assert np.isfinite(told.places).all()
+    model = gather([coop])
+    drawn = model["runs"][0]["prompts"]
+    assert drawn["clients"] == list(told.clients)
+    assert drawn["places"] == told.places.round(3).tolist()
+    figure = page(model).partition("local prompts of coop")[2].partition("</figure>")[0]
+    assert figure.count("<circle") == 4
+
+
+def test_fedotp_says_its_share_and_how_far_its_prompts_have_parted(fedotp):
+    [one] = fedotp.trainings().values()
+    for said in one["maps"].values():
+        assert said["gamma"] == 0.8
+        assert -1 <= said["cosine of the prompts"] < 1
+    text = page(gather([fedotp]))
+    assert "γ, share of an image that prompts take" in text and "t-SNE" not in text
 
 
 def call(*words):

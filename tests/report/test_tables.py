@@ -19,6 +19,13 @@ def test_text_and_markdown_are_aligned():
     assert render(HEAD, BODY, "markdown").splitlines()[1] == "| --------- | -----------: |"
 
 
+def test_what_is_said_below_a_markdown_table_is_no_row_of_it(bad_runs, monkeypatch):
+    monkeypatch.setattr(type(bad_runs[0]), "unsettled", ["not there yet"])
+    table, below = compare(bad_runs[:1], "markdown").split("\n\n")
+    assert below == "zero-shot: not there yet\n" and table.count("\n") == 2
+    assert "\n\n" not in compare(bad_runs[:1])
+
+
 def test_csv_is_read_back_as_written():
     assert list(csv.reader(io.StringIO(render(HEAD, BODY, "csv")))) == [HEAD, *BODY]
 

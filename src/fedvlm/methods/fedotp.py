@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cosine_similarity, normalize
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
@@ -54,6 +54,12 @@ class FedOTP:
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         similarity = self.similarity(frozen, sent, local, x)
         return frozen.scale * (self.match(similarity) * similarity).sum(dim=(-2, -1))
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
+        """γ as it acts, and how far the two prompts have parted."""
+        both = sent["prompt"].flatten(), local["own"].flatten()
+        share = self.gamma if self.transport == "unbalanced" else 1.0
+        return {"gamma": share, "cosine of the prompts": float(cosine_similarity(*both, dim=0))}
 
     name = "fedotp"
     traits = Traits(needs=frozenset({"patches", "text tower"}))

@@ -2,8 +2,21 @@
 
 from typing import Any
 
+from fedvlm.record import AUDIT, Record
 from fedvlm.report.tables import render
 from fedvlm.runner.audit import Line
+from fedvlm.storage.sealed import read_json, write_json
+
+
+def keep(result: Record, lines: list[Line]) -> None:
+    """In the run's folder, in the place of an audit that was kept before."""
+    write_json(result.folder / AUDIT, {"lines": lines})
+
+
+def kept(result: Record) -> list[Line]:
+    """The audit that was kept, if one was."""
+    path = result.folder / AUDIT
+    return list(read_json(path)["lines"]) if path.exists() else []
 
 
 def table(lines: list[Line], form: str = "text") -> str:

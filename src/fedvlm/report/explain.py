@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedvlm.classifier.personalised import of_client, reopen
 from fedvlm.core import Matching, make
@@ -124,20 +125,25 @@ class PromptMap:
     places: Floats  # (clients, 2)
 
 
+def local_prompts(result: Record, seed: int | None = None) -> dict[str, Tensor]:
+    """What the clients of a run's first training have learnt for themselves, if it is a prompt."""
+    found = {id: one.get("own", one.get("prompt")) for id, one in result.local(seed=seed).items()}
+    return {id: one for id, one in found.items() if one is not None and one.ndim == 2}
+
+
 def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
     """t-SNE of what the clients of a run's first training have learnt for themselves."""
     result = run if isinstance(run, Record) else Record(Path(run))
     identity = result.manifest["identity"]
-    local = {id: one.get("own", one.get("prompt")) for id, one in result.local(seed=seed).items()}
-    prompts = [value for value in local.values() if value is not None and value.ndim == 2]
-    if not prompts:
+    local = local_prompts(result, seed)
+    if not local:
         raise SettingsError(
             f"{result.folder} is a run of {identity['method']['name']}, whose clients keep no "
             "prompt; show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop"
         )
-    if len(prompts) < FEWEST:
+    if len(local) < FEWEST:
         raise SettingsError(
-            f"{result.folder} has {len(prompts)} local prompts, too few for a map; show a run with "
+            f"{result.folder} has {len(local)} local prompts, too few for a map; show a run with "
             f"{FEWEST} clients or more, as clients.by = 'dirichlet' makes them"
         )
     mixed = identity["clients"]["by"] == "domain-dirichlet"
@@ -145,5 +151,5 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
         title=f"local prompts of {identity['method']['name']} on {result.manifest['data']}",
         clients=tuple(local),
         groups=tuple(id.rsplit("-", 1)[0] if mixed else id for id in local),
-        places=tsne(np.stack([one.double().numpy() for one in prompts])),
+        places=tsne(np.stack([one.double().numpy() for one in local.values()])),
     )

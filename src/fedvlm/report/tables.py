@@ -141,6 +141,8 @@ def compare(
         cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
         body.append([f"published: {name}", *cells, *("-" for _ in last)])
     below = [f"{label(one)}: {w}\n" for one in results for w in (*one.far, *one.unsettled)]
+    if below and form == "markdown":
+        below.insert(0, "\n")  # or the words would be one more row
     return render(head, body, form) + "".join(below if form in ("text", "markdown") else ())
 
 

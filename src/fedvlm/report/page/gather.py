@@ -4,24 +4,22 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from fedvlm import tensors
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS
-from fedvlm.maths import cayley
-from fedvlm.methods._blocks import chosen
 from fedvlm.record import Record
+from fedvlm.report.audit import kept
+from fedvlm.report.page import inside
 from fedvlm.report.page.pooled import pooled
+from fedvlm.report.page.published import beside_papers, counted
 from fedvlm.report.page.verdict import badges, judge, sentences
 from fedvlm.report.tables import MAIN, generalises, label
 from fedvlm.storage.files import slug
 
 FORMAT = "fedvlm report 1"
 CURVES = ("accuracy", "unseen", "clients F1", "clients balanced", "loss", "cosine")
-ANGLES = 33  # quantiles of the angles by which maps turn
 TOLD = ["identity", "data", "encoder", "rows", "classes", "dim", "trainings", "clients", "counts"]
-TOLD += ("duplicates_dropped", "notes", "versions", "started", "commit", "dirty")
+TOLD += ("duplicates_dropped", "reproduces", "notes", "versions", "started", "commit", "dirty")
 
 Model = dict[str, Any]
 
@@ -42,6 +40,7 @@ def gather(
     every = dict.fromkeys(key for run in runs for table in run["tables"] for key in table)
     main = [key for key in every if key in MAIN] or list(every)
     verdicts = judge(runs, details, main)
+    printed = beside_papers(runs)
     return {
         "format": FORMAT,
         "title": title or " and ".join(dict.fromkeys(run["data"] for run in runs)),
@@ -49,9 +48,10 @@ def gather(
         "command": command,
         "columns": main,
         "verdicts": verdicts,
-        "sentences": sentences(runs, verdicts),
+        "sentences": [*sentences(runs, verdicts), *counted(printed)],
         "badges": badges(runs),
         "paper": {name: dict(numbers) for name, numbers in (paper or {}).items()},
+        "published": printed,
         "runs": runs,
     }
 
@@ -75,14 +75,11 @@ def names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{one} [{place}]" if out.count(one) > 1 else one for place, one in enumerate(out, 1)]
 
 
-Details = dict[int, Mapping[str, dict[str, Any]]]  # seed -> training -> what came of it
-
-
-def _details(record: Record) -> Details:
+def _details(record: Record) -> inside.Details:
     return {seed: record.trainings(seed) for seed in record.manifest["identity"]["seeds"]}
 
 
-def _run(record: Record, details: Details) -> dict[str, Any]:
+def _run(record: Record, details: inside.Details) -> dict[str, Any]:
     lines = record.lines()
     if not generalises(record):  # nothing was learnt for a client that is unseen
         details = {
@@ -107,12 +104,14 @@ def _run(record: Record, details: Details) -> dict[str, Any]:
             for seed, trainings in details.items()
         },
         "sure": pooled(details, len(record.manifest["classes"])),
-        "maps": _maps(details),
-        "angles": _angles(record),
-        "weights": _weights(record),
+        "maps": inside.maps(details),
+        "angles": inside.angles(record),
+        "weights": inside.weights(record),
+        "prompts": inside.prompts(record),
         "shared": _shared(record),
         "epsilon": _epsilon(lines, details),
         "far": record.far,
+        "audit": kept(record),
     }
 
 
@@ -121,7 +120,7 @@ def short(value: Any, digits: int = 4) -> Any:
     return round(value, digits) if isinstance(value, float) else value
 
 
-def _curves(lines: Sequence[Mapping[str, Any]], details: Details) -> list[dict[str, Any]]:
+def _curves(lines: Sequence[Mapping[str, Any]], details: inside.Details) -> list[dict[str, Any]]:
     """One per seed and training: what is known before each round, and kB of a client so far."""
     out = []
     by_training: dict[str, list[Mapping[str, Any]]] = {}
@@ -151,7 +150,7 @@ def _kilobytes(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     return out
 
 
-def _cells(details: Details) -> list[dict[str, Any]]:
+def _cells(details: inside.Details) -> list[dict[str, Any]]:
     """Every client's test rows in every training of every seed."""
     out = []
     for seed, trainings in details.items():
@@ -175,43 +174,6 @@ def _cells(details: Details) -> list[dict[str, Any]]:
     return out
 
 
-def _maps(details: Details) -> dict[str, list[float]]:
-    """What the method says of its clients' tensors: least, mean and most of each number."""
-    found: dict[str, list[float]] = {}
-    for trainings in details.values():
-        for about in trainings.values():
-            for one in about["maps"].values():
-                for key, value in one.items():
-                    found.setdefault(key, []).append(value)
-    return {key: [min(each), fmean(each), max(each)] for key, each in found.items()}
-
-
-def _angles(record: Record) -> list[float]:
-    """Quantiles, in degrees, of the angles by which the maps of the first training turn."""
-    shared, local = record.outcome(record.manifest["trainings"][0])
-    found = []
-    for own in local.values():
-        every = {**shared, **own}
-        if not any(key.startswith("skew") for key in every):
-            return []
-        turn = cayley.orthogonal(chosen(every)).double()
-        found.append(torch.linalg.eigvals(turn).angle().abs().rad2deg().flatten())
-    if not found:
-        return []
-    places = torch.linspace(0, 1, ANGLES, dtype=torch.float64)
-    return [round(one, 3) for one in torch.cat(found).quantile(places).tolist()]
-
-
-def _weights(record: Record) -> list[float]:
-    """TOFA's weights of the sentences of a class, the mean over classes, largest first."""
-    shared, _ = record.outcome(record.manifest["trainings"][0])
-    found = shared.get("weights")
-    if found is None or found.ndim != 2 or found.shape[1] < 2:
-        return []
-    ordered = found.sort(dim=1, descending=True).values.mean(0)
-    return [round(one, 4) for one in ordered.tolist()]
-
-
 def _shared(record: Record) -> list[dict[str, Any]]:
     shared, local = record.outcome(record.manifest["trainings"][0])
     own = next(iter(local.values()), {})
@@ -228,7 +190,7 @@ def _shared(record: Record) -> list[dict[str, Any]]:
     ]
 
 
-def _epsilon(lines: Sequence[Mapping[str, Any]], details: Details) -> float | None:
+def _epsilon(lines: Sequence[Mapping[str, Any]], details: inside.Details) -> float | None:
     """The most that any client has spent, by the channel's noise or by the method's own."""
     spent: list[float] = []
     for line in lines:

@@ -37,6 +37,7 @@ def _together(scores: Sequence[Mapping[str, Any]], classes: int) -> dict[str, An
         "ECE": round(float((rows * abs(sure - right)).sum() / rows.sum()), 4),
         "reliability": np.stack([sure, right], axis=1)[rows > 0].round(4).tolist(),
         "bins": rows[rows > 0].astype(int).tolist(),
+        "risk": _risk(rows, right),
         "decision": _pairs(curves[0, :, 0], benefit),
     }
     if all("scores" in one for one in scores):
@@ -44,6 +45,17 @@ def _together(scores: Sequence[Mapping[str, Any]], classes: int) -> dict[str, An
         out |= ranked(counts)
         out["confusion"] = _confusion(scores, classes)
     return out
+
+
+def _risk(rows: Floats, right: Floats) -> list[list[float]]:
+    """Share of the rows that are answered, and of these the wrong ones, one bin after the other.
+
+    The bins are those of the reliability diagram, the surest first.
+    """
+    there = rows[::-1] > 0
+    answered = rows[::-1][there].cumsum()
+    wrong = (rows * (1 - right))[::-1][there].cumsum()
+    return _pairs(answered / answered[-1], wrong / answered)
 
 
 def ranked(counts: Floats) -> dict[str, Any]:

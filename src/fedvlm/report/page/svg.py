@@ -13,6 +13,7 @@ WIDTH, HEIGHT = 380, 250
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 38
 COLOURS, DASHES = 8, 3  # of the style sheet
 LONGEST = 22  # letters of a name in a drawing; the whole name is in its title
+NAMED = 20  # points of a scatter, if there are no more, have their names beside them
 
 Point = Sequence[float]
 
@@ -184,6 +185,23 @@ def bubbles(counts: Sequence[Sequence[int]], rows: Sequence[str], columns: Seque
     return out + Markup("</svg>")
 
 
+def scatter(name: str, places: Sequence[Point], names: Sequence[str]) -> Markup:
+    """Named points on a plane whose axes mean nothing, at the same scale both ways."""
+    xs, ys = zip(*places, strict=True)
+    room = min(WIDTH - 90, HEIGHT - 40)
+    span = max(max(xs) - min(xs), max(ys) - min(ys)) or 1.0
+    out = Markup(f'<svg class="plane" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="')
+    out += escape(name) + Markup('">')
+    for number, ((px, py), said) in enumerate(zip(places, names, strict=True)):
+        x = WIDTH / 2 + (px - (max(xs) + min(xs)) / 2) / span * room
+        y = HEIGHT / 2 - (py - (max(ys) + min(ys)) / 2) / span * room
+        head = f'<circle class="dot {colour(number)}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>'
+        out += Markup(head) + escape(said) + Markup("</title></circle>")
+        if len(names) <= NAMED:
+            out += text(x + 8, y + 4, said, "tick", most=14)
+    return out + Markup("</svg>")
+
+
 def slopes(columns: Sequence[str], lines: Sequence[tuple[str, Sequence[float | None]]]) -> Markup:
     """One line per client over the runs: its share of hits with each."""
     step, top, base, left = 96, 16, 240, 46
@@ -195,7 +213,7 @@ def slopes(columns: Sequence[str], lines: Sequence[tuple[str, Sequence[float | N
         return base - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (base - top)
 
     out = Markup(
-        f'<svg class="wide" viewBox="0 0 {width} {base + 110}" width="{width}" role="img" '
+        f'<svg class="wide" viewBox="0 0 {width} {base + 88}" width="{width}" role="img" '
         'aria-label="share of hits of each client with each run">'
     )
     for value in ticks:
