@@ -14,7 +14,7 @@ from fedvlm.core import Frozen, Method, Tensors, make
 from fedvlm.data.arrays import numbered
 from fedvlm.data.clinical import Window, window_of
 from fedvlm.encoders import fingerprint, open_encoder
-from fedvlm.errors import DataError, FedVLMError, SettingsError
+from fedvlm.errors import DataError, FedVLMError, SettingsError, nearest
 from fedvlm.maths.conformal import Calibration, limits
 from fedvlm.record import Record
 from fedvlm.runner.calibrate import as_json, kept, read
@@ -153,7 +153,8 @@ class Personalised:
         """A saved classifier; `encoder` says where its encoder is now, if the method needs it."""
         path = Path(folder) / "classifier.safetensors"
         if not path.exists():
-            raise DataError(f"{folder} holds no classifier; `fedvlm export` writes one")
+            meant = "" if path.parent.is_dir() else nearest(path.parent)
+            raise DataError(f"{folder} holds no classifier; {meant}`fedvlm export` writes one")
         tensors, about = read_tensors(path)
 
         def group(name: str) -> Tensors:

@@ -23,7 +23,7 @@ from torch.nn.functional import linear, normalize
 from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.encoders.text import sentences
-from fedvlm.errors import EncoderError, SettingsError
+from fedvlm.errors import EncoderError, SettingsError, nearest
 from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower, in_common, suffixes
 from fedvlm.maths.towers import ImageTower
 
@@ -170,7 +170,9 @@ def load(source: str | Path) -> tuple[Any, Any, Any, Pixels]:
     here = Path(source).expanduser()
     local = here.is_dir()
     if not local and (here.is_absolute() or str(source).startswith((".", "~"))):
-        raise EncoderError(f"there is no directory {here}; give a model's directory or Hub name")
+        raise EncoderError(
+            f"there is no directory {here}; {nearest(here)}give a model's directory or Hub name"
+        )
     where = str(here) if local else str(source)
     # said aloud, because left out it means "ask": a model brings weights and words, never code
     options = {"local_files_only": local, "trust_remote_code": False}

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from fedvlm.errors import DataError
+from fedvlm.errors import DataError, nearest
 from fedvlm.storage.files import write
 from fedvlm.tensors import Tensors
 
@@ -112,7 +112,11 @@ def read_json(path: Path) -> Any:
     try:
         return unseal_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise DataError(f"there is no {path}; is {path.parent} a run directory?") from error
+        folder = path.parent
+        meant = "" if folder.is_dir() else nearest(folder)
+        raise DataError(
+            f"there is no {path}; {meant or f'is {folder} a run directory?'}"
+        ) from error
     except Damaged as error:
         raise DataError(
             f"{path} is damaged ({error}); delete it, or the run, and run again"
