@@ -260,9 +260,9 @@ def test_whatever_path_is_missing_the_nearest_name_is_asked_for(refused, tmp_pat
 def test_a_clash_of_runs_tells_all_that_differs(refused, ok, store, tmp_path):
     words = ("run", "--method", "fedavg", "--encoder", store, "--out", tmp_path / "r", "--no-bars")
     ok(*words, *QUICK)
-    more = ("--set", "method.rounds=3", "--set", "clients.by=class", "--set", "seeds=[4]")
+    more = ("--set", "method.rounds=3", "--set", "clients.by=own", "--set", "seeds=[4]")
     lines = refused(*words, *more, "--tune", "rate").splitlines()
     assert "  method.rounds: there 2, here 3" in lines
-    assert "  clients.by: there 'domain', here 'class'" in lines
+    assert "  clients.by: there 'domain', here 'own'" in lines
     assert "  seeds: there [0], here [4]" in lines
     assert len([line for line in lines if line.startswith("  ")]) == 3

@@ -217,7 +217,7 @@ def test_a_saved_classifier_holds_no_other_clients_tensors(rows, tmp_path):
 
 def test_a_finished_run_of_other_rows_is_not_passed_off(rows, rows_like, tmp_path):
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
-    with pytest.raises(SettingsError, match="its rows is 'toy-240-16-0'"):
+    with pytest.raises(SettingsError, match="rows: there 'toy-240-16-0'"):
         fedvlm.run(QUICK, embedded=rows_like(seed=1), out=tmp_path / "a")
 
 
