@@ -88,6 +88,8 @@ def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
 SETTLED = 1e-4  # a larger one is told; where scikit-learn stops by default
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
+# of a run's folder; a page, a table and bars may lie there too, and are written anew
+OWN = ("manifest.json", "result.json", "rounds.jsonl", "trainings", DESCRIPTIONS)
 
 
 def differences(
@@ -211,7 +213,7 @@ class Record:
     def finish(self, tables: Sequence[Table]) -> None:
         """Writes the result, and the index that `fedvlm verify` goes by."""
         write_json(self.folder / "result.json", {"tables": tables})
-        write_index(self.folder)
+        write_index(self.folder, OWN)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_a_toml_file_with_several_methods_is_one_table(ok, store, tmp_path):
     out = ok("run", path, "--out", tmp_path / "r")
     assert "published: theirs  12.50      -      -" in out
     both = [tmp_path / "r" / "0-zero-shot", tmp_path / "r" / "1-fedavg"]
-    assert ok("compare", *both, "--form", "csv").startswith("method,G,P,C,seeds\nzero-shot,")
+    assert ok("compare", *both, "--form", "csv").startswith("method,data,seed,")
     assert "G art" in ok("compare", *both, "--all")
     assert ok("compare", *both, "--form", "markdown").startswith("| method")
     assert r"\begin{tabular}" in ok("compare", *both, "--form", "latex")

@@ -18,7 +18,7 @@ from fedvlm.deploy.flower.processes import (
     free_port,
     superlink,
 )
-from fedvlm.deploy.kits import ServerKit, init, read_server, toml
+from fedvlm.deploy.kits import ServerKit, init, read_server
 from fedvlm.deploy.policy import ANY
 from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.deploy.server import FAILED, REQUEST, ready
@@ -31,6 +31,7 @@ from fedvlm.runner.run import default_name
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_json, write_json
+from fedvlm.storage.toml import toml
 
 APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
     "pyproject.toml": """\

@@ -188,10 +188,14 @@ def _train(
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
     """The same settings always get the same directory, so a finished run is found again."""
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
-    kind, _, place = settings.encoder.partition(":")
-    data = Path(place).stem if kind == "store" else Path(settings.data).name
-    name = slug(data if embedded is None else embedded.name)
+    name = data_name(settings) if embedded is None else slug(embedded.name)
     return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
+
+
+def data_name(settings: Settings) -> str:
+    """What the rows of a run are called in the name of a folder."""
+    kind, _, place = settings.encoder.partition(":")
+    return slug(Path(place).stem if kind == "store" else Path(settings.data).name)
 
 
 def counts(rows: Embedded, division: Division) -> dict[str, list[int]]:

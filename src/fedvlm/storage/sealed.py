@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -128,9 +128,10 @@ def digest_of(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
-def write_index(folder: Path) -> None:
-    """The digests of all files of a folder, for `fedvlm verify`."""
-    write_json(folder / INDEX, {"files": {name: digest_of(folder / name) for name in _in(folder)}})
+def write_index(folder: Path, only: Collection[str] = ()) -> None:
+    """The digests of all files of a folder, or of what is named, for `fedvlm verify`."""
+    names = [one for one in _in(folder) if not only or one.split("/")[0] in only]
+    write_json(folder / INDEX, {"files": {name: digest_of(folder / name) for name in names}})
 
 
 def check_index(folder: Path) -> dict[str, str]:
