@@ -161,7 +161,11 @@ def _all(
     marks: list[Record] = []
     trackers = Trackers(track)
     with progress() as report:
-        listen = trackers if track else None
+
+        def listen(run: str, line: Mapping[str, Any]) -> None:
+            report.hear(run, line)
+            trackers(run, line)
+
         for one, place in zip(settings, _places(settings, home, out), strict=True):
             results.append(execute(one, place, again, None, report, listen, say))
         for one in bars(settings, results[0]) if beside else ():
