@@ -20,6 +20,7 @@ from fedvlm.record import Record
 from fedvlm.runner.calibrate import as_json, kept, read
 from fedvlm.runner.load import towers
 from fedvlm.runner.prepare import frozen_from, template_of
+from fedvlm.runner.tune import of_seed
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
 FEW = 10  # validation rows that say little
@@ -244,7 +245,8 @@ def _classifier(
     text = None if about["text"] is None else torch.tensor(about["text"])
     seed = about["identity"]["seeds"][0] if seed is None else seed
     frozen = frozen_from(about, text, seed, record.descriptions)
-    method = make(**about["identity"]["method"])
+    chosen = of_seed(about, seed).get("chosen", {})
+    method = make(**{**about["identity"]["method"], **chosen})
     frozen = equip(frozen, method, about)
     window = window_of(about["identity"]["source"].get("window"))
     return Personalised(method, frozen, shared, local, client, about["encoder"], window=window)

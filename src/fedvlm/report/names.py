@@ -1,9 +1,12 @@
 """What a run is called in a table, and whether it says anything of unseen clients."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from json import dumps, loads
+from typing import Any
 
 from fedvlm.channel.settings import Channel
+from fedvlm.errors import listing
 from fedvlm.record import Record
 
 
@@ -20,7 +23,7 @@ def label(result: Record) -> str:
     odd = [f"{key}={value}" for key, value in settings.items() if usual[key] != value]
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
     if tuned := result.manifest.get("tuned"):
-        odd.append(f"tuned on validation rows ({len(tuned['trials'])} trials)")
+        odd += _raced(tuned)
     if first := result.manifest["identity"].get("warm_start"):
         odd.append(f"warm start by {first['name']}")
     if method.traits.centralised:
@@ -43,6 +46,18 @@ def label(result: Record) -> str:
     if result.manifest["identity"]["smoke"]:
         odd.append("SMOKE")
     return f"{name} ({', '.join(odd)})" if odd else str(name)
+
+
+def _raced(tuned: Mapping[str, Any]) -> list[str]:
+    """How often a race was run, and what it chose where seeds chose for themselves."""
+    if "seeds" not in tuned:
+        return [f"tuned on validation rows ({len(tuned['trials'])} trials)"]
+    each = list(tuned["seeds"].values())
+    values = {
+        name: listing([f"{one['chosen'][name]:g}" for one in each], 5) for name in tuned["asked"]
+    }
+    said = [f"{name} by seed {those}" for name, those in values.items()]
+    return [*said, f"tuned on validation rows ({len(each[0]['trials'])} trials a seed)"]
 
 
 def generalises(result: Record) -> bool:

@@ -88,9 +88,12 @@ def _begin(
         one.check()
     tuned: dict[str, Any] = {}
     if settings.tune and not (record.folder / "manifest.json").exists():
-        settings, tuned["tuned"] = tune.race(seeds[0], report)
+        races = {one.seed: tune.race(one, report)[1] for one in seeds}
+        tuned["tuned"] = tune.noted(races)
         asked = tune.known(asked, tuned)
-        seeds = [replace(one, settings=settings) for one in seeds]
+    if settings.tune:
+        known = tuned or record.manifest
+        seeds = [replace(one, settings=tune.settled(settings, known, one.seed)) for one in seeds]
     if memory or own_data(settings):
         notes = [*notes, *look(rows, seeds[0].division)]
     notes = [*notes, *_notes(seeds)]
@@ -174,7 +177,7 @@ def _train(
         return scores
     world = prepared.world(training)
     state, fresh = start(world)
-    state = replace(state, channel=tune.begun(record.manifest, training.name))
+    state = replace(state, channel=tune.begun(record.manifest, training.name, prepared.seed))
     if settings.warm_start is not None:
         before = prepared.warm_world(training)
         state = warm.begin(settings, training, before, world, state, record)
