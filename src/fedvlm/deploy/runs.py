@@ -25,6 +25,7 @@ from fedvlm.deploy.server import FAILED, REQUEST, ready
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.record import Record
 from fedvlm.result import Result
+from fedvlm.runner import tune
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.run import default_name
@@ -75,7 +76,7 @@ def run(
     folder = out or kit.folder / "runs" / default_name(about, None)
     record = Record(folder)
     if record.result() is not None and not again:
-        record.compare({"identity": settings.identity()})
+        record.compare({"identity": tune.known(settings, record.manifest).identity()})
         return Result(folder)
     if again:
         record.clear()

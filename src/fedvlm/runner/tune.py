@@ -18,7 +18,8 @@ import torch
 
 from fedvlm.channel.uploads import SPENT
 from fedvlm.core import Method, Noisy, Tensors, tunable
-from fedvlm.engines.loop import finish, open_engine, start, train
+from fedvlm.engines.client import Local, Scores, Terms
+from fedvlm.engines.loop import Engine, finish, open_engine, start, train
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols import Training
@@ -152,17 +153,32 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
             "rows; give clients.shares a share for them, or set --tune none"
         )
     state, fresh = start(world)
+    trial.states.setdefault(training.name, state)
     who = Plan(training.train, (), settings.fraction)
-
-    def count(_: State, line: Mapping[str, Any]) -> None:
-        trial.updates += len(line["clients"])
-
     with closing(open_engine(settings.engine, world, settings.workers, until)) as engine:
-        before = trial.states.get(training.name, state)
-        state = train(world, engine, who, before, fresh, count, until)
-        trial.states[training.name] = state
-        scores = finish(world, engine, who, state, fresh).scores
+        scores = go_on(trial, training.name, world, engine, who, fresh, until)
     return accuracy(scores, judges, "validation") or 0.0
+
+
+def go_on(
+    trial: Trial,
+    training: str,
+    terms: Terms,
+    engine: Engine,
+    who: Plan,
+    fresh: Local,
+    until: int,
+    keep: Callable[[State], None] = lambda state: None,  # after every round
+) -> Mapping[str, Scores]:
+    """Takes one training of a trial on from where it is, and measures it there."""
+
+    def count(state: State, line: Mapping[str, Any]) -> None:
+        trial.updates += len(line["clients"])
+        keep(state)
+
+    state = train(terms, engine, who, trial.states[training], fresh, count, until)
+    trial.states[training] = state
+    return finish(terms, engine, who, state, fresh).scores
 
 
 def _spent(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
