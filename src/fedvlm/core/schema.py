@@ -48,13 +48,19 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "contributors": (lambda n: n >= 1, "1 or more"),
     "noise_multiplier": (lambda n: n >= 0, "0 or more"),
     "shrinkage": (lambda n: n > 0, "a number above 0"),
+    "mu": (lambda n: 0 <= n < inf, "0 or more"),
+    "tau": (lambda n: n > 0, "a number above 0"),
+    "temperature": (lambda n: 0 < n < inf, "a number above 0"),
+    "vectors": (lambda n: n >= 1, "1 or more"),
+    "rank": (lambda n: n >= 1, "1 or more"),
+    "iterations": (lambda n: n >= 1, "1 or more"),
 }
 
 
 def check_range(key: str, value: Any) -> None:
     """Refuses a number that the last word of its key does not admit."""
     name = key.rpartition(".")[2]
-    if name in RANGES and not RANGES[name][0](value):
+    if name in RANGES and value is not None and not RANGES[name][0](value):
         raise SettingsError(f"{key} = {value!r} does not fit; it takes {RANGES[name][1]}")
 
 
