@@ -13,6 +13,7 @@ ORDER = [
     "errors",
     "seeds",
     "machine",
+    "hub",
     "tensors",
     "storage",
     "core",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class FedVLMError(Exception):
@@ -40,3 +41,13 @@ def listing(names: Sequence[str], most: int = 12) -> str:
     """Names in a message, cut where nobody reads on."""
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def nearest(path: Path) -> str:
+    """The question whether a name beside a missing path was meant, if one is near."""
+    try:
+        beside = sorted(one.name for one in path.parent.iterdir())
+    except OSError:
+        return ""
+    near = get_close_matches(path.name, beside, n=1, cutoff=0.5)
+    return f"did you mean {path.parent / near[0]}? " if near else ""

@@ -30,6 +30,8 @@ SLOPE = "slope left"  # what a method calls the slope at which a convex fit of i
 SETTLED = 1e-4  # a larger one is told; where scikit-learn stops by default
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 AUDIT = "audit.json"  # likewise
+# of a run's folder; a page, a table and bars may lie there too, and are written anew
+OWN = ("manifest.json", "result.json", "rounds.jsonl", "trainings", DESCRIPTIONS, AUDIT)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -43,6 +45,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "another directory"
         )
     return found
+
+
+def differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], within: str = ""
+) -> list[tuple[str, str, str]]:
+    """Every setting in which two runs differ: its name as it is written, and both values."""
+    out = []
+    for key in {**there, **here}:
+        name = key if within in ("", "identity") else f"{within}.{key}"
+        one, other = there.get(key), here.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            out += differences(one, other, name)
+        elif one != other:
+            both = [repr(v[key]) if key in v else "not set" for v in (there, here)]
+            out.append((name, both[0], both[1]))
+    return out
 
 
 class Record:
@@ -63,16 +81,13 @@ class Record:
     def compare(self, wanted: Mapping[str, Any]) -> None:
         """Refuses to go on with the record of another run."""
         found = read_manifest(self.folder)
-        for key, value in wanted.items():
-            there, here = found.get(key), json.loads(json.dumps(value))
-            if there == here:
-                continue
-            if isinstance(there, dict) and isinstance(here, dict):
-                key = next(k for k in {**there, **here} if there.get(k) != here.get(k))
-                there, here = there.get(key), here.get(key)
+        both = ({key: found.get(key) for key in wanted}, json.loads(json.dumps(wanted)))
+        if apart := differences(*both):
+            lines = [f"  {name}: there {there}, here {here}" for name, there, here in apart]
             raise SettingsError(
-                f"{self.folder} holds another run: its {key} is {there!r}, here it is {here!r}; "
-                "choose another directory, or delete that one"
+                f"{self.folder} holds another run, which differs in\n"
+                + "\n".join(lines)
+                + "\nchoose another directory, or delete that one"
             )
 
     def clear(self) -> None:
@@ -153,7 +168,7 @@ class Record:
     def finish(self, tables: Sequence[Table]) -> None:
         """Writes the result, and the index that `fedvlm verify` goes by."""
         write_json(self.folder / "result.json", {"tables": tables})
-        write_index(self.folder)
+        write_index(self.folder, OWN)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:

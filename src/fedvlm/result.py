@@ -1,7 +1,5 @@
 """The face of a finished run: its table and the classifiers it has made; and how to get one."""
 
-import csv
-import io
 import shutil
 import tempfile
 import weakref
@@ -20,7 +18,7 @@ from fedvlm.record import Record
 from fedvlm.report.diagrams import diagram
 from fedvlm.report.frames import compared, frame
 from fedvlm.report.page.render import read_runs
-from fedvlm.report.tables import compare
+from fedvlm.report.tables import compare, grid
 from fedvlm.runner import run as runner
 from fedvlm.runner.run import Progress
 from fedvlm.runner.settings import build, with_method
@@ -36,7 +34,7 @@ class Result(Record):
         return self.lines()
 
     def table(self, form: str = "text", metrics: Sequence[str] = ()) -> str:
-        """Mean ± deviation over seeds as text, markdown, latex or csv, with more metrics' too."""
+        """Mean ± deviation over seeds as text, markdown or latex, with more metrics' too."""
         return compare([self], form, metrics=metrics)
 
     def __repr__(self) -> str:
@@ -58,7 +56,7 @@ class Result(Record):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the table."""
-        head, *body = csv.reader(io.StringIO(self.table("csv")))
+        head, body = grid([self])
         lines = [
             Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, one) for one in row)
             for tag, row in (("th", head), *(("td", row) for row in body))

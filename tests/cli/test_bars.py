@@ -58,7 +58,7 @@ def test_finished_bars_are_read_again_beside_another_method(store):
 
 
 def cli_results(name):
-    return sorted(Path("runs").glob(f"{name}-*/result.json"))
+    return sorted(Path("runs").glob(f"*/{name}-*/result.json"))
 
 
 def test_without_text_there_is_no_zero_shot_bar(rows_like, tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ class Place:
         note = Events(self.kit.folder)
         record = Record(self.folder / out, rounds_noted(note, settings.method.rounds))
         grid = grid or local_grid(self.desks)
-        Run(grid, self.kit, settings, record, lambda *words: None, note).all()
+        Run(grid, self.kit, settings, record, lambda *words: None, note=note).all()
         return Result(record.folder)
 
     def change(self, name, keep=True, **columns):

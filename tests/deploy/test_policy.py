@@ -201,7 +201,11 @@ def test_the_command_says_every_rule_and_what_it_is_good_for(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_travels_as_a_kind_and_numbers(kind):
-    names = [one for one in ("most", "least", "bytes", "count") if "{" + one in KINDS[kind]]
+    names = [
+        one
+        for one in ("most", "least", "bytes", "count", "trainings", "rounds")
+        if "{" + one in KINDS[kind]
+    ]
     error = Refused(kind, "/home/a/secret.png", **dict.fromkeys(names, 7))
     assert word(error) == {"kind": kind, "numbers": dict.fromkeys(names, 7)}
     assert "secret" not in sentence(word(error))

@@ -15,7 +15,8 @@ from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate import protocols, reference
 from fedvlm.evaluate.metrics import METRICS, THRESHOLDS
 from fedvlm.report.diagrams import draw_diagrams
-from fedvlm.report.tables import compare, label
+from fedvlm.report.names import label
+from fedvlm.report.tables import compare
 
 QUICK = {"name": "faa-clip", "rounds": 2}
 PLAIN = {"protocol": "source-target", "target": "sketch"}

@@ -1,7 +1,4 @@
-"""Tables in four forms say the same."""
-
-import csv
-import io
+"""Tables in three forms say the same."""
 
 import pytest
 
@@ -24,10 +21,6 @@ def test_what_is_said_below_a_markdown_table_is_no_row_of_it(bad_runs, monkeypat
     table, below = compare(bad_runs[:1], "markdown").split("\n\n")
     assert below == "zero-shot: not there yet\n" and table.count("\n") == 2
     assert "\n\n" not in compare(bad_runs[:1])
-
-
-def test_csv_is_read_back_as_written():
-    assert list(csv.reader(io.StringIO(render(HEAD, BODY, "csv")))) == [HEAD, *BODY]
 
 
 def test_latex_escapes_what_latex_reads():

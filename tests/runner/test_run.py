@@ -96,12 +96,10 @@ def test_a_run_on_a_store_is_named_after_the_store(rows, tmp_path, monkeypatch):
 
 def test_another_runs_directory_is_refused(rows, rows_like, tmp_path):
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
-    with pytest.raises(SettingsError, match="holds another run: its method is"):
+    with pytest.raises(SettingsError, match="holds another run, which differs in\n  method"):
         fedvlm.run({**QUICK, "rounds": 2}, embedded=rows, out=tmp_path / "a")
     (tmp_path / "a" / "result.json").unlink()
-    with pytest.raises(
-        SettingsError, match="its rows is 'toy-240-16-0', here it is 'toy-240-32-0'"
-    ):
+    with pytest.raises(SettingsError, match="rows: there 'toy-240-16-0', here 'toy-240-32-0'"):
         fedvlm.run(QUICK, embedded=rows_like(dim=32), out=tmp_path / "a")
 
 
@@ -219,7 +217,7 @@ def test_a_saved_classifier_holds_no_other_clients_tensors(rows, tmp_path):
 
 def test_a_finished_run_of_other_rows_is_not_passed_off(rows, rows_like, tmp_path):
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
-    with pytest.raises(SettingsError, match="its rows is 'toy-240-16-0'"):
+    with pytest.raises(SettingsError, match="rows: there 'toy-240-16-0'"):
         fedvlm.run(QUICK, embedded=rows_like(seed=1), out=tmp_path / "a")
 
 

@@ -91,6 +91,29 @@ def test_a_finished_race_is_not_raced_again(rows, tmp_path, monkeypatch):
     assert fedvlm.resume(tmp_path / "r").manifest["tuned"]
 
 
+def test_every_seed_is_raced_on_its_own_validation_rows(rows, tmp_path):
+    both = fedvlm.run(METHOD, embedded=rows, out=tmp_path / "r", seeds=[0, 3], **ASKED)
+    assert both.manifest["identity"]["method"]["rate"] == METHOD["rate"]  # what was asked
+    for seed in (0, 3):
+        alone = fedvlm.run(METHOD, embedded=rows, out=tmp_path / f"{seed}", seeds=[seed], **ASKED)
+        mine = both.manifest["tuned"]["seeds"][f"{seed}"]
+        assert {"asked": {"rate": METHOD["rate"]}, **mine} == alone.manifest["tuned"]
+        assert both.tables[seed // 3] == alone.tables[0]
+    assert "(4 trials a seed)" in both.table()
+
+
+def test_several_seeds_that_were_raced_go_on_and_are_found_again(rows, tmp_path, monkeypatch):
+    words = {"embedded": rows, "out": tmp_path / "r", "seeds": [0, 3], **ASKED}
+    first = fedvlm.run(METHOD, **words)
+    tables = first.tables
+    (tmp_path / "r" / "result.json").unlink()
+    for path in (tmp_path / "r" / "trainings").glob("3-*"):
+        path.unlink()
+    monkeypatch.setattr(tune, "race", None)
+    assert fedvlm.run(METHOD, **words).tables == tables
+    assert fedvlm.run(METHOD, again=True, **words).tables == tables
+
+
 def test_every_trials_releases_count_in_epsilon(rows, tmp_path):
     channel = {"clip": 1.0, "noise": 5.0}
     method = {**METHOD, "rounds": 4}
@@ -106,7 +129,6 @@ def test_every_trials_releases_count_in_epsilon(rows, tmp_path):
     [
         ({"method": "alone"}, "alone has nothing to tune"),
         ({"tune": ["momentum"]}, "fedavg has rate to tune"),
-        ({"seeds": [0, 1]}, "test row by another"),
         ({"method": "fedot", "warm_start": "tofa"}, "do not go together"),
     ],
 )
@@ -138,7 +160,7 @@ def test_a_race_without_validation_rows_is_refused(rows):
     [
         ({}, (), ("rate",)),
         ({}, ("method.rate",), ()),
-        ({"seeds": [0, 1]}, (), ()),
+        ({"seeds": [0, 1]}, (), ("rate",)),
         ({"method": "tofa"}, (), ()),
         ({"method": "fedavg-tower"}, (), ()),
         ({"channel": {"clip": 1.0, "noise": 1.0}}, (), ()),

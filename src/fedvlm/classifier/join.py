@@ -16,6 +16,7 @@ from fedvlm.engines.client import client
 from fedvlm.errors import DataError, SettingsError, unknown
 from fedvlm.parts import nothing
 from fedvlm.record import Record
+from fedvlm.runner import tune
 from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.load import Progress, encode, open_data, reach, skipped
 from fedvlm.runner.prepare import Prepared, prepare_one, set_aside
@@ -118,5 +119,6 @@ def alone(run: Record, rows: Embedded, id: str, common: Personalised, share: flo
     shares = (share - checked, checked, 1 - share)
     clients = set_aside(Clients(by="own", shares=shares))
     settings = replace(build(run.manifest["identity"]), clients=clients)
+    settings = tune.settled(settings, run.manifest, common.frozen.seed)
     bare = replace(rows, texts={})  # a client that comes later brings no sentences of its own
     return prepare_one(settings, bare, id, common.frozen.seed, common.frozen)

@@ -14,12 +14,13 @@ from fedvlm.core import Frozen, Method, Tensors, make
 from fedvlm.data.arrays import numbered
 from fedvlm.data.clinical import Window, window_of
 from fedvlm.encoders import fingerprint, open_encoder
-from fedvlm.errors import DataError, FedVLMError, SettingsError
+from fedvlm.errors import DataError, FedVLMError, SettingsError, nearest
 from fedvlm.maths.conformal import Calibration, limits
 from fedvlm.record import Record
 from fedvlm.runner.calibrate import as_json, kept, read
 from fedvlm.runner.load import towers
 from fedvlm.runner.prepare import frozen_from, template_of
+from fedvlm.runner.tune import of_seed
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
 FEW = 10  # validation rows that say little
@@ -153,7 +154,8 @@ class Personalised:
         """A saved classifier; `encoder` says where its encoder is now, if the method needs it."""
         path = Path(folder) / "classifier.safetensors"
         if not path.exists():
-            raise DataError(f"{folder} holds no classifier; `fedvlm export` writes one")
+            meant = "" if path.parent.is_dir() else nearest(path.parent)
+            raise DataError(f"{folder} holds no classifier; {meant}`fedvlm export` writes one")
         tensors, about = read_tensors(path)
 
         def group(name: str) -> Tensors:
@@ -243,7 +245,8 @@ def _classifier(
     text = None if about["text"] is None else torch.tensor(about["text"])
     seed = about["identity"]["seeds"][0] if seed is None else seed
     frozen = frozen_from(about, text, seed, record.descriptions)
-    method = make(**about["identity"]["method"])
+    chosen = of_seed(about, seed).get("chosen", {})
+    method = make(**{**about["identity"]["method"], **chosen})
     frozen = equip(frozen, method, about)
     window = window_of(about["identity"]["source"].get("window"))
     return Personalised(method, frozen, shared, local, client, about["encoder"], window=window)

@@ -16,7 +16,7 @@ from fedvlm.data.sources import Archive, Files, is_picture, list_archive, list_f
 from fedvlm.data.table import Source
 from fedvlm.encoders.cache.workers import prepare
 from fedvlm.encoders.interface import Encoder
-from fedvlm.errors import DataError
+from fedvlm.errors import DataError, nearest
 
 BATCH = 32
 
@@ -91,7 +91,7 @@ def _source(path: Path, window: Window | None) -> tuple[Source, str]:
             raise DataError(f"{path} has no images; name images, or a folder that has some")
         return Developed(Files(path, names), window), f"{path}/"
     if not path.exists():
-        raise DataError(f"there is no {path}; name images, folders or .zip archives")
+        raise DataError(f"there is no {path}; {nearest(path)}name images, folders or .zip archives")
     if path.suffix.lower() == ".zip":
         return Developed(Archive(path, list_archive(path)[0]), window), f"{path}/"
     if not is_picture(path.name):

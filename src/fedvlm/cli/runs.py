@@ -1,155 +1,29 @@
-"""Commands that run methods and show what came out."""
+"""Commands that show what came out of runs, and what there is to run."""
 
 import json
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedvlm.cli.progress import progress
 
-if TYPE_CHECKING:
-    from fedvlm.record import Record
-
-NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
 COLUMNS = 100  # of a list of methods
-Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
-
-
-def demo(
-    out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo"),
-    no_report: NoReport = False,
-) -> None:
-    """Two questions to the embedded emoji: a site nobody has seen, and sites that differ."""
-    for name, folder in (("demo", "unseen"), ("demo-shift", "shift")):
-        run(name, out=out / folder, no_report=no_report)
-
-
-def run(
-    file: Annotated[str | None, typer.Argument(help="A TOML file or an experiment's name.")] = None,
-    method: Annotated[str | None, typer.Option(help="`fedvlm list methods`")] = None,
-    data: Annotated[str | None, typer.Option(help="`fedvlm list datasets`, or a path.")] = None,
-    encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
-    set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the record.")] = None,
-    smoke: Annotated[bool, typer.Option(help="A short run on few rows.")] = False,
-    again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
-    allow_small: Annotated[
-        bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")
-    ] = False,
-    attack: Annotated[
-        str | None, typer.Option(help="sign-flip, scale, label-flip, noise or collude: simulated.")
-    ] = None,
-    attackers: Annotated[float | None, typer.Option(help="Share of the clients.")] = None,
-    strength: Annotated[float | None, typer.Option(help="Of the attack.")] = None,
-    no_report: NoReport = False,
-    tune: Annotated[
-        list[str] | None,
-        typer.Option(help="Choose rate on validation rows, as own data's methods do; or none."),
-    ] = None,
-    no_bars: Annotated[
-        bool, typer.Option("--no-bars", help="Without chance, zero-shot, alone and pooled.")
-    ] = False,
-    track: Annotated[
-        list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")
-    ] = None,
-) -> None:
-    """Run a method (auto, if only --data is given) or an experiment, and print its table."""
-    from fedvlm.errors import SettingsError
-    from fedvlm.report.page.gather import gather
-    from fedvlm.report.page.render import write_model
-    from fedvlm.report.tables import compare
-    from fedvlm.runner.bars import bars, wants_bars
-    from fedvlm.runner.experiments import find, runs
-    from fedvlm.runner.run import execute
-    from fedvlm.runner.settings import build, override, read_toml
-    from fedvlm.runner.track import Trackers
-    from fedvlm.runner.tune import by_default
-
-    if not (file or method or data or encoder):
-        raise SettingsError("nothing to run; name a TOML file, or --method, or --data DIR for auto")
-    values: dict[str, Any] = read_toml(find(file)) if file else {"method": "auto"}
-    given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
-    given |= {"attack": attack, "attackers": attackers, "strength": strength}
-    given |= {"allow_small": allow_small or None, "tune": tune if tune != ["none"] else []}
-    if method:
-        values.pop("methods", None)
-        given["method"] = method
-    values |= {key: value for key, value in given.items() if value is not None}
-    every = runs(values)
-    settings = [build(override(one, set_ or [])) for one in every]
-    if file is None and tune is None:
-        said = [text.partition("=")[0].strip() for text in set_ or []]
-        settings = [by_default(one, said) for one in settings]
-    beside = wants_bars(values) and not no_bars
-    results: list[Record] = []
-    marks: list[Record] = []
-    trackers = Trackers(track or [])
-
-    def say(note: str) -> None:
-        typer.echo(note, err=True)
-
-    with progress() as report:
-        for number, one in enumerate(settings):
-            place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
-            listen = trackers if track else None
-            results.append(execute(one, place, again, None, report, listen, say))
-        for one in bars(settings, results[0]) if beside else ():
-            place = out / "bars" / one.method.name if out else None
-            marks.append(execute(one, place, again, progress=report))
-    trackers.close()
-    for note in trackers.notes:
-        say(note)
-    shown = [*marks, *results]
-    words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
-    table = compare(shown, **words, chance=beside)
-    if title := values.get("title"):
-        typer.echo(f"\n{title}\n")
-    typer.echo(table, nl=False)
-    command = f"fedvlm run {shlex.quote(file)}" if file else ""
-    model = gather(shown, title or "", values.get("paper"), command)
-    if len(shown) > 1:
-        typer.echo("\n".join(model["sentences"]))
-    typer.echo("records: " + ", ".join(str(one.folder) for one in shown))
-    typer.echo(next_steps(shown))
-    if not no_report:
-        typer.echo(f"report: {write_model(model, page_of(results, out))}")
-
-
-def next_steps(results: "Sequence[Record]") -> str:
-    """Three commands that are of use after a run, as they would be typed."""
-    folders = [shlex.quote(str(one.folder)) for one in results]
-    return "\n".join(
-        [
-            "next:",
-            f"  fedvlm compare {' '.join(folders)} --columns balanced,F1,AUC,ECE",
-            f"  fedvlm audit {folders[-1]}",
-            f"  fedvlm plot {folders[-1]}",
-        ]
-    )
-
-
-def page_of(results: "Sequence[Record]", out: Path | None) -> Path:
-    """Where the page of some runs goes: into the one run's folder, or beside them."""
-    first = results[0].folder
-    if len(results) == 1:
-        return first / "report.html"
-    return (out or first.parent) / "report.html"
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument(help="Runs or experiments.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file.")] = None,
     title: Annotated[str, typer.Option(help="What the page is called.")] = "",
 ) -> None:
     """Write runs as one page that needs no network: tables, curves, clients, how it was run."""
     from fedvlm.record import Record
+    from fedvlm.report.folder import runs_in
     from fedvlm.report.page.render import write_page
 
-    results = [Record(path) for path in runs]
-    typer.echo(f"report: {write_page(results, out or page_of(results, None), title)}")
+    results = [Record(one) for path in runs for one in runs_in(path) or [path]]
+    only = runs[0] if len(runs) == 1 else runs[0].parent
+    typer.echo(f"report: {write_page(results, out or only / 'report.html', title)}")
 
 
 def resume(folder: Path) -> None:
@@ -163,8 +37,8 @@ def resume(folder: Path) -> None:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or pages of them.")],
-    form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or experiments, or pages.")],
+    form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
     every: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
     traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
     columns: Annotated[str, typer.Option(help="More metrics, as balanced,F1,AUC,ECE.")] = "",

@@ -69,6 +69,12 @@ RANGES: dict[str, Range] = {
     "contributors": COUNT,
     "noise_multiplier": AMOUNT,
     "shrinkage": POSITIVE,
+    "mu": AMOUNT,
+    "tau": (lambda n: n > 0, "a number above 0"),
+    "temperature": POSITIVE,
+    "vectors": COUNT,
+    "rank": COUNT,
+    "iterations": COUNT,
 }
 
 

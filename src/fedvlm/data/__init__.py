@@ -1,7 +1,6 @@
 """Data sets, splits, few-shot and the federation made of them."""
 
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from fedvlm.data.clinical import Developed, Window, window_of
 from fedvlm.data.federation import divide, rows_of
 from fedvlm.data.kinds import call, kind_of, kinds, register
 from fedvlm.data.table import Dataset, Source, tabulate
-from fedvlm.errors import DataError, unknown
+from fedvlm.errors import DataError, nearest, unknown
 
 __all__ = [
     "Clients",
@@ -53,10 +52,3 @@ def open_dataset(name: str, **options: Any) -> Dataset:
 
 def _developed(dataset: Dataset, window: Window | None) -> Dataset:
     return replace(dataset, source=Developed(dataset.source, window))
-
-
-def nearest(path: Path) -> str:
-    """The question whether a name beside a missing path was meant, if one is near."""
-    beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, sorted(beside), n=1, cutoff=0.5)
-    return f"did you mean {path.parent / near[0]}? " if near else ""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedvlm.data import sources
 from fedvlm.data.table import SPLITS, Dataset, Source, tabulate, text
-from fedvlm.errors import DataError, SettingsError, listing
+from fedvlm.errors import DataError, SettingsError, listing, nearest
 
 WORDS = ("class", "domain", "client", "split", "*")
 
@@ -26,7 +26,7 @@ def read_folder(
     elif root.is_file():
         files, folders = sources.list_archive(root)
     else:
-        raise DataError(f"{root} is not there; name a folder or a .zip of images")
+        raise DataError(f"there is no {root}; {nearest(root)}name a folder or a .zip of images")
     if not files:
         raise DataError(
             f"{root} has no images; they end in {', '.join(sources.SUFFIXES)}, "

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedvlm import hub
 from fedvlm.data.sources import Arrow
 from fedvlm.data.table import Dataset, tabulate
 from fedvlm.errors import DataError, listing
@@ -11,6 +12,10 @@ from fedvlm.errors import DataError, listing
 LABELS = ("label", "labels", "class")  # what a column is called if nobody says
 DOMAINS = ("domain",)
 CLIENTS = ("client", "writer_id", "client_id")
+WITHOUT = (
+    "without the Hub, run datasets.load_dataset(ID).save_to_disk(DIR) where there is a network, "
+    "copy DIR here and open hub:DIR"
+)
 
 
 def read_hub(
@@ -62,19 +67,23 @@ def _load(path: str) -> dict[str, Any]:
         raise DataError(
             f"{path} was not written by save_to_disk; name its parent, or open it as a folder"
         )
+    if not saved and not _cached(path) and (why := hub.unreachable()):
+        raise DataError(f"{path} cannot be loaded ({why}); {WITHOUT}")
     try:
         loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
     except Exception as error:  # the library and the Hub client raise dozens of kinds
-        remedy = (
-            "save it again"
-            if saved
-            else "without the Hub, run datasets.load_dataset(ID).save_to_disk(DIR) where there is "
-            "a network, copy DIR here and open hub:DIR"
-        )
+        remedy = "save it again" if saved else WITHOUT
         raise DataError(
             f"{path} cannot be loaded ({type(error).__name__}: {_first_line(error)}); {remedy}"
         ) from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+
+
+def _cached(name: str) -> bool:
+    """Whether the library may have it from before; then it finds its own way without the Hub."""
+    import datasets
+
+    return (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir()
 
 
 def _first_line(error: Exception) -> str:

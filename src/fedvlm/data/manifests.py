@@ -9,7 +9,7 @@ from typing import Any
 
 from fedvlm.data.sources import Files
 from fedvlm.data.table import Dataset, Strings, column, tabulate
-from fedvlm.errors import DataError, listing
+from fedvlm.errors import DataError, listing, nearest
 
 NEEDED = ("path", "label")
 OPTIONAL = ("client", "domain", "split", "group")
@@ -23,7 +23,7 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
     """
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"the manifest {file} is not there; name a .csv or .parquet file")
+        raise DataError(f"there is no manifest {file}; {nearest(file)}name a .csv or .parquet file")
     columns = _parquet(file) if file.suffix.lower() == ".parquet" else _csv(file)
     for needed in NEEDED:
         if needed not in columns:
@@ -56,7 +56,9 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     """
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"the split file {file} is not there; name a split_zhou_*.json of CoOp")
+        raise DataError(
+            f"there is no split file {file}; {nearest(file)}name a split_zhou_*.json of CoOp"
+        )
     form = 'it must hold {"train": [[path, label, class], ...], "val": ..., "test": ...}'
     try:
         parts = json.loads(file.read_text(encoding="utf-8"))

@@ -67,6 +67,19 @@ class Account:
         if self.epsilon(policy.delta, more=cost) > policy.epsilon:
             raise Refused("epsilon", most=policy.epsilon)
 
+    def admit_race(self, policy: Policy, trainings: int, rounds: int, cost: float) -> None:
+        """Refuses a race that could not be run to its end, before anything of it has left."""
+        if self.broken:
+            raise Refused("ledger")
+        fits = len(self.trainings) + trainings <= policy.trainings
+        fits &= self.rounds.total() + rounds <= policy.all_rounds
+        if policy.epsilon and not cost:
+            raise Refused("no noise", most=policy.epsilon)
+        if policy.epsilon:
+            fits &= self.epsilon(policy.delta, more=cost * rounds) <= policy.epsilon
+        if not fits:
+            raise Refused("race", trainings=trainings, rounds=rounds)
+
     def epsilon(self, delta: float, training: str | None = None, more: float = 0.0) -> float:
         """ε of the uploads that had noise: of a training, or of all together."""
         parts = self.spent.values() if training is None else [self.spent.get(training, 0.0)]

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from json import dumps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import read_toml
 from fedvlm.storage.files import private, write
+from fedvlm.storage.toml import toml
 
 NAME = re.compile(r"\w[\w .-]{0,62}")
 INVITATION = "invitation.json"  # in the server's folder, for sites that are to join
@@ -169,16 +169,6 @@ def secret(path: Path, data: bytes) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
         os.fsync(file.fileno())
-
-
-def toml(values: Mapping[str, Any]) -> str:
-    """A table, and tables in it; strings are quoted as JSON, which TOML reads alike."""
-    flat = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-    text = "".join(f"{key} = {dumps(value)}\n" for key, value in flat.items())
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            text += f"\n[{key}]\n" + toml(value)
-    return text
 
 
 def site_readme(name: str) -> str:

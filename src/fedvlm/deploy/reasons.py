@@ -33,6 +33,8 @@ KINDS = {
     "measures": POLICY + "{most} measurements without training were answered in this training",
     "epsilon": POLICY + "the round would cost more than what is left of ε = {most:g}",
     "no noise": POLICY + "ε is limited to {most:g} here, and the upload would have no noise",
+    "race": POLICY + "a race is over its budget: with its run it takes {trainings} trainings and "
+    "{rounds} rounds, which is more than what is left of trainings, rounds or ε",
     "policy": POLICY + "its policy is missing or cannot be read",
     "ledger": POLICY + "its ledger was changed, so nobody knows what has left",
     # what a person at either side can put right

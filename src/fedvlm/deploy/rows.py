@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedvlm.data.federation import Member
 from fedvlm.data.table import Dataset, Embedded, text
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.policy import Policy
@@ -41,6 +42,7 @@ class Own:
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
     about: Mapping[str, Any]  # what its card tells of rows and code
+    trial: bool = False  # of a race: no test row is looked at, and no classifier comes of it
 
 
 def own_rows(
@@ -69,12 +71,14 @@ def own_rows(
         prepared = replace(prepared, seed=seed)
     id = kit.plays or kit.name
     prepared = _few(prepared, id, policy.most_rows)
+    if trial := "race" in spec:
+        prepared = _untested(prepared, id)
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
     labels = rows.labels[prepared.division.members[id].train]
     title = f"{settings.method.name}-{spec['training']}-{seed}"
     about = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint}
-    return Own(world, labels, rows.encoder, title, about | provenance())
+    return Own(world, labels, rows.encoder, title, about | provenance(), trial)
 
 
 def _few(prepared: Prepared, id: str, most: int) -> Prepared:
@@ -83,7 +87,16 @@ def _few(prepared: Prepared, id: str, most: int) -> Prepared:
     if not most or len(member.train) <= most:
         return prepared
     drawn = numbers("row budget", OWN_SEED, id).permutation(member.train)[:most]
-    members = {**prepared.division.members, id: replace(member, train=np.sort(drawn))}
+    return _with(prepared, id, replace(member, train=np.sort(drawn)))
+
+
+def _untested(prepared: Prepared, id: str) -> Prepared:
+    """A trial has no test rows, so that nothing can be chosen by them."""
+    return _with(prepared, id, replace(prepared.division.members[id], test=np.zeros(0, np.int64)))
+
+
+def _with(prepared: Prepared, id: str, member: Member) -> Prepared:
+    members = {**prepared.division.members, id: member}
     return replace(prepared, division=replace(prepared.division, members=members))
 
 

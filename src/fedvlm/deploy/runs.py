@@ -19,19 +19,21 @@ from fedvlm.deploy.flower.processes import (
     free_port,
     superlink,
 )
-from fedvlm.deploy.kits import ServerKit, init, read_server, toml
+from fedvlm.deploy.kits import ServerKit, init, read_server
 from fedvlm.deploy.policy import ANY
 from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.deploy.server import FAILED, REQUEST, ready, ruled
 from fedvlm.errors import FederationError, SettingsError, unknown
 from fedvlm.record import Record
 from fedvlm.result import Result
+from fedvlm.runner import tune
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.run import default_name
 from fedvlm.runner.settings import Settings, build
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_json, write_json
+from fedvlm.storage.toml import toml
 
 APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
     "pyproject.toml": """\
@@ -80,7 +82,7 @@ def run(
     folder = out or kit.folder / "runs" / default_name(about, None)
     record = Record(folder)
     if record.result() is not None and not again:
-        record.compare({"identity": settings.identity()})
+        record.compare({"identity": tune.known(settings, record.manifest).identity()})
         return Result(folder)
     if again:
         record.clear()

@@ -3,7 +3,7 @@
 import json
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ from fedvlm.channel.settings import deployed, fits_secagg
 from fedvlm.core import Tensors
 from fedvlm.deploy.events import Events, Note, percent, unnoted
 from fedvlm.deploy.kits import ServerKit, read_server
+from fedvlm.deploy.race import Race
 from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.rows import named
-from fedvlm.engines.client import Kept
+from fedvlm.engines.client import Kept, Terms
 from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError, unknown
 from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
+from fedvlm.runner import tune
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
 from fedvlm.runner.run import manifest
@@ -44,9 +46,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
             "warm_start is for runs in one process; leave it out, or run method = 'tofa' alone"
         )
     if settings.tune:
-        raise SettingsError(
-            f"tune = {list(settings.tune)} is a race in one process; set the values it should have"
-        )
+        tune.check(settings)
     if settings.method.traits.centralised:
         raise SettingsError(
             f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
@@ -100,15 +100,19 @@ class Run:
     settings: Settings
     record: Record
     tell: Callable[[str, int, int], None]
+    tuned: dict[str, Any] = field(default_factory=dict)  # the races for its settings, if any
     note: Note = unnoted
 
     def all(self) -> None:
         with self.record.lock():
+            if self.settings.tune:
+                races = {seed: Race(self, seed).all() for seed in self.settings.seeds}
+                self.tuned = {"tuned": tune.noted(races)}
             tables = [self.seed(seed) for seed in self.settings.seeds]
             self.record.finish(tables)
 
     def seed(self, seed: int) -> scores.Table:
-        settings = self.settings
+        settings = tune.settled(self.settings, self.tuned, seed)
         domains = {name: name for name in self.kit.sites}  # each site is one of its own
         done = {}
         shares = settings.method.rounds == 0
@@ -116,20 +120,22 @@ class Run:
             name = file_name(training, seed)
             scores = finished(self.record, name)
             if scores is None:
-                scores = self.train(training, seed)
+                scores = self.train(settings, training, seed)
             done[training.name] = (training, scores)
             path = self.record.folder / "trainings" / f"{name}.safetensors"
             shares = shares or any(key.startswith("shared/") for key in read_tensors(path)[0])
         return settings.rules().table(domains, done, shares)
 
-    def train(self, training: Training, seed: int) -> scores.Results:
-        settings = self.settings
+    def open(
+        self, settings: Settings, training: Training, seed: int, race: Any | None = None
+    ) -> Remote:
+        """A training at all sites that are there; of a `race` it tells how large that is."""
         spec = {
             "identity": json.loads(json.dumps(settings.identity())),
             "classes": [named(str(one)) for one in settings.source.get("classes", [])],
             "seed": seed,
             "training": training.name,
-        }
+        } | ({} if race is None else {"race": race})
         self.note(
             "begun",
             method=settings.method.name,
@@ -140,30 +146,40 @@ class Run:
         )
         engine = Remote(self.grid, self.kit, spec, self.reference(training, seed), self.note)
         engine.gather()
+        return engine
+
+    def terms(self, settings: Settings, engine: Remote, seed: int) -> tuple[Terms, Kept]:
+        """What everyone knows of a training, and the local tensors of one nobody has seen."""
         first = engine.sites[engine.base]
+        terms = terms_of(settings, frozen_from(first.about, first.text, seed), seed)
+        channel = deployed(settings.channel, settings.method)
+        return replace(terms, channel=channel), Kept(0, tuple(first.about["local"]))
+
+    def train(self, settings: Settings, training: Training, seed: int) -> scores.Results:
+        engine = self.open(settings, training, seed)
+        first = engine.sites[engine.base]
+        asked = tune.known(self.settings, self.tuned)
         if not (self.record.folder / "manifest.json").exists():
-            self.record.begin(self.about(engine, first, seed))
+            self.record.begin(self.about(asked, engine, first, seed))
         else:
-            self.record.compare({"identity": settings.identity()})
+            self.record.compare({"identity": asked.identity()})
         name = file_name(training, seed)
+        terms, fresh = self.terms(settings, engine, seed)
         return carry_out(
             settings,
             training,
-            replace(
-                terms_of(settings, frozen_from(first.about, first.text, seed), seed),
-                channel=deployed(settings.channel, settings.method),
-            ),
+            terms,
             engine,
-            State(0, first.first, {}),
-            Kept(0, tuple(first.about["local"])),
+            State(0, first.first, {}, channel=tune.begun(self.tuned, training.name, seed)),
+            fresh,
             self.record,
             lambda done: self.tell(name, done, settings.method.rounds),
             every=0.0,  # a round over the network is worth a checkpoint
         )
 
-    def about(self, engine: Remote, first: Opened, seed: int) -> dict[str, Any]:
+    def about(self, settings: Settings, engine: Remote, first: Opened, seed: int) -> dict[str, Any]:
         """The manifest: of the rows the server knows no more than classes and numbers."""
-        settings, about = self.settings, first.about
+        about = first.about
         text = None if first.text is None else first.text.tolist()
         known = {key: about[key] for key in KNOWN if key in about}
         known |= {"rows": "at the sites", "data": f"{len(self.kit.sites)} sites", "text": text}
@@ -174,6 +190,7 @@ class Run:
             **{"identity": settings.identity(), "memory": True, "notes": [bound_note(settings)]},
             **manifest(known, names, engine.counts, dropped),
             **{"sites": list(self.kit.sites), "local": about["local"]},
+            **self.tuned,
         }
 
     def reference(self, training: Training, seed: int) -> Tensors:
@@ -248,7 +265,7 @@ def conduct(grid: Any, folder: Path) -> None:
             write_json(progress, [what, done, total])
 
         record = Record(Path(request["out"]), rounds_noted(note, settings.method.rounds))
-        Run(grid, kit, settings, record, tell, note).all()
+        Run(grid, kit, settings, record, tell, note=note).all()
         note("ended", record=str(record.folder))
     except FedVLMError as error:
         note("failed", why=str(error))

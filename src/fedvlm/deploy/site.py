@@ -22,7 +22,7 @@ from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Policy, policy_now, read_policy
 from fedvlm.deploy.reasons import Refused, Said, word
 from fedvlm.deploy.rows import Own, own_rows
-from fedvlm.deploy.words import check_request
+from fedvlm.deploy.words import SCORES, check_request
 from fedvlm.engines.client import World, client, measure
 from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, to_bytes
@@ -54,6 +54,7 @@ class Site:
         self.account = Account(self.ledger)
         self.desk = Desk(guard=self)
         self.rows: dict[str, Own] = {}  # by training
+        self.races: set[str] = set()  # that were admitted
         self.strangers, self.heard = 0, -QUIET  # messages of others since a line, and its time
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
 
@@ -107,9 +108,12 @@ class Site:
         spends = cost(world.method, world.channel, len(own.labels)) if kind == "upload" else 0.0
         self.account.admit(policy, kind, key, spends)
         reply, state = self.desk.answer(request, state)
+        scores = policy.allowed_scores(reply.about["scores"])
+        if own.trial:  # of which hits on validation rows are enough
+            scores = {name: scores[name] for name in SCORES}
         words = {
-            "scores": policy.allowed_scores(reply.about["scores"]),
-            "described": {} if policy.how == "none" else reply.about["described"],
+            "scores": scores,
+            "described": {} if policy.how == "none" or own.trial else reply.about["described"],
             "releases": self.account.rounds[key] + (kind == "upload"),
         }
         return Parcel({**reply.about, **words}, reply.arrays), state, {**costs, "spends": spends}
@@ -153,6 +157,7 @@ class Site:
         own = own_rows(self.kit, settings, spec, sent.get("reference"), policy)
         self._tell_asked(settings, own, policy)
         policy.admit(self.kit.folder, settings.method, settings.channel, own.labels)
+        self._race(spec, key, own, policy)
         self._tell_withheld(own, policy)
         folder = self._folder(key)
         if (folder / "training.json").exists():
@@ -202,6 +207,15 @@ class Site:
             after=self.account.epsilon(policy.delta, more=once * method.rounds),
         )
 
+    def _race(self, spec: Mapping[str, Any], key: str, own: Own, policy: Policy) -> None:
+        """All of a race is admitted when its first trial is opened, or none of it."""
+        race = spec.get("race")
+        if race is None or race["race"] in self.races or key in self.account.trainings:
+            return
+        each = cost(own.world.method, own.world.channel, len(own.labels))
+        self.account.admit_race(policy, race["trainings"], race["rounds"], each)
+        self.races.add(race["race"])
+
     def _tell_withheld(self, own: Own, policy: Policy) -> None:
         """To the people here; the server is not told which classes are small."""
         names = [own.world.frozen.classes[i] for i in policy.small(own.labels)]
@@ -234,6 +248,8 @@ class Site:
 
     def adapted(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None:
         """The site's own classifier, which is what all this was for; without it the run goes on."""
+        if self.rows[training.key].trial:
+            return
         try:
             self._keep(training, sent, local)
         except Exception:

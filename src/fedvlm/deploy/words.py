@@ -70,6 +70,7 @@ ABOUT = {
     "nonce": text(64),
 }
 SPEC = {"identity": mapping, "classes": listed(text()), "seed": whole(), "training": text()}
+RACE = {"race": key, "trainings": whole(1), "rounds": whole(1)}  # how large a race will be
 TASK = {
     "client": text(),
     "trains": truth,
@@ -109,7 +110,7 @@ def check_request(about: Any) -> None:
     others = dict.fromkeys(about, anything) if type(about) is dict else {}
     check(about, ABOUT, others, "the request")
     if about["kind"] == "open":
-        check(about, {**ABOUT, "spec": table(SPEC)}, SEALED, "the request")
+        check(about, {**ABOUT, "spec": table(SPEC, {"race": table(RACE)})}, SEALED, "the request")
     else:
         check(about, {**ABOUT, **TASK}, {"largest": whole(1), **SEALED}, "the request")
 

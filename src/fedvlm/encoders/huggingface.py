@@ -24,6 +24,7 @@ from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.encoders.text import sentences
 from fedvlm.errors import EncoderError, SettingsError
+from fedvlm.hub import only_here
 from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower, in_common, suffixes
 from fedvlm.maths.towers import ImageTower
 
@@ -45,8 +46,9 @@ class HuggingFace:
 
     def __init__(self, source: str | Path, name: str | None = None) -> None:
         self.name = name or f"hf:{source}"
+        kept = only_here(source)
         with quiet(), explained(self.name, source):
-            config, self.model, self.tokenizer, self.preprocess = load(source)
+            config, self.model, self.tokenizer, self.preprocess = load(source, kept)
         self.kind: str = config.model_type
         self.model.eval().requires_grad_(False)
         both = self.kind in ("clip", "siglip")
@@ -163,17 +165,14 @@ class HuggingFace:
         )
 
 
-def load(source: str | Path) -> tuple[Any, Any, Any, Pixels]:
-    """Configuration, model, tokenizer (or None) and preprocessing."""
+def load(source: str | Path, kept: bool) -> tuple[Any, Any, Any, Pixels]:
+    """Configuration, model, tokenizer (or None) and preprocessing; `kept`: no Hub is asked."""
     import transformers
 
     here = Path(source).expanduser()
-    local = here.is_dir()
-    if not local and (here.is_absolute() or str(source).startswith((".", "~"))):
-        raise EncoderError(f"there is no directory {here}; give a model's directory or Hub name")
-    where = str(here) if local else str(source)
+    where = str(here) if here.is_dir() else str(source)
     # said aloud, because left out it means "ask": a model brings weights and words, never code
-    options = {"local_files_only": local, "trust_remote_code": False}
+    options = {"local_files_only": kept, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(where, **options)
     if config.model_type not in FAMILIES:
         raise EncoderError(

@@ -20,7 +20,7 @@ from torch.nn.functional import normalize
 
 from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import CLIP_MEAN, CLIP_STD, Pixels
-from fedvlm.errors import EncoderError, SettingsError, unknown
+from fedvlm.errors import EncoderError, SettingsError, nearest, unknown
 
 DEFAULTS: dict[str, Any] = {
     "size": None,  # the tower's own, if it is fixed
@@ -40,7 +40,9 @@ class Onnx:
         path = Path(source).expanduser()
         image = path / "image.onnx" if path.is_dir() else path
         if not image.is_file():
-            raise EncoderError(f"there is no file {image}; give an .onnx file or its directory")
+            raise EncoderError(
+                f"there is no file {image}; {nearest(image)}give an .onnx file or its directory"
+            )
         settings = _settings(path / "encoder.json" if path.is_dir() else path.with_suffix(".json"))
         self.scale = float(settings["scale"])
         self._image = Tower(image)

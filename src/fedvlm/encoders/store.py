@@ -29,7 +29,7 @@ from fedvlm.encoders.columns import (
     units,
 )
 from fedvlm.encoders.interface import Vectors
-from fedvlm.errors import DataError, EncoderError, unknown
+from fedvlm.errors import DataError, EncoderError, nearest, unknown
 from fedvlm.machine import free_memory
 from fedvlm.storage.files import draft, write
 from fedvlm.storage.sealed import Damaged, seal_json, unseal_json
@@ -113,7 +113,9 @@ def find(path: Path) -> Path:
             )
         return found[0]
     if not path.is_file():
-        raise DataError(f"there is no store {path}; give a .npz or .safetensors file")
+        raise DataError(
+            f"there is no store {path}; {nearest(path)}give a .npz or .safetensors file"
+        )
     if path.suffix not in (".npz", ".safetensors"):
         raise DataError(f"{path} is not a store; it takes a .npz or .safetensors file")
     return path

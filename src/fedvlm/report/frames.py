@@ -5,9 +5,9 @@ from typing import Any
 
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
-from fedvlm.evaluate.metrics import metrics
 from fedvlm.record import Record
-from fedvlm.report.tables import generalises, label
+from fedvlm.report.long import clients
+from fedvlm.report.names import label
 
 
 def _pandas() -> Any:
@@ -21,18 +21,7 @@ def _pandas() -> Any:
 def frame(result: Record) -> Any:
     """One row per seed, training and client that has test rows, a column per metric."""
     pandas = _pandas()
-    rows = []
-    for seed in result.manifest["identity"]["seeds"]:
-        for training, about in result.trainings(seed).items():
-            known = about["unseen"] if generalises(result) else []
-            for id, one in about["scores"].items():
-                if not one["test_rows"] or id not in (*about["train"], *known):
-                    continue
-                numbers = {key: one.get(key) for key in metrics()}
-                numbers["accuracy"] = one["test_hits"] / one["test_rows"]
-                place = {"seed": seed, "training": training, "client": id, "unseen": id in known}
-                rows.append({**place, "rows": one["test_rows"], **numbers})
-    return pandas.DataFrame(rows)
+    return pandas.DataFrame(list(clients(result)))
 
 
 def compared(results: Sequence[Record]) -> Any:

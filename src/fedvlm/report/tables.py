@@ -1,68 +1,22 @@
-"""Runs side by side: mean ± deviation over seeds, as text, Markdown, LaTeX or CSV."""
+"""Runs side by side: mean ± deviation over seeds as text, Markdown or LaTeX; or in long form."""
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from json import dumps, loads
 from statistics import fmean
+from typing import Any
 
-from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.metrics import metrics as all_metrics
 from fedvlm.record import Record
+from fedvlm.report import long
+from fedvlm.report.names import generalises, label
 
-FORMS = ("text", "markdown", "latex", "csv")
+FORMS = ("text", "markdown", "latex", *long.FORMS)
 TRAFFIC = ("exchanges", "kB per client")
 MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
 WHO = (("own", "train"), ("unseen", "unseen"))
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
-
-
-def label(result: Record) -> str:
-    """The method, with the settings in which it differs from its defaults."""
-    from fedvlm.core import make
-
-    settings = dict(result.manifest["identity"]["method"])
-    name = settings.pop("name")
-    method = make(name, **settings)
-    if small := result.manifest["identity"].get("allow_small", False):
-        settings.pop("smallest", None)
-    usual = loads(dumps(asdict(make(name))))  # as a manifest has it
-    odd = [f"{key}={value}" for key, value in settings.items() if usual[key] != value]
-    odd += [key for key in ("descriptions", "texts") if result.manifest["identity"][key]]
-    if tuned := result.manifest.get("tuned"):
-        odd.append(f"tuned on validation rows ({len(tuned['trials'])} trials)")
-    if first := result.manifest["identity"]["warm_start"]:
-        odd.append(f"warm start by {first['name']}")
-    if method.traits.centralised:
-        odd.append("not federated")
-    if method.traits.reference == "target":
-        odd.remove("reference=target")
-        odd.append("TRANSDUCTIVE: adapts to the test rows")
-    plain = asdict(Channel())
-    through = result.manifest["identity"]["channel"]
-    odd += [f"channel.{key}={value}" for key, value in through.items() if plain[key] != value]
-    if attack := result.manifest["identity"].get("attack"):
-        odd.append(f"ATTACK: {attack} by {result.manifest['identity']['attackers']:.0%}")
-    chosen = result.manifest["identity"]["selection"]
-    if chosen == "oracle":
-        odd.append("ORACLE: best test round")
-    elif chosen == "validation":
-        odd.append("best validation round")
-    if small:
-        odd.append("ALLOW-SMALL")
-    if result.manifest["identity"]["smoke"]:
-        odd.append("SMOKE")
-    return f"{name} ({', '.join(odd)})" if odd else str(name)
-
-
-def generalises(result: Record) -> bool:
-    """Whether a run has numbers of unseen clients; a method that shares nothing has none."""
-    unseen = [key for key in result.tables[0] if key[:2] in ("G", "ta", "un")]
-    return any(result.tables[0][key] is not None for key in unseen)
 
 
 def asked(metrics: Iterable[str]) -> set[str]:
@@ -93,10 +47,10 @@ def measured(result: Record, metrics: Sequence[str]) -> list[scores.Table]:
 
 def cell(mean: float | None, deviation: float | None, form: str) -> str:
     if mean is None:
-        return "" if form == "csv" else "-"
+        return "-"
     if deviation is None:
         return f"{100 * mean:.2f}"
-    between = {"latex": r" $\pm$ ", "csv": " ± "}.get(form, " ± ")
+    between = r" $\pm$ " if form == "latex" else " ± "
     return f"{100 * mean:.2f}{between}{100 * deviation:.2f}"
 
 
@@ -115,11 +69,31 @@ def compare(
     `metrics` are names of metrics: adds each one over clients that trained, and over unseen ones.
     `paper` has what was published, by row and column; its numbers stand below ours.
     `chance` begins with what guessing would give.
+    CSV and JSON have the numbers behind it, one line per seed, training, client and metric.
     """
     if form not in FORMS:
         raise unknown("table form", form, FORMS)
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
+    if form in long.FORMS:
+        return long.written(results, form)
+    head, body = grid(results, form, every, paper, traffic, metrics, chance)
+    below = [f"{label(one)}: {w}\n" for one in results for w in (*one.far, *one.unsettled)]
+    if below and form == "markdown":
+        below.insert(0, "\n")  # or the words would be one more row
+    return render(head, body, form) + "".join(below if form != "latex" else ())
+
+
+def grid(
+    results: Sequence[Record],
+    form: str = "text",
+    every: bool = False,
+    paper: Mapping[str, Mapping[str, float]] | None = None,
+    traffic: bool = False,
+    metrics: Sequence[str] = (),
+    chance: bool = False,
+) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of that table."""
     found = [scores.spread(result.tables) for result in results]
     columns = list(dict.fromkeys(key for one in found for key in one))
     if not every and (main := [key for key in columns if key in MAIN]):
@@ -140,10 +114,19 @@ def compare(
     for name, numbers in (paper or {}).items():
         cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
         body.append([f"published: {name}", *cells, *("-" for _ in last)])
-    below = [f"{label(one)}: {w}\n" for one in results for w in (*one.far, *one.unsettled)]
-    if below and form == "markdown":
-        below.insert(0, "\n")  # or the words would be one more row
-    return render(head, body, form) + "".join(below if form in ("text", "markdown") else ())
+    return head, body
+
+
+def rows(results: Sequence[Record]) -> list[dict[str, Any]]:
+    """The same table as numbers, shares of one: each column's mean and deviation over seeds."""
+    out = []
+    for result in results:
+        found = scores.spread(result.tables)
+        columns = {key: {"mean": one, "deviation": by} for key, (one, by) in found.items()}
+        exchanges, moved = result.traffic
+        end = {"exchanges": exchanges, "kB per client": moved / 1000, "seeds": len(result.tables)}
+        out.append({"method": label(result), **columns, **end})
+    return out
 
 
 def guessing(result: Record, columns: Sequence[str], form: str) -> list[str]:
@@ -159,10 +142,6 @@ def render(
     head: Sequence[str], body: Sequence[Sequence[str]], form: str, words: bool = False
 ) -> str:
     """A table; its columns after the first are numbers, set to the right, unless they are words."""
-    if form == "csv":
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([head, *body])
-        return out.getvalue()
     if form == "latex":
 
         def escape(text: str) -> str:

@@ -26,6 +26,7 @@ from fedvlm.evaluate.protocols import Training
 from fedvlm.maths.membership import area_by_class, likeness
 from fedvlm.maths.noise import seeded
 from fedvlm.record import Record
+from fedvlm.runner import tune
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.prepare import Prepared, prepare
 from fedvlm.runner.run import Progress
@@ -45,7 +46,7 @@ def audit(
     result = Record(Path(folder))
     settings, rows = reopen(result, embedded, progress or (lambda what, done, total: None))
     seed = settings.seeds[0] if seed is None else seed
-    prepared = prepare(settings, rows, seed)
+    prepared = prepare(tune.settled(settings, result.manifest, seed), rows, seed)
     chosen = _training(prepared, training)
     shared, local = result.outcome(chosen.name, seed)
     world = prepared.world(chosen)

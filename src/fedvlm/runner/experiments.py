@@ -1,6 +1,6 @@
 """The experiments that come with fedvlm: one TOML file each, with what a paper printed beside."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +42,13 @@ def runs(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(many, list) or not many or "method" in common:
         raise SettingsError("methods is a list of tables, [[methods]] each, and without [method]")
     return [{**common, "method": one} for one in many]
+
+
+def whole(notes: Mapping[str, Any], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The other way: runs that differ in their method only, as the values of one file."""
+    out = {key: notes[key] for key in NOTES if key in notes}
+    out |= {key: value for key, value in each[0].items() if key != "method"}
+    many = [one["method"] for one in each]
+    if len(many) == 1:
+        return {**out, "method": many[0]}
+    return {**out, "methods": [{"name": one} if isinstance(one, str) else one for one in many]}

@@ -88,9 +88,12 @@ def _begin(
         one.check()
     tuned: dict[str, Any] = {}
     if settings.tune and not (record.folder / "manifest.json").exists():
-        settings, tuned["tuned"] = tune.race(seeds[0], report)
+        races = {one.seed: tune.race(one, report)[1] for one in seeds}
+        tuned["tuned"] = tune.noted(races)
         asked = tune.known(asked, tuned)
-        seeds = [replace(one, settings=settings) for one in seeds]
+    if settings.tune:
+        known = tuned or record.manifest
+        seeds = [replace(one, settings=tune.settled(settings, known, one.seed)) for one in seeds]
     if memory or own_data(settings):
         notes = [*notes, *look(rows, seeds[0].division)]
     notes = [*notes, *_notes(seeds)]
@@ -174,7 +177,7 @@ def _train(
         return scores
     world = prepared.world(training)
     state, fresh = start(world)
-    state = replace(state, channel=tune.begun(record.manifest, training.name))
+    state = replace(state, channel=tune.begun(record.manifest, training.name, prepared.seed))
     if settings.warm_start is not None:
         before = prepared.warm_world(training)
         state = warm.begin(settings, training, before, world, state, record)
@@ -188,10 +191,14 @@ def _train(
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
     """The same settings always get the same directory, so a finished run is found again."""
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
-    kind, _, place = settings.encoder.partition(":")
-    data = Path(place).stem if kind == "store" else Path(settings.data).name
-    name = slug(data if embedded is None else embedded.name)
+    name = data_name(settings) if embedded is None else slug(embedded.name)
     return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
+
+
+def data_name(settings: Settings) -> str:
+    """What the rows of a run are called in the name of a folder."""
+    kind, _, place = settings.encoder.partition(":")
+    return slug(Path(place).stem if kind == "store" else Path(settings.data).name)
 
 
 def counts(rows: Embedded, division: Division) -> dict[str, list[int]]:

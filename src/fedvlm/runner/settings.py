@@ -11,7 +11,7 @@ from fedvlm.core import FEWEST, SMALLEST, Method, check_range, is_method, make
 from fedvlm.core.schema import AMOUNT, PART, read_table, several, within
 from fedvlm.data.clients import Clients
 from fedvlm.engines.attackers import Attack, Kind
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.errors import SettingsError, nearest, unknown
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 
@@ -210,7 +210,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError as error:
-        raise SettingsError(f"there is no settings file {path}") from error
+        raise SettingsError(
+            f"there is no settings file {path}; {nearest(path)}name a .toml file, or an experiment "
+            "(`fedvlm list experiments`)"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not valid TOML: {error}") from error
 

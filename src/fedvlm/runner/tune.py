@@ -3,6 +3,8 @@
 Every candidate trains for a quarter of the rounds; the best two go on to the end, and the better
 one is taken. With the run itself that is at most four times the client updates of one run. Only
 hits on validation rows are looked at; clients that a training leaves out have no say in it.
+
+Every seed has a race of its own: what is a validation row by one seed is a test row by another.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +18,8 @@ import torch
 
 from fedvlm.channel.uploads import SPENT
 from fedvlm.core import Method, Noisy, Tensors, tunable
-from fedvlm.engines.loop import finish, open_engine, start, train
+from fedvlm.engines.client import Local, Scores, Terms
+from fedvlm.engines.loop import Engine, finish, open_engine, start, train
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols import Training
@@ -49,11 +52,6 @@ def check(settings: Settings) -> None:
         if name not in tunable(method):
             known = ", ".join(tunable(method)) or "nothing"
             raise SettingsError(f"tune = {name!r}: {method.name} has {known} to tune")
-    if len(settings.seeds) > 1:
-        raise SettingsError(
-            f"tune with seeds = {list(settings.seeds)}: what is a validation row by one seed is a "
-            "test row by another; name one seed, and run again for the next"
-        )
     if isinstance(method, Noisy):
         raise SettingsError(
             f"tune: {method.name} counts the ε of its own noise for one run, and a race is "
@@ -90,23 +88,26 @@ def cost(rounds: int, candidates: int, first: int) -> int:
 
 
 def race(prepared: Prepared, progress: Progress) -> tuple[Settings, dict[str, Any]]:
-    """The settings with the best values, and the record of the race."""
-    settings = prepared.settings
+    """The settings with the best values of one seed, and the record of the race."""
+    return compete(
+        prepared.settings, lambda trial, until: _advance(prepared, trial, until), progress
+    )
+
+
+def compete(
+    settings: Settings, advance: Callable[[Trial, int], None], progress: Progress
+) -> tuple[Settings, dict[str, Any]]:
+    """The same wherever the trials are: `advance` takes one on to a round, and measures it."""
     method = settings.method
+    trials, first = line_up(settings)
     asked = {name: asdict(method)[name] for name in settings.tune}
-    grid = sorted(product(FACTORS, repeat=len(asked)), key=lambda f: sum(map(FACTORS.index, f)))
-    count, first = plan(method.rounds, min(len(grid), len(FACTORS)))
-    trials = []
-    for factors in grid[:count]:
-        values = {name: asked[name] * by for name, by in zip(asked, factors, strict=True)}
-        trials.append(Trial(replace(method, **values), values))
-    total = cost(method.rounds, count, first)
+    total = cost(method.rounds, len(trials), first)
     for trial in trials:
-        _advance(prepared, trial, first)
+        advance(trial, first)
         progress("tuning", sum(one.rounds for one in trials), total)
     ahead = sorted(trials, key=lambda one: -one.score)[:FINALISTS]  # a stable order
     for trial in ahead:
-        _advance(prepared, trial, method.rounds)
+        advance(trial, method.rounds)
         progress("tuning", sum(one.rounds for one in trials), total)
     best = max(ahead, key=lambda one: one.score)
     about = {
@@ -119,6 +120,19 @@ def race(prepared: Prepared, progress: Progress) -> tuple[Settings, dict[str, An
         "spent": _spent(trials),
     }
     return replace(settings, method=best.method), about
+
+
+def line_up(settings: Settings) -> tuple[list[Trial], int]:
+    """The candidates, and the round after which most of them stop."""
+    method = settings.method
+    asked = {name: asdict(method)[name] for name in settings.tune}
+    grid = sorted(product(FACTORS, repeat=len(asked)), key=lambda f: sum(map(FACTORS.index, f)))
+    count, first = plan(method.rounds, min(len(grid), len(FACTORS)))
+    trials = []
+    for factors in grid[:count]:
+        values = {name: asked[name] * by for name, by in zip(asked, factors, strict=True)}
+        trials.append(Trial(replace(method, **values), values))
+    return trials, first
 
 
 def _advance(prepared: Prepared, trial: Trial, until: int) -> None:
@@ -139,17 +153,32 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
             "rows; give clients.shares a share for them, or set --tune none"
         )
     state, fresh = start(world)
+    trial.states.setdefault(training.name, state)
     who = Plan(training.train, (), settings.fraction)
-
-    def count(_: State, line: Mapping[str, Any]) -> None:
-        trial.updates += len(line["clients"])
-
     with closing(open_engine(settings.engine, world, settings.workers, until)) as engine:
-        before = trial.states.get(training.name, state)
-        state = train(world, engine, who, before, fresh, count, until)
-        trial.states[training.name] = state
-        scores = finish(world, engine, who, state, fresh).scores
+        scores = go_on(trial, training.name, world, engine, who, fresh, until)
     return accuracy(scores, judges, "validation") or 0.0
+
+
+def go_on(
+    trial: Trial,
+    training: str,
+    terms: Terms,
+    engine: Engine,
+    who: Plan,
+    fresh: Local,
+    until: int,
+    keep: Callable[[State], None] = lambda state: None,  # after every round
+) -> Mapping[str, Scores]:
+    """Takes one training of a trial on from where it is, and measures it there."""
+
+    def count(state: State, line: Mapping[str, Any]) -> None:
+        trial.updates += len(line["clients"])
+        keep(state)
+
+    state = train(terms, engine, who, trial.states[training], fresh, count, until)
+    trial.states[training] = state
+    return finish(terms, engine, who, state, fresh).scores
 
 
 def _spent(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
@@ -164,16 +193,40 @@ def _spent(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
     return out
 
 
-def begun(about: Mapping[str, Any], training: str) -> dict[str, Tensors]:
+def noted(races: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """For the manifest: the race of the only seed, or the races by seed."""
+    if len(races) == 1:
+        return next(iter(races.values()))
+    asked = next(iter(races.values()))["asked"]
+    by = {f"{seed}": {k: v for k, v in one.items() if k != "asked"} for seed, one in races.items()}
+    return {"asked": asked, "seeds": by}
+
+
+def of_seed(about: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+    """What a manifest has of a seed's race; nothing if there was none."""
+    tuned: Mapping[str, Any] = about.get("tuned") or {}
+    return tuned["seeds"].get(f"{seed}", {}) if "seeds" in tuned else tuned
+
+
+def settled(settings: Settings, about: Mapping[str, Any], seed: int) -> Settings:
+    """The settings with what the race of this seed chose."""
+    chosen = of_seed(about, seed).get("chosen", {}) if settings.tune else {}
+    return replace(settings, method=replace(settings.method, **chosen)) if chosen else settings
+
+
+def begun(about: Mapping[str, Any], training: str, seed: int) -> dict[str, Tensors]:
     """What a training's channel starts with, so that the race counts in its ε."""
-    spent = about.get("tuned", {}).get("spent", {}).get(training, {})
+    spent = of_seed(about, seed).get("spent", {}).get(training, {})
     return {id: {SPENT: torch.tensor(one, dtype=torch.float64)} for id, one in spent.items()}
 
 
 def known(settings: Settings, about: Mapping[str, Any]) -> Settings:
-    """The settings with what an earlier race for them chose, if the record has one."""
+    """The settings with what an earlier race for them chose, if the record has one.
+
+    A run of several seeds is known by what was asked, since each of them chose for itself.
+    """
     tuned = about.get("tuned")
-    if tuned is None or set(tuned["asked"]) != set(settings.tune):
+    if tuned is None or "seeds" in tuned or set(tuned["asked"]) != set(settings.tune):
         return settings
     for name in settings.tune:
         if asdict(settings.method)[name] not in (tuned["asked"][name], tuned["chosen"][name]):

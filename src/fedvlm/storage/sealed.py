@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from fedvlm.errors import DataError
+from fedvlm.errors import DataError, nearest
 from fedvlm.storage.files import write
 from fedvlm.tensors import Tensors
 
@@ -112,7 +112,11 @@ def read_json(path: Path) -> Any:
     try:
         return unseal_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise DataError(f"there is no {path}; is {path.parent} a run directory?") from error
+        folder = path.parent
+        meant = "" if folder.is_dir() else nearest(folder)
+        raise DataError(
+            f"there is no {path}; {meant or f'is {folder} a run directory?'}"
+        ) from error
     except Damaged as error:
         raise DataError(
             f"{path} is damaged ({error}); delete it, or the run, and run again"
@@ -124,9 +128,10 @@ def digest_of(path: Path) -> str:
         return file_digest(file, "sha256").hexdigest()
 
 
-def write_index(folder: Path) -> None:
-    """The digests of all files of a folder, for `fedvlm verify`."""
-    write_json(folder / INDEX, {"files": {name: digest_of(folder / name) for name in _in(folder)}})
+def write_index(folder: Path, only: Collection[str] = ()) -> None:
+    """The digests of all files of a folder, or of what is named, for `fedvlm verify`."""
+    names = [one for one in _in(folder) if not only or one.split("/")[0] in only]
+    write_json(folder / INDEX, {"files": {name: digest_of(folder / name) for name in names}})
 
 
 def check_index(folder: Path) -> dict[str, str]:

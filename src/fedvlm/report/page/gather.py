@@ -9,11 +9,12 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
 from fedvlm.report.audit import kept
+from fedvlm.report.names import generalises, label
 from fedvlm.report.page import inside
 from fedvlm.report.page.pooled import pooled
 from fedvlm.report.page.published import beside_papers, counted
 from fedvlm.report.page.verdict import badges, judge, sentences
-from fedvlm.report.tables import MAIN, generalises, label
+from fedvlm.report.tables import MAIN
 from fedvlm.storage.files import slug
 
 FORMAT = "fedvlm report 1"

@@ -15,6 +15,7 @@ from fedvlm.errors import DataError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.scores import Table
 from fedvlm.record import Record
+from fedvlm.report.folder import runs_in
 from fedvlm.report.page import charts, panels
 from fedvlm.report.page.gather import FORMAT, Model, gather
 from fedvlm.report.page.svg import colour
@@ -204,5 +205,7 @@ def read_page(path: Path) -> list[Record]:
 
 
 def read_runs(path: Path) -> list[Record]:
-    """The run of a directory, or the runs of a page."""
-    return read_page(path) if path.suffix in (".html", ".htm") else [Record(path)]
+    """The run of a directory, those of an experiment's, or those of a page."""
+    if path.suffix in (".html", ".htm"):
+        return read_page(path)
+    return [Record(one) for one in runs_in(path)] or [Record(path)]

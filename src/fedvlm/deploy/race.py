@@ -1,0 +1,134 @@
+"""A race for settings over sites: trials are trainings like others, whose hits on validation rows
+are all that is told. Every upload of every trial counts at its site as any other does.
+"""
+
+import json
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from fedvlm.deploy.reasons import KINDS
+from fedvlm.deploy.remote import Remote
+from fedvlm.engines.state import Plan, State, pack, unpack
+from fedvlm.errors import FederationError
+from fedvlm.evaluate.protocols import Training
+from fedvlm.evaluate.scores import accuracy
+from fedvlm.runner import tune
+from fedvlm.runner.prepare import trainings_of
+from fedvlm.runner.settings import Settings
+from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
+
+if TYPE_CHECKING:
+    from fedvlm.deploy.server import Run
+
+OVER = KINDS["race"].split("{")[0]
+
+
+class Race:
+    """The race of one seed; one that was stopped goes on where it was."""
+
+    def __init__(self, run: "Run", seed: int) -> None:
+        self.run, self.seed, self.settings = run, seed, run.settings
+        words = json.dumps([run.settings.identity(), seed], sort_keys=True)
+        self.key = sha256(words.encode()).hexdigest()[:24]
+        self.folder: Path = run.kit.folder / "races" / self.key
+        sites = {name: name for name in run.kit.sites}
+        self.trainings = trainings_of(run.settings, sites, seed)
+        self.engines: dict[tuple[int, str], Remote] = {}
+        self.known: dict[str, float] = {}  # scores of trials by what they had done
+
+    def all(self) -> dict[str, Any]:
+        """The record of the race; a race that is over is only read."""
+        result = self.folder / "result.json"
+        if result.exists():
+            return dict(read_json(result))
+        if (self.folder / "scores.json").exists():
+            self.known = dict(read_json(self.folder / "scores.json"))
+        trials, first = tune.line_up(self.settings)
+        self._open(trials, first)
+        _, about = tune.compete(self.settings, self._advance, self.run.tell)
+        write_json(result, about)
+        for path in self.folder.glob("*.checkpoint"):
+            path.unlink()
+        return about
+
+    def _open(self, trials: list[tune.Trial], first: int) -> None:
+        """Every trial at every site before any of them begins, so that a race over a site's budget
+        is refused while nothing has been spent."""
+        rounds = self.settings.method.rounds
+        each = max(sum(name in one.train for one in self.trainings) for name in self.run.kit.sites)
+        whole = {
+            "race": self.key,
+            "trainings": (len(trials) + 1) * len(self.trainings),  # the run itself is one more
+            "rounds": each * (tune.cost(rounds, len(trials), first) + rounds),
+        }
+        for place, trial in enumerate(trials):
+            plain = _plain(self.settings, trial)
+            for training in self.trainings:
+                engine = self.run.open(plain, training, self.seed, whole)
+                over = {name: why for name, why in engine.missing.items() if OVER in why}
+                if over:
+                    name, why = min(over.items())
+                    raise FederationError(
+                        f"the race for {', '.join(self.settings.tune)} does not begin; {name}: "
+                        f"{why}; leave tune out, or take fewer rounds"
+                    )
+                self.engines[place, training.name] = engine
+
+    def _advance(self, trial: tune.Trial, until: int) -> None:
+        place = [one.values for one in tune.line_up(self.settings)[0]].index(trial.values)
+        name = f"{place}-{until}"
+        if name in self.known:
+            trial.score, trial.updates = self.known[name], int(self.known[f"{name} updates"])
+            for training in self.trainings:
+                trial.states[training.name] = self._state(place, training, trial)
+        else:
+            found = [self._train(place, trial, training, until) for training in self.trainings]
+            trial.score = fmean(found)
+            self.known |= {name: trial.score, f"{name} updates": trial.updates}
+            write_json(self.folder / "scores.json", self.known)
+        trial.rounds = until
+
+    def _train(self, place: int, trial: tune.Trial, training: Training, until: int) -> float:
+        engine = self.engines[place, training.name]
+        terms, fresh = self.run.terms(_plain(self.settings, trial), engine, self.seed)
+        judges = [id for id in training.train if engine.counts[id]["validation"]]
+        trial.states[training.name] = self._state(place, training, trial)
+        path = self._path(place, training)
+
+        def keep(state: State) -> None:
+            flat, about = pack(state)
+            write_tensors(path, flat, {**about, "updates": trial.updates})
+
+        who = Plan(training.train, (), self.settings.fraction)
+        scores = tune.go_on(trial, training.name, terms, engine, who, fresh, until, keep)
+        found = accuracy(scores, judges, "validation")
+        if found is None:
+            raise FederationError(
+                f"tune = {list(self.settings.tune)}: no site tells its hits on validation rows "
+                "(its policy's `scores`), so nothing can be chosen by them; leave tune out"
+            )
+        return found
+
+    def _state(self, place: int, training: Training, trial: tune.Trial) -> State:
+        """Where a trial is: here, on disk after a stop, or at its beginning."""
+        if training.name in trial.states:
+            return trial.states[training.name]
+        path = self._path(place, training)
+        if path.exists():
+            flat, about = read_tensors(path)
+            trial.updates = max(trial.updates, int(about["updates"]))
+            return unpack(flat, about)
+        engine = self.engines[place, training.name]
+        return State(0, engine.sites[engine.base].first, {})
+
+    def _path(self, place: int, training: Training) -> Path:
+        number = [one.name for one in self.trainings].index(training.name)
+        return self.folder / f"{place}-{number}.checkpoint"
+
+
+def _plain(settings: Settings, trial: tune.Trial) -> Settings:
+    """A trial is a training with the values of its candidate, and no race of its own."""
+    return replace(settings, method=trial.method, tune=())

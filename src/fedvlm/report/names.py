@@ -1,0 +1,66 @@
+"""What a run is called in a table, and whether it says anything of unseen clients."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from json import dumps, loads
+from typing import Any
+
+from fedvlm.channel.settings import Channel
+from fedvlm.errors import listing
+from fedvlm.record import Record
+
+
+def label(result: Record) -> str:
+    """The method, with the settings in which it differs from its defaults."""
+    from fedvlm.core import make
+
+    settings = dict(result.manifest["identity"]["method"])
+    name = settings.pop("name")
+    method = make(name, **settings)
+    if small := result.manifest["identity"].get("allow_small", False):
+        settings.pop("smallest", None)
+    usual = loads(dumps(asdict(make(name))))  # as a manifest has it
+    odd = [f"{key}={value}" for key, value in settings.items() if usual[key] != value]
+    odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
+    if tuned := result.manifest.get("tuned"):
+        odd += _raced(tuned)
+    if first := result.manifest["identity"].get("warm_start"):
+        odd.append(f"warm start by {first['name']}")
+    if method.traits.centralised:
+        odd.append("not federated")
+    if method.traits.reference == "target":
+        odd.remove("reference=target")
+        odd.append("TRANSDUCTIVE: adapts to the test rows")
+    plain = asdict(Channel())
+    through = result.manifest["identity"].get("channel", plain)
+    odd += [f"channel.{key}={value}" for key, value in through.items() if plain[key] != value]
+    if attack := result.manifest["identity"].get("attack"):
+        odd.append(f"ATTACK: {attack} by {result.manifest['identity']['attackers']:.0%}")
+    chosen = result.manifest["identity"]["selection"]
+    if chosen == "oracle":
+        odd.append("ORACLE: best test round")
+    elif chosen == "validation":
+        odd.append("best validation round")
+    if small:
+        odd.append("ALLOW-SMALL")
+    if result.manifest["identity"]["smoke"]:
+        odd.append("SMOKE")
+    return f"{name} ({', '.join(odd)})" if odd else str(name)
+
+
+def _raced(tuned: Mapping[str, Any]) -> list[str]:
+    """How often a race was run, and what it chose where seeds chose for themselves."""
+    if "seeds" not in tuned:
+        return [f"tuned on validation rows ({len(tuned['trials'])} trials)"]
+    each = list(tuned["seeds"].values())
+    values = {
+        name: listing([f"{one['chosen'][name]:g}" for one in each], 5) for name in tuned["asked"]
+    }
+    said = [f"{name} by seed {those}" for name, those in values.items()]
+    return [*said, f"tuned on validation rows ({len(each[0]['trials'])} trials a seed)"]
+
+
+def generalises(result: Record) -> bool:
+    """Whether a run has numbers of unseen clients; a method that shares nothing has none."""
+    unseen = [key for key in result.tables[0] if key[:2] in ("G", "ta", "un")]
+    return any(result.tables[0][key] is not None for key in unseen)
