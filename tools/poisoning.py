@@ -8,14 +8,17 @@ the flags on seeds that the table does not use. Runs that were made are kept in 
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fedvlm.channel.compare import outside
+from fedvlm.channel import compare
 from fedvlm.data.table import Embedded
 from fedvlm.engines.attackers import attackers
 from fedvlm.engines.loop import finish, open_engine, start, train
@@ -71,10 +74,43 @@ def opened(name: str, stores: Path) -> Embedded:
     return load(build(values), lambda what, done, total: None)[0]
 
 
+@contextmanager
+def overheard() -> Iterator[list[dict[str, Any]]]:
+    """What each round's comparison is made of: norms, and cosines of each two clients."""
+    heard: list[dict[str, Any]] = []
+    judge = compare.apart
+
+    def listen(ids: Sequence[str], dots: Tensor) -> Any:
+        norms = dots.diagonal().sqrt()
+        unit = dots / norms.clamp(min=1e-300)[:, None] / norms.clamp(min=1e-300)
+        pairs = [round(one, 4) for one in unit[_below(len(ids))].tolist()]
+        heard.append({"ids": list(ids), "norms": norms.tolist(), "cosines": pairs})
+        return judge(ids, dots)
+
+    compare.apart = listen
+    try:
+        yield heard
+    finally:
+        compare.apart = judge
+
+
+def _below(count: int) -> tuple[Tensor, Tensor]:
+    first, second = torch.tril_indices(count, count, -1)
+    return first, second
+
+
+def dots_of(heard: dict[str, Any]) -> Tensor:
+    norms = torch.tensor(heard["norms"], dtype=torch.float64)
+    unit = torch.eye(len(norms), dtype=torch.float64)
+    first, second = _below(len(norms))
+    unit[first, second] = unit[second, first] = torch.tensor(heard["cosines"], dtype=torch.float64)
+    return unit * norms[:, None] * norms
+
+
 def measure(
     rows: Embedded, name: str, method: str, channel: str, attack: dict[str, Any], seed: int
 ) -> dict[str, Any]:
-    """Accuracy of the honest, who attacks, and by client (norm, cosine) of each round."""
+    """Accuracy by client, who attacks, and what each round's comparison is made of."""
     own = METHODS[method][rows.scale > 50]
     settings = build(
         {
@@ -92,18 +128,13 @@ def measure(
     world = prepared.world(training)
     engine = open_engine("batched", world, 1, settings.method.rounds)
     state, fresh = start(world)
-    lines: list[dict[str, Any]] = []
     plan = Plan(training.train, ())
-    state = train(world, engine, plan, state, fresh, lambda state, line: lines.append(line))
+    with overheard() as seen:
+        state = train(world, engine, plan, state, fresh, lambda state, line: None)
     outcome = finish(world, engine, plan, state, fresh)
     kind = attack_of(settings)
     bad = attackers(kind, training.train, seed) if kind else set()
-    honest = [id for id in training.train if id not in bad]
-    seen = [
-        {id: [one["norm"], one["cosine"]] for id, one in line["clients"].items() if "norm" in one}
-        for line in lines
-    ]
-    right = accuracy(outcome.scores, honest, "test")
+    right = {id: accuracy(outcome.scores, [id], "test") for id in training.train}
     return {"accuracy": right, "bad": sorted(bad), "seen": seen}
 
 
