@@ -62,6 +62,7 @@ def _root(bend: Tensor, pull: Tensor) -> Tensor:
     """Of their sum; of a `bend` that is no sum of squares (a lie, or numbers' medians) without
     what makes it none, so that the step stays one that goes down."""
     least = 1e-12 * (bend.diagonal() + pull).abs().mean() * torch.eye(len(bend))
+    root: Tensor
     root, failed = torch.linalg.cholesky_ex(bend + pull.diag() + least)
     if int(failed):
         values, vectors = torch.linalg.eigh((bend + bend.mT) / 2)

@@ -12,6 +12,7 @@ from fedvlm.evaluate.metrics import METRICS
 from fedvlm.maths import cayley
 from fedvlm.methods._blocks import chosen
 from fedvlm.record import Record
+from fedvlm.report.page import apart
 from fedvlm.report.page.pooled import pooled
 from fedvlm.report.page.verdict import badges, judge, sentences
 from fedvlm.report.tables import MAIN, generalises, label
@@ -113,6 +114,7 @@ def _run(record: Record, details: Details) -> dict[str, Any]:
         "shared": _shared(record),
         "epsilon": _epsilon(lines, details),
         "far": record.far,
+        "apart": apart.seen(lines),
     }
 
 

@@ -15,7 +15,7 @@ from fedvlm.errors import DataError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.scores import Table
 from fedvlm.record import Record
-from fedvlm.report.page import charts
+from fedvlm.report.page import apart, charts
 from fedvlm.report.page.gather import FORMAT, Model, gather
 from fedvlm.report.page.svg import colour
 from fedvlm.report.tables import cell
@@ -57,6 +57,7 @@ def page(model: Model) -> str:
         data=embedded(model),
         rows=rows(model),
         charts=charts,
+        apart=apart,
         odd=odd(model),
     )
 
