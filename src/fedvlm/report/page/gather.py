@@ -18,7 +18,7 @@ from fedvlm.report.page.verdict import badges, judge, sentences
 from fedvlm.report.tables import MAIN, generalises, label
 from fedvlm.storage.files import slug
 
-FORMAT = "fedvlm report 1"
+FORMAT = "fedvlm report 2"
 CURVES = ("accuracy", "unseen", "clients F1", "clients balanced", "loss", "cosine")
 ANGLES = 33  # quantiles of the angles by which maps turn
 TOLD = ["identity", "data", "encoder", "rows", "classes", "dim", "trainings", "clients", "counts"]
