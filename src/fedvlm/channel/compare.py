@@ -166,6 +166,7 @@ class Limits:
     below: float = 0.3  # its cosine so much below the median one
     cosine: float = 0.7  # whatever its length
     spread: float = 6.0  # or this many median deviations of the cosines, if that is more
+    often: float = 0.7  # share of a client's rounds above which it is named
 
 
 USUAL = Limits()
@@ -210,7 +211,7 @@ def _alike(norms: Tensor, unit: Tensor) -> Tensor:
 
 
 def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who was far from the rest in more than half of its rounds of a training, in words."""
+    """Who was far from the rest in most of its rounds of a training, in words."""
     seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for line in lines:
         for id, one in line["clients"].items():
@@ -219,7 +220,7 @@ def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     out = []
     for (training, id), many in sorted(seen.items()):
         far = [one for one in many if one["far"]]
-        if 2 * len(far) > len(many):
+        if len(far) > USUAL.often * len(many):
             norm, cosine = (sum(one[key] for one in far) / len(far) for key in ("norm", "cosine"))
             out.append(
                 f"client {id} was far from the rest in {len(far)} of {len(many)} rounds of "
