@@ -60,7 +60,7 @@ def sound(folder, files):
 
 def test_every_sealed_file_of_a_sites_kit(place):
     site = place.site("art")
-    tensors, words = list(site.rglob("*.safetensors")), list(site.rglob("*.json"))
+    tensors, words = list(site.rglob("*.safetensors")), list((site / "state").rglob("*.json"))
     names = {one.name for one in (*tensors, *words)}
     assert names == {
         "classifier.safetensors",
