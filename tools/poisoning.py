@@ -8,14 +8,17 @@ the flags on seeds that the table does not use. Runs that were made are kept in 
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fedvlm.channel.compare import outside
+from fedvlm.channel import compare
 from fedvlm.data.table import Embedded
 from fedvlm.engines.attackers import attackers
 from fedvlm.engines.loop import finish, open_engine, start, train
@@ -25,7 +28,9 @@ from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import attack_of, build
 
-CHOSEN_ON = range(100, 105)  # seeds for the limits; the table's begin at 0
+GOALS = ("sign-flip 10", "scale 5", "noise 10")
+NAMED, WRONG = 0.95, 0.05  # shares of runs that name every attacker, and an honest client
+CHOSEN_ON = range(100, 120)  # seeds for the limits; the table's begin at 0
 SIX = ["dog", "elephant", "giraffe", "horse", "house", "person"]  # the classes with a text vector
 IID = {"by": "dirichlet", "count": 10, "alpha": 100.0}
 SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -71,10 +76,43 @@ def opened(name: str, stores: Path) -> Embedded:
     return load(build(values), lambda what, done, total: None)[0]
 
 
+@contextmanager
+def overheard() -> Iterator[list[dict[str, Any]]]:
+    """What each round's comparison is made of: norms, and cosines of each two clients."""
+    heard: list[dict[str, Any]] = []
+    judge = compare.apart
+
+    def listen(ids: Sequence[str], dots: Tensor) -> Any:
+        norms = dots.diagonal().sqrt()
+        unit = dots / norms.clamp(min=1e-300)[:, None] / norms.clamp(min=1e-300)
+        pairs = [round(one, 4) for one in unit[_below(len(ids))].tolist()]
+        heard.append({"ids": list(ids), "norms": norms.tolist(), "cosines": pairs})
+        return judge(ids, dots)
+
+    compare.apart = listen
+    try:
+        yield heard
+    finally:
+        compare.apart = judge
+
+
+def _below(count: int) -> tuple[Tensor, Tensor]:
+    first, second = torch.tril_indices(count, count, -1)
+    return first, second
+
+
+def dots_of(heard: dict[str, Any]) -> Tensor:
+    norms = torch.tensor(heard["norms"], dtype=torch.float64)
+    unit = torch.eye(len(norms), dtype=torch.float64)
+    first, second = _below(len(norms))
+    unit[first, second] = unit[second, first] = torch.tensor(heard["cosines"], dtype=torch.float64)
+    return unit * norms[:, None] * norms
+
+
 def measure(
     rows: Embedded, name: str, method: str, channel: str, attack: dict[str, Any], seed: int
 ) -> dict[str, Any]:
-    """Accuracy of the honest, who attacks, and by client (norm, cosine) of each round."""
+    """Accuracy by client, who attacks, and what each round's comparison is made of."""
     own = METHODS[method][rows.scale > 50]
     settings = build(
         {
@@ -92,25 +130,21 @@ def measure(
     world = prepared.world(training)
     engine = open_engine("batched", world, 1, settings.method.rounds)
     state, fresh = start(world)
-    lines: list[dict[str, Any]] = []
     plan = Plan(training.train, ())
-    state = train(world, engine, plan, state, fresh, lambda state, line: lines.append(line))
+    with overheard() as seen:
+        state = train(world, engine, plan, state, fresh, lambda state, line: None)
     outcome = finish(world, engine, plan, state, fresh)
     kind = attack_of(settings)
     bad = attackers(kind, training.train, seed) if kind else set()
-    honest = [id for id in training.train if id not in bad]
-    seen = [
-        {id: [one["norm"], one["cosine"]] for id, one in line["clients"].items() if "norm" in one}
-        for line in lines
-    ]
-    right = accuracy(outcome.scores, honest, "test")
+    right = {id: accuracy(outcome.scores, [id], "test") for id in training.train}
     return {"accuracy": right, "bad": sorted(bad), "seen": seen}
 
 
 class Runs:
     """Runs by their words, kept in a file."""
 
-    def __init__(self, stores: Path, work: Path) -> None:
+    def __init__(self, stores: Path, work: Path, only_made: bool = False) -> None:
+        self.only_made = only_made
         self.stores, self.path = stores, work / "poisoning.jsonl"
         work.mkdir(parents=True, exist_ok=True)
         kept = self.path.read_text().splitlines() if self.path.exists() else []
@@ -131,38 +165,49 @@ class Runs:
         return dict(self.known[key])
 
 
-def flagged(run: dict[str, Any], *limits: float) -> set[str]:
-    """Who is far in more than half of its rounds."""
+def flagged(run: dict[str, Any], limits: compare.Limits) -> set[str]:
+    """Who is far in most of its rounds."""
     count: dict[str, list[bool]] = {}
     for one in run["seen"]:
-        if one:
-            ratio, cosines = torch.tensor(list(one.values()), dtype=torch.float64).unbind(1)
-            for id, far in zip(one, outside(ratio, cosines, *limits).tolist(), strict=True):
-                count.setdefault(id, []).append(far)
-    return {id for id, many in count.items() if 2 * sum(many) > len(many)}
+        for id, seen in compare.apart(one["ids"], dots_of(one), limits).items():
+            count.setdefault(id, []).append(bool(seen["far"]))
+    return {id for id, many in count.items() if sum(many) > limits.often * len(many)}
 
 
-def rates(runs: list[dict[str, Any]], *limits: float) -> tuple[float, float]:
+def rates(
+    runs: list[dict[str, Any]], limits: compare.Limits = compare.USUAL
+) -> tuple[float, float]:
     """Shares of runs in which every attacker is named, and in which an honest client is."""
-    found = [(set(run["bad"]), flagged(run, *limits)) for run in runs]
+    found = [(set(run["bad"]), flagged(run, limits)) for run in runs]
     return fmean(bad <= far for bad, far in found), fmean(bool(far - bad) for bad, far in found)
 
 
-def choose(runs: Runs, sets: list[str], methods: list[str]) -> None:
-    """Limits of the flags by other seeds: the attacks with a goal, one of ten."""
-    goals = ("sign-flip 10", "scale 5", "noise 10")
-    made: list[dict[str, Any]] = []
-    plain: list[dict[str, Any]] = []
-    for name, method, seed in product(sets, methods, CHOSEN_ON):
-        plain.append(runs.get(name, method, "mean", "", 0.0, seed))
-        made += [runs.get(name, method, "trimmed", attack, 0.1, seed) for attack in goals]
-    print("| norm | cosine | deviations | attackers named | honest named | honest, no attack |")
-    print("|---|---|---|---|---|---|")
-    for limits in product((2.0, 2.5, 3.0, 4.0), (0.2, 0.3, 0.4, 0.5), (3.0, 4.0, 6.0)):
-        named, wrong = rates(made, *limits)
-        alone = rates(plain, *limits)[1]
-        words = " | ".join(f"{one:g}" for one in limits)
-        print(f"| {words} | {100 * named:.1f} | {100 * wrong:.1f} | {100 * alone:.1f} |")
+def choose(runs: Runs, sets: list[str], methods: list[str], shares: list[float]) -> None:
+    """Limits of the flags by other seeds: how far they miss the goals, summed over the cells."""
+    cells: list[list[dict[str, Any]]] = []
+    for name, method in product(sets, methods):
+        cells.append([runs.get(name, method, "mean", "", 0.0, seed) for seed in CHOSEN_ON])
+        for attack, share in product(GOALS, shares):
+            made = [runs.get(name, method, "trimmed", attack, share, seed) for seed in CHOSEN_ON]
+            cells.append(made)
+    print("| long | short | norm | below | cosine | spread | often | missed | named wrongly |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    found = []
+    tried = ((2.5, 3.0, 4.0), (4.0, 6.0), (2.0, 3.0), (0.3, 0.5), (0.7,), (6.0,), (0.5, 0.6, 0.7))
+    for values in product(*tried):
+        limits = compare.Limits(*values)
+        pairs = [rates(many, limits) for many in cells]
+        missed = sum(max(0.0, NAMED - named) for named, _ in pairs)
+        wrong = sum(max(0.0, one - WRONG) for _, one in pairs)
+        found.append((missed + wrong, missed, wrong, values))
+    for _, missed, wrong, values in sorted(found)[:10]:
+        words = " | ".join(f"{one:g}" for one in values)
+        print(f"| {words} | {missed:.2f} | {wrong:.2f} |")
+
+
+def shown(gap: float, cell: float) -> str:
+    """An accuracy in per cent, and what it lost."""
+    return f"{100 * cell:.1f} ({100 * gap:+.1f})"
 
 
 def table(
@@ -174,24 +219,43 @@ def table(
     share: float,
     seeds: int,
 ) -> None:
-    print(
-        f"\n{share:.0%} of the clients attack; {seeds} seeds; accuracy of the honest in per cent\n"
-    )
+    """Each cell: accuracy of the honest, and its difference to theirs under the mean, unattacked.
+
+    Cells whose runs are not there are made; with `--only-made` they are left empty.
+    """
+    print(f"\n{share:.0%} of the clients attack; {seeds} seeds\n")
     head = ["set", "method", "attack", *defences, "attackers named", "honest named"]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for name, method in product(sets, methods):
         for attack in ("", *attacks):
             part = share if attack else 0.0
-            made = {
-                channel: [runs.get(name, method, channel, attack, part, s) for s in range(seeds)]
-                for channel in defences
-            }
-            cells = [f"{100 * fmean(r['accuracy'] for r in many):.1f}" for many in made.values()]
-            found = [rates(many) for many in made.values()]  # over all defences
+            cells, found = [], []
+            for channel in defences:
+                keys = [(name, method, channel, attack, part, seed) for seed in range(seeds)]
+                if runs.only_made and any(key not in runs.known for key in keys):
+                    cells.append("-")
+                    continue
+                many = [runs.get(*key) for key in keys]
+                plain = [runs.get(name, method, "mean", "", 0.0, seed) for seed in range(seeds)]
+                pairs = [
+                    (of_honest(a, a["bad"]), of_honest(b, a["bad"]))
+                    for a, b in zip(many, plain, strict=True)
+                ]
+                mean, before = (fmean(one) for one in zip(*pairs, strict=True))
+                cells.append(shown(mean - before, mean))
+                found.append(rates(many))
+            if not found:
+                continue
             named = f"{100 * fmean(one[0] for one in found):.0f} %" if attack else "-"
             wrong = f"{100 * fmean(one[1] for one in found):.0f} %"
-            words = [name, method, attack or "none", *cells, named, wrong]
-            print("| " + " | ".join(words) + " |", flush=True)
+            print(
+                "| " + " | ".join([name, method, attack or "none", *cells, named, wrong]) + " |",
+                flush=True,
+            )
+
+
+def of_honest(run: dict[str, Any], bad: Sequence[str]) -> float:
+    return fmean(one for id, one in run["accuracy"].items() if id not in bad and one is not None)
 
 
 def main() -> None:
@@ -205,16 +269,18 @@ def main() -> None:
     ask.add_argument("--defences", default=",".join(DEFENCES))
     ask.add_argument("--attacks", default=",".join(one.split(",")[0] for one in ATTACKS))
     ask.add_argument("--choose", action="store_true")
+    ask.add_argument("--only-made", action="store_true", help="print, and run nothing")
     told = ask.parse_args()
     torch.set_num_threads(1)
     sets = [name for name in SETS if name in told.sets.split(";")]
     methods = told.methods.split(",")
     attacks = [name for name in ATTACKS if name.split(",")[0] in told.attacks.split(",")]
-    runs = Runs(told.stores, told.work)
+    runs = Runs(told.stores, told.work, told.only_made)
+    shares = [float(one) for one in told.shares.split(",")]
     if told.choose:
-        choose(runs, sets, methods)
+        choose(runs, sets, methods, shares)
         return
-    for share in map(float, told.shares.split(",")):
+    for share in shares:
         table(runs, sets, methods, told.defences.split(","), attacks, share, told.seeds)
 
 

@@ -13,7 +13,7 @@ from fedvlm.channel.compare import named
 from fedvlm.core import Tensors
 from fedvlm.errors import DataError, SettingsError, listing
 from fedvlm.evaluate.scores import Table
-from fedvlm.storage.files import alone, disk, slug, write
+from fedvlm.storage.files import alone, appending, disk, slug, write
 from fedvlm.storage.sealed import (
     INDEX,
     Damaged,
@@ -156,7 +156,7 @@ class Record:
         write(self.lines_path, b"".join(seal_json(line, None) for line in kept))
 
     def add_line(self, line: Mapping[str, Any]) -> None:
-        with disk(self.lines_path), open(self.lines_path, "ab") as file:
+        with appending(self.lines_path) as file:
             file.write(seal_json(line, None))
         if self.listen is not None:
             self.listen(self.folder.name, line)

@@ -205,7 +205,7 @@ def masked(count, shape=(9, 5)):
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 40])
+@pytest.mark.parametrize("count", [1, 2, 3, 40, 100])
 def test_the_masked_sum_is_the_plain_sum_to_fixed_point(count):
     ids, plain, hidden = masked(count)
     wanted = sum(plain[id]["w"] for id in ids)

@@ -180,12 +180,49 @@ def test_who_is_far_in_norm_or_direction_is_named_and_nobody_else():
     assert not any(one["far"] for one in seen.values())
 
 
+def domains(long=5.0):
+    """Nine clients of three domains; the changes of the last one are long, and another way."""
+    now = heads(9)
+    sent = now.sent[0]["head"]
+    way = [draw(4, 6), 0.5 * draw(4, 6) + draw(4, 6, seed=7), long * draw(4, 6, seed=8)]
+    moved = [way[i // 3] * (1 + 0.1 * draw(4, 6, seed=20 + i)) for i in range(9)]
+    return replace(now, uploads=[{"head": sent + one} for one in moved])
+
+
+def far_of(now):
+    ids = [f"c{i}" for i in range(len(now.uploads))]
+    return [id for id, one in apart(ids, now.dots()).items() if one["far"]]
+
+
+def test_a_domain_whose_changes_are_long_is_not_far():
+    seen = apart([f"c{i}" for i in range(9)], domains().dots())
+    assert seen["c8"]["norm"] > 3 and seen["c8"]["alike"] < 1.5
+    assert far_of(domains()) == []
+
+
+def test_a_client_is_held_against_those_that_point_where_it_does():
+    """As long as an honest domain, and found all the same."""
+    assert far_of(longer(domains(), 1, 5.0)) == ["c1"]
+    assert far_of(longer(domains(), 1, -5.0)) == ["c1"]
+    assert far_of(longer(domains(), 7, 5.0)) == ["c7"]
+
+
+def test_who_is_far_does_not_depend_on_the_order_or_the_unit_of_changes():
+    now = longer(domains(), 1, 5.0)
+    turned = replace(now, uploads=now.uploads[::-1])
+    assert far_of(turned) == ["c7"]
+    dots = now.dots()
+    ids = [f"c{i}" for i in range(9)]
+    small, large = apart(ids, 1e-12 * dots), apart(ids, 1e12 * dots)
+    assert small == {id: pytest.approx(one) for id, one in large.items()}
+
+
 def test_of_four_clients_nobody_is_far():
     now = longer(heads(4), 3, -10.0)
     assert not any(one["far"] for one in apart(list("abcd"), now.dots()).values())
 
 
-def test_who_is_far_in_more_than_half_of_the_rounds_is_told_in_words():
+def test_who_is_far_in_most_rounds_is_told_in_words():
     def line(*far):
         both = zip("ab", far, strict=True)
         return {
@@ -193,9 +230,9 @@ def test_who_is_far_in_more_than_half_of_the_rounds_is_told_in_words():
             "clients": {i: {"norm": 9.0, "cosine": -0.5, "far": f} for i, f in both},
         }
 
-    told = named([line(True, False), line(True, True), line(False, False)])
+    told = named([line(True, False), line(True, True), line(False, True), line(True, False)])
     assert len(told) == 1
-    assert told[0].startswith("client a was far from the rest in 2 of 3 rounds of 0-all")
+    assert told[0].startswith("client a was far from the rest in 3 of 4 rounds of 0-all")
 
 
 def test_dots_are_those_of_what_clients_say_per_row():

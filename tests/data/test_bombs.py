@@ -80,6 +80,19 @@ def test_fifo_in_a_folder_is_named_and_skipped_and_never_opened(tmp_path, monkey
     assert not [path for path in opened if path.endswith("waiting.png")]
 
 
+def test_special_files_are_no_images_and_do_not_count_as_unreadable_ones(tmp_path):
+    """Of twelve, one that cannot be read would be more than 5 %."""
+    root = plant(tmp_path / "set", grid(["x"], ["a", "b"], rows=6))
+    for name in ("one.png", "two.png", "three.jpg"):
+        os.mkfifo(root / "x/a" / name)
+    images = Images(open_dataset(str(root)))
+    assert len(images.skipped()) == 3 and len(images.sound()) == 12
+    dataset = open_dataset(str(root))
+    (root / "x/b/0.png").unlink()
+    with pytest.raises(DataError, match="1 of the 12 images"):
+        Images(dataset)
+
+
 def test_device_is_named_and_not_read():
     with pytest.raises(DataError, match="/dev/null is a device"):
         data_sources.Files(Path("/dev"), ["null"]).read(0)

@@ -1,13 +1,20 @@
 """Sites that come late, come back changed, or are nobody's."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from fedvlm.channel.settings import deployed
 from fedvlm.deploy.consent import give_consent
 from fedvlm.deploy.runs import absences
 from fedvlm.engines.flower.local import local_grid
+from fedvlm.engines.single import Single
 from fedvlm.errors import FederationError
+from fedvlm.maths.accounting import epsilon
 from fedvlm.result import Result
+from fedvlm.storage.sealed import read_tensors
+from fedvlm.tensors import difference
 
 NAMES = ["art", "photo", "sketch"]
 
@@ -76,3 +83,59 @@ def test_a_node_that_is_nobodys_and_never_answers_does_not_hold_a_run_up(place, 
 
     monkeypatch.setattr("fedvlm.engines.flower.wire.sleep", waits)
     assert all(sorted(line["clients"]) == NAMES for line in place.run(grid=grid).rounds)
+
+
+def held_back(grid, name, number):
+    """The site answers the round, but its answer comes when the time is over."""
+    pull, node = grid.pull_messages, grid.nodes[name]
+
+    def pulled(ids):
+        return [
+            one
+            for one in pull(ids)
+            if one.metadata.src_node_id != node or one.metadata.group_id != str(number)
+        ]
+
+    grid.pull_messages = pulled
+    return grid
+
+
+def test_a_straggler_past_the_deadline_is_missing_by_name_and_goes_on_in_the_next_round(
+    place, monkeypatch
+):
+    """It has trained, and its next round starts from where the server says, not from there."""
+    place.rules(deadline=0.0, quorum=0.6)
+    settings = place.settings({"name": "fedot", "rounds": 4, "rate": 1e-3})
+    late = place.run(settings, grid=held_back(local_grid(place.desks), "photo", 1))
+    lines = late.rounds
+    assert [sorted(line.get("missing", {})) for line in lines] == [[], ["photo"], [], []]
+    assert lines[1]["missing"]["photo"] == "it did not answer within 0 s"
+    ask = Single.round
+
+    def without(self, number, tasks):
+        return ask(self, number, [one for one in tasks if one.id in lines[number]["clients"]])
+
+    monkeypatch.setattr(Single, "round", without)
+    settings = replace(settings, channel=deployed(settings.channel, settings.method))
+    alone = place.alone(settings)
+    name = "trainings/0-all.safetensors"
+    one, other = (read_tensors(result.folder / name)[0] for result in (late, alone))
+    assert difference(one, {key: other[key] for key in one}) < 1e-5
+
+
+def test_what_a_straggler_has_released_counts_though_it_came_too_late(place):
+    place.rules(deadline=0.0, quorum=0.6)
+    noise = {"clip": 0.1, "noise": 2.0}
+    settings = place.settings({"name": "fedavg", "rounds": 3, "rate": 1e-3}, channel=noise)
+    late = place.run(settings, grid=held_back(local_grid(place.desks), "photo", 1))
+    assert list(late.rounds[1]["missing"]) == ["photo"]
+    assert late.rounds[2]["epsilon"] == pytest.approx(epsilon(2.0, 3), rel=1e-3)
+
+
+def test_too_many_stragglers_stop_the_run_and_it_goes_on_when_they_are_quick(place):
+    place.rules(deadline=0.0, quorum=0.6)
+    grid = held_back(held_back(local_grid(place.desks), "photo", 1), "art", 1)
+    with pytest.raises(FederationError, match="round 1: 1 of 3 clients answered, and 2 must") as e:
+        place.run(grid=grid)
+    assert "photo: it did not answer within 0 s" in str(e.value)
+    assert [sorted(line["clients"]) for line in place.run().rounds] == [NAMES] * 3

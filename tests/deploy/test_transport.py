@@ -19,6 +19,9 @@ SIZE = struct.Struct(">Q")
 
 
 class Echo:
+    def __init__(self, say):
+        self.say = say
+
     def answer(self, request, state):
         if "raise" in request.about:
             raise KeyError(request.about["raise"])
@@ -32,7 +35,7 @@ def exchange(data):
     with here, there:
         here.sendall(data)
         here.shutdown(socket.SHUT_WR)
-        answer_one(Echo(), there, said.append)
+        answer_one(Echo(said.append), there)
         there.close()
         return here.recv(1 << 20), said
 

@@ -168,15 +168,34 @@ def settle(
 
 
 COMPARED = 5  # clients below which nobody is called far: of four, who would be the rest?
-FAR_NORM = 3.0  # times the median, or below its third part
-FAR_COSINE = 0.5  # below the median of the clients' cosines
-FAR_SPREAD = 6.0  # or this many of their median deviations, if that is more
+SHARP = 4  # power of a cosine, by which clients that point alike are the measure of a length
+ANYONE = 0.02  # what a client that points elsewhere counts beside them
 
 
-def apart(ids: Sequence[str], dots: Tensor) -> dict[str, dict[str, float | bool]]:
-    """By client: its norm against the median, its cosine with the others, and if that is far.
+@dataclass(frozen=True)
+class Limits:
+    """From where on a client is far; chosen by `tools/poisoning.py --choose`."""
 
-    The others are the sum of their directions, so that a long one counts no more than any.
+    long: float = 2.5  # times as long as the clients that point alike
+    short: float = 6.0  # part of their length
+    norm: float = 3.0  # times the median of all, if it also points elsewhere:
+    below: float = 0.3  # its cosine so much below the median one
+    cosine: float = 0.7  # whatever its length
+    spread: float = 6.0  # or this many median deviations of the cosines, if that is more
+    often: float = 0.7  # share of a client's rounds above which it is named
+
+
+USUAL = Limits()
+
+
+def apart(
+    ids: Sequence[str], dots: Tensor, limits: Limits = USUAL
+) -> dict[str, dict[str, float | bool]]:
+    """By client: its norm against the median and against those alike, its cosine, and if it is far.
+
+    The cosine is with the sum of the others' directions, so that a long one counts no more than
+    any. A domain whose changes are long has several clients that point alike; one that is long
+    beside those that point where it does has no such excuse.
     """
     norms = dots.diagonal().sqrt()
     if len(ids) < 3 or not float(norms.median()) > 0:
@@ -185,31 +204,30 @@ def apart(ids: Sequence[str], dots: Tensor) -> dict[str, dict[str, float | bool]
     mine = unit.sum(1) - unit.diagonal()
     others = unit.sum() - 2 * unit.sum(1) + unit.diagonal()
     cosines = mine / others.clamp(min=1e-12).sqrt()
-    ratio = norms / norms.median()
-    far = outside(ratio, cosines)
+    ratio, alike = norms / norms.median(), norms / _alike(norms, unit).clamp(min=1e-300)
+    below = cosines.median() - cosines
+    elsewhere = below > max(limits.cosine, limits.spread * float(below.abs().median()))
+    far = (alike > limits.long) | (alike < 1 / limits.short) | elsewhere
+    far |= (ratio > limits.norm) & (below > limits.below)
+    if len(ids) < COMPARED:
+        far[:] = False
+    found = {"norm": ratio, "alike": alike, "cosine": cosines}
     return {
-        id: {"norm": float(ratio[i]), "cosine": float(cosines[i]), "far": bool(far[i])}
+        id: {**{key: float(one[i]) for key, one in found.items()}, "far": bool(far[i])}
         for i, id in enumerate(ids)
     }
 
 
-def outside(
-    ratio: Tensor,
-    cosines: Tensor,
-    most: float = FAR_NORM,
-    least: float = FAR_COSINE,
-    spread: float = FAR_SPREAD,
-) -> Tensor:
-    """(clients,) True where a norm against the median, or a cosine, is far from the others'."""
-    if len(ratio) < COMPARED:
-        return torch.zeros(len(ratio), dtype=torch.bool)
-    below = cosines.median() - cosines
-    limit = max(least, spread * float(below.abs().median()))
-    return (ratio > most) | (ratio < 1 / most) | (below > limit)
+def _alike(norms: Tensor, unit: Tensor) -> Tensor:
+    """(clients,) the median of the others' norms, each weighing as it points the same way."""
+    weights = (unit.clamp(min=0) ** SHARP + ANYONE).fill_diagonal_(0)
+    order = norms.argsort()
+    share = weights[:, order].cumsum(1) / weights.sum(1, keepdim=True)
+    return norms[order[(share < 0.5).sum(1)]]
 
 
 def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who was far from the rest in more than half of its rounds of a training, in words."""
+    """Who was far from the rest in most of its rounds of a training, in words."""
     seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for line in lines:
         for id, one in line["clients"].items():
@@ -218,7 +236,7 @@ def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     out = []
     for (training, id), many in sorted(seen.items()):
         far = [one for one in many if one["far"]]
-        if 2 * len(far) > len(many):
+        if len(far) > USUAL.often * len(many):
             norm, cosine = (sum(one[key] for one in far) / len(far) for key in ("norm", "cosine"))
             out.append(
                 f"client {id} was far from the rest in {len(far)} of {len(many)} rounds of "

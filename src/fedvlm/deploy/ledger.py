@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from fedvlm.errors import DataError
-from fedvlm.storage.files import disk
+from fedvlm.storage.files import appending
 
 NAME = "ledger.jsonl"
 START = "0" * 64  # what the first line says of the line before it
@@ -68,7 +68,7 @@ class Ledger:
             "content": sha256(data).hexdigest(),
             **about,
         }
-        with disk(self.path), self._locked() as file:
+        with self._locked() as file:
             before, ended = _end(file)
             line["before"] = before
             text = json.dumps(line | {"hash": _hash(line)}, ensure_ascii=False)
@@ -81,8 +81,7 @@ class Ledger:
     @contextmanager
     def _locked(self) -> Iterator[IO[bytes]]:
         """The file, open for appending by this process alone; others wait their turn."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a+b") as file:
+        with appending(self.path) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 

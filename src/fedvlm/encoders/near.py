@@ -17,9 +17,9 @@ from fedvlm.encoders.cache.decode import decode
 from fedvlm.errors import DataError
 
 SIDE = 16
-# Root mean square difference of two thumbnails, of 255. JPEG of quality 70 made of saturated
-# colours gives up to 3.3, scaling 0.6; of 600 different demo images the nearest two are 15.8 apart.
-NEAR = 4.0
+# Root mean square difference of two thumbnails, of 255, by tools/near.py on training images of the
+# demo: half of what the nearest two different ones (22.5) are apart. JPEG gives up to 14.
+NEAR = 11.0
 BLOCK = 2048  # rows compared at once
 
 
@@ -79,7 +79,7 @@ def _nearest(
         best, where = np.full(len(rows), np.inf), np.zeros(len(rows), np.int64)
         for first in range(0, len(earlier), BLOCK):
             theirs = small[earlier[first : first + BLOCK]].astype(np.float32)
-            # float32 rounds sums of 5e7 to a few units: 0.1 of the difference, NEAR is 4
+            # float32 rounds sums of 5e7 to a few units: 0.1 of the difference, NEAR is 11
             square = (mine**2).sum(1)[:, None] + (theirs**2).sum(1)[None] - 2 * mine @ theirs.T
             nearest = square.argmin(1)
             value = square[np.arange(len(rows)), nearest]

@@ -40,8 +40,7 @@ def advance(
     """
     pull = torch.full_like(gram[0], ridge)
     pull[-1] = BIAS
-    whole = BEND * gram.double() + pull.diag()
-    root = torch.linalg.cholesky(whole + 1e-12 * whole.diagonal().mean() * torch.eye(len(whole)))
+    root = _root(BEND * gram.double(), pull)
 
     def objective(loss: Tensor, at: Tensor) -> Tensor:
         return loss + (pull * (at - anchor).square()).sum() / 2
@@ -57,3 +56,17 @@ def advance(
     way = turned(down, past, lambda q: torch.cholesky_solve(q.mT, root).mT)
     point = (base - reach * way).float().double()  # as it is sent
     return Walk(point, base, slope, torch.where(better, loss, walk.loss), reach, steps, turns)
+
+
+def _root(bend: Tensor, pull: Tensor) -> Tensor:
+    """Of their sum; of a `bend` that is no sum of squares (a lie, or numbers' medians) without
+    what makes it none, so that the step stays one that goes down."""
+    least = 1e-12 * (bend.diagonal() + pull).abs().mean() * torch.eye(len(bend))
+    root: Tensor
+    root, failed = torch.linalg.cholesky_ex(bend + pull.diag() + least)
+    if int(failed):
+        values, vectors = torch.linalg.eigh((bend + bend.mT) / 2)
+        bend = (vectors * values.clamp(min=0)) @ vectors.mT
+        least = 1e-12 * (bend.diagonal() + pull).mean() * torch.eye(len(bend))
+        root = torch.linalg.cholesky((bend + bend.mT) / 2 + pull.diag() + least)
+    return root

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
 from fedvlm.errors import DataError
 
@@ -38,9 +39,10 @@ def draft(path: Path) -> Iterator[Path]:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with disk(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder(path.parent)
         try:
             yield beside
+            beside.chmod(stat.S_IMODE(beside.stat().st_mode) & _allowed(path.parent))
             with open(beside, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(beside, path)
@@ -48,11 +50,35 @@ def draft(path: Path) -> Iterator[Path]:
             beside.unlink(missing_ok=True)
 
 
-def private(folder: Path) -> None:
+def _allowed(place: Path) -> int:
+    """What others may do in a folder, they may at most do with what is in it."""
+    return stat.S_IMODE(place.stat().st_mode) & 0o777
+
+
+def folder(path: Path) -> None:
+    """A folder, and those above it, each as private as the one it is in."""
+    if not path.is_dir():
+        folder(path.parent)
+        with suppress(FileExistsError):  # another process was as quick
+            path.mkdir(mode=_allowed(path.parent))
+
+
+def private(path: Path) -> None:
     """A folder that only its owner can enter; one that is there stays as its owner made it."""
-    with disk(folder), suppress(FileExistsError):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)
+    with disk(path), suppress(FileExistsError):
+        folder(path.parent)
+        path.mkdir(mode=0o700)
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[IO[bytes]]:
+    """A file that grows, to be read as well; as private as its folder."""
+    with disk(path):
+        folder(path.parent)
+        allowed = _allowed(path.parent) & 0o666
+        made = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, allowed)
+        with os.fdopen(made, "a+b") as file:
+            yield file
 
 
 def write(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -78,18 +104,20 @@ def read_regular(path: Path, most: int = LARGEST) -> bytes:
     return data
 
 
+class NoFile(DataError):
+    """A FIFO, a socket, a device: nothing that was ever an image."""
+
+
 def _regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         what = SPECIAL.get(stat.S_IFMT(mode), "a device")
-        raise DataError(f"{path} is {what} and no file, and was not opened; remove it")
+        raise NoFile(f"{path} is {what} and no file, and was not opened; remove it")
 
 
 @contextmanager
 def alone(lock: Path, busy: str) -> Iterator[None]:
     """One process at a time; `busy` is what another is told. The lock goes with the process."""
-    with disk(lock):
-        file = open(lock, "w")  # noqa: SIM115
-    with file:
+    with appending(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -19,7 +19,7 @@ from fedvlm.deploy.flower.supernode import NOTE
 from fedvlm.deploy.kits import ServerKit, SiteKit, secret
 from fedvlm.engines.flower.api import QUIET
 from fedvlm.errors import FederationError
-from fedvlm.storage.files import write
+from fedvlm.storage.files import appending, write
 
 LINK = "fedvlm"  # the name of our connection in Flower's own settings
 POLL = "0.1"  # seconds between looks of a SuperExec for work
@@ -48,9 +48,8 @@ class Process:
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]):
         self.name, self.log, self.asked = name, log, False
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as file:
-            self.begin = file.tell()
+        with appending(log) as file:
+            self.begin = file.seek(0, os.SEEK_END)
             self.child = subprocess.Popen(
                 list(command),
                 stdout=file,
@@ -58,6 +57,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 env=dict(env),
                 start_new_session=True,
+                umask=0o077,  # its own files are nobody else's
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 

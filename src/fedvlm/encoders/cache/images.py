@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from fedvlm.data.table import Dataset
 from fedvlm.errors import DataError
+from fedvlm.storage.files import NoFile
 
 UNREADABLE = 0.05  # share of the rows above which the data is to blame and not an image
 
@@ -22,19 +23,21 @@ class Images:
         self._sizes: dict[bytes, int] = {}  # digest -> bytes
         self._unread: dict[int, str] = {}  # row -> reason
         self._undecoded: dict[bytes, str] = {}  # digest -> reason
+        none = 0
         for row in range(len(dataset.source)):
             try:
                 data = dataset.source.read(row)
             except (OSError, DataError) as error:
                 self.digests.append(b"")
                 self._unread[row] = str(error) or type(error).__name__
+                none += isinstance(error, NoFile)  # skipped by name, but no image that is unsound
                 continue
             self.digests.append(sha256(data).digest())
             self._sizes[self.digests[-1]] = len(data)
         if not self.digests:
             raise DataError(f"{dataset.name} has no images; look at its directory and filters")
         self._times = Counter(self.digests)
-        self._lost = len(self._unread)
+        self._lost, self._count = len(self._unread) - none, len(self.digests) - none
         self.first: dict[bytes, int] = {}  # digest -> the first row that has it
         for row, digest in enumerate(self.digests):
             if digest:
@@ -66,10 +69,10 @@ class Images:
         return [(self._dataset.source.name(row), reason) for row, reason in reasons if reason]
 
     def _stop_if_many(self) -> None:
-        if self._lost > UNREADABLE * len(self.digests):
+        if self._lost > UNREADABLE * self._count:
             some = "; ".join(f"{name}: {reason}" for name, reason in self.skipped()[:3])
             raise DataError(
-                f"at least {self._lost} of the {len(self.digests)} images of "
+                f"at least {self._lost} of the {self._count} images of "
                 f"{self._dataset.name} cannot be read, more than {UNREADABLE:.0%}; "
                 f"replace or remove them. The first: {some}"
             )

@@ -147,14 +147,14 @@ class Flower:
         self, parcels: Mapping[str, Parcel], number: int
     ) -> tuple[dict[str, Parcel], Tensors]:
         """The same for clients whose uploads only their sum is seen of."""
-        from fedvlm.engines.flower.secure import exchange
+        from fedvlm.engines.flower.secure import FEWEST, exchange
 
         largest = max(self.rows[id] for id in parcels)
         notice = {
             id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
         }
         sealed = self._sealed(notice)
-        if not 3 <= len(sealed) <= 1000:  # more could overflow whole numbers of 32 bits
+        if not FEWEST <= len(sealed) <= 1000:  # more could overflow whole numbers of 32 bits
             raise FederationError(
                 f"round {number}: a secure sum hides a client among others, and takes three to a "
                 f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"
@@ -166,8 +166,7 @@ class Flower:
         for id, request in sealed.items():
             words = came.words.get(self.nodes[id])
             if words is None:
-                why = came.failures.get(self.nodes[id], "it did not stay to the end of the sum")
-                why = self.left(id) or self.reason(why)
+                why = self.left(id) or self.reason(came.why(self.nodes[id]))
                 self.missing[id] = f"client {id}, round {number}: {why}"
                 continue
             with self._forgiving(id, request):  # its masked upload is in the sum all the same

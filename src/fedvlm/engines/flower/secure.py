@@ -28,6 +28,16 @@ from fedvlm.errors import FederationError
 STAGE = "secaggplus_configs"  # the record by which Flower knows a message of SecAgg+
 RANGE = 8.0  # SecAgg+ cuts larger numbers off, silently; `to_secagg` refuses them before
 KEEP = 2 / 3  # share of the sites that must stay to the end; fewer cannot lift the masks
+BEFORE = ("setup", "share_keys")  # the stages in which no upload has left any site
+FEWEST = 3  # sites in a sum: of two, either knows the other's
+
+
+class Gone(Exception):
+    """Sites left before any upload did."""
+
+    def __init__(self, nodes: set[int]) -> None:
+        super().__init__()
+        self.nodes = nodes
 
 
 def mask(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
@@ -87,6 +97,7 @@ class Exchange:
     words: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each node said
     mean: Arrays = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    there: set[int] = field(default_factory=set)  # who answered the last time
 
     def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
         return [
@@ -103,32 +114,60 @@ class Exchange:
         return None, {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Any]:
-        """Flower looks every three seconds, and forgets why a site did not answer; we do not."""
+        """Flower looks every three seconds, and forgets why a site did not answer; we do not.
+
+        Nor does it lift the masks if a site has left before all had shares of its key: the others
+        then fail at the very end. So that is said here, while nothing has been uploaded.
+        """
+        messages = list(messages)
+        early = messages[0].content[STAGE]["stage"] in BEFORE
         replies = list(collect(self.grid, self.grid.push_messages(messages), timeout))
         for one in replies:
             if one.has_error():
                 self.failures[one.metadata.src_node_id] = one.error.reason
+        self.there = {one.metadata.src_node_id for one in replies if not one.has_error()}
+        gone = {one.metadata.dst_node_id for one in messages} - self.there
+        if gone and early:
+            raise Gone(gone)
         return replies
+
+    def why(self, node: int) -> str:
+        """Why a site is in no sum."""
+        if node in self.there:
+            return "it stayed, but too few others did for the masks to be lifted"
+        return self.failures.get(node, "it did not stay to the end of the sum")
 
 
 def exchange(
     grid: Any, parcels: Mapping[int, Parcel], number: int, timeout: float | None
 ) -> Exchange:
-    """One round of SecAgg+; without enough sites to the end, nobody's words are in the result."""
+    """One round of SecAgg+; without enough sites to the end, nobody's words are in the result.
+
+    If sites leave before any has uploaded, the others begin again without them.
+    """
+    failures: dict[int, str] = {}
+    while len(parcels) >= FEWEST:
+        asked = Exchange(grid, parcels, failures=failures)
+        try:
+            _walk(asked, number, timeout)
+        except Gone as error:
+            parcels = {node: one for node, one in parcels.items() if node not in error.nodes}
+        except Exception as error:  # whatever sums that do not fit together make it raise
+            raise FederationError(f"round {number}: the secure sum failed: {error}") from error
+        else:
+            return asked
+    return Exchange(grid, {}, failures=failures, there=set(parcels))
+
+
+def _walk(asked: Exchange, number: int, timeout: float | None) -> None:
     app = flower()
-    asked = Exchange(grid, parcels)
     both: Any = asked
     state = app.RecordDict(
         {"config": app.ConfigRecord({"current_round": number}), "parameters": app.ArrayRecord()}
     )
     context = api.LegacyContext(app.Context(1, 1, {}, state, {}), strategy=both)
     # As fine as whole numbers of 32 bits allow for the sum of so many sites.
-    levels = 1 << max(22, 30 - (len(parcels) + 1).bit_length())
-    work = api.SecAggPlusWorkflow(
+    levels = 1 << max(22, 30 - (len(asked.parcels) + 1).bit_length())
+    api.SecAggPlusWorkflow(
         1.0, KEEP, max_weight=1.0, clipping_range=RANGE, quantization_range=levels, timeout=timeout
-    )
-    try:
-        work(both, context)
-    except Exception as error:  # whatever sums that do not fit together make it raise
-        raise FederationError(f"round {number}: the secure sum failed: {error}") from error
-    return asked
+    )(both, context)

@@ -10,14 +10,14 @@ from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
 from fedvlm.report.audit import kept
 from fedvlm.report.names import generalises, label
-from fedvlm.report.page import inside
+from fedvlm.report.page import apart, inside
 from fedvlm.report.page.pooled import pooled
 from fedvlm.report.page.published import beside_papers, counted
 from fedvlm.report.page.verdict import badges, judge, sentences
 from fedvlm.report.tables import MAIN
 from fedvlm.storage.files import slug
 
-FORMAT = "fedvlm report 1"
+FORMAT = "fedvlm report 2"
 CURVES = ("accuracy", "unseen", "clients F1", "clients balanced", "loss", "cosine")
 TOLD = ["identity", "data", "encoder", "rows", "classes", "dim", "trainings", "clients", "counts"]
 TOLD += ("duplicates_dropped", "reproduces", "notes", "versions", "started", "commit", "dirty")
@@ -113,6 +113,7 @@ def _run(record: Record, details: inside.Details) -> dict[str, Any]:
         "epsilon": _epsilon(lines, details),
         "far": record.far,
         "audit": kept(record),
+        "apart": apart.seen(lines),
     }
 
 

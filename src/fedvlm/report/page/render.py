@@ -16,11 +16,14 @@ from fedvlm.evaluate import scores
 from fedvlm.evaluate.scores import Table
 from fedvlm.record import Record
 from fedvlm.report.folder import runs_in
-from fedvlm.report.page import charts, panels
+from fedvlm.report.page import apart, charts, panels
 from fedvlm.report.page.gather import FORMAT, Model, gather
 from fedvlm.report.page.svg import colour
 from fedvlm.report.tables import cell
 from fedvlm.storage.files import write
+from fedvlm.storage.sealed import SEAL
+
+BEFORE = "fedvlm report 1"  # pages that have no checksum
 
 
 def write_page(
@@ -59,6 +62,7 @@ def page(model: Model) -> str:
         rows=rows(model),
         charts=charts,
         panels=panels,
+        apart=apart,
         odd=odd(model),
     )
 
@@ -88,11 +92,15 @@ def _hash(text: str) -> str:
 
 
 def embedded(model: Model) -> Markup:
-    """JSON that no name in it can break out of."""
-    plain = json.dumps(model, ensure_ascii=True, separators=(",", ":"))
+    """JSON that no name in it can break out of, with a checksum of all that it says."""
+    plain = _plain({**model, SEAL: sha256(_plain(model).encode()).hexdigest()})
     for letter in "<>&":
         plain = plain.replace(letter, f"\\u{ord(letter):04x}")
     return Markup(plain)
+
+
+def _plain(model: Model) -> str:
+    return json.dumps(model, ensure_ascii=True, separators=(",", ":"))
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -195,10 +203,13 @@ def read_page(path: Path) -> list[Record]:
         parser = _Data()
         parser.feed(path.read_text("utf-8"))
         model = json.loads(parser.found or "{}")
-        if model.get("format") != FORMAT:
+        if model.get("format") not in (FORMAT, BEFORE):
             raise ValueError("it has no runs inside")
+        seal = model.pop(SEAL, None)
+        if seal != sha256(_plain(model).encode()).hexdigest() and model["format"] != BEFORE:
+            raise ValueError("it is damaged, its checksum does not fit")
         return [PageRecord(path, run) for run in model["runs"]]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise DataError(
             f"{path} is no page of `fedvlm report` ({error}); name a run directory, or such a page"
         ) from error

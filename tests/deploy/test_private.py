@@ -1,0 +1,70 @@
+"""Nobody else on the machine can read what a kit, a server or a cache keeps."""
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+import fedvlm
+from fedvlm.deploy.flower.processes import Process
+
+
+def readable(folder):
+    """Files and folders that anyone but the owner can do something with."""
+    paths = [folder, *folder.rglob("*")]
+    return [str(one) for one in paths if stat.S_IMODE(one.stat().st_mode) & 0o077]
+
+
+def test_kits_and_server_are_their_owners_after_a_whole_run(tmp_path, rows, place_of):
+    before = os.umask(0o022)
+    try:
+        place = place_of(tmp_path, rows)
+        place.run()
+    finally:
+        os.umask(before)
+    names = {one.name for one in (tmp_path / "kits").rglob("*")}
+    assert {"ledger.jsonl", "policy.toml", "server.toml", "local.safetensors"} <= names
+    for one in (tmp_path / "kits").iterdir():
+        assert readable(one) == []
+
+
+def test_a_cache_is_its_owners(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDVLM_CACHE", str(tmp_path / "cache"))
+    for name in "ab":
+        for row in range(8):
+            path = tmp_path / "set" / name / f"{row}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (ord(name), 9 * row, 5)).save(path)
+    before = os.umask(0o022)
+    try:
+        fedvlm.run(
+            "zero-shot",
+            data=str(tmp_path / "set"),
+            encoder="demo",
+            protocol="own-test",
+            clients={"by": "dirichlet", "count": 2, "minimum": 1},
+            out=tmp_path / "run",
+        )
+    finally:
+        os.umask(before)
+    assert any(one.is_file() for one in (tmp_path / "cache").rglob("*"))
+    assert readable(tmp_path / "cache") == []
+
+
+def test_what_flowers_processes_write_is_their_owners(tmp_path):
+    code = "open('made', 'w').close()"
+    before = os.umask(0o022)
+    try:
+        one = Process(
+            "a child",
+            [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {code}"],
+            tmp_path / "log",
+            os.environ,
+        )
+        one.child.wait(60)
+    finally:
+        os.umask(before)
+        one.stop()
+    assert stat.S_IMODE((Path(tmp_path) / "made").stat().st_mode) == 0o600

@@ -1,0 +1,47 @@
+"""What lies in a folder of one person is that person's alone, whatever the umask."""
+
+import os
+import stat
+
+import pytest
+
+from fedvlm.storage.files import alone, appending, private, write
+
+
+@pytest.fixture(autouse=True)
+def generous():
+    """Files of programs that do not care would be readable by all."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_files_and_folders_in_a_private_folder_are_private(tmp_path):
+    own = tmp_path / "own"
+    private(own)
+    write(own / "plain", b"1")
+    write(own / "deep" / "deeper" / "file", b"1")
+    with appending(own / "log") as file:
+        file.write(b"1")
+    with alone(own / "lock", "busy"):
+        pass
+    found = {str(path.relative_to(own)): mode(path) for path in own.rglob("*")}
+    folders = {"deep", "deep/deeper"}
+    assert {one: found.pop(one) for one in folders} == dict.fromkeys(folders, 0o700)
+    assert set(found) == {"plain", "deep/deeper/file", "log", "lock"}
+    assert set(found.values()) == {0o600}
+
+
+def test_files_in_an_open_folder_are_as_the_umask_says(tmp_path):
+    (tmp_path / "all").mkdir(mode=0o755)
+    write(tmp_path / "all" / "file", b"1")
+    write(tmp_path / "all" / "more" / "file", b"1")
+    assert mode(tmp_path / "all" / "file") == mode(tmp_path / "all" / "more" / "file") == 0o644
+    assert mode(tmp_path / "all" / "more") == 0o755
+    os.umask(0o077)
+    write(tmp_path / "all" / "other", b"1")
+    assert mode(tmp_path / "all" / "other") == 0o600
