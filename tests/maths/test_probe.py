@@ -80,6 +80,16 @@ def test_a_fit_that_has_arrived_stays_where_it_is():
     assert torch.equal(short.heads.weight, long.heads.weight)
 
 
+@pytest.mark.parametrize(("count", "classes"), [(120, 40), (80, 20), (40, 2)])
+def test_a_fit_of_many_classes_arrives_at_every_ridge(count, classes):
+    draw = torch.Generator().manual_seed(0)
+    centres, y = torch.randn(classes, 64, generator=draw), torch.arange(count) % classes
+    x = torch.nn.functional.normalize(centres[y] + torch.randn(count, 64, generator=draw), dim=1)
+    nothing = probe.Head(torch.zeros(classes, 64), torch.zeros(classes))
+    every = torch.ones(classes, dtype=torch.bool)
+    assert probe.fit(x, y, ridges(*probe.RIDGES), nothing, every).slope.max() < 1e-4
+
+
 def test_slopes_of_clients_add_up_to_those_of_all_rows_and_are_the_derivative():
     x, y = rows()
     loss, slope = probe.pull_of(anchor(), x, y)

@@ -9,6 +9,7 @@ ends up with is one linear head:
   often it has each class.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -171,28 +172,33 @@ class Auto:
         return _probe.head((share[:, None, None] * joined).sum(0))
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        shared = probe.Head(sent["weight"].double(), sent["bias"].double())
-        x, y = client.held_x.double(), client.held_y
-        _, path, there = own_path(frozen, client)
-        own = lowered(path.heads, client, there)
-        share = blend.averaged(own.logits(x), y)[:, None]
-        alone = probe.Head((share[..., None] * own.weight).sum(0), (share * own.bias).sum(0))
-        counts = gaussian.members(client.y, len(frozen.classes)).sum(0)
-        often = probe.Head(torch.zeros_like(shared.weight), (counts + SCARCE).log())
-        parts = [shared, alone, self.posterior(sent, client, counts), often]
+        parts = self.candidates(frozen, sent, client)
+        logits = torch.stack([part.logits(client.held_x.double()) for part in parts])
+        shares = self.weigh(logits, client.held_y)
         joined = torch.stack([part.joined() for part in parts])
-        logits = torch.stack([part.logits(x) for part in parts])
-        heats = [blend.heat(one, y) - torch.tensor(3.0).log() for one in logits[:3]]
-        start = torch.stack([*heats, torch.full_like(heats[0], OPEN)])
-        shares = blend.blend(logits, y, start).exp()
         found = probe.split((shares[:, None, None] * joined).sum(0))
         return {
-            "weight change": (found.weight - shared.weight).float(),
-            "bias change": (found.bias - shared.bias).float(),
+            "weight change": (found.weight - sent["weight"].double()).float(),
+            "bias change": (found.bias - sent["bias"].double()).float(),
             "shares": shares.float(),
         }
 
-    def posterior(self, sent: Tensors, client: Client, counts: Tensor) -> probe.Head:
+    def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[probe.Head]:
+        """What a client mixes: classifiers, and last how often it has each class."""
+        shared = probe.Head(sent["weight"].double(), sent["bias"].double())
+        _, path, there = own_path(frozen, client)
+        own = averaged(lowered(path.heads, client, there), client)
+        counts = gaussian.members(client.y, len(frozen.classes)).sum(0)
+        often = probe.Head(torch.zeros_like(shared.weight), (counts + SCARCE).log())
+        return [shared, own, self.posterior(sent, client), often]
+
+    def weigh(self, logits: Tensor, y: Tensor) -> Tensor:
+        """(parts,) what each weighs: from equal classifiers at their own temperatures on."""
+        heats = torch.stack([blend.heat(one, y) for one in logits[:-1]])
+        start = torch.cat([heats - math.log(len(heats)), heats.new_full((1,), OPEN)])
+        return blend.blend(logits, y, start).exp()
+
+    def posterior(self, sent: Tensors, client: Client) -> probe.Head:
         """TOFA's discriminant: everyone's statistics with the client's rows added."""
         if "means" not in sent:  # an earlier round was chosen
             return probe.Head(0.0 * sent["weight"].double(), 0.0 * sent["bias"].double())
@@ -233,6 +239,12 @@ def three_parts(held: Tensors, text: probe.Head | None = None) -> list[probe.Hea
         torch.where(whole, held["gauss bias"], mean.bias),
     )
     return [mean, gauss] if text is None else [text, mean, gauss]
+
+
+def averaged(family: probe.Head, client: Client) -> probe.Head:
+    """The mean of heads of one family, by the likelihood of the client's validation rows."""
+    share = blend.averaged(family.logits(client.held_x.double()), client.held_y)[:, None]
+    return probe.Head((share[..., None] * family.weight).sum(0), (share * family.bias).sum(0))
 
 
 def lowered(head: probe.Head, client: Client, there: Tensor) -> probe.Head:
