@@ -6,6 +6,7 @@ from sklearn.linear_model import LogisticRegression
 from torch.func import vmap
 
 from fedvlm.maths import blend, probe, quasi
+from fedvlm.record import SETTLED
 
 CLASSES, DIM, ROWS = 5, 24, 90
 ALL = torch.ones(CLASSES, dtype=torch.bool)
@@ -166,3 +167,28 @@ def test_a_path_is_averaged_by_likelihood():
     assert weights[0] > 0.9 and weights[1:].max() < 1e-3
     none = blend.averaged(torch.stack([right, -right]), torch.full_like(y, -1))
     assert torch.allclose(none, torch.full_like(none, 0.5))
+
+
+@pytest.mark.parametrize(("classes", "count"), [(2, 60), (5, 90), (20, 120)])
+def test_a_fit_that_counts_as_converged_is_the_solution_of_scikit_learn(classes, count):
+    draw = torch.Generator().manual_seed(classes)
+    centres, y = torch.randn(classes, DIM, generator=draw), torch.arange(2 * count) % classes
+    x = centres[y] + torch.randn(2 * count, DIM, generator=draw)
+    x = torch.nn.functional.normalize(x, dim=1).double()
+    fresh, x, y = x[count:], x[:count], y[:count]
+    nothing = probe.Head(torch.zeros(classes, DIM), torch.zeros(classes))
+    settled = 0
+    for ridge in (1e-2, 1e-4, 1e-6):
+        half = 2 if classes == 2 else 1  # its one row of two classes bears the ridge of both
+        theirs = LogisticRegression(C=half / (count * ridge), tol=1e-10, max_iter=20_000)
+        theirs.fit(x.numpy(), y.numpy())
+        said = torch.from_numpy(theirs.predict_proba(fresh.numpy()))
+        for steps in (10, 20, 30, 40):
+            every = torch.ones(classes, dtype=torch.bool)
+            path = probe.fit(x, y, ridges(ridge), nothing, every, steps)
+            if path.slope[0] <= SETTLED:
+                settled += 1
+                ours = path.heads.logits(fresh)[0].softmax(1)
+                assert (ours.argmax(1) == said.argmax(1)).double().mean() >= 0.98
+                assert (ours - said).abs().max() < 0.05
+    assert settled >= 6
