@@ -177,18 +177,15 @@ def test_a_fit_that_counts_as_converged_is_the_solution_of_scikit_learn(classes,
     x = torch.nn.functional.normalize(x, dim=1).double()
     fresh, x, y = x[count:], x[:count], y[:count]
     nothing = probe.Head(torch.zeros(classes, DIM), torch.zeros(classes))
-    settled = 0
-    for ridge in (1e-2, 1e-4, 1e-6):
+    every, settled = torch.ones(classes, dtype=torch.bool), 0
+    for ridge in (1e-2, 1e-3, 1e-4):
         half = 2 if classes == 2 else 1  # its one row of two classes bears the ridge of both
         theirs = LogisticRegression(C=half / (count * ridge), tol=1e-10, max_iter=20_000)
-        theirs.fit(x.numpy(), y.numpy())
-        said = torch.from_numpy(theirs.predict_proba(fresh.numpy()))
+        said = torch.from_numpy(theirs.fit(x.numpy(), y.numpy()).predict_proba(fresh.numpy()))
         for steps in (10, 20, 30, 40):
-            every = torch.ones(classes, dtype=torch.bool)
             path = probe.fit(x, y, ridges(ridge), nothing, every, steps)
             if path.slope[0] <= SETTLED:
                 settled += 1
                 ours = path.heads.logits(fresh)[0].softmax(1)
-                assert (ours.argmax(1) == said.argmax(1)).double().mean() >= 0.98
-                assert (ours - said).abs().max() < 0.05
+                assert (ours - said).abs().max() < 1e-2
     assert settled >= 6

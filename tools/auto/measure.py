@@ -1,4 +1,4 @@
-"""auto beside other methods on all data sets at hand: accuracies, and paired differences.
+"""auto beside other methods on all data sets at hand; tools.auto.table prints what came of it.
 
 python -m tools.auto.measure --stores FOLDER --seeds 5 [--sets demo] [--methods auto,alone]
 Rates of methods that train by gradients are chosen on validation rows, per set and seed, by a third
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedvlm.engines.client import predict
 from fedvlm.engines.loop import finish, open_engine, start, train
@@ -26,7 +25,6 @@ from fedvlm.runner.settings import build
 from tools.auto.fits import Fits, remembered
 from tools.auto.sets import LODO, Set, every
 
-DRAWS = 2000  # of the bootstrap
 LARGE = 50.0  # a logit scale above it is CLIP's
 RATES = {  # by the encoder's logit scale: the demo's, CLIP's
     "fedavg": ((1e-2, 3e-2, 1e-1), (5e-5, 5e-4, 5e-3)),
@@ -126,63 +124,6 @@ def measure(one: Set, name: str, seed: int, fits: Fits) -> dict[str, Any]:
     return {**seen, **spent, "settings": many[0]}
 
 
-Groups = list[list[NDArray[np.float64]]]  # hits by seed and client
-
-
-def share(groups: Groups, draw: np.random.Generator | None = None, like: int = 0) -> float:
-    """Mean over seeds of the mean over clients, of the rows or of a bootstrap draw of both."""
-    seeds = range(len(groups))
-    rng = np.random.default_rng(like) if draw is None else draw
-    chosen = rng.integers(0, len(groups), len(groups)) if draw is not None else seeds
-    out = []
-    for seed in chosen:
-        parts = [
-            one[rng.integers(0, len(one), len(one))].mean() if draw is not None else one.mean()
-            for one in groups[seed]
-        ]
-        out.append(np.mean(parts))
-    return float(np.mean(out))
-
-
-def interval(first: Groups, second: Groups) -> tuple[float, float, float]:
-    """Mean difference, and where 95 % of bootstrap draws over seeds and rows have it (paired)."""
-    apart = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)]
-    draw = np.random.default_rng(0)
-    many = [share(apart, draw) for _ in range(DRAWS)]
-    low, high = np.quantile(many, (0.025, 0.975))
-    return 100 * share(apart), 100 * float(low), 100 * float(high)
-
-
-def told(found: dict[str, dict[int, dict[str, Any]]], column: str) -> dict[str, Groups]:
-    """Hits by method, of methods that have the column for every seed."""
-    return {
-        name: [
-            [
-                np.array([int(c) for c in text], dtype=np.float64)
-                for text in seeds[s]["hits"][column]
-            ]
-            for s in sorted(seeds)
-        ]
-        for name, seeds in found.items()
-        if all(column in one.get("hits", {}) for one in seeds.values())
-    }
-
-
-def lines(name: str, found: dict[str, dict[int, dict[str, Any]]]) -> Iterator[str]:
-    for column in ("unseen", "own"):
-        groups = told(found, column)
-        if "auto" not in groups:
-            continue
-        seen = {key: 100 * share(one) for key, one in groups.items()}
-        row = " ".join(f"{key} {value:.1f}" for key, value in seen.items())
-        yield f"{name} ({column}): {row}"
-        others = {key: value for key, value in seen.items() if key not in ("auto", "chance")}
-        if others:
-            best = max(others, key=lambda key: others[key])
-            gap, low, high = interval(groups["auto"], groups[best])
-            yield f"    auto - {best}: {gap:+.2f} [{low:+.2f}, {high:+.2f}]"
-
-
 def file_name(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "-")
 
@@ -201,7 +142,6 @@ def main() -> None:
         if args.sets not in name:
             continue
         one: Set | None = None
-        found: dict[str, dict[int, dict[str, Any]]] = {}
         for seed in range(args.seeds):
             with remembered() as fits:
                 for method in args.methods.split(","):
@@ -209,9 +149,7 @@ def main() -> None:
                     if not path.exists():
                         one = one or opened()
                         path.write_text(json.dumps(measure(one, method, seed, fits)))
-                    found.setdefault(method, {})[seed] = json.loads(path.read_text())
-        for line in lines(name, found):
-            print(line, flush=True)
+                    print(f"{name}, {method}, seed {seed}", flush=True)
 
 
 if __name__ == "__main__":
