@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from fedvlm.core import make
 from fedvlm.engines.client import client
 from fedvlm.maths import probe
 from fedvlm.testing import learn, toy_world
 from tools.auto.choose import FIRST, REPORTED, chosen, untested
 from tools.auto.measure import prepared_of
-from tools.auto.recipes import RECIPES, SHIPPED, heads_of, rotations
+from tools.auto.recipes import RECIPES, SHIPPED, Remembering, heads_of, rotations
 from tools.auto.sets import LODO, Set
 
 
@@ -37,22 +36,23 @@ def test_no_row_that_is_reported_chooses(rows_like, split):
 
 
 def test_the_recipe_that_ships_is_auto():
-    world = toy_world(make("auto", rounds=4), (60, 50, 70, 40))
+    world = toy_world(Remembering(rounds=4), (60, 50, 70, 40))
     outcome = learn(world)
     sent = world.method.send(outcome.shared, "")
     for id, local in outcome.local.items():
         one = client(world, id, 0)
-        head = SHIPPED.head(heads_of(world.method, world.frozen, sent, one, False), one)
+        head = SHIPPED.head(
+            heads_of(world.method, world.frozen, outcome.shared, sent, one, False), one
+        )
         theirs = world.method.predict(world.frozen, sent, local, one.x)
         assert torch.allclose(head.logits(one.x.double()).float(), theirs, atol=1e-3)
 
 
 def test_a_rotation_starts_at_the_shared_head_and_lowers_the_loss():
-    world = toy_world(make("auto", rounds=4), (60, 50, 70, 40))
+    world = toy_world(Remembering(rounds=4), (60, 50, 70, 40))
     sent = world.method.send(learn(world).shared, "")
     one = client(world, "client-0", 0)
-    heads = heads_of(world.method, world.frozen, sent, one, True)
-    path = rotations(heads["shared"], one)
+    path = rotations(probe.Head(sent["weight"].double(), sent["bias"].double()), one)
     assert torch.allclose(path.weight[0].float(), sent["weight"], atol=1e-4)
     losses = probe.losses(path.logits(one.x.double()), one.y)
     assert (losses[1:4].diff() < 0).all() and losses[1] < losses[0]

@@ -20,18 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvlm.core import make
 from fedvlm.data.table import Embedded
 from fedvlm.engines.client import client
 from fedvlm.engines.loop import open_engine, start, train
 from fedvlm.engines.state import Plan, State
 from fedvlm.maths import probe
 from fedvlm.methods import _probe
-from fedvlm.methods.auto import Auto
 from fedvlm.runner.prepare import Prepared
 from tools.auto.fits import remembered
 from tools.auto.measure import file_name, prepared_of
-from tools.auto.recipes import RECIPES, SHIPPED, heads_of
+from tools.auto.recipes import RECIPES, SHIPPED, Remembering, heads_of
 from tools.auto.sets import Set, every
 
 REPORTED = range(5)
@@ -79,8 +77,7 @@ def judged(prepared: Prepared) -> Found:
         for training in prepared.trainings
         for rounds in sorted({one.rounds for one in RECIPES})
     ):
-        method = make("auto", rounds=rounds)
-        assert isinstance(method, Auto)
+        method = Remembering(rounds=rounds)
         world = replace(prepared.world(training), method=method)
         state, fresh = start(world)
         engine = open_engine("single", world, 1, rounds)
@@ -94,7 +91,7 @@ def judged(prepared: Prepared) -> Found:
                 here = client(world, id, 0)
                 unseen = id in training.unseen
                 more = SHIPPED in recipes
-                heads = {} if unseen else heads_of(method, world.frozen, sent, here, more)
+                heads = {} if unseen else heads_of(method, world.frozen, shared, sent, here, more)
                 for recipe in recipes:
                     head = probe.Head(sent["weight"].double(), sent["bias"].double())
                     head = head if unseen else recipe.head(heads, here)

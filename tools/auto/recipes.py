@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.maths import blend, probe
+from fedvlm.maths import blend, gaussian, probe
 from fedvlm.maths.cayley import inverse
 from fedvlm.methods.alone import own_path
-from fedvlm.methods.auto import OPEN, Auto, averaged
+from fedvlm.methods.auto import OPEN, Auto, averaged, lowered, moments
 
 ANGLE = 0.05  # of a step of the rotation, in the norm of its skew matrix
 KEPT = (0, 1, 2, 4, 8, 16, 24)  # steps after which the rotation is a candidate
@@ -48,19 +48,20 @@ class Recipe:
         return blend.blend(logits, y, start, self.belief).exp()
 
 
-SHIPPED = Recipe("shared, own, gaussian, often", ("shared", "own", "gaussian", "often"))
+SHIPPED = Recipe("without gaussian", ("shared", "own", "often"))
+FOUR = Recipe("shared, own, gaussian, often", ("shared", "own", "gaussian", "often"))
 RECIPES = (  # from the simplest
     Recipe("shared", ("shared",)),
     Recipe("the likeliest one", ("shared", "own", "gaussian"), one=True),
-    Recipe("without gaussian", ("shared", "own", "often")),
+    SHIPPED,
     Recipe("without own", ("shared", "gaussian", "often")),
     Recipe("without often", ("shared", "own", "gaussian")),
-    replace(SHIPPED, name="eight rounds", rounds=8),
-    replace(SHIPPED, name="path alone shared", path=True),
-    SHIPPED,
-    replace(SHIPPED, name="belief 1/2", belief=0.5),
-    replace(SHIPPED, name="belief 2", belief=2.0),
-    replace(SHIPPED, name="start by likelihood", lean=1.0),
+    replace(FOUR, name="eight rounds", rounds=8),
+    replace(FOUR, name="path alone shared", path=True),
+    FOUR,
+    replace(FOUR, name="belief 1/2", belief=0.5),
+    replace(FOUR, name="belief 2", belief=2.0),
+    replace(FOUR, name="start by likelihood", lean=1.0),
     Recipe("near for own", ("shared", "near", "gaussian", "often")),
     Recipe("near too", ("shared", "own", "near", "gaussian", "often")),
     Recipe("rotated too", ("shared", "own", "gaussian", "rotated", "often")),
@@ -68,10 +69,25 @@ RECIPES = (  # from the simplest
 )
 
 
-def heads_of(method: Auto, frozen: Frozen, sent: Tensors, client: Client, more: bool) -> Heads:
-    """All that a recipe may mix; `more` than what auto ships costs time."""
-    names = ("shared", "own", "gaussian", "often")
+@dataclass(frozen=True)
+class Remembering(Auto):
+    """auto whose server keeps the statistics, for the Gaussian classes of single clients."""
+
+    def gaussians(self, total: Tensors) -> Tensors:
+        kept = {f"walk {key}": value for key, value in moments(total)._asdict().items()}
+        return super().gaussians(total) | kept
+
+
+def heads_of(
+    method: Auto, frozen: Frozen, shared: Tensors, sent: Tensors, client: Client, more: bool
+) -> Heads:
+    """All that a recipe may mix; `more` than one set of rounds needs costs time."""
+    names = ("shared", "own", "often")
     heads = dict(zip(names, method.candidates(frozen, sent, client), strict=True))
+    prior = gaussian.Moments(*(shared[f"walk {key}"] for key in gaussian.Moments._fields))
+    known = gaussian.posterior(prior, client.x, client.y, 1.0)
+    rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
+    heads["gaussian"] = lowered(probe.Head(rule.weight, rule.bias), client, known.counts > 0)
     if more:
         ridges, _, there = own_path(frozen, client)
         near = probe.fit(client.x, client.y, ridges, heads["shared"], torch.ones_like(there)).heads

@@ -5,8 +5,7 @@ Every part is linear in the embedding, and parts are mixed on their logits, so t
 ends up with is one linear head:
 - shared: zero-shot text; one logistic regression over all clients, followed from text to a weak
   ridge and averaged over that path by validation likelihood; Gaussian classes of one covariance.
-- own: a logistic regression on its rows alone, the Gaussian classes with its rows added, and how
-  often it has each class.
+- own: a logistic regression on its rows alone, and how often it has each class.
 """
 
 import math
@@ -58,20 +57,16 @@ class Auto:
             "walk gram": torch.zeros((dim + 1) * (dim + 2) // 2),
             "gauss weight": torch.zeros(classes, dim),
             "gauss bias": torch.zeros(classes),
-            "counts": torch.zeros(classes),
-            "means": torch.zeros(classes, dim),
-            "scatter": torch.zeros(dim * (dim + 1) // 2),
         }
         local = {"weight change": torch.zeros(classes, dim), "bias change": torch.zeros(classes)}
-        return shared, local | {"shares": torch.zeros(4)}
+        return shared, local | {"shares": torch.zeros(3)}
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         """What the coming exchange is about, which its keys tell; at the end, what was found."""
         if "walk round" not in shared:  # a site's classifier holds what was sent in the end
             return shared
         done = int(shared["walk round"])
-        more = {1: ("gauss weight", "gauss bias"), 0: ("counts", "means", "scatter")}
-        keys = more.get(max(self.rounds - done, 0), ())
+        keys = ("gauss weight", "gauss bias") if done == self.rounds - 1 else ()
         out = {key: shared[key] for key in ("weight", "bias", *keys)}
         return out | ({"begun": torch.ones(())} if done else {})
 
@@ -144,20 +139,9 @@ class Auto:
         return {"walk mean": mean, "walk least": least, "walk mass": before + now}
 
     def gaussians(self, total: Tensors) -> Tensors:
-        dim = total["sums"].shape[1]
-        gram = gaussian.definite(gaussian.unpack(total["gram"], dim + 1))
-        second = gram[:-1, :-1]
-        known = gaussian.centred(total["counts"], total["sums"], second)
-        named = gaussian.Moments(known.counts[:-1], known.means[:-1], known.scatter)
-        rule = gaussian.discriminant(named, gaussian.ridge(named, 1.0))
-        out = {
-            "gauss weight": rule.weight,
-            "gauss bias": rule.bias,
-            "counts": named.counts,
-            "means": named.means,
-            "scatter": gaussian.pack(named.scatter),
-            "walk gram": total["gram"],
-        }
+        known = moments(total)
+        rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
+        out = {"gauss weight": rule.weight, "gauss bias": rule.bias, "walk gram": total["gram"]}
         return {key: value.float() for key, value in out.items()}
 
     def mixed(self, shared: Tensors, loss: Tensor) -> Tensors:
@@ -190,7 +174,7 @@ class Auto:
         own = averaged(lowered(path.heads, client, there), client)
         counts = gaussian.members(client.y, len(frozen.classes)).sum(0)
         often = probe.Head(torch.zeros_like(shared.weight), (counts + SCARCE).log())
-        return [shared, own, self.posterior(sent, client), often]
+        return [shared, own, often]
 
     def weigh(self, logits: Tensor, y: Tensor) -> Tensor:
         """(parts,) what each weighs: from equal classifiers at their own temperatures on."""
@@ -198,25 +182,23 @@ class Auto:
         start = torch.cat([heats - math.log(len(heats)), heats.new_full((1,), OPEN)])
         return blend.blend(logits, y, start).exp()
 
-    def posterior(self, sent: Tensors, client: Client) -> probe.Head:
-        """TOFA's discriminant: everyone's statistics with the client's rows added."""
-        if "means" not in sent:  # an earlier round was chosen
-            return probe.Head(0.0 * sent["weight"].double(), 0.0 * sent["bias"].double())
-        scatter = gaussian.unpack(sent["scatter"].double(), sent["means"].shape[1])
-        prior = gaussian.Moments(sent["counts"].double(), sent["means"].double(), scatter)
-        known = gaussian.posterior(prior, client.x, client.y, 1.0)
-        rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
-        return lowered(probe.Head(rule.weight, rule.bias), client, known.counts > 0)
-
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         weight = sent["weight"] + local["weight change"]
         return x @ weight.mT + sent["bias"] + local["bias change"]
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        names = ("share of shared", "share of own", "share of gaussian", "share of frequencies")
+        names = ("share of shared", "share of own", "share of frequencies")
         return dict(zip(names, local["shares"].tolist(), strict=True))
 
     name = "auto"
+
+
+def moments(total: Tensors) -> gaussian.Moments:
+    """Of the classes by name, from the sums of all clients."""
+    dim = total["sums"].shape[1]
+    second = gaussian.definite(gaussian.unpack(total["gram"], dim + 1))[:-1, :-1]
+    known = gaussian.centred(total["counts"], total["sums"], second)
+    return gaussian.Moments(known.counts[:-1], known.means[:-1], known.scatter)
 
 
 def mixes(parts: int) -> Tensor:
