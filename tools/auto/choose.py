@@ -113,7 +113,7 @@ def table(found: dict[str, dict[int, Found]]) -> Iterator[str]:
             for recipe in RECIPES:
                 here = np.array([one[recipe.name][column] for one in seeds.values()])
                 apart, error = float((here - ships).mean()), spread(here - ships)
-                yield f"  {recipe.name:30} {here.mean():6.2f} {apart:+6.2f} {error:5.2f}"
+                yield f"  {recipe.name:36} {here.mean():6.2f} {apart:+6.2f} {error:5.2f}"
 
 
 def spread(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
@@ -137,7 +137,7 @@ def chosen(found: dict[str, dict[int, Found]]) -> Iterator[str]:
     for name, sets in by_set.items():
         errors = [spread(mine - its) for mine, its in zip(sets, by_set[best], strict=True)]
         error = float(np.sqrt(np.sum(np.square(errors)))) / len(errors)
-        yield f"  {name:30} {means[name]:6.2f} {means[name] - means[best]:+6.2f} {error:5.2f}"
+        yield f"  {name:36} {means[name]:6.2f} {means[name] - means[best]:+6.2f} {error:5.2f}"
         if means[name] >= means[best] - error:
             within.append(name)
     yield f"chosen: {within[0]}"

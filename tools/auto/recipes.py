@@ -21,7 +21,7 @@ Heads = Mapping[str, probe.Head]
 class Recipe:
     name: str
     parts: tuple[str, ...]  # classifiers; "often" is how often a client has each class
-    belief: float = blend.BELIEF
+    belief: float = 1.0
     lean: float = 0.0  # 1: classifiers start by their likelihood, 0: all at the same weight
     one: bool = False  # the likeliest classifier instead of a mix
     path: bool = False  # shared is the path's mean alone, without text and Gaussian classes
@@ -38,7 +38,7 @@ class Recipe:
         return probe.split((shares[:, None, None] * torch.stack([h.joined() for h in many])).sum(0))
 
     def shares(self, logits: Tensor, y: Tensor) -> Tensor:
-        """(parts,); with the default belief and lean this is `Auto.weigh`."""
+        """(parts,); with what ships this is `Auto.weigh`."""
         heats = torch.stack([blend.heat(one, y) for one in logits[:-1]])
         found = probe.losses(heats.exp()[:, None, None] * logits[:-1], y)
         if self.one:
@@ -48,12 +48,18 @@ class Recipe:
         return blend.blend(logits, y, start, self.belief).exp()
 
 
-SHIPPED = Recipe("without gaussian", ("shared", "own", "often"))
+THREE = Recipe("without gaussian", ("shared", "own", "often"))
+SHIPPED = replace(THREE, name="without gaussian, belief 2", belief=2.0)
 FOUR = Recipe("shared, own, gaussian, often", ("shared", "own", "gaussian", "often"))
 RECIPES = (  # from the simplest
     Recipe("shared", ("shared",)),
     Recipe("the likeliest one", ("shared", "own", "gaussian"), one=True),
+    THREE,
     SHIPPED,
+    replace(THREE, name="without gaussian, half by likelihood", lean=0.5),
+    replace(THREE, name="without gaussian, by likelihood", lean=1.0),
+    Recipe("shared, near, often", ("shared", "near", "often")),
+    Recipe("shared, near, own, often", ("shared", "near", "own", "often")),
     Recipe("without own", ("shared", "gaussian", "often")),
     Recipe("without often", ("shared", "own", "gaussian")),
     replace(FOUR, name="eight rounds", rounds=8),
