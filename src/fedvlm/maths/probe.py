@@ -96,7 +96,7 @@ def fit(
 def side_by_side(left: Tensor, many: Tensor) -> Tensor:
     """left @ one, for each of many: as one product, since narrow ones are slow."""
     wide = left @ many.transpose(0, 1).flatten(1)
-    return wide.unflatten(1, (len(many), -1)).transpose(0, 1)
+    return wide.reshape(len(left), len(many), -1).transpose(0, 1)
 
 
 def turned(
