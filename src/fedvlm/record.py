@@ -27,7 +27,7 @@ from fedvlm.storage.sealed import (
 
 FORMAT = 1  # of what a run leaves on disk; another number is not read
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
-SETTLED = 1e-4  # a larger one is told; where scikit-learn stops by default
+SETTLED = 1e-5  # a larger one is told; below it scikit-learn predicts the same: auto.md
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 AUDIT = "audit.json"  # likewise
 # of a run's folder; a page, a table and bars may lie there too, and are written anew

@@ -6,6 +6,7 @@ from sklearn.linear_model import LogisticRegression
 from torch.func import vmap
 
 from fedvlm.maths import blend, probe, quasi
+from fedvlm.record import SETTLED
 
 CLASSES, DIM, ROWS = 5, 24, 90
 ALL = torch.ones(CLASSES, dtype=torch.bool)
@@ -78,6 +79,16 @@ def test_a_fit_that_has_arrived_stays_where_it_is():
     short, long = (probe.fit(x, y, ridges(1e-1), NOTHING, ALL, steps) for steps in (40, 80))
     assert short.slope.max() < probe.STILL
     assert torch.equal(short.heads.weight, long.heads.weight)
+
+
+@pytest.mark.parametrize(("count", "classes"), [(120, 40), (80, 20), (40, 2)])
+def test_a_fit_of_many_classes_arrives_at_every_ridge(count, classes):
+    draw = torch.Generator().manual_seed(0)
+    centres, y = torch.randn(classes, 64, generator=draw), torch.arange(count) % classes
+    x = torch.nn.functional.normalize(centres[y] + torch.randn(count, 64, generator=draw), dim=1)
+    nothing = probe.Head(torch.zeros(classes, 64), torch.zeros(classes))
+    every = torch.ones(classes, dtype=torch.bool)
+    assert probe.fit(x, y, ridges(*probe.RIDGES), nothing, every).slope.max() < 1e-4
 
 
 def test_slopes_of_clients_add_up_to_those_of_all_rows_and_are_the_derivative():
@@ -156,3 +167,25 @@ def test_a_path_is_averaged_by_likelihood():
     assert weights[0] > 0.9 and weights[1:].max() < 1e-3
     none = blend.averaged(torch.stack([right, -right]), torch.full_like(y, -1))
     assert torch.allclose(none, torch.full_like(none, 0.5))
+
+
+@pytest.mark.parametrize(("classes", "count"), [(2, 60), (5, 90), (20, 120)])
+def test_a_fit_that_counts_as_converged_is_the_solution_of_scikit_learn(classes, count):
+    draw = torch.Generator().manual_seed(classes)
+    centres, y = torch.randn(classes, DIM, generator=draw), torch.arange(2 * count) % classes
+    x = centres[y] + torch.randn(2 * count, DIM, generator=draw)
+    x = torch.nn.functional.normalize(x, dim=1).double()
+    fresh, x, y = x[count:], x[:count], y[:count]
+    nothing = probe.Head(torch.zeros(classes, DIM), torch.zeros(classes))
+    every, settled = torch.ones(classes, dtype=torch.bool), 0
+    for ridge in (1e-2, 1e-3, 1e-4):
+        half = 2 if classes == 2 else 1  # its one row of two classes bears the ridge of both
+        theirs = LogisticRegression(C=half / (count * ridge), tol=1e-10, max_iter=20_000)
+        said = torch.from_numpy(theirs.fit(x.numpy(), y.numpy()).predict_proba(fresh.numpy()))
+        for steps in (10, 20, 30, 40):
+            path = probe.fit(x, y, ridges(ridge), nothing, every, steps)
+            if path.slope[0] <= SETTLED:
+                settled += 1
+                ours = path.heads.logits(fresh)[0].softmax(1)
+                assert (ours - said).abs().max() < 1e-2
+    assert settled >= 6

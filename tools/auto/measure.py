@@ -1,58 +1,79 @@
-"""auto beside other methods on all data sets at hand: accuracies, and paired differences.
+"""auto beside other methods on all data sets at hand; tools.auto.table prints what came of it.
 
-python -m tools.auto.measure --stores FOLDER --seeds 3 [--sets demo] [--methods auto,alone]
-Rates of methods that train by gradients are chosen on validation rows, per set and seed. Hits of
-every test row are kept in --work, so a second call measures only what is missing.
+python -m tools.auto.measure --stores FOLDER --seeds 5 [--sets demo] [--methods auto,alone]
+Rates of methods that train by gradients are chosen on validation rows, per set and seed, by a third
+of the rounds each. Hits of every test row are kept in --work, so a second call measures only what
+is missing.
 """
 
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedvlm.engines.client import predict
 from fedvlm.engines.loop import finish, open_engine, start, train
 from fedvlm.engines.state import Plan
 from fedvlm.runner.prepare import Prepared, prepare
 from fedvlm.runner.settings import build
-from tools.auto.sets import Set, every
+from tools.auto.fits import Fits, remembered
+from tools.auto.sets import LODO, Set, every
 
-DRAWS = 2000  # of the bootstrap
 LARGE = 50.0  # a logit scale above it is CLIP's
 RATES = {  # by the encoder's logit scale: the demo's, CLIP's
     "fedavg": ((1e-2, 3e-2, 1e-1), (5e-5, 5e-4, 5e-3)),
     "fedot": ((3e-3, 1e-2, 3e-2), (5e-5, 5e-4, 2e-3)),
+    "faa-clip": ((1e-3, 3e-3, 1e-2), (5e-5, 5e-4, 5e-3)),
 }
-METHODS = ("zero-shot", "alone", "pooled", "tofa", "clip-gda", "fedavg", "fedot", "probe", "auto")
+ROUNDS = {"fedavg": 30, "fedot": 30, "faa-clip": 12}
+METHODS = (
+    *("zero-shot", "alone", "pooled", "tofa", "clip-gda"),
+    *("fedavg", "fedot", "faa-clip", "probe", "auto"),
+)
 
 
 def variants(name: str, one: Set) -> Iterator[dict[str, Any]]:
     """The settings among which validation rows choose."""
     text = one.rows.text is not None
+    if name == "faa-clip" and not text:
+        return
     if name in RATES:
+        more: dict[str, Any] = {"head": "text" if text else "random"}
+        if name == "fedot":
+            more["tau"] = one.rows.scale
+        if name == "faa-clip":  # without an unseen client there is nothing to adapt to
+            more = {"adaptation": one.protocol == LODO, "decay": 2e-3}
         for rate in RATES[name][one.rows.scale > LARGE]:
-            more = {"tau": one.rows.scale} if name == "fedot" else {}
-            head = "text" if text else "random"
-            yield {"name": name, "rate": rate, "rounds": 30, "head": head, **more}
+            yield {"name": name, "rate": rate, "rounds": ROUNDS[name], **more}
     elif name in ("tofa", "clip-gda"):
         yield {"name": name, "text": text}
     elif name != "zero-shot" or text:
         yield {"name": name}
 
 
-def hits_of(prepared: Prepared) -> tuple[dict[str, list[str]], float, int]:
-    """Hits on test rows by column, mean validation accuracy, and bytes up and down a client."""
+@dataclass(frozen=True)
+class Seen:
+    hits: dict[str, list[str]]  # on test rows, by column
+    validation: float  # mean accuracy
+    bytes: int  # up and down, of the client with most
+    exchanges: int  # in which anything travelled
+
+
+def seen_by(prepared: Prepared) -> Seen:
     hits: dict[str, list[str]] = {}
-    good, size = [], 0
+    good: list[float] = []
+    size = exchanges = 0
     for training in prepared.trainings:
         world = prepared.world(training)
-        engine = open_engine("batched", world, 1, world.method.rounds)
+        engine = open_engine(
+            "batched" if world.method.name in RATES else "single", world, 1, world.method.rounds
+        )
         taught = prepared.taught(training)
         plan = Plan(taught.train, taught.unseen)
         state, fresh = start(world)
@@ -64,7 +85,7 @@ def hits_of(prepared: Prepared) -> tuple[dict[str, list[str]], float, int]:
 
         state = train(world, engine, plan, state, fresh, count)
         outcome = finish(world, engine, plan, state, fresh)
-        size = int(sum(sizes))
+        size, exchanges = int(sum(sizes)), sum(one > 0 for one in sizes)
         for id in (*training.train, *training.unseen):
             if id in training.unseen and not prepared.generalises:
                 continue
@@ -78,83 +99,40 @@ def hits_of(prepared: Prepared) -> tuple[dict[str, list[str]], float, int]:
             if id in training.train:
                 score = outcome.scores[id]
                 good.append(score["validation_hits"] / max(score["validation_rows"], 1))
-    return hits, float(np.mean(good)), size
+    return Seen(hits, float(np.mean(good)), size, exchanges)
 
 
-def measure(one: Set, name: str, seed: int) -> dict[str, Any]:
-    best: dict[str, Any] = {}
-    begin = process_time()
-    for method in variants(name, one):
-        values = {"method": method, "clients": one.clients, "protocol": one.protocol}
-        prepared = prepare(build({**values, "seeds": [seed]}), one.rows, seed)
-        hits, validation, size = hits_of(prepared)
-        if not best or validation > best["validation"]:
-            best = {"hits": hits, "validation": validation, "bytes": size}
-    return best and {**best, "seconds": round(process_time() - begin, 1)}
+def prepared_of(one: Set, method: dict[str, Any], seed: int) -> Prepared:
+    values = {"method": method, "clients": one.clients, "protocol": one.protocol}
+    return prepare(build({**values, "seeds": [seed]}), one.rows, seed)
 
 
-Groups = list[list[NDArray[np.float64]]]  # hits by seed and client
+def measure(one: Set, name: str, seed: int, fits: Fits) -> dict[str, Any]:
+    """What a method reaches; `seconds` are of its run, `tuning` those of choosing a rate."""
+    begin, saved = process_time(), fits.saved
+    many = list(variants(name, one))
+    if not many:
+        return {}
+    if len(many) > 1:
+        short = [{**each, "rounds": each["rounds"] // 3} for each in many]
+        found = [seen_by(prepared_of(one, each, seed)).validation for each in short]
+        many = [many[int(np.argmax(found))]]
+    middle = process_time()
+    seen = asdict(seen_by(prepared_of(one, many[0], seed)))
+    seconds = process_time() - middle + fits.saved - saved
+    spent = {"tuning": round(middle - begin, 1), "seconds": round(seconds, 2)}
+    return {**seen, **spent, "settings": many[0]}
 
 
-def share(groups: Groups, draw: np.random.Generator | None = None, like: int = 0) -> float:
-    """Mean over seeds of the mean over clients, of the rows or of a bootstrap draw of both."""
-    seeds = range(len(groups))
-    rng = np.random.default_rng(like) if draw is None else draw
-    chosen = rng.integers(0, len(groups), len(groups)) if draw is not None else seeds
-    out = []
-    for seed in chosen:
-        parts = [
-            one[rng.integers(0, len(one), len(one))].mean() if draw is not None else one.mean()
-            for one in groups[seed]
-        ]
-        out.append(np.mean(parts))
-    return float(np.mean(out))
-
-
-def interval(first: Groups, second: Groups) -> tuple[float, float, float]:
-    """Mean difference, and where 95 % of bootstrap draws over seeds and rows have it (paired)."""
-    apart = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)]
-    draw = np.random.default_rng(0)
-    many = [share(apart, draw) for _ in range(DRAWS)]
-    low, high = np.quantile(many, (0.025, 0.975))
-    return 100 * share(apart), 100 * float(low), 100 * float(high)
-
-
-def told(found: dict[str, dict[int, dict[str, Any]]], column: str) -> dict[str, Groups]:
-    """Hits by method, of methods that have the column for every seed."""
-    return {
-        name: [
-            [
-                np.array([int(c) for c in text], dtype=np.float64)
-                for text in seeds[s]["hits"][column]
-            ]
-            for s in sorted(seeds)
-        ]
-        for name, seeds in found.items()
-        if all(column in one.get("hits", {}) for one in seeds.values())
-    }
-
-
-def lines(name: str, found: dict[str, dict[int, dict[str, Any]]]) -> Iterator[str]:
-    for column in ("unseen", "own"):
-        groups = told(found, column)
-        if "auto" not in groups:
-            continue
-        seen = {key: 100 * share(one) for key, one in groups.items()}
-        row = " ".join(f"{key} {value:.1f}" for key, value in seen.items())
-        yield f"{name} ({column}): {row}"
-        others = {key: value for key, value in seen.items() if key not in ("auto", "chance")}
-        if others:
-            best = max(others, key=lambda key: others[key])
-            gap, low, high = interval(groups["auto"], groups[best])
-            yield f"    auto - {best}: {gap:+.2f} [{low:+.2f}, {high:+.2f}]"
+def file_name(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
 
 
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("--stores", type=Path, default=Path("stores"))
     ask.add_argument("--work", type=Path, default=Path("runs/auto"))
-    ask.add_argument("--seeds", type=int, default=3)
+    ask.add_argument("--seeds", type=int, default=5)
     ask.add_argument("--sets", default="", help="part of a name; all by default")
     ask.add_argument("--methods", default=",".join(METHODS))
     args = ask.parse_args()
@@ -164,18 +142,14 @@ def main() -> None:
         if args.sets not in name:
             continue
         one: Set | None = None
-        found: dict[str, dict[int, dict[str, Any]]] = {}
-        for method in args.methods.split(","):
-            for seed in range(args.seeds):
-                path = (
-                    args.work / f"{name.replace(', ', '-').replace(' ', '-')}-{method}-{seed}.json"
-                )
-                if not path.exists():
-                    one = one or opened()
-                    path.write_text(json.dumps(measure(one, method, seed)))
-                found.setdefault(method, {})[seed] = json.loads(path.read_text())
-        for line in lines(name, found):
-            print(line, flush=True)
+        for seed in range(args.seeds):
+            with remembered() as fits:
+                for method in args.methods.split(","):
+                    path = args.work / f"{file_name(name)}-{method}-{seed}.json"
+                    if not path.exists():
+                        one = one or opened()
+                        path.write_text(json.dumps(measure(one, method, seed, fits)))
+                    print(f"{name}, {method}, seed {seed}", flush=True)
 
 
 if __name__ == "__main__":

@@ -47,14 +47,16 @@ def every(stores: Path, work: Path) -> Iterator[tuple[str, Callable[[], Set]]]:
     caltech, flowers = "caltech101_vitb32.npz", "flowers102_vitb32.npz"
     mixed = {"by": "dirichlet", "count": 4, "alpha": 1.0}
     domain = {"by": "domain"}
+    sites = {**domain, "calibration": 1 / 3}  # as any folder of images
     table: list[tuple[str, dict[str, Any], str, Callable[[], Embedded], str]] = [
         ("demo, styles", domain, LODO, demo, ""),
         ("demo, two classes each", {"by": "pathological", "count": 8}, OWN, demo, ""),
-        ("digits, three sites", domain, OWN, digits, ""),
-        ("digits, a site unseen", domain, LODO, digits, ""),
+        ("digits, three sites", sites, OWN, digits, ""),
+        ("digits, a site unseen", sites, LODO, digits, ""),
         ("pets, disjoint", DISJOINT, OWN, lambda: stored(pets), pets),
         ("pets, mixed", mixed, OWN, lambda: stored(pets), pets),
         ("caltech, disjoint", DISJOINT, OWN, lambda: stored(caltech), caltech),
+        ("caltech, mixed", mixed, OWN, lambda: stored(caltech), caltech),
         ("flowers, disjoint", DISJOINT, OWN, lambda: stored(flowers), flowers),
         ("flowers, mixed", mixed, OWN, lambda: stored(flowers), flowers),
         ("pacs, six classes", domain, LODO, lambda: stored(pacs, classes=SIX), pacs),

@@ -70,14 +70,14 @@ def fit(
 
     def slope(logits: Tensor, at: Tensor) -> Tensor:
         wrong = (logits.softmax(-1) - truth) * share[:, None]
-        return scale * (rows.mT @ wrong) + pull * at
+        return scale * side_by_side(rows.mT, wrong) + pull * at
 
     at = torch.zeros(len(ridges), rows.shape[1], len(open), dtype=x.dtype, device=x.device)
     logits, down = start, slope(start, at)
     past: list[tuple[Tensor, Tensor]] = []
     for _ in range(steps):
         way = -turned(down, past, lambda q: q)
-        ahead = rows @ (scale * way)
+        ahead = side_by_side(rows, scale * way)
         length = along(logits, ahead, truth, share, pull, at, way)
         still = down.abs().amax((1, 2)) < STILL
         step = torch.where(still[:, None, None], 0.0, length[:, None, None] * way)
@@ -91,6 +91,12 @@ def fit(
     found = scale * at
     weight = anchor.weight + (right.mT @ found[:, :-1]).mT
     return Path(Head(weight, anchor.bias + found[:, -1]), down.abs().amax((1, 2)))
+
+
+def side_by_side(left: Tensor, many: Tensor) -> Tensor:
+    """left @ one, for each of many: as one product, since narrow ones are slow."""
+    wide = left @ many.transpose(0, 1).flatten(1)
+    return wide.reshape(len(left), len(many), -1).transpose(0, 1)
 
 
 def turned(
@@ -129,19 +135,28 @@ def along(
     pull: Tensor,
     at: Tensor,
     way: Tensor,
-    tries: int = 6,
+    tries: int = 4,
 ) -> Tensor:
-    """(ridges,) how far along `way` the objective is least: Newton, as it is convex there."""
+    """(ridges,) how far along `way` the objective is least.
+
+    It is convex there: Newton, and halves or doubles where that leaves what is known to hold the
+    minimum.
+    """
     curve, begin = (pull * way * way).sum((1, 2)), (pull * way * at).sum((1, 2))
     meant = (truth * ahead).sum(-1)
-    length = torch.zeros_like(curve)
+    length = torch.ones_like(curve)
+    low, high = torch.zeros_like(curve), torch.full_like(curve, torch.inf)
     for _ in range(tries):
         p = (logits + length[:, None, None] * ahead).softmax(-1)
         mean = (p * ahead).sum(-1)
         first = ((mean - meant) * share).sum(-1) + begin + length * curve
         spread = (p * ahead.square()).sum(-1) - mean.square()
         second = (spread * share).sum(-1) + curve
-        length = (length - first / second.clamp(min=1e-30)).clamp(0.0, 1e3)
+        low, high = torch.where(first < 0, length, low), torch.where(first < 0, high, length)
+        middle = torch.where(high.isinf(), 4 * length, (low + high) / 2)
+        after = length - first / second.clamp(min=1e-30)
+        most = torch.minimum(high, 16 * length.clamp(min=1))
+        length = torch.where((after > low) & (after < most), after, middle)
     return length
 
 

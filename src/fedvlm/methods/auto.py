@@ -5,10 +5,10 @@ Every part is linear in the embedding, and parts are mixed on their logits, so t
 ends up with is one linear head:
 - shared: zero-shot text; one logistic regression over all clients, followed from text to a weak
   ridge and averaged over that path by validation likelihood; Gaussian classes of one covariance.
-- own: a logistic regression on its rows alone, the Gaussian classes with its rows added, and how
-  often it has each class.
+- own: a logistic regression on its rows alone, and how often it has each class.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -57,20 +57,16 @@ class Auto:
             "walk gram": torch.zeros((dim + 1) * (dim + 2) // 2),
             "gauss weight": torch.zeros(classes, dim),
             "gauss bias": torch.zeros(classes),
-            "counts": torch.zeros(classes),
-            "means": torch.zeros(classes, dim),
-            "scatter": torch.zeros(dim * (dim + 1) // 2),
         }
         local = {"weight change": torch.zeros(classes, dim), "bias change": torch.zeros(classes)}
-        return shared, local | {"shares": torch.zeros(4)}
+        return shared, local | {"shares": torch.zeros(3)}
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         """What the coming exchange is about, which its keys tell; at the end, what was found."""
         if "walk round" not in shared:  # a site's classifier holds what was sent in the end
             return shared
         done = int(shared["walk round"])
-        more = {1: ("gauss weight", "gauss bias"), 0: ("counts", "means", "scatter")}
-        keys = more.get(max(self.rounds - done, 0), ())
+        keys = ("gauss weight", "gauss bias") if done == self.rounds - 1 else ()
         out = {key: shared[key] for key in ("weight", "bias", *keys)}
         return out | ({"begun": torch.ones(())} if done else {})
 
@@ -143,20 +139,9 @@ class Auto:
         return {"walk mean": mean, "walk least": least, "walk mass": before + now}
 
     def gaussians(self, total: Tensors) -> Tensors:
-        dim = total["sums"].shape[1]
-        gram = gaussian.definite(gaussian.unpack(total["gram"], dim + 1))
-        second = gram[:-1, :-1]
-        known = gaussian.centred(total["counts"], total["sums"], second)
-        named = gaussian.Moments(known.counts[:-1], known.means[:-1], known.scatter)
-        rule = gaussian.discriminant(named, gaussian.ridge(named, 1.0))
-        out = {
-            "gauss weight": rule.weight,
-            "gauss bias": rule.bias,
-            "counts": named.counts,
-            "means": named.means,
-            "scatter": gaussian.pack(named.scatter),
-            "walk gram": total["gram"],
-        }
+        known = moments(total)
+        rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
+        out = {"gauss weight": rule.weight, "gauss bias": rule.bias, "walk gram": total["gram"]}
         return {key: value.float() for key, value in out.items()}
 
     def mixed(self, shared: Tensors, loss: Tensor) -> Tensors:
@@ -171,46 +156,49 @@ class Auto:
         return _probe.head((share[:, None, None] * joined).sum(0))
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        shared = probe.Head(sent["weight"].double(), sent["bias"].double())
-        x, y = client.held_x.double(), client.held_y
-        _, path, there = own_path(frozen, client)
-        own = lowered(path.heads, client, there)
-        share = blend.averaged(own.logits(x), y)[:, None]
-        alone = probe.Head((share[..., None] * own.weight).sum(0), (share * own.bias).sum(0))
-        counts = gaussian.members(client.y, len(frozen.classes)).sum(0)
-        often = probe.Head(torch.zeros_like(shared.weight), (counts + SCARCE).log())
-        parts = [shared, alone, self.posterior(sent, client, counts), often]
+        parts = self.candidates(frozen, sent, client)
+        logits = torch.stack([part.logits(client.held_x.double()) for part in parts])
+        shares = self.weigh(logits, client.held_y)
         joined = torch.stack([part.joined() for part in parts])
-        logits = torch.stack([part.logits(x) for part in parts])
-        heats = [blend.heat(one, y) - torch.tensor(3.0).log() for one in logits[:3]]
-        start = torch.stack([*heats, torch.full_like(heats[0], OPEN)])
-        shares = blend.blend(logits, y, start).exp()
         found = probe.split((shares[:, None, None] * joined).sum(0))
         return {
-            "weight change": (found.weight - shared.weight).float(),
-            "bias change": (found.bias - shared.bias).float(),
+            "weight change": (found.weight - sent["weight"].double()).float(),
+            "bias change": (found.bias - sent["bias"].double()).float(),
             "shares": shares.float(),
         }
 
-    def posterior(self, sent: Tensors, client: Client, counts: Tensor) -> probe.Head:
-        """TOFA's discriminant: everyone's statistics with the client's rows added."""
-        if "means" not in sent:  # an earlier round was chosen
-            return probe.Head(0.0 * sent["weight"].double(), 0.0 * sent["bias"].double())
-        scatter = gaussian.unpack(sent["scatter"].double(), sent["means"].shape[1])
-        prior = gaussian.Moments(sent["counts"].double(), sent["means"].double(), scatter)
-        known = gaussian.posterior(prior, client.x, client.y, 1.0)
-        rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
-        return lowered(probe.Head(rule.weight, rule.bias), client, known.counts > 0)
+    def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[probe.Head]:
+        """What a client mixes: classifiers, and last how often it has each class."""
+        shared = probe.Head(sent["weight"].double(), sent["bias"].double())
+        _, path, there = own_path(frozen, client)
+        own = averaged(lowered(path.heads, client, there), client)
+        counts = gaussian.members(client.y, len(frozen.classes)).sum(0)
+        often = probe.Head(torch.zeros_like(shared.weight), (counts + SCARCE).log())
+        return [shared, own, often]
+
+    def weigh(self, logits: Tensor, y: Tensor) -> Tensor:
+        """(parts,) what each weighs: from equal classifiers at their own temperatures on."""
+        heats = torch.stack([blend.heat(one, y) for one in logits[:-1]])
+        start = torch.cat([heats - math.log(len(heats)), heats.new_full((1,), OPEN)])
+        return blend.blend(logits, y, start).exp()
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         weight = sent["weight"] + local["weight change"]
         return x @ weight.mT + sent["bias"] + local["bias change"]
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        names = ("share of shared", "share of own", "share of gaussian", "share of frequencies")
+        names = ("share of shared", "share of own", "share of frequencies")
         return dict(zip(names, local["shares"].tolist(), strict=True))
 
     name = "auto"
+
+
+def moments(total: Tensors) -> gaussian.Moments:
+    """Of the classes by name, from the sums of all clients."""
+    dim = total["sums"].shape[1]
+    second = gaussian.definite(gaussian.unpack(total["gram"], dim + 1))[:-1, :-1]
+    known = gaussian.centred(total["counts"], total["sums"], second)
+    return gaussian.Moments(known.counts[:-1], known.means[:-1], known.scatter)
 
 
 def mixes(parts: int) -> Tensor:
@@ -233,6 +221,12 @@ def three_parts(held: Tensors, text: probe.Head | None = None) -> list[probe.Hea
         torch.where(whole, held["gauss bias"], mean.bias),
     )
     return [mean, gauss] if text is None else [text, mean, gauss]
+
+
+def averaged(family: probe.Head, client: Client) -> probe.Head:
+    """The mean of heads of one family, by the likelihood of the client's validation rows."""
+    share = blend.averaged(family.logits(client.held_x.double()), client.held_y)[:, None]
+    return probe.Head((share[..., None] * family.weight).sum(0), (share * family.bias).sum(0))
 
 
 def lowered(head: probe.Head, client: Client, there: Tensor) -> probe.Head:

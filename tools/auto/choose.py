@@ -1,0 +1,175 @@
+"""Chooses auto's recipe without a row that is a test row where auto is reported.
+
+python -m tools.auto.choose --stores FOLDER --seeds 3 [--sets demo]
+Of every set the rows that are tested by any of the REPORTED seeds are dropped. What is left is
+divided anew by seeds from FIRST on, and the test rows of these divisions judge; where a data set
+has splits of its own, half of its validation rows do. Nothing else reads them.
+
+The rule: of the recipes that are within one standard error of the one with the highest mean
+accuracy over all sets (a set's columns weigh the same), the simplest. The error is that of the
+paired difference to the best, over seeds within sets.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedvlm.data.table import Embedded
+from fedvlm.engines.client import client
+from fedvlm.engines.loop import open_engine, start, train
+from fedvlm.engines.state import Plan, State
+from fedvlm.maths import probe
+from fedvlm.methods import _probe
+from fedvlm.runner.prepare import Prepared
+from tools.auto.fits import remembered
+from tools.auto.measure import file_name, prepared_of
+from tools.auto.recipes import RECIPES, SHIPPED, Remembering, heads_of
+from tools.auto.sets import Set, every
+
+REPORTED = range(5)
+FIRST = 100
+Found = dict[str, dict[str, float]]  # accuracy by recipe and column
+
+
+def untested(one: Set, seed: int) -> Set:
+    """The set without the rows that any reported seed tests, and with rows to judge by."""
+    rows = one.rows
+    tested = np.zeros(len(rows.labels), dtype=np.bool_)
+    for reported in REPORTED:
+        for member in prepared_of(one, {"name": "alone"}, reported).division.members.values():
+            tested[member.test] = True
+    tested |= rows.splits == "test"
+    splits = rows.splits.copy()
+    held = np.flatnonzero(splits == "validation")
+    drawn = np.random.default_rng(seed).permutation(held)
+    splits[drawn[: len(held) // 2]] = "test"
+    return replace(one, rows=kept(replace(rows, splits=splits), np.flatnonzero(~tested)))
+
+
+def kept(rows: Embedded, keep: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Embedded:
+    return replace(
+        rows,
+        x=rows.x[keep],
+        labels=rows.labels[keep],
+        domains=rows.domains[keep],
+        clients=rows.clients[keep],
+        splits=rows.splits[keep],
+        content=[rows.content[row] for row in keep.tolist()],
+        groups=None if rows.groups is None else rows.groups[keep],
+    )
+
+
+def ignored(state: State, line: Mapping[str, Any]) -> None:
+    """Rounds nobody looks at."""
+
+
+def judged(prepared: Prepared) -> Found:
+    """Accuracy on the judges' rows of every recipe: the mean over trainings and clients."""
+    right: dict[str, dict[str, list[float]]] = {}
+    for training, rounds in (
+        (training, rounds)
+        for training in prepared.trainings
+        for rounds in sorted({one.rounds for one in RECIPES})
+    ):
+        method = Remembering(rounds=rounds)
+        world = replace(prepared.world(training), method=method)
+        state, fresh = start(world)
+        engine = open_engine("single", world, 1, rounds)
+        shared = train(world, engine, Plan(training.train, ()), state, fresh, ignored).shared
+        for path in sorted({one.path for one in RECIPES if one.rounds == rounds}):
+            sent = method.send(shared, "") | (_probe.head(shared["walk mean"]) if path else {})
+            recipes = [one for one in RECIPES if (one.rounds, one.path) == (rounds, path)]
+            for id in (*training.train, *training.unseen):
+                member = world.members[id]
+                x, y = (part[torch.from_numpy(member.test)] for part in (world.x, world.y))
+                here = client(world, id, 0)
+                unseen = id in training.unseen
+                more = SHIPPED in recipes
+                heads = {} if unseen else heads_of(method, world.frozen, shared, sent, here, more)
+                for recipe in recipes:
+                    head = probe.Head(sent["weight"].double(), sent["bias"].double())
+                    head = head if unseen else recipe.head(heads, here)
+                    hits = (head.logits(x.double()).argmax(1) == y).double().mean()
+                    columns = right.setdefault(recipe.name, {})
+                    columns.setdefault("unseen" if unseen else "own", []).append(float(hits))
+    return {
+        name: {column: 100 * float(np.mean(many)) for column, many in columns.items()}
+        for name, columns in right.items()
+    }
+
+
+def table(found: dict[str, dict[int, Found]]) -> Iterator[str]:
+    """Every set by column: accuracies, and paired differences to what ships."""
+    for name, seeds in found.items():
+        for column in next(iter(seeds.values()))[SHIPPED.name]:
+            yield f"{name} ({column}), {len(seeds)} seeds: accuracy, less what ships, its error"
+            ships = np.array([one[SHIPPED.name][column] for one in seeds.values()])
+            for recipe in RECIPES:
+                here = np.array([one[recipe.name][column] for one in seeds.values()])
+                apart, error = float((here - ships).mean()), spread(here - ships)
+                yield f"  {recipe.name:36} {here.mean():6.2f} {apart:+6.2f} {error:5.2f}"
+
+
+def spread(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    """Standard error of a mean."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
+
+
+def chosen(found: dict[str, dict[int, Found]]) -> Iterator[str]:
+    """Means over sets, and what the rule says."""
+    by_set = {
+        recipe.name: [
+            np.array([np.mean(list(one[recipe.name].values())) for one in seeds.values()])
+            for seeds in found.values()
+        ]
+        for recipe in RECIPES
+    }
+    means = {name: float(np.mean([one.mean() for one in sets])) for name, sets in by_set.items()}
+    best = max(means, key=lambda name: means[name])
+    yield f"mean over {len(found)} sets, less the best ({best}), its error"
+    within = []
+    for name, sets in by_set.items():
+        errors = [spread(mine - its) for mine, its in zip(sets, by_set[best], strict=True)]
+        error = float(np.sqrt(np.sum(np.square(errors)))) / len(errors)
+        yield f"  {name:36} {means[name]:6.2f} {means[name] - means[best]:+6.2f} {error:5.2f}"
+        if means[name] >= means[best] - error:
+            within.append(name)
+    yield f"chosen: {within[0]}"
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__)
+    ask.add_argument("--stores", type=Path, default=Path("stores"))
+    ask.add_argument("--work", type=Path, default=Path("runs/auto-choice"))
+    ask.add_argument("--seeds", type=int, default=3)
+    ask.add_argument("--sets", default="", help="part of a name; all by default")
+    args = ask.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    found: dict[str, dict[int, Found]] = {}
+    for name, opened in every(args.stores, args.work):
+        if args.sets not in name:
+            continue
+        one: Set | None = None
+        for seed in range(FIRST, FIRST + args.seeds):
+            path = args.work / f"{file_name(name)}-{seed}.json"
+            if not path.exists():
+                one = one or opened()
+                with remembered():
+                    here = judged(prepared_of(untested(one, seed), {"name": "auto"}, seed))
+                path.write_text(json.dumps(here))
+            found.setdefault(name, {})[seed] = json.loads(path.read_text())
+        for line in table({name: found[name]}):
+            print(line, flush=True)
+    for line in chosen(found):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

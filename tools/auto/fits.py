@@ -1,0 +1,45 @@
+"""Logistic regressions that several methods and trainings ask for are fitted once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from time import process_time
+
+from torch import Tensor
+
+from fedvlm.maths import probe
+
+
+class Fits:
+    """Stands in for `probe.fit`; `saved` are the CPU seconds that asking again would have taken."""
+
+    def __init__(self) -> None:
+        self.plain = probe.fit
+        self.known: dict[bytes, tuple[probe.Path, float]] = {}
+        self.saved = 0.0
+
+    def __call__(
+        self, x: Tensor, y: Tensor, ridges: Tensor, anchor: probe.Head, open: Tensor
+    ) -> probe.Path:
+        key = sha256()
+        for one in (x, y, ridges, *anchor, open):
+            key.update(one.contiguous().numpy().tobytes())
+        if (digest := key.digest()) in self.known:
+            path, seconds = self.known[digest]
+            self.saved += seconds
+            return path
+        begin = process_time()
+        path = self.plain(x, y, ridges, anchor, open)
+        self.known[digest] = path, process_time() - begin
+        return path
+
+
+@contextmanager
+def remembered() -> Iterator[Fits]:
+    """Only where clients are taken one by one: in a batch they have no bytes of their own."""
+    fits = Fits()
+    probe.fit = fits
+    try:
+        yield fits
+    finally:
+        probe.fit = fits.plain
