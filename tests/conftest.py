@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedvlm.core import METHODS
 from fedvlm.data.table import Embedded
 
 torch.set_num_threads(1)
@@ -19,6 +20,14 @@ def own_cache(tmp_path_factory, monkeypatch):
     """No test reads or fills the user's cache."""
     folder = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setitem(os.environ, "FEDVLM_CACHE", str(folder))
+
+
+@pytest.fixture(autouse=True)
+def own_methods():
+    """A method that a test registers is gone after it; those of fedvlm stay, however late."""
+    yield
+    for name in [key for key, one in METHODS.items() if one.__module__.split(".")[0] != "fedvlm"]:
+        del METHODS[name]
 
 
 def make_rows(rows: int = 240, dim: int = 16, seed: int = 0) -> Embedded:

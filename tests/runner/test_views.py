@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedvlm import core, parts, seeds
+from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits
 from fedvlm.data.federation import Division
 from fedvlm.engines.client import client, pad, predict
@@ -66,11 +66,6 @@ class Tuned(Prompted):
     @property
     def traits(self):
         return Traits(needs=frozenset({"image tower", "text"}), reference=self.reference)
-
-
-@pytest.fixture(autouse=True)
-def own_list(monkeypatch):
-    monkeypatch.setattr(core, "METHODS", dict(core.METHODS))
 
 
 @pytest.mark.parametrize("method", [Prompted(), Tuned()], ids=["patches", "pixels"])
