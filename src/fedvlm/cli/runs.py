@@ -174,8 +174,8 @@ def compare(
     from fedvlm.report.tables import compare as render
 
     results = [one for path in runs for one in read_runs(path)]
-    metrics = [name.strip() for name in columns.split(",") if name.strip()]
-    table = render(results, form, every, traffic=traffic, metrics=metrics)
+    asked = [name.strip() for name in columns.split(",") if name.strip()]
+    table = render(results, form, every, traffic=traffic, asked=asked)
     typer.echo(table, nl=False)
 
 

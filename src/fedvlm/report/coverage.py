@@ -7,7 +7,8 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from fedvlm.data.clients import By
-from fedvlm.report.papers import Item, Values, apart, find, flat, items, numbers
+from fedvlm.report.papers import Item, Values, apart, find, items, numbers
+from fedvlm.runner.sweep import flat
 
 State = Literal["full", "partly", "not"]
 STATES: tuple[State, ...] = ("full", "partly", "not")

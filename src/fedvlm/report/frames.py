@@ -7,7 +7,9 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
-from fedvlm.report.tables import generalises, label
+from fedvlm.report.columns import generalises, on_demand, split
+from fedvlm.report.tables import label
+from fedvlm.runner.sweep import flat
 
 
 def _pandas() -> Any:
@@ -35,15 +37,22 @@ def frame(result: Record) -> Any:
     return pandas.DataFrame(rows)
 
 
-def compared(results: Sequence[Record]) -> Any:
-    """One row per run: the mean over seeds of every column, and its deviation beside it."""
+def compared(results: Sequence[Record], asked: Sequence[str] = ()) -> Any:
+    """One row per run: the mean over seeds of every column, and its deviation beside it.
+
+    `asked` are further columns and settings, as `compare --columns` takes them.
+    """
     pandas = _pandas()
     if not results:
         raise SettingsError("no run is named; give one or more runs")
+    names, settings = split(results, asked)
     rows = []
     for result in results:
-        row: dict[str, Any] = {"method": label(result), "seeds": len(result.tables)}
-        for key, (mean, deviation) in scores.spread(result.tables).items():
+        identity = flat(result.manifest["identity"])
+        row: dict[str, Any] = {"method": label(result, settings)}
+        row |= {name: identity.get(name) for name in settings} | {"seeds": len(result.tables)}
+        both = scores.spread(result.tables) | scores.spread(on_demand(result, names))
+        for key, (mean, deviation) in both.items():
             row |= {key: mean, f"{key} deviation": deviation}
         exchanges, moved = result.traffic
         rows.append({**row, "exchanges": exchanges, "kB per client": moved / 1000})

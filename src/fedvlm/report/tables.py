@@ -5,24 +5,22 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from json import dumps, loads
-from statistics import fmean
 
 from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
+from fedvlm.report.columns import on_demand, setting, split, written
 
 FORMS = ("text", "markdown", "latex", "csv")
 TRAFFIC = ("exchanges", "kB per client")
 MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
-WHO = (("own", "train"), ("unseen", "unseen"))
-MEASURED = {f"{name}, {who}" for name in METRICS for who in ("own", "unseen")}
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 
-def label(result: Record) -> str:
-    """The method, with the settings in which it differs from its defaults."""
+def label(result: Record, besides: Sequence[str] = ()) -> str:
+    """The method, with the settings in which it differs from its defaults, but for some."""
     from fedvlm.core import make
 
     settings = dict(result.manifest["identity"]["method"])
@@ -31,7 +29,8 @@ def label(result: Record) -> str:
     if small := result.manifest["identity"].get("allow_small", False):
         settings.pop("smallest", None)
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
-    odd = [f"{key}={value}" for key, value in settings.items() if usual[key] != value]
+    rest = {key: value for key, value in settings.items() if f"method.{key}" not in besides}
+    odd = [f"{key}={value}" for key, value in rest.items() if usual[key] != value]
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
     if tuned := result.manifest.get("tuned"):
         odd.append(f"tuned on validation rows ({len(tuned['trials'])} trials)")
@@ -40,7 +39,7 @@ def label(result: Record) -> str:
     if method.traits.centralised:
         odd.append("not federated")
     if method.traits.reference == "target":
-        odd.remove("reference=target")
+        odd = [one for one in odd if one != "reference=target"]
         odd.append("TRANSDUCTIVE: adapts to the test rows")
     plain = asdict(Channel())
     through = result.manifest["identity"].get("channel", plain)
@@ -59,40 +58,13 @@ def label(result: Record) -> str:
     return f"{name} ({', '.join(odd)})" if odd else str(name)
 
 
-def generalises(result: Record) -> bool:
-    """Whether a run has numbers of unseen clients; a method that shares nothing has none."""
-    unseen = [key for key in result.tables[0] if key[:2] in ("G", "ta", "un")]
-    return any(result.tables[0][key] is not None for key in unseen)
-
-
-def measured(result: Record, metrics: Sequence[str]) -> list[scores.Table]:
-    """By seed: the mean over trainings of each metric's mean over clients."""
-    for name in metrics:
-        if name not in METRICS:
-            raise unknown("metric", name, METRICS)
-    out: list[scores.Table] = []
-    for seed in result.manifest["identity"]["seeds"]:
-        one: scores.Table = {}
-        trainings = result.trainings(seed).values() if metrics else ()
-        for name in metrics:
-            for who, key in WHO[: 1 + generalises(result)]:
-                parts = [
-                    scores.metric(training["scores"], training[key], name) for training in trainings
-                ]
-                there = [part for part in parts if part is not None]
-                if there:
-                    one[f"{name}, {who}"] = fmean(there)
-        out.append(one)
-    return out
-
-
-def cell(mean: float | None, deviation: float | None, form: str) -> str:
+def cell(mean: float | None, deviation: float | None, form: str, column: str = "") -> str:
     if mean is None:
         return "" if form == "csv" else "-"
     if deviation is None:
-        return f"{100 * mean:.2f}"
+        return written(column, mean)
     between = {"latex": r" $\pm$ ", "csv": " ± "}.get(form, " ± ")
-    return f"{100 * mean:.2f}{between}{100 * deviation:.2f}"
+    return f"{written(column, mean)}{between}{written(column, deviation)}"
 
 
 def compare(
@@ -101,13 +73,13 @@ def compare(
     every: bool = False,
     paper: Mapping[str, Mapping[str, float]] | None = None,
     traffic: bool = False,
-    metrics: Sequence[str] = (),
+    asked: Sequence[str] = (),
     chance: bool = False,
 ) -> str:
     """One row per run, in per cent; `every` adds the columns per domain or client.
 
     `traffic` adds the exchanges of a client and its kilobytes up and down over all of them.
-    `metrics` are names of METRICS: adds each one over clients that trained, and over unseen ones.
+    `asked` are names of COLUMNS, and settings by dotted names, which follow the method.
     `paper` has what was published, by row and column; its numbers stand below ours.
     `chance` begins with what guessing would give.
     """
@@ -115,34 +87,43 @@ def compare(
         raise unknown("table form", form, FORMS)
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
+    names, settings = split(results, asked)
     found = [scores.spread(result.tables) for result in results]
     columns = list(dict.fromkeys(key for one in found for key in one))
     if not every and (main := [key for key in columns if key in MAIN]):
         columns = main
+    shares = list(columns)
     for result, one in zip(results, found, strict=True):
-        one |= scores.spread(measured(result, metrics))
-    columns += [key for key in dict.fromkeys(k for one in found for k in one) if key in MEASURED]
+        more = scores.spread(on_demand(result, names))
+        one |= more
+        columns += [key for key in more if key not in columns]
     last = [*(TRAFFIC if traffic else ()), "seeds"]
-    head = ["method", *columns, *last]
-    body = [[*guessing(results[0], columns, form), *("-" for _ in last)]] if chance else []
+    head = ["method", *settings, *columns, *last]
+    dashes = ["-" for _ in settings]
+    body = []
+    if chance:
+        guessed = dict(zip(shares, guessing(results[0], shares, form), strict=True))
+        cells = [guessed.get(key, cell(None, None, form)) for key in columns]
+        body.append(["chance", *dashes, *cells, *("-" for _ in last)])
     for result, one in zip(results, found, strict=True):
-        cells = [cell(*one.get(key, (None, None)), form) for key in columns]
+        cells = [cell(*one.get(key, (None, None)), form, key) for key in columns]
         exchanges, moved = result.traffic if traffic else (0, 0.0)
-        more = [f"{exchanges}", f"{moved / 1000:.1f}"] if traffic else []
-        body.append([label(result), *cells, *more, f"{len(result.tables)}"])
+        more_ = [f"{exchanges}", f"{moved / 1000:.1f}"] if traffic else []
+        before = [label(result, settings), *(setting(result, name) for name in settings)]
+        body.append([*before, *cells, *more_, f"{len(result.tables)}"])
     for name, numbers in (paper or {}).items():
         cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
-        body.append([f"published: {name}", *cells, *("-" for _ in last)])
+        body.append([f"published: {name}", *dashes, *cells, *("-" for _ in last)])
     below = [f"{label(one)}: {w}\n" for one in results for w in (*one.far, *one.unsettled)]
     return render(head, body, form) + "".join(below if form in ("text", "markdown") else ())
 
 
 def guessing(result: Record, columns: Sequence[str], form: str) -> list[str]:
-    """A row of one in as many as there are classes, where a column is a share of hits."""
+    """One in as many as there are classes, where a column is a share of hits."""
     share = 1 / len(result.manifest["classes"])
-    others = {f"{who} {name}" for name in METRICS[1:] for who in ("clients", "target")} | MEASURED
+    others = {f"{who} {name}" for name in METRICS[1:] for who in ("clients", "target")}
     hits = [key not in others and not key.startswith("deviation ") for key in columns]
-    return ["chance", *(cell(share if hit else None, None, form) for hit in hits)]
+    return [cell(share if hit else None, None, form) for hit in hits]
 
 
 def render(

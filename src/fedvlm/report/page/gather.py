@@ -12,9 +12,10 @@ from fedvlm.evaluate.metrics import METRICS
 from fedvlm.maths import cayley
 from fedvlm.methods._blocks import chosen
 from fedvlm.record import Record
+from fedvlm.report.columns import generalises
 from fedvlm.report.page.pooled import pooled
 from fedvlm.report.page.verdict import badges, judge, sentences
-from fedvlm.report.tables import MAIN, generalises, label
+from fedvlm.report.tables import MAIN, label
 from fedvlm.storage.files import slug
 
 FORMAT = "fedvlm report 1"
