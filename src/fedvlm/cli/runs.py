@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
 COLUMNS = 100  # of a list of methods
+Sweep = Annotated[
+    list[str] | None, typer.Option(help="a.b=1,2,3: a run for each value; several make a grid.")
+]
 Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
 
 
@@ -55,6 +58,7 @@ def run(
     track: Annotated[
         list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")
     ] = None,
+    sweep: Sweep = None,
 ) -> None:
     """Run a method (auto, if only --data is given) or an experiment, and print its table."""
     from fedvlm.errors import SettingsError
@@ -62,9 +66,10 @@ def run(
     from fedvlm.report.page.render import write_model
     from fedvlm.report.tables import compare
     from fedvlm.runner.bars import bars, wants_bars
-    from fedvlm.runner.experiments import find, runs
-    from fedvlm.runner.run import execute
-    from fedvlm.runner.settings import build, override, read_toml
+    from fedvlm.runner.experiments import find, runs, swept
+    from fedvlm.runner.run import default_name, execute
+    from fedvlm.runner.settings import Settings, read_toml
+    from fedvlm.runner.sweep import built, read_sweep, run_all
     from fedvlm.runner.track import Trackers
     from fedvlm.runner.tune import by_default
 
@@ -78,13 +83,15 @@ def run(
         values.pop("methods", None)
         given["method"] = method
     values |= {key: value for key, value in given.items() if value is not None}
-    every = runs(values)
-    settings = [build(override(one, set_ or [])) for one in every]
+    values["sweep"] = values.get("sweep", {}) | read_sweep(sweep or [])
+    over = list(swept(values, set_ or []))
+    settings = built(runs(values, set_ or []), over)
     if file is None and tune is None:
         said = [text.partition("=")[0].strip() for text in set_ or []]
-        settings = [by_default(one, said) for one in settings]
-    beside = wants_bars(values) and not no_bars
-    results: list[Record] = []
+        settings = [by_default(one, [*said, *over]) for one in settings]
+    # Bars are of one federation: a sweep over anything but a method's settings has several.
+    one_world = all(key.startswith("method.") for key in over)
+    beside = wants_bars(values) and not no_bars and one_world
     marks: list[Record] = []
     trackers = Trackers(track or [])
 
@@ -92,10 +99,13 @@ def run(
         typer.echo(note, err=True)
 
     with progress() as report:
-        for number, one in enumerate(settings):
-            place = out / f"{number}-{one.method.name}" if out and len(settings) > 1 else out
-            listen = trackers if track else None
-            results.append(execute(one, place, again, None, report, listen, say))
+
+        def go(number: int, one: Settings) -> "Record":
+            name = default_name(one, None) if over else f"{number}-{one.method.name}"
+            place = out / name if out and len(settings) > 1 else out
+            return execute(one, place, again, None, report, trackers if track else None, say)
+
+        results, failed = run_all(settings, over, go)
         for one in bars(settings, results[0]) if beside else ():
             place = out / "bars" / one.method.name if out else None
             marks.append(execute(one, place, again, progress=report))
@@ -104,18 +114,27 @@ def run(
         say(note)
     shown = [*marks, *results]
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
-    table = compare(shown, **words, chance=beside)
+    table = compare(shown, **words, asked=over, chance=beside)
     if title := values.get("title"):
         typer.echo(f"\n{title}\n")
     typer.echo(table, nl=False)
     command = f"fedvlm run {shlex.quote(file)}" if file else ""
     model = gather(shown, title or "", values.get("paper"), command)
-    if len(shown) > 1:
+    if len(shown) > 1 and one_world:
         typer.echo("\n".join(model["sentences"]))
     typer.echo("records: " + ", ".join(str(one.folder) for one in shown))
     typer.echo(next_steps(shown))
     if not no_report:
         typer.echo(f"report: {write_model(model, page_of(results, out))}")
+    fail(failed)
+
+
+def fail(failed: Sequence[str]) -> None:
+    """Names what failed while others were finished, and ends with 1 if anything did."""
+    for one in failed:
+        typer.echo(f"fedvlm: {one}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def next_steps(results: "Sequence[Record]") -> str:

@@ -252,12 +252,16 @@ def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str,
         path, equals, raw = text.partition("=")
         if not equals:
             raise SettingsError(f"--set {text!r} is not of the form a.b=value")
-        try:
-            value = tomllib.loads(f"value = {raw}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = raw.strip()
-        out = laid(out, path.strip(), value, f"--set {text!r}")
+        out = laid(out, path.strip(), value_of(raw), f"--set {text!r}")
     return out
+
+
+def value_of(text: str) -> Any:
+    """A value on the command line: TOML, or else a plain word."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
 
 
 def laid(values: Mapping[str, Any], path: str, value: Any, said: str = "") -> dict[str, Any]:

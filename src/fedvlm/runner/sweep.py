@@ -11,7 +11,7 @@ from fedvlm.core import methods
 from fedvlm.data.clients import Clients
 from fedvlm.errors import FedVLMError, SettingsError, unknown
 from fedvlm.record import Record
-from fedvlm.runner.settings import Settings, build, laid
+from fedvlm.runner.settings import Settings, build, laid, value_of
 
 Grid = dict[str, list[Any]]  # values by dotted names
 IDLE = ("workers", "access", "reproduces")  # settings that decide no number
@@ -39,7 +39,7 @@ def read_sweep(texts: Iterable[str]) -> Grid:
         try:
             each = tomllib.loads(f"each = [{raw}]")["each"]
         except tomllib.TOMLDecodeError:
-            each = [word.strip() for word in raw.split(",")]
+            each = [value_of(word) for word in raw.split(",")]
         found[path.strip()] = each
     return grid(found)
 
