@@ -11,6 +11,7 @@ from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
+from fedvlm.cli.papers import reproduce
 from fedvlm.cli.runs import compare, demo, list_, plot, report, resume, run
 from fedvlm.cli.share import export, ledger
 from fedvlm.cli.texts import describe, join
@@ -47,6 +48,7 @@ app.command()(demo)
 app.command()(run)
 app.command()(resume)
 app.command()(compare)
+app.command()(reproduce)
 app.command()(report)
 app.command()(plot)
 app.command()(explain)
