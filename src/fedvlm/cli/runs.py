@@ -69,7 +69,7 @@ def run(
     from fedvlm.runner.experiments import find, runs, swept
     from fedvlm.runner.run import default_name, execute
     from fedvlm.runner.settings import Settings, read_toml
-    from fedvlm.runner.sweep import built, read_sweep, run_all
+    from fedvlm.runner.sweep import built, grid, read_sweep, run_all
     from fedvlm.runner.track import Trackers
     from fedvlm.runner.tune import by_default
 
@@ -83,9 +83,11 @@ def run(
         values.pop("methods", None)
         given["method"] = method
     values |= {key: value for key, value in given.items() if value is not None}
-    values["sweep"] = values.get("sweep", {}) | read_sweep(sweep or [])
-    over = list(swept(values, set_ or []))
-    settings = built(runs(values, set_ or []), over)
+    asked = read_sweep(sweep or [])
+    values["sweep"] = grid(values.get("sweep", {})) | asked
+    fixed = [text for text in set_ or [] if text.partition("=")[0].strip() not in asked]
+    over = list(swept(values, fixed))
+    settings = built(runs(values, fixed), over)
     if file is None and tune is None:
         said = [text.partition("=")[0].strip() for text in set_ or []]
         settings = [by_default(one, [*said, *over]) for one in settings]
