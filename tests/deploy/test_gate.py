@@ -13,7 +13,7 @@ from fedvlm.deploy.flower.processes import environment
 from fedvlm.deploy.flower.superlink import set_gate
 from fedvlm.deploy.keys import key_pair
 from fedvlm.deploy.kits import init
-from fedvlm.engines.flower.wire import flower
+from fedvlm.engines.flower.api import flower
 from fedvlm.errors import SettingsError
 
 flower()

@@ -17,7 +17,7 @@ from typing import Any
 from fedvlm.deploy.flower.gate import CLOSED, NAME, PASS, new_secret
 from fedvlm.deploy.flower.supernode import NOTE
 from fedvlm.deploy.kits import ServerKit, SiteKit, secret
-from fedvlm.engines.flower.wire import QUIET
+from fedvlm.engines.flower.api import QUIET
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import write
 

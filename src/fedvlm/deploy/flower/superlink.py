@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import NAME, PASS, Gate, Keys, Scope, word
-from fedvlm.engines.flower.wire import flower
+from fedvlm.engines.flower.api import flower
 
 
 def enrol(scope: Scope, key: bytes) -> None:
