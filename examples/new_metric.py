@@ -12,7 +12,7 @@ import fedvlm
 from fedvlm.evaluate.metrics import register
 
 
-def kappa(p: Tensor, y: Tensor) -> float:
+def cohen(p: Tensor, y: Tensor) -> float:
     """Cohen's kappa: 1 is always right, 0 is as good as guessing by the shares of the classes.
 
     `p` (rows, classes) are probabilities, `y` (rows,) the true classes; NaN where there is none.
@@ -23,13 +23,13 @@ def kappa(p: Tensor, y: Tensor) -> float:
     return ((hits - chance) / (1 - chance)).item()  # one class alone: 0 / 0, which is left out
 
 
-register("kappa", kappa)
+register("cohen", cohen)
 
 
 def main() -> None:
     with TemporaryDirectory() as folder:
         result = fedvlm.run("zero-shot", protocol="own-test", out=f"{folder}/run", smoke=True)
-        print(result.table(metrics=["accuracy", "kappa"]))
+        print(result.table(columns=["accuracy", "cohen"]))
 
 
 if __name__ == "__main__":

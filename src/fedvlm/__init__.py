@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from fedvlm.classifier.join import join
     from fedvlm.classifier.personalised import Personalised
     from fedvlm.core import make, methods, register
-    from fedvlm.result import Result, resume, run
+    from fedvlm.result import Result, resume, run, sweep
     from fedvlm.result import compare_runs as compare
 
 __version__ = "0.2.0"
@@ -21,6 +21,7 @@ __all__ = [
     "register",
     "resume",
     "run",
+    "sweep",
 ]
 
 # Looked up when first used, so that `fedvlm --help` does not wait for torch.
@@ -31,6 +32,7 @@ _HOMES = {
     "compare": "result",
     "resume": "result",
     "run": "result",
+    "sweep": "result",
 }
 
 

@@ -3,7 +3,8 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -15,13 +16,16 @@ from fedvlm.data.arrays import are_arrays, from_arrays
 from fedvlm.data.table import Embedded
 from fedvlm.errors import DataError
 from fedvlm.record import Record
+from fedvlm.report.columns import curve
 from fedvlm.report.diagrams import diagram
 from fedvlm.report.frames import compared, frame
 from fedvlm.report.page.render import read_runs
 from fedvlm.report.tables import compare, grid
 from fedvlm.runner import run as runner
 from fedvlm.runner.run import Progress
-from fedvlm.runner.settings import build, with_method
+from fedvlm.runner.settings import Settings, build, with_method
+from fedvlm.runner.sweep import built, expand, run_all
+from fedvlm.runner.sweep import grid as grid_of
 from fedvlm.runner.track import Trackers
 
 
@@ -33,9 +37,15 @@ class Result(Record):
         """One entry per round of every training, as recorded."""
         return self.lines()
 
-    def table(self, form: str = "text", metrics: Sequence[str] = ()) -> str:
-        """Mean ± deviation over seeds as text, markdown or latex, with more metrics' too."""
-        return compare([self], form, metrics=metrics)
+    def table(self, form: str = "text", columns: Sequence[str] = ()) -> str:
+        """Mean ± deviation over seeds as text, markdown or latex; `columns` are further ones."""
+        return compare([self], form, asked=columns)
+
+    def curve(
+        self, kind: str = "ROC", training: str | None = None, seed: int | None = None
+    ) -> list[list[float]]:
+        """Points of the ROC or PR curve of the clients of a training, on their test rows."""
+        return curve(self, kind, training, seed)
 
     def __repr__(self) -> str:
         manifest = self.manifest
@@ -73,14 +83,18 @@ class Result(Record):
         return of_newcomer(self, training, seed)
 
 
-def compare_runs(*runs: Record | str | Path) -> Any:
-    """Runs side by side as a pandas data frame; a run is a result, its directory, or a page."""
+def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any:
+    """Runs side by side as a pandas data frame; a run is a result, its directory, or a page.
+
+    `columns` are further ones, as kappa or worst, and settings, as method.blocks.
+    """
     return compared(
         [
             one
             for run in runs
             for one in ([run] if isinstance(run, Record) else read_runs(Path(run)))
-        ]
+        ],
+        columns,
     )
 
 
@@ -138,3 +152,38 @@ def run(
 def resume(folder: str | Path, progress: Progress | None = None) -> Result:
     """Goes on where a run was stopped, however it was stopped; a finished run is just read."""
     return Result(runner.resume(folder, progress).folder)
+
+
+def sweep(
+    over: Mapping[str, Sequence[Any]],
+    method: Any = "fedot",
+    *,
+    out: str | Path | None = None,
+    again: bool = False,
+    embedded: Embedded | None = None,
+    columns: Sequence[str] = (),
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Any:
+    """Runs every point of a grid over settings, {"blocks": [1, 2], "clients.shots": [4, 8]}.
+
+    Returns a pandas data frame with a row per point and a column per swept setting. Points that
+    are finished are read; one that fails is warned of and named in `attrs["failed"]`.
+    """
+    values = with_method(method, settings)
+    whole = values["method"]
+    ours = {one.name for one in fields(Settings)}
+    own = {one.name for one in fields(whole)} - ours
+    points = grid_of({f"method.{key}" if key in own else key: each for key, each in over.items()})
+    row = {**values, "method": {"name": whole.name, **asdict(whole)}}
+
+    def go(number: int, one: Settings) -> Record:
+        place = Path(out) / runner.default_name(one, embedded) if out is not None else None
+        return runner.execute(one, place, again, embedded, progress)
+
+    done, failed = run_all(built(expand([row], points), list(points)), list(points), go)
+    for note in failed:
+        warn(note, stacklevel=2)
+    found = compared(done, [*points, *columns])
+    found.attrs["failed"] = failed
+    return found

@@ -21,7 +21,7 @@ GROUPS = {
     "encoders": ("new_encoder", "colours:SIDE"),
     "data": ("new_reader", "npz:PLACE"),
     "datasets": ("new_dataset", "slides"),
-    "metrics": ("new_metric", "kappa"),
+    "metrics": ("new_metric", "cohen"),
     "protocols": ("new_protocol", "worst-unseen"),
 }
 
@@ -78,7 +78,7 @@ def test_the_command_line_names_a_broken_package_in_one_line(installed):
         text=True,
     )
     assert done.returncode == 0
-    assert "kappa" in done.stdout
+    assert "cohen" in done.stdout
     [line] = done.stderr.splitlines()
     assert line == (
         "fedvlm: the entry point aaa = abroken of group fedvlm.metrics cannot be loaded and is "
@@ -148,8 +148,10 @@ def test_what_cannot_be_used_is_refused_with_what_to_add():
         data.register("mine", bare)
     with pytest.raises(SettingsError, match="metric 'mine': it has no docstring"):
         metrics.register("mine", bare)
-    with pytest.raises(SettingsError, match="'loss': scores have another thing of that name"):
+    with pytest.raises(SettingsError, match="'loss': scores or tables have another thing of that"):
         metrics.register("loss", metrics.auc)
+    with pytest.raises(SettingsError, match="'kappa': scores or tables have another thing of that"):
+        metrics.register("kappa", metrics.auc)  # which is a condition number
 
 
 def test_an_outside_metric_is_measured_and_stays_at_its_site(monkeypatch):
@@ -158,14 +160,14 @@ def test_an_outside_metric_is_measured_and_stays_at_its_site(monkeypatch):
         return float(len(y))
 
     monkeypatch.setattr(metrics, "ALL", dict(metrics.ALL))
-    metrics.register("rows", rows)
+    metrics.register("row count", rows)
     p, y = torch.eye(3), torch.arange(3)
     found = metrics.every_metric(p, y)
-    assert found["rows"] == 3
+    assert found["row count"] == 3
     assert found["accuracy"] == 1
     counts = dict.fromkeys(("validation_rows", "validation_hits", "test_rows", "test_hits"), 3)
     left = Policy(methods=("*",)).allowed_scores({**counts, **found})
-    assert "rows" not in left
+    assert "row count" not in left
     assert "F1" in left
 
 

@@ -70,7 +70,7 @@ def test_compare_reads_a_page_back_as_the_runs_it_was_made_of(bad_runs, bad_page
     for options in (
         {},
         {"every": True, "form": "csv"},
-        {"traffic": True, "metrics": ["F1", "ECE"]},
+        {"traffic": True, "asked": ["F1", "ECE"]},
     ):
         assert compare(told, **options) == compare(bad_runs, **options)
 

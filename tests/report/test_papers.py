@@ -178,9 +178,11 @@ def test_a_number_that_is_not_ok_says_why_and_every_one_says_its_line():
     assert all(0 <= one.value <= 100 for one in EVERY if one.column in ("G", "P", "C", "own"))
 
 
-def test_an_unknown_item_is_refused_with_the_nearest_one():
-    with pytest.raises(SettingsError, match=r"called 'fedot-v1/t1'; did you mean 'fedot-v1/T1'\?"):
+def test_an_unknown_item_is_refused_with_the_nearest_ones():
+    with pytest.raises(SettingsError, match=r"called 'fedot-v1/t1'; the nearest are fedot-v1/T1, "):
         find("fedot-v1/t1")
+    with pytest.raises(SettingsError, match=r"called 'zzz'; `fedvlm list papers --json` names all"):
+        find("zzz")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.explain import explain
 from fedvlm.cli.operate import deploy_app
+from fedvlm.cli.papers import reproduce
 from fedvlm.cli.run import demo, run
 from fedvlm.cli.runs import compare, list_, plot, report, resume
 from fedvlm.cli.share import export, ledger
@@ -49,6 +50,7 @@ app.command()(demo)
 app.command()(run)
 app.command()(resume)
 app.command()(compare)
+app.command()(reproduce)
 app.command()(report)
 app.command()(plot)
 app.command()(explain)

@@ -155,10 +155,10 @@ def _each(experiment: str, set_: list[str] | None, go: Any, out: Path | None) ->
     from fedvlm.deploy.runs import absences
     from fedvlm.report.tables import compare
     from fedvlm.runner.experiments import find, runs
-    from fedvlm.runner.settings import build, override, read_toml
+    from fedvlm.runner.settings import build, read_toml
 
     values = read_toml(find(experiment))
-    settings = [build(override(one, set_ or [])) for one in runs(values)]
+    settings = [build(one) for one in runs(values, set_ or [])]
     several = len(settings) > 1
     results = []
     for number, one in enumerate(settings):

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from fedvlm.runner.settings import Settings
 
 NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
+Sweep = Annotated[
+    list[str] | None, typer.Option(help="a.b=1,2,3: a run for each value; several make a grid.")
+]
 Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
 
 
@@ -55,6 +58,7 @@ def run(
         list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")
     ] = None,
     form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
+    sweep: Sweep = None,
 ) -> None:
     """Run a method (auto, if only --data is given) or an experiment, and print its table."""
     from fedvlm.errors import SettingsError, unknown
@@ -63,7 +67,7 @@ def run(
     from fedvlm.report.page.render import write_model
     from fedvlm.report.tables import FORMS, compare
     from fedvlm.runner.bars import wants_bars
-    from fedvlm.runner.experiments import find, whole
+    from fedvlm.runner.experiments import find
     from fedvlm.runner.settings import read_toml
 
     if not (file or method or data or encoder):
@@ -78,49 +82,65 @@ def run(
         values.pop("methods", None)
         given["method"] = method
     values |= {key: value for key, value in given.items() if value is not None}
-    every, settings = _settings(values, set_ or [], file is None and tune is None)
-    beside = wants_bars(values) and not no_bars
+    mine = file is None and tune is None
+    written, settings, over = _settings(values, set_ or [], sweep or [], mine)
+    # Bars are of one federation: a sweep over anything but a method's settings has several.
+    one_world = all(key.startswith("method.") for key in over)
+    beside = wants_bars(values) and not no_bars and one_world
     home = out or Path("runs") / _name(file, settings[0])
-    results, marks = _all(settings, home, out, beside, again, track or [])
+    results, failed, marks = _all(settings, over, home, out, beside, again, track or [])
     shown = [*marks, *results]
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
-    asked = {**whole(values, every), **({"bars": False} if no_bars else {})}
-    write_folder(home, asked, shown, **words, chance=beside)
+    words |= {"asked": over, "chance": beside}
+    write_folder(home, {**written, **({"bars": False} if no_bars else {})}, shown, **words)
 
     def say(text: str) -> None:
         typer.echo(text, err=form != "text")  # then the table is all there is on stdout
 
     if title := values.get("title"):
         say(f"\n{title}\n")
-    typer.echo(compare(shown, form, **words, chance=beside), nl=False)
+    typer.echo(compare(shown, form, **words), nl=False)
     command = f"fedvlm run {shlex.quote(file)}" if file else ""
     model = gather(shown, title or "", values.get("paper"), command)
-    if len(shown) > 1:
+    if len(shown) > 1 and one_world:
         say("\n".join(model["sentences"]))
     say("records: " + ", ".join(str(one.folder) for one in shown))
     say(_next_steps(home, shown))
     say(f"table: {home / 'table.md'}, {home / 'table.json'}; asked: {home / home.name}.toml")
     if not no_report:
         say(f"report: {write_model(model, home / 'report.html')}")
+    fail(failed)
+
+
+def fail(failed: Sequence[str]) -> None:
+    """Names what failed while others were finished, and ends with 1 if anything did."""
+    for one in failed:
+        typer.echo(f"fedvlm: {one}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _settings(
-    values: Mapping[str, Any], assignments: list[str], tunes: bool
-) -> "tuple[list[dict[str, Any]], list[Settings]]":
-    """Each run as it would be written in a file, and as it is."""
-    from fedvlm.runner.experiments import runs
-    from fedvlm.runner.settings import build, override
+    values: Mapping[str, Any], assignments: list[str], sweep: Sequence[str], tunes: bool
+) -> "tuple[dict[str, Any], list[Settings], list[str]]":
+    """What is asked, as it would be written in a file; each run; what is swept over."""
+    from fedvlm.runner.experiments import swept, unswept, whole
+    from fedvlm.runner.sweep import built, expand, grid, read_sweep
     from fedvlm.runner.tune import by_default
 
-    every = [override(one, assignments) for one in runs(values)]
-    settings = [build(one) for one in every]
-    if tunes:
-        said = [text.partition("=")[0].strip() for text in assignments]
-        settings = [by_default(one, said) for one in settings]
-        for one, built in zip(every, settings, strict=True):
-            if built.tune:
-                one["tune"] = list(built.tune)
-    return every, settings
+    typed = read_sweep(sweep)
+    values = {**values, "sweep": grid(values.get("sweep", {})) | typed}
+    said = {text: text.partition("=")[0].strip() for text in assignments}
+    fixed = [text for text, key in said.items() if key not in typed]
+    over = swept(values, fixed)
+    rows = unswept(values, fixed)
+    settings = built(expand(rows, over), list(over))
+    if tunes and "tune" not in over:
+        raced = [by_default(one, [*said.values(), *over]) for one in settings]
+        if all(one.tune for one in raced):  # points of a sweep are alike: all race, or none
+            settings = raced
+            rows = [{**one, "tune": list(raced[0].tune)} for one in rows]
+    return whole({**values, "sweep": over}, rows), settings, list(over)
 
 
 def _name(file: str | None, first: "Settings") -> str:
@@ -130,11 +150,16 @@ def _name(file: str | None, first: "Settings") -> str:
     return Path(file).stem if file else data_name(first)
 
 
-def _places(settings: "Sequence[Settings]", home: Path, out: Path | None) -> list[Path]:
-    """The folder of each run: by its settings, or in a folder that was named by its number."""
+def _places(
+    settings: "Sequence[Settings]", home: Path, out: Path | None, sweeps: bool
+) -> list[Path]:
+    """The folder of each run: by its settings, or in a folder that was named by its number.
+
+    A grid may grow, so that the number of a point says nothing.
+    """
     from fedvlm.runner.run import default_name
 
-    if out is None:
+    if out is None or sweeps:
         return [home / default_name(one, None) for one in settings]
     if len(settings) == 1:
         return [out]
@@ -143,21 +168,23 @@ def _places(settings: "Sequence[Settings]", home: Path, out: Path | None) -> lis
 
 def _all(
     settings: "Sequence[Settings]",
+    over: Sequence[str],
     home: Path,
     out: Path | None,
     beside: bool,
     again: bool,
     track: Sequence[str],
-) -> "tuple[list[Record], list[Record]]":
-    """The runs, and the bars that stand beside them."""
+) -> "tuple[list[Record], list[str], list[Record]]":
+    """The runs, what hindered others, and the bars that stand beside them."""
     from fedvlm.runner.bars import bars
     from fedvlm.runner.run import default_name, execute
+    from fedvlm.runner.sweep import run_all
     from fedvlm.runner.track import Trackers
 
     def say(note: str) -> None:
         typer.echo(note, err=True)
 
-    results: list[Record] = []
+    places = _places(settings, home, out, bool(over))
     marks: list[Record] = []
     trackers = Trackers(track)
     with progress() as report:
@@ -166,15 +193,17 @@ def _all(
             report.hear(run, line)
             trackers(run, line)
 
-        for one, place in zip(settings, _places(settings, home, out), strict=True):
-            results.append(execute(one, place, again, None, report, listen, say))
+        def go(number: int, one: "Settings") -> "Record":
+            return execute(one, places[number], again, None, report, listen, say)
+
+        results, failed = run_all(settings, over, go)
         for one in bars(settings, results[0]) if beside else ():
             place = out / "bars" / one.method.name if out else home / default_name(one, None)
             marks.append(execute(one, place, again, progress=report))
     trackers.close()
     for note in trackers.notes:
         say(note)
-    return results, marks
+    return results, failed, marks
 
 
 def _next_steps(home: Path, shown: "Sequence[Record]") -> str:

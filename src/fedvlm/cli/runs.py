@@ -41,15 +41,24 @@ def compare(
     form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
     every: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
     traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
-    columns: Annotated[str, typer.Option(help="More metrics, as balanced,F1,AUC,ECE.")] = "",
+    columns: Annotated[
+        str, typer.Option(help="More of them, as balanced,F1,kappa,worst,method.rate.")
+    ] = "",
+    paper: Annotated[bool, typer.Option(help="The papers' tables, with ours beside.")] = False,
+    item: Annotated[str, typer.Option(help="This table or figure, as fedot-v1/T1.")] = "",
 ) -> None:
     """Runs side by side: mean ± deviation over seeds, in per cent."""
     from fedvlm.report.page.render import read_runs
     from fedvlm.report.tables import compare as render
 
     results = [one for path in runs for one in read_runs(path)]
-    metrics = [name.strip() for name in columns.split(",") if name.strip()]
-    table = render(results, form, every, traffic=traffic, metrics=metrics)
+    if paper or item:
+        from fedvlm.report.beside import items_of, paper_tables
+
+        typer.echo(paper_tables([item] if item else items_of(results), results, form), nl=False)
+        return
+    asked = [name.strip() for name in columns.split(",") if name.strip()]
+    table = render(results, form, every, traffic=traffic, asked=asked)
     typer.echo(table, nl=False)
 
 

@@ -4,7 +4,7 @@ Everything here takes `p` (rows, classes), rows of probabilities, and `y` (rows,
 A number that the rows cannot give (the AUC of rows of a single class, anything of no rows) is NaN.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
 from typing import Any
@@ -25,6 +25,9 @@ EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the cou
 TAKEN = {f"{part}_{what}" for part in ("validation", "test") for what in ("rows", "hits")} | {
     *("loss", "reliability", "decision", "hits", "confusion", "recall", "scores"),
 }
+# A table has columns of these names, which are no metrics.
+TAKEN |= {"kappa", "kappa-per-target", "cosine", "dof", "seconds", "minutes", "trained", "A[j][i]"}
+TAKEN |= {"P-per-target", "C-per-target", "worst", "spread", "average", "rows", "ROC", "PR"}
 
 
 def _usual_benefit(p: Tensor, y: Tensor) -> float:
@@ -85,6 +88,30 @@ def details(p: Tensor, y: Tensor) -> dict[str, Any]:
 def unpack_hits(hits: str, rows: int) -> NDArray[np.bool_]:
     """(rows,) of what `details` packed."""
     return np.unpackbits(np.frombuffer(bytes.fromhex(hits), np.uint8), count=rows).astype(bool)
+
+
+def points(counts: Sequence[Sequence[int]], kind: str) -> list[list[float]]:
+    """An ROC or a precision-recall curve of `scores` as `details` counts them, one vs rest.
+
+    All pairs of row and class are taken together. "ROC" has [false, true] positive rates, "PR" has
+    [recall, precision], both from the highest threshold down to none; none without both kinds.
+    """
+    own, other = (np.cumsum(np.array(one, np.float64)[::-1]) for one in counts)
+    if not own[-1] or not other[-1]:
+        return []
+    if kind == "ROC":
+        pairs = np.stack([other / other[-1], own / own[-1]], 1)
+        return [[0.0, 0.0], *pairs.tolist()]
+    called = own + other > 0
+    pairs = np.stack([own / own[-1], own / (own + other).clip(1)], 1)[called]
+    return [[0.0, float(pairs[0, 1])], *pairs.tolist()]
+
+
+def area(curve: Sequence[Sequence[float]], kind: str) -> float:
+    """Below a curve of `points`; of a PR curve in steps, which is the average precision."""
+    x, y = np.array(curve).T
+    heights = (y[1:] + y[:-1]) / 2 if kind == "ROC" else y[1:]
+    return float((np.diff(x) * heights).sum())
 
 
 def accuracy(p: Tensor, y: Tensor) -> float:
@@ -200,7 +227,9 @@ METRICS = tuple(ALL)  # our own: the columns of tables, and all that a site may 
 def register(name: str, metric: Metric) -> Metric:
     """Adds a metric under the name that a table's column has; its docstring says what it is."""
     if name in TAKEN:
-        raise SettingsError(f"metric {name!r}: scores have another thing of that name; rename it")
+        raise SettingsError(
+            f"metric {name!r}: scores or tables have another thing of that name; rename it"
+        )
     if not getattr(metric, "__doc__", None):
         raise SettingsError(f"metric {name!r}: it has no docstring; say in a line what it is")
     enter(ALL, "metric", name, metric)

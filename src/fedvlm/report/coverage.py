@@ -7,12 +7,14 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from fedvlm.data.clients import By
-from fedvlm.report.papers import Item, Values, apart, find, flat, items, numbers
+from fedvlm.report.columns import COLUMNS
+from fedvlm.report.papers import Item, Values, apart, find, items, numbers
+from fedvlm.runner.sweep import flat
 
 State = Literal["full", "partly", "not"]
 STATES: tuple[State, ...] = ("full", "partly", "not")
-# Which of the columns and pictures that items ask for there are; what is built is added here.
-OFFERED = ("plot:decision", "plot:plans")
+# Which of the pictures that items ask for there are; what is built is added here.
+OFFERED = ("plot:decision", "plot:plans", "column:gain")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Covered:
 
 def offered() -> set[str]:
     """What items may need besides runs: columns, pictures, ways of making clients."""
-    return {*OFFERED, *(f"clients:{way}" for way in get_args(By))}
+    columns = {f"column:{name}" for name in COLUMNS}
+    return {*OFFERED, *columns, *(f"clients:{way}" for way in get_args(By))}
 
 
 def wanted(item: Item) -> list[Values]:

@@ -15,22 +15,27 @@ FORMAT = "fedvlm experiment 1"
 
 
 def write_folder(
-    folder: Path, asked: Mapping[str, Any], runs: Sequence[Record], **options: Any
+    folder: Path,
+    values: Mapping[str, Any],
+    runs: Sequence[Record],
+    asked: Sequence[str] = (),
+    **options: Any,
 ) -> None:
-    """`asked` are the values of its TOML file; `options` are those of the table."""
-    title = asked.get("title")
+    """`values` are those of its TOML file; `asked` and other `options` are those of the table."""
+    title = values.get("title")
+    options["asked"] = asked
     head = f"# {title}\n\n" if title else ""
     write(folder / "table.md", (head + tables.compare(runs, "markdown", **options)).encode())
     whole = {
         "format": FORMAT,
         "title": title or "",
         "runs": [_place(one.folder, folder) for one in runs],
-        "table": tables.rows(runs),
-        "scores": long.lines(runs),
+        "table": tables.rows(runs, asked),
+        "scores": long.lines(runs, asked),
     }
     text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     write(folder / TABLE, text.encode())
-    write(folder / f"{folder.name}.toml", toml(asked).encode())
+    write(folder / f"{folder.name}.toml", toml(values).encode())
 
 
 def runs_in(folder: Path) -> list[Path]:

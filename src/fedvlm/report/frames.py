@@ -6,6 +6,7 @@ from typing import Any
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.record import Record
+from fedvlm.report.columns import on_demand, settings_of, split
 from fedvlm.report.long import clients
 from fedvlm.report.names import label
 
@@ -24,15 +25,21 @@ def frame(result: Record) -> Any:
     return pandas.DataFrame(list(clients(result)))
 
 
-def compared(results: Sequence[Record]) -> Any:
-    """One row per run: the mean over seeds of every column, and its deviation beside it."""
+def compared(results: Sequence[Record], asked: Sequence[str] = ()) -> Any:
+    """One row per run: the mean over seeds of every column, and its deviation beside it.
+
+    `asked` are further columns and settings, as `compare --columns` takes them.
+    """
     pandas = _pandas()
     if not results:
         raise SettingsError("no run is named; give one or more runs")
+    names, settings = split(results, asked)
     rows = []
     for result in results:
-        row: dict[str, Any] = {"method": label(result), "seeds": len(result.tables)}
-        for key, (mean, deviation) in scores.spread(result.tables).items():
+        row: dict[str, Any] = {"method": label(result, settings)}
+        row |= settings_of(result, settings) | {"seeds": len(result.tables)}
+        both = scores.spread(result.tables) | scores.spread(on_demand(result, names))
+        for key, (mean, deviation) in both.items():
             row |= {key: mean, f"{key} deviation": deviation}
         exchanges, moved = result.traffic
         rows.append({**row, "exchanges": exchanges, "kB per client": moved / 1000})

@@ -1,6 +1,6 @@
 """What a run is called in a table, and whether it says anything of unseen clients."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from json import dumps, loads
 from typing import Any
@@ -10,8 +10,8 @@ from fedvlm.errors import listing
 from fedvlm.record import Record
 
 
-def label(result: Record) -> str:
-    """The method, with the settings in which it differs from its defaults."""
+def label(result: Record, besides: Collection[str] = ()) -> str:
+    """The method, with the settings in which it differs from its defaults, but for some."""
     from fedvlm.core import make
 
     settings = dict(result.manifest["identity"]["method"])
@@ -20,7 +20,8 @@ def label(result: Record) -> str:
     if small := result.manifest["identity"].get("allow_small", False):
         settings.pop("smallest", None)
     usual = loads(dumps(asdict(make(name))))  # as a manifest has it
-    odd = [f"{key}={value}" for key, value in settings.items() if usual[key] != value]
+    rest = {key: value for key, value in settings.items() if f"method.{key}" not in besides}
+    odd = [f"{key}={value}" for key, value in rest.items() if usual[key] != value]
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
     if tuned := result.manifest.get("tuned"):
         odd += _raced(tuned)
@@ -29,7 +30,7 @@ def label(result: Record) -> str:
     if method.traits.centralised:
         odd.append("not federated")
     if method.traits.reference == "target":
-        odd.remove("reference=target")
+        odd = [one for one in odd if one != "reference=target"]
         odd.append("TRANSDUCTIVE: adapts to the test rows")
     plain = asdict(Channel())
     through = result.manifest["identity"].get("channel", plain)

@@ -4,12 +4,14 @@ import csv
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from math import hypot, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from fedvlm.errors import DataError, unknown
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.runner.sweep import flat
 
 STATUS = ("ok", "void", "copied")
 KINDS = ("table", "figure")
@@ -103,7 +105,12 @@ def numbers(place: Path | None = None) -> dict[str, tuple[Number, ...]]:
 def find(name: str) -> Item:
     known = items()
     if name not in known:
-        raise unknown("table or figure", name, known)
+        lower = {one.lower(): one for one in known}
+        near = [lower[one] for one in get_close_matches(name.lower(), lower, 3, 0.5)]
+        nearest = f"the nearest are {', '.join(near)}; " if near else ""
+        raise SettingsError(
+            f"no table or figure is called {name!r}; {nearest}`fedvlm list papers --json` names all"
+        )
     return known[name]
 
 
@@ -195,17 +202,6 @@ def _one_of(known: tuple[str, ...]) -> Callable[[str], str]:
 def settings_of(text: str) -> Values:
     """`method.blocks = 4, method.head = 'text'` by dotted names."""
     return flat(tomllib.loads(f"all = {{{text}}}")["all"])
-
-
-def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested tables by dotted names."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            out |= flat(value, f"{before}{key}.")
-        else:
-            out[f"{before}{key}"] = value
-    return out
 
 
 def _grids(text: str) -> tuple[Mapping[str, Any], ...]:

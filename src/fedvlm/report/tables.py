@@ -1,57 +1,29 @@
 """Runs side by side: mean ± deviation over seeds as text, Markdown or LaTeX; or in long form."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import METRICS
-from fedvlm.evaluate.metrics import metrics as all_metrics
 from fedvlm.record import Record
 from fedvlm.report import long
-from fedvlm.report.names import generalises, label
+from fedvlm.report.columns import on_demand, setting, settings_of, split, written
+from fedvlm.report.names import label
 
 FORMS = ("text", "markdown", "latex", *long.FORMS)
 TRAFFIC = ("exchanges", "kB per client")
 MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
-WHO = (("own", "train"), ("unseen", "unseen"))
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 
-def asked(metrics: Iterable[str]) -> set[str]:
-    """The columns of metrics that were asked for."""
-    return {f"{name}, {who}" for name in metrics for who, _ in WHO}
-
-
-def measured(result: Record, metrics: Sequence[str]) -> list[scores.Table]:
-    """By seed: the mean over trainings of each metric's mean over clients."""
-    for name in metrics:
-        if name not in all_metrics():
-            raise unknown("metric", name, all_metrics())
-    out: list[scores.Table] = []
-    for seed in result.manifest["identity"]["seeds"]:
-        one: scores.Table = {}
-        trainings = result.trainings(seed).values() if metrics else ()
-        for name in metrics:
-            for who, key in WHO[: 1 + generalises(result)]:
-                parts = [
-                    scores.metric(training["scores"], training[key], name) for training in trainings
-                ]
-                there = [part for part in parts if part is not None]
-                if there:
-                    one[f"{name}, {who}"] = fmean(there)
-        out.append(one)
-    return out
-
-
-def cell(mean: float | None, deviation: float | None, form: str) -> str:
+def cell(mean: float | None, deviation: float | None, form: str, column: str = "") -> str:
     if mean is None:
         return "-"
     if deviation is None:
-        return f"{100 * mean:.2f}"
+        return written(column, mean)
     between = r" $\pm$ " if form == "latex" else " ± "
-    return f"{100 * mean:.2f}{between}{100 * deviation:.2f}"
+    return f"{written(column, mean)}{between}{written(column, deviation)}"
 
 
 def compare(
@@ -60,13 +32,13 @@ def compare(
     every: bool = False,
     paper: Mapping[str, Mapping[str, float]] | None = None,
     traffic: bool = False,
-    metrics: Sequence[str] = (),
+    asked: Sequence[str] = (),
     chance: bool = False,
 ) -> str:
     """One row per run, in per cent; `every` adds the columns per domain or client.
 
     `traffic` adds the exchanges of a client and its kilobytes up and down over all of them.
-    `metrics` are names of metrics: adds each one over clients that trained, and over unseen ones.
+    `asked` are names of columns, and settings by dotted names, which follow the method.
     `paper` has what was published, by row and column; its numbers stand below ours.
     `chance` begins with what guessing would give.
     CSV and JSON have the numbers behind it, one line per seed, training, client and metric.
@@ -76,8 +48,8 @@ def compare(
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
     if form in long.FORMS:
-        return long.written(results, form)
-    head, body = grid(results, form, every, paper, traffic, metrics, chance)
+        return long.written(results, form, asked)
+    head, body = grid(results, form, every, paper, traffic, asked, chance)
     below = [f"{label(one)}: {w}\n" for one in results for w in (*one.far, *one.unsettled)]
     if below and form == "markdown":
         below.insert(0, "\n")  # or the words would be one more row
@@ -90,52 +62,60 @@ def grid(
     every: bool = False,
     paper: Mapping[str, Mapping[str, float]] | None = None,
     traffic: bool = False,
-    metrics: Sequence[str] = (),
+    asked: Sequence[str] = (),
     chance: bool = False,
 ) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of that table."""
+    names, settings = split(results, asked)
     found = [scores.spread(result.tables) for result in results]
     columns = list(dict.fromkeys(key for one in found for key in one))
     if not every and (main := [key for key in columns if key in MAIN]):
         columns = main
+    shares = list(columns)
     for result, one in zip(results, found, strict=True):
-        one |= scores.spread(measured(result, metrics))
-    columns += [
-        key for key in dict.fromkeys(k for one in found for k in one) if key in asked(metrics)
-    ]
+        more = scores.spread(on_demand(result, names))
+        one |= more
+        columns += [key for key in more if key not in columns]
     last = [*(TRAFFIC if traffic else ()), "seeds"]
-    head = ["method", *columns, *last]
-    body = [[*guessing(results[0], columns, form), *("-" for _ in last)]] if chance else []
+    head = ["method", *settings, *columns, *last]
+    dashes = ["-" for _ in settings]
+    body = []
+    if chance:
+        guessed = dict(zip(shares, guessing(results[0], shares, form), strict=True))
+        cells = [guessed.get(key, cell(None, None, form)) for key in columns]
+        body.append(["chance", *dashes, *cells, *("-" for _ in last)])
     for result, one in zip(results, found, strict=True):
-        cells = [cell(*one.get(key, (None, None)), form) for key in columns]
+        cells = [cell(*one.get(key, (None, None)), form, key) for key in columns]
         exchanges, moved = result.traffic if traffic else (0, 0.0)
-        more = [f"{exchanges}", f"{moved / 1000:.1f}"] if traffic else []
-        body.append([label(result), *cells, *more, f"{len(result.tables)}"])
+        more_ = [f"{exchanges}", f"{moved / 1000:.1f}"] if traffic else []
+        before = [label(result, settings), *(setting(result, name) for name in settings)]
+        body.append([*before, *cells, *more_, f"{len(result.tables)}"])
     for name, numbers in (paper or {}).items():
         cells = [f"{numbers[key]:.2f}" if key in numbers else "-" for key in columns]
-        body.append([f"published: {name}", *cells, *("-" for _ in last)])
+        body.append([f"published: {name}", *dashes, *cells, *("-" for _ in last)])
     return head, body
 
 
-def rows(results: Sequence[Record]) -> list[dict[str, Any]]:
+def rows(results: Sequence[Record], asked: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The same table as numbers, shares of one: each column's mean and deviation over seeds."""
+    names, settings = split(results, asked)
     out = []
     for result in results:
-        found = scores.spread(result.tables)
+        found = scores.spread(result.tables) | scores.spread(on_demand(result, names))
         columns = {key: {"mean": one, "deviation": by} for key, (one, by) in found.items()}
         exchanges, moved = result.traffic
         end = {"exchanges": exchanges, "kB per client": moved / 1000, "seeds": len(result.tables)}
-        out.append({"method": label(result), **columns, **end})
+        begin = {"method": label(result, settings), **settings_of(result, settings)}
+        out.append({**begin, **columns, **end})
     return out
 
 
 def guessing(result: Record, columns: Sequence[str], form: str) -> list[str]:
-    """A row of one in as many as there are classes, where a column is a share of hits."""
+    """One in as many as there are classes, where a column is a share of hits."""
     share = 1 / len(result.manifest["classes"])
     others = {f"{who} {name}" for name in METRICS[1:] for who in ("clients", "target")}
-    others |= asked(all_metrics())
     hits = [key not in others and not key.startswith("deviation ") for key in columns]
-    return ["chance", *(cell(share if hit else None, None, form) for hit in hits)]
+    return [cell(share if hit else None, None, form) for hit in hits]
 
 
 def render(

@@ -220,25 +220,33 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Values with `a.b=1` laid over them; the right side is TOML, or else a plain word."""
-    out = {
-        key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()
-    }
+    out = dict(values)
     for text in assignments:
         path, equals, raw = text.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(keys) or len(keys) > 2:
+        if not equals:
             raise SettingsError(f"--set {text!r} is not of the form a.b=value")
-        try:
-            value = tomllib.loads(f"value = {raw}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = raw.strip()
-        if len(keys) == 1:
-            out[keys[0]] = value
-            continue
-        table = out.setdefault(keys[0], {})
-        if isinstance(table, str):  # method = "fedot" given as a word
-            table = out[keys[0]] = {"by" if keys[0] == "clients" else "name": table}
-        if not isinstance(table, dict):
-            raise SettingsError(f"--set {text!r}: {keys[0]} is {table!r}, which has no parts")
-        table[keys[1]] = value
+        out = laid(out, path.strip(), value_of(raw), f"--set {text!r}")
     return out
+
+
+def value_of(text: str) -> Any:
+    """A value on the command line: TOML, or else a plain word."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def laid(values: Mapping[str, Any], path: str, value: Any, said: str = "") -> dict[str, Any]:
+    """A copy of values with one at a dotted name; `said` is what a refusal begins with."""
+    out, keys, said = dict(values), path.split("."), said or f"{path} = {value!r}"
+    if not all(keys) or len(keys) > 2:
+        raise SettingsError(f"{said} is not of the form a.b=value")
+    if len(keys) == 1:
+        return {**out, path: value}
+    table = out.get(keys[0], {})
+    if isinstance(table, str):  # method = "fedot" given as a word
+        table = {"by" if keys[0] == "clients" else "name": table}
+    if not isinstance(table, Mapping):
+        raise SettingsError(f"{said}: {keys[0]} is {table!r}, which has no parts")
+    return {**out, keys[0]: {**table, keys[1]: value}}

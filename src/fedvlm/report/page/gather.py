@@ -15,6 +15,7 @@ from fedvlm.report.page.pooled import pooled
 from fedvlm.report.page.published import beside_papers, counted
 from fedvlm.report.page.verdict import badges, judge, sentences
 from fedvlm.report.tables import MAIN
+from fedvlm.runner.sweep import flat
 from fedvlm.storage.files import slug
 
 FORMAT = "fedvlm report 2"
@@ -59,18 +60,17 @@ def gather(
 
 def names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The methods' names, with as few settings as tell runs of one method apart."""
+    plain = [
+        {key.removeprefix("method."): value for key, value in flat(run["identity"]).items()}
+        for run in runs
+    ]
     out = []
-    for run in runs:
-        own = {**run["identity"], **run["identity"]["method"]}
-        alike = [
-            {**one["identity"], **one["identity"]["method"]}
-            for one in runs
-            if one["identity"]["method"]["name"] == own["name"] and one is not run
-        ]
+    for own in plain:
+        alike = [one for one in plain if one["name"] == own["name"] and one is not own]
         odd = [
             f"{key} {value}"
             for key, value in own.items()
-            if key not in ("method", "name") and any(one.get(key) != value for one in alike)
+            if key != "name" and any(one.get(key) != value for one in alike)
         ]
         out.append(" ".join([own["name"], f"({', '.join(odd)})"]) if odd else own["name"])
     return [f"{one} [{place}]" if out.count(one) > 1 else one for place, one in enumerate(out, 1)]

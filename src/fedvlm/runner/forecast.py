@@ -1,0 +1,131 @@
+"""What runs need before they begin: data, where to get them, an encoder, and roughly how long."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from fedvlm.core import schedule
+from fedvlm.data.catalogue import Entry, catalogue
+from fedvlm.runner.load import FEW_OF_CLASS, FEW_ROUNDS, FEW_ROWS
+from fedvlm.runner.settings import Settings
+
+# Of CLIP's image towers: tokens, width, layers; the text towers of the base models are 512 wide.
+TOWERS = {
+    "clip-vit-base-patch32": (50, 768, 12),
+    "clip-vit-base-patch16": (197, 768, 12),
+    "clip-vit-large-patch14": (257, 1024, 24),
+    "clip-vit-large-patch14-336": (577, 1024, 24),
+}
+TEXT = (20, 512, 12)  # tokens of a usual prompt with its class name
+BACK = 3  # a step forward and back, against one forward
+ROUND = 0.13  # seconds: docs/papers/results-speed.md has 105 s for FedOT's 800 rounds on PACS
+SIDE, TRIES = 1024, 5  # of the matrices that this machine's speed is taken from
+
+
+def needs(settings: Sequence[Settings]) -> list[str]:
+    """A line for each data set and encoder, and one for the time that all of it takes."""
+    lines = []
+    known = catalogue()
+    for name, root in dict.fromkeys(
+        (one.data, str(one.source.get("root", ""))) for one in settings
+    ):
+        if name in known:
+            lines.append(_data(known[name], root))
+    for encoder in dict.fromkeys(one.encoder for one in settings):
+        if encoder.startswith("hf:") and not Path(encoder[3:]).is_dir():
+            lines.append(f"encoder {encoder}: from the Hub, or a copy on disk by --encoder hf:DIR")
+    trainings = sum(len(one.seeds) * _trainings(one, known.get(one.data)) for one in settings)
+    lines.append(f"{len(settings)} runs, {trainings} trainings: {_time(settings, known)}")
+    return lines
+
+
+def _data(entry: Entry, root: str) -> str:
+    if root.startswith("hub:"):
+        return f"data {entry.name}: {root} is downloaded"
+    if not root:
+        return f"data {entry.name}: " + ("comes with fedvlm" if entry.place else entry.home)
+    if Path(root).exists():
+        return f"data {entry.name}: {root} is there"
+    return f"data {entry.name}: {root} is NOT there; put {entry.shape} (from {entry.home})"
+
+
+def _trainings(one: Settings, entry: Entry | None) -> int:
+    if one.protocol == "leave-one-domain-out":
+        return max(1, len(entry.domains)) if entry else 1
+    return max(1, len(one.counts))
+
+
+def _time(settings: Sequence[Settings], known: dict[str, Entry]) -> str:
+    able = [one for one in settings if _tower(one) and (e := known.get(one.data)) and e.total]
+    if not able:
+        return "how long is not known for these data and this encoder"
+    encoded: set[tuple[str, str]] = set()
+    work, rounds = 0.0, 0
+    for one in able:
+        entry = known[one.data]
+        if (one.data, one.encoder) not in encoded:
+            encoded.add((one.data, one.encoder))
+            work += _rows(one, entry) * _forward(_tower(one) or TEXT)
+        every = len(one.seeds) * _trainings(one, entry)
+        times = min(one.method.rounds, FEW_ROUNDS) if one.smoke else one.method.rounds
+        rounds += every * times
+        work += every * times * _round(one, entry)
+    left = sorted({one.data for one in settings} - {one.data for one in able})
+    more = f", and more for {', '.join(left)}" if left else ""
+    seconds = work / _speed() + ROUND * rounds
+    return (
+        f"roughly {span(seconds)}{more} (operations counted, at this machine's speed; not measured)"
+    )
+
+
+def _tower(one: Settings) -> tuple[int, int, int] | None:
+    return TOWERS.get(one.encoder.removeprefix("hf:").rstrip("/").rpartition("/")[2])
+
+
+def _rows(one: Settings, entry: Entry) -> int:
+    few = max(FEW_ROWS, FEW_OF_CLASS * len(entry.classes))
+    return min(few, entry.total) if one.smoke else entry.total
+
+
+def _round(one: Settings, entry: Entry) -> float:
+    """Operations of a round beyond those of a head: passes through towers."""
+    train = one.clients.shares[0] * _rows(one, entry)
+    if one.clients.shots:
+        train = min(train, one.clients.shots * max(1, len(entry.classes)))
+    plan = schedule(one.method)
+    visits = one.fraction * plan.epochs * train
+    # a client of few rows has steps of few rows
+    steps = max(visits / plan.batch, one.fraction * plan.epochs * one.clients.count)
+    out = 0.0
+    if "image tower" in one.method.traits.needs:
+        out += BACK * visits * _forward(_tower(one) or TEXT)
+    if "text tower" in one.method.traits.needs:
+        out += BACK * steps * max(1, len(entry.classes)) * _forward(TEXT)
+    return out
+
+
+def _forward(tower: tuple[int, int, int]) -> float:
+    """Operations of one pass through a transformer."""
+    tokens, width, layers = tower
+    return 2.0 * layers * (12 * tokens * width**2 + 2 * tokens**2 * width)
+
+
+def _speed() -> float:
+    """Operations a second of a matrix product, the best of a few."""
+    one = torch.ones(SIDE, SIDE)
+    best = float("inf")
+    for _ in range(TRIES):
+        begin = perf_counter()
+        one @ one
+        best = min(best, perf_counter() - begin)
+    return 2 * SIDE**3 / best
+
+
+def span(seconds: float) -> str:
+    """A time in its largest unit."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(1, round(seconds))} seconds"

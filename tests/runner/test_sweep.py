@@ -1,0 +1,201 @@
+"""A grid over settings: which points it has, what it refuses, and that one failure stays one."""
+
+import json
+import os
+import tomllib
+
+import pytest
+from typer.testing import CliRunner
+
+import fedvlm
+from fedvlm import cli
+from fedvlm.encoders.store import save_store
+from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.runner.experiments import runs, swept
+from fedvlm.runner.settings import build
+from fedvlm.runner.sweep import grid, read_sweep, run_all
+
+FEDOT = {"method": {"name": "fedot", "rounds": 1}}
+
+
+def points(values, key):
+    return [one["method"].get(key) for one in runs(values)]
+
+
+def test_a_grid_has_every_pair_of_values():
+    found = runs({**FEDOT, "sweep": {"method.blocks": [1, 2], "clients.shots": [4, 8, 16]}})
+    pairs = [(one["method"]["blocks"], one["clients"]["shots"]) for one in found]
+    assert pairs == [(1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16)]
+    assert all(one["method"]["rounds"] == 1 for one in found)
+
+
+def test_dotted_and_quoted_names_are_the_same():
+    assert grid({"method": {"blocks": [1, 2]}}) == grid({"method.blocks": [1, 2]})
+
+
+def test_every_method_keeps_its_own_settings_and_one_without_a_swept_one_is_there_once():
+    values = {
+        "methods": [{"name": "zero-shot"}, {"name": "fedot", "rate": 0.1}],
+        "sweep": {"method.blocks": [1, 2]},
+    }
+    assert [one["method"]["name"] for one in runs(values)] == ["zero-shot", "fedot", "fedot"]
+    assert points(values, "rate") == [None, 0.1, 0.1]
+
+
+def test_a_setting_that_is_set_is_not_swept():
+    values = {**FEDOT, "sweep": {"method.blocks": [1, 2], "fraction": [0.5, 1.0]}}
+    found = runs(values, ["method.blocks=4"])
+    assert [(one["method"]["blocks"], one["fraction"]) for one in found] == [(4, 0.5), (4, 1.0)]
+    assert list(swept(values, ["method.blocks=4"])) == ["fraction"]
+
+
+def test_encoder_target_and_seeds_can_be_swept():
+    values = {**FEDOT, "protocol": "source-target"}
+    over = {"encoder": ["demo", "hf:x"], "target": ["a", "b"], "seeds": [3, 4]}
+    found = [build(one) for one in runs({**values, "sweep": over})]
+    assert len(found) == 8
+    assert {one.seeds for one in found} == {(3,), (4,)}
+    assert {one.target for one in found} == {("a",), ("b",)}
+
+
+def test_the_command_line_reads_toml_or_words():
+    assert read_sweep(["a.b=1,2,3", "c=noto, twemoji"]) == {
+        "a.b": [1, 2, 3],
+        "c": ["noto", "twemoji"],
+    }
+    assert read_sweep(["seeds=[0, 1],[2]"]) == {"seeds": [[0, 1], [2]]}
+
+
+@pytest.mark.parametrize("text", ["a.b", "a.b=", "=1,2"])
+def test_a_sweep_without_name_or_values_is_refused(text):
+    with pytest.raises(SettingsError, match="is not of the form a.b=1,2,3"):
+        read_sweep([text])
+
+
+@pytest.mark.parametrize(
+    ("each", "says"),
+    [
+        ([1, "auto"], r"mixed types, 1 \(number\) and 'auto' \(str\)"),
+        ([True, 1], "mixed types"),
+        ([1, 2, 1], "has a value twice"),
+        ([], "takes a list of values"),
+        (4, "takes a list of values"),
+    ],
+)
+def test_values_that_make_no_sweep_are_refused(each, says):
+    with pytest.raises(SettingsError, match=says):
+        runs({**FEDOT, "sweep": {"method.blocks": each}})
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("method.block", "method.blocks"),
+        ("clients.shot", "clients.shots"),
+        ("encoders", "encoder"),
+        ("reproduces", None),  # decides no number
+        ("method.gamma", None),  # of another method
+    ],
+)
+def test_a_sweep_over_a_setting_that_does_not_exist_is_refused(key, near):
+    with pytest.raises(SettingsError, match=f"no setting to sweep is called '{key}'") as told:
+        runs({**FEDOT, "sweep": {key: [1, 2]}})
+    assert near is None or f"did you mean '{near}'" in str(told.value)
+
+
+def test_a_point_that_fails_is_named_and_the_others_go_on():
+    settings = [build(one) for one in runs({**FEDOT, "sweep": {"method.blocks": [1, 3, 4]}})]
+
+    def go(number, one):
+        if one.method.blocks == 3:
+            raise ValueError("no")
+        return number
+
+    done, failed = run_all(settings, ["method.blocks"], go)
+    assert (done, failed) == ([0, 2], ["fedot at method.blocks=3 failed: ValueError: no"])
+    with pytest.raises(ValueError, match="no"):
+        run_all(settings, [], go)  # no sweep: the first failure ends it
+    with pytest.raises(FedVLMError, match="every run failed; the first: fedot at method.blocks=3"):
+        run_all(settings[1:2], ["method.blocks"], go)
+
+
+@pytest.fixture
+def store(rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return f"store:{save_store(tmp_path / 'rows.safetensors', rows)}"
+
+
+def sweep(store, *words):
+    given = ["run", "--encoder", store, "--method", "fedot", "--no-bars", "--no-report"]
+    given += ["--set", "method.rounds=1", "--set", "method.rate=0.1", *words]
+    return CliRunner().invoke(cli.app, given, catch_exceptions=False)
+
+
+def test_the_table_has_a_column_per_swept_setting_and_the_exit_code_tells_of_failures(store):
+    words = ("--sweep", "method.blocks=1,3,4", "--sweep", "clients.shots=4,8")
+    told = sweep(store, *words, "--out", "here")
+    assert told.exit_code == 1
+    assert "fedot at method.blocks=3, clients.shots=4 failed: blocks = 3 does not" in told.output
+    lines = [line.split() for line in told.stdout.splitlines()]
+    head = next(line for line in lines if line[:1] == ["method"])
+    assert head[1:3] == ["method.blocks", "clients.shots"]
+    rows = [line for line in lines if line[:1] == ["fedot"]]
+    assert [row[-6:-4] for row in rows] == [["1", "4"], ["1", "8"], ["4", "4"], ["4", "8"]]
+    assert all("blocks=" not in " ".join(row) for row in rows)
+
+
+def test_finished_points_are_not_run_again_when_the_grid_grows(store, tmp_path):
+    assert sweep(store, "--sweep", "method.blocks=1,2", "--out", "here").exit_code == 0
+    before = {path: os.stat(path).st_mtime_ns for path in tmp_path.glob("here/*/result.json")}
+    assert len(before) == 2
+    assert sweep(store, "--sweep", "method.blocks=4,2,1", "--out", "here").exit_code == 0
+    after = {path: os.stat(path).st_mtime_ns for path in tmp_path.glob("here/*/result.json")}
+    assert len(after) == 3 and before.items() < after.items()
+
+
+def test_a_sweep_lies_in_its_experiments_folder_whose_file_asks_for_it_again(store, tmp_path):
+    told = sweep(store, "--sweep", "method.blocks=1,2", "--set", "protocol=own-test")
+    assert told.exit_code == 0, told.output
+    home = tmp_path / "runs" / "rows"
+    points = sorted(path.parent.name for path in home.glob("*/result.json"))
+    assert len(points) == 2 and all(name.startswith("fedot-rows-") for name in points)
+    table = json.loads((home / "table.json").read_text())
+    assert [row["method.blocks"] for row in table["table"]] == [1, 2]
+    assert {one["method.blocks"] for one in table["scores"]} == {1, 2}
+    asked = tomllib.loads((home / "rows.toml").read_text())
+    assert asked["sweep"] == {"method.blocks": [1, 2]}
+    given = ["run", str(home / "rows.toml"), "--no-report"]
+    again = CliRunner().invoke(cli.app, given, catch_exceptions=False)
+    assert again.stderr.count("already finished, read from runs/rows/fedot-rows-") == 2
+    assert tomllib.loads((home / "rows.toml").read_text()) == asked
+
+
+def test_points_of_a_sweep_race_for_their_rate_all_or_none(store, tmp_path):
+    words = ["run", "--encoder", store, "--method", "fedot", "--no-bars", "--no-report", "--set"]
+    words += ["protocol=own-test", "--sweep", "method.rounds=0,1"]
+    assert CliRunner().invoke(cli.app, words, catch_exceptions=False).exit_code == 0
+    for path in tmp_path.glob("runs/rows/*/manifest.json"):
+        assert "tuned" not in json.loads(path.read_text())  # nothing is raced for in no round
+    assert "tune" not in tomllib.loads((tmp_path / "runs" / "rows" / "rows.toml").read_text())
+
+
+def test_a_value_no_method_takes_is_refused_before_anything_runs(store, tmp_path):
+    with pytest.raises(SettingsError, match="at method.epochs=1, method.rate=-1: fedot.rate = -1 "):
+        sweep(store, "--sweep", "method.epochs=1,2", "--sweep", "method.rate=1,-1")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_in_python_gives_a_data_frame(rows, tmp_path):
+    with pytest.warns(UserWarning, match="fedot at method.blocks=3 failed"):
+        found = fedvlm.sweep(
+            {"blocks": [1, 3, 4]},
+            "fedot",
+            rounds=1,
+            embedded=rows,
+            out=tmp_path,
+            columns=["dof"],
+        )
+    assert found["method.blocks"].tolist() == [1, 4]
+    assert found["dof"].tolist() == [16 * 15 / 2, 4 * 4 * 3 / 2]
+    assert {"G", "P", "C", "G deviation"} <= set(found)
+    assert len(found.attrs["failed"]) == 1
