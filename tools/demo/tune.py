@@ -20,9 +20,8 @@ from fedvlm.runner.settings import read_toml
 SEEDS = [0]  # whose validation rows choose
 RATES = (1e-2, 3e-2, 1e-1, 3e-1)
 SMALL_RATES = (1e-3, 3e-3, 1e-2)  # of Adam
-PROMPTS = ("coop", "promptfl", "promptfolio", "fedotp") + tuple(
-    f"promptfl-{kind}" for kind in ("ft", "fedprox", "fedper", "fedamp")
-)
+VARIANTS = (f"promptfl-{kind}" for kind in ("ft", "fedprox", "fedper", "fedamp"))
+PROMPTS = ("coop", "promptfl", "promptfolio", "fedotp", *VARIANTS)
 # By experiment and method: the values of each setting that is chosen.
 GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
     "demo": {
