@@ -25,6 +25,7 @@ from tools.auto.sets import SIX, silent
 from tools.training import groups, share, trained
 
 BLOCKS: tuple[int | str, ...] = (1, 8, 64, "auto")
+COLUMNS = ("r = 1", "8", "64", "auto", "auto less the best r", "cost by r = 1", "clients chose")
 DOMAINS = {"by": "domain"}
 MIXED = {"by": "dirichlet", "count": 4, "alpha": 1.0}  # where a set has no domains
 DISJOINT = {"by": "pathological", "count": 8}
@@ -80,16 +81,14 @@ def best(cell: Cell, rows: Embedded, blocks: int | str, seed: int, told: Any) ->
 def line(name: str, found: dict[str, list[dict[str, Any]]], by: str) -> str:
     """Accuracies, auto less the best fixed number with its interval, and their costs' ratio."""
     scores = {key: 100 * float(np.mean([share(s[by]) for s in v])) for key, v in found.items()}
-    shown = "  ".join(f"{key} {value:.2f}" for key, value in scores.items())
     first = max((key for key in scores if key != "auto"), key=scores.__getitem__)
     gap, low, high = interval(groups(found["auto"], by), groups(found[first], by))
     spent = {key: sum(s["seconds"] for s in found[key]) for key in ("1", "auto")}
     chosen = [b for s in found["auto"] for b in s["blocks"]]
-    counts = ", ".join(f"{b}: {chosen.count(b)}" for b in sorted(set(chosen)))
-    return (
-        f"{name:18} {shown}  auto - {first} {gap:+.2f} [{low:+.2f}, {high:+.2f}]"
-        f"  cost {spent['auto'] / spent['1']:.2f}  chose {counts}"
-    )
+    counts = ", ".join(f"{chosen.count(b)} of r = {b}" for b in sorted(set(chosen)))
+    cells = [f"{value:.2f}" for value in scores.values()]
+    cells += [f"{gap:+.2f} [{low:+.2f}, {high:+.2f}]", f"{spent['auto'] / spent['1']:.2f}", counts]
+    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -103,6 +102,8 @@ def main() -> None:
     parser.add_argument("--by", choices=("validation", "test"), default="validation")
     told = parser.parse_args()
     torch.set_num_threads(1)
+    print(f"| {told.by} rows, % | " + " | ".join(COLUMNS) + " |")
+    print("|---|" + "---:|" * (len(COLUMNS) - 1) + "---|")
     for cell in cells(told.stores):
         if not cell.name.startswith(tuple(told.sets.split(","))):
             continue
