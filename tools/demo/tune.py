@@ -36,16 +36,10 @@ GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
         "fedotp": {"rate": RATES},
     },
     "prompts-demo": {name: {"rate": RATES[1:]} for name in PROMPTS},
-    "prompts-more-demo": {
-        "pfedprompt": {"rate": RATES[:3]},
-        "fedot-prompt": {"rate": RATES[:3]},
-    },
+    "prompts-more-demo": {"fedot-prompt": {"rate": RATES[:3]}},  # pfedprompt has promptfl's
     "prompts-pathological-demo": {
         "promptfl": {"rate": RATES[:3]},
-        "pfedprompt": {"rate": RATES[:3]},
         "fedot-prompt": {"rate": RATES[:3]},
-        "cocoop": {"rate": (2e-3, 1e-2)},
-        "dp-fpl": {"rate": (0.1, 0.3)},
     },
 }
 
@@ -69,13 +63,14 @@ def points(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
 def tune(name: str, folder: str) -> None:
     values = read_toml(find(name))
     common = {k: v for k, v in values.items() if k not in ("title", "methods", "bars", "traffic")}
-    for place, method in enumerate(values["methods"]):
-        if (grid := GRIDS[name].get(method["name"])) is None:
+    grids = dict(GRIDS[name])
+    for method in values["methods"]:  # of several entries of a method the first chooses for all
+        if (grid := grids.pop(method["name"], None)) is None:
             continue
         kept = {k: v for k, v in method.items() if k not in (*grid, "name")}
         label, scores = f"{name} {method['name']} {kept or ''}".strip(), []
         for number, point in enumerate(points(grid)):
-            out = f"{folder}/{name}-{place}-{number}"
+            out = f"{folder}/{name}-{method['name']}-{number}"
             settings = {k: v for k, v in common.items() if k != "seeds"}
             result = fedvlm.run({**method, **point}, seeds=SEEDS, out=out, **settings)
             scores.append((validation(result, SEEDS), point))
