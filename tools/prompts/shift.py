@@ -1,6 +1,6 @@
 """Prompts where clients see different classes: FedOTP's plans, its γ, and the number of shots.
 
-python -m tools.prompts.shift [--shots 1,2,4,8,16] [--seeds 3] [--work FOLDER]
+python -m tools.prompts.shift [--shots 1,2,4,8,16] [--gammas 0.8,0.5] [--seeds 3] [--work FOLDER]
 Prints two tables of own test rows. The rate is chosen for every kind of plan and number of shots
 on validation rows of all seeds; unbalanced plans take that of γ = 0.8. Everything trained is kept
 in --work, so a second call trains only what is missing. One core.
@@ -23,7 +23,7 @@ from tools.auto.sets import silent
 from tools.training import groups, share, trained
 
 HELD = 4  # validation rows of a class, however few are trained on: one would choose nothing
-RATES = (3e-2, 1e-1, 3e-1)
+RATES = (3e-2, 1e-1)
 COMMON = {"start": "template", "epochs": 5, "rounds": 10}
 USUAL = 0.8  # γ
 Found = dict[int, list[dict[str, Any]]]  # by shots; one training for every seed
@@ -33,15 +33,22 @@ def otp(transport: str, **more: float) -> dict[str, Any]:
     return {"name": "fedotp", "transport": transport, **more}
 
 
-# γ = 1 of an unbalanced plan is the classical one.
-METHODS: dict[str, dict[str, Any]] = {
-    "zero-shot": {"name": "zero-shot"},
+def unbalanced(gamma: float) -> str:
+    return f"fedotp, unbalanced, γ = {gamma:g}"
+
+
+OURS = unbalanced(USUAL)
+AGAINST: dict[str, dict[str, Any]] = {
     "promptfl": {"name": "promptfl"},
     "fedotp, averaging": otp("averaging"),
     "fedotp, classical (γ = 1)": otp("classical"),
-} | {f"fedotp, unbalanced, γ = {g}": otp("unbalanced", gamma=g) for g in (0.9, 0.8, 0.7, 0.6, 0.5)}
-OURS = f"fedotp, unbalanced, γ = {USUAL}"
-AGAINST = ("promptfl", "fedotp, averaging", "fedotp, classical (γ = 1)")
+}
+
+
+def methods(gammas: list[float]) -> dict[str, dict[str, Any]]:
+    """The rows of the table; an unbalanced plan of γ = 1 is the classical one."""
+    plans = {unbalanced(g): otp("unbalanced", gamma=g) for g in gammas}
+    return {"zero-shot": {"name": "zero-shot"}, **AGAINST, **plans}
 
 
 class Shift:
@@ -101,13 +108,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/prompts-shift"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--shots", default="1,2,4,8,16")
+    parser.add_argument("--gammas", default="0.9,0.8,0.7,0.6,0.5", help="0.8 is among them")
     told = parser.parse_args()
     torch.set_num_threads(1)
     shift, shots = Shift(told.work, told.seeds), [int(one) for one in told.shots.split(",")]
-    found: dict[str, Found] = {name: {} for name in METHODS}
-    rates: dict[str, list[str]] = {name: [] for name in METHODS}
+    every = methods([float(one) for one in told.gammas.split(",")])
+    found: dict[str, Found] = {name: {} for name in every}
+    rates: dict[str, list[str]] = {name: [] for name in every}
     for few in shots:  # so that an early end leaves whole columns
-        for name, method in METHODS.items():
+        for name, method in every.items():
             found[name][few], rate = shift.found(method, few)
             rates[name].append(f"{rate:g}")
     scores = {k: [spread(one) for one in v.values()] for k, v in found.items()}
