@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Method, Tensors
 from fedvlm.maths import cayley
 
-DOUBT = 1.0  # standard errors
+DOUBT = 1.0  # standard errors by which another map has to be better than one block
 Train = Callable[[Any, Frozen, Tensors, Tensors, Client], tuple[Tensors, Tensors]]
 
 
@@ -66,7 +65,7 @@ def race(
     racing = local["age"] < max(1, 2 * self.rounds // 3)
     new, many = {**local, "age": local["age"] + 1}, candidates(frozen.dim)
     heads = sent["head"].repeat(len(many), *[1] * sent["head"].ndim)
-    losses = torch.full((len(many), *clients.held_y.shape), torch.inf)
+    hits = torch.zeros(len(many), *clients.held_y.shape)
     for number, r in enumerate(many):
         who = (racing | (local["leader"] == r)).nonzero()[:, 0]
         if not len(who):
@@ -78,31 +77,31 @@ def race(
         heads[number, who] = upload["head"]
         if racing.any():
             logits = method.predict(frozen, upload, own, some.held_x)
-            losses[number, who] = row_losses(logits, some.held_y).to(losses.dtype)
+            right = (logits.argmax(-1) == some.held_y) & logits.isfinite().all(-1)
+            hits[number, who] = right.to(hits.dtype)
     judged = racing & (clients.held_y >= 0).any(1)
     places = torch.tensor(many)
     first = (places == local["leader"][:, None]).int().argmax(1)
-    place = torch.where(judged, elect(losses, clients.held_y >= 0), first)
+    place = torch.where(judged, elect(hits, clients.held_y >= 0), first)
     head = heads[place, torch.arange(len(place))]
     return {"head": head}, {**new, "leader": places[place].to(local["leader"])}
 
 
-def elect(losses: Tensor, real: Tensor) -> Tensor:
-    """(clients,): of (candidates, clients, rows) the last that is not clearly worse than the best.
+def elect(hits: Tensor, real: Tensor) -> Tensor:
+    """(clients,): of (candidates, clients, rows) the one with most hits, if it is clearly better.
 
-    Clearly is by more than DOUBT standard errors of the paired difference: of maps that the rows
-    cannot tell apart the one with the fewest freedoms is taken.
+    Clearly is by more than DOUBT standard errors of the paired difference to the first, which is
+    one block; else that one. Hits and not losses: a map that is sure of itself is right more
+    often than others and yet loses by the few rows that it has wrong.
     """
-    count = real.sum(1).clamp(min=1)
-    losses = torch.where(real, losses.nan_to_num(nan=torch.inf), 0.0)
-    mean = losses.sum(-1) / count
-    least = mean.argmin(0)
-    apart = losses - losses[least, torch.arange(len(least))]
+    count = real.sum(1)
+    hits = torch.where(real, hits, 0.0)
+    most = hits.sum(-1).argmax(0)
+    apart = hits[most, torch.arange(len(most))] - hits[0]
     gap = apart.sum(-1) / count
-    spread = torch.where(real, (apart - gap[..., None]).square(), 0.0).sum(-1)
-    error = (spread / (count - 1).clamp(min=1) / count).sqrt().nan_to_num(nan=0.0)
-    good = (gap <= DOUBT * error).int()
-    return len(losses) - 1 - good.flip(0).argmax(0)
+    spread = torch.where(real, (apart - gap[:, None]).square(), 0.0).sum(-1)
+    error = (spread / (count - 1) / count).sqrt()  # nan for a single row, which tells nothing
+    return torch.where(gap > DOUBT * error, most, 0)
 
 
 def one_by_one(
@@ -115,8 +114,3 @@ def one_by_one(
         both = (tensors.select(sent, i), tensors.select(local, i))
         done.append(method.update(frozen, *both, client))
     return tensors.stack([upload for upload, _ in done]), tensors.stack([own for _, own in done])
-
-
-def row_losses(logits: Tensor, y: Tensor) -> Tensor:
-    """(clients, rows): the cross-entropy of every row; padding has one of no meaning."""
-    return cross_entropy(logits.mT, y.clamp(min=0), reduction="none")
