@@ -11,7 +11,7 @@ from fedvlm.deploy.flower.gate import HEADER, SITES, word
 from fedvlm.deploy.flower.processes import LINK, flwr, free_port, superlink
 from fedvlm.deploy.kits import init, read_server
 from fedvlm.deploy.runs import APP, processes
-from fedvlm.engines.flower.wire import flower
+from fedvlm.engines.flower.api import flower
 
 flower()
 from fastapi.routing import iter_route_contexts  # noqa: E402

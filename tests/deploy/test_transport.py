@@ -11,8 +11,9 @@ from fedvlm.deploy.flower import client_app
 from fedvlm.deploy.flower.gate import HEADER, NAME, PASS, new_secret, word
 from fedvlm.deploy.flower.supernode import behind_a_gate
 from fedvlm.deploy.serve import answer_one
+from fedvlm.engines.flower.api import flower
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel, flower, to_bytes, to_records
+from fedvlm.engines.flower.wire import Parcel, to_bytes, to_records
 
 SIZE = struct.Struct(">Q")
 

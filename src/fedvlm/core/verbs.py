@@ -161,6 +161,20 @@ def sums(method: Method) -> Sum | None:
     return method.traits.sums or SUM_OF.get(type(method).aggregate)
 
 
+def stacked(method: Method) -> Stacked | None:
+    """The method where its `update_many` stands for its `update`.
+
+    A class that writes `update`, `loss` or `predict` anew does not mean an older `update_many`.
+    """
+    order = type(method).__mro__
+
+    def written(name: str) -> int:
+        return next((i for i, one in enumerate(order) if name in vars(one)), len(order))
+
+    newest = min(map(written, ("update", "loss", "predict")))
+    return method if isinstance(method, Stacked) and written("update_many") <= newest else None
+
+
 def schedule(method: Method) -> Schedule:
     """How a method's minibatches are dealt and its steps are taken."""
     names = [one.name for one in fields(Schedule)]

@@ -199,6 +199,8 @@ def client(world: World, id: str, number: int) -> Client:
 
 
 def _noise(world: World, id: str, number: int, steps: int, count: int) -> Tensor:
+    if not count:
+        return torch.zeros(steps, 0)
     if world.entropy:
         return noise.secret(steps, count)
     return torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
@@ -257,27 +259,38 @@ def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]
     )
 
 
+def judged(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows a client is judged by: validation (training if there are none), and test."""
+    member = world.members[id]
+    return (member.validation if len(member.validation) else member.train), member.test
+
+
+def counted(loss: float, rows: Sequence[int], hits: Sequence[int]) -> Scores:
+    """As it is recorded; rows and hits are of validation and test."""
+    return {
+        "loss": loss,
+        "validation_rows": rows[0],
+        "validation_hits": hits[0],
+        "test_rows": rows[1],
+        "test_hits": hits[1],
+    }
+
+
 def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
     """Loss on the validation rows (training rows if there are none), hits there and on the test.
 
     At the `last` time also the metrics of the test rows, with what their diagrams are drawn from,
     and in a simulation the rows' hits and the confusion matrix, which say much of few rows.
     """
-    member = world.members[id]
-    held = member.validation if len(member.validation) else member.train
-    rows = np.concatenate([held, member.test])
+    held, test = judged(world, id)
+    rows = np.concatenate([held, test])
     y = world.y[torch.from_numpy(rows)]
     logits = predict(world, sent, local, rows)
     hits = logits.argmax(dim=1) == y
     loss = torch.nn.functional.cross_entropy(logits[: len(held)], y[: len(held)])
-    scores: Scores = {
-        "loss": loss.item(),
-        "validation_rows": len(held),
-        "validation_hits": int(hits[: len(held)].sum()),
-        "test_rows": len(member.test),
-        "test_hits": int(hits[len(held) :].sum()),
-    }
-    if len(member.test) and (last or world.metrics):
+    right = [int(hits[: len(held)].sum()), int(hits[len(held) :].sum())]
+    scores = counted(loss.item(), [len(held), len(test)], right)
+    if len(test) and (last or world.metrics):
         p, truth = logits[len(held) :].softmax(dim=1), y[len(held) :]
         scores |= {key: one for key, one in every_metric(p, truth).items() if key != "accuracy"}
         if last:

@@ -34,4 +34,5 @@ class FedAvg:
     name = "fedavg"
     traits = head_traits()
     loss = parts.cross_entropy
+    update_many = parts.head_sgd
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

@@ -33,7 +33,11 @@ class FedProx:
         fit = parts.masked_cross_entropy(logits, batch.y, batch.real)
         return fit + self.mu / 2 * (shared["head"] - start["head"]).square().sum()
 
+    def pull(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
+        return self.mu * (head - sent["head"])
+
     name = "fedprox"
     traits = head_traits()
+    update_many = parts.pulled_sgd
     init, predict = FedAvg.init, FedAvg.predict
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing

@@ -1,12 +1,12 @@
 """FedAvg on a linear head whose steps are corrected by what other clients' gradients were.
 
-A client's variate is the mean gradient of its last round, the shared one the mean of all clients'.
-Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning, ICML 2020.
+A variate is the mean gradient of a client's last round. Karimireddy et al., SCAFFOLD, ICML 2020.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partialmethod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,36 +30,36 @@ class Scaffold:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         head = first_head(self.head, frozen)
-        zero, one = torch.zeros_like(head), torch.ones(())
-        return {"head": head, "variate": zero, "clients": one}, {"own variate": zero}
+        zero = torch.zeros_like(head)
+        return {"head": head, "variate": zero, "clients": torch.ones(())}, {"own variate": zero}
 
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> Tensor:
-        turn = ((shared["variate"] - local["own variate"]) * shared["head"]).sum()
+        turn = (self.pull(shared, local, shared["head"]) * shared["head"]).sum()
         return parts.cross_entropy(self, frozen, shared, local, batch, start) + turn
 
+    def pull(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
+        return sent["variate"] - local["own variate"]
+
     def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client, walk: Any = parts.sgd
     ) -> tuple[Tensors, Tensors]:
-        head = parts.sgd(self, frozen, sent, local, client)[0]["head"]
-        steps = (client.order >= 0).any(dim=-1).sum().clamp(min=1)  # K
+        head = walk(self, frozen, sent, local, client)[0]["head"]
+        steps = (client.order >= 0).any(dim=-1).sum(-1).clamp(min=1)[..., None, None]  # K
         change = (sent["head"] - head) / (steps * self.rate) - sent["variate"]  # option II
-        after = local["own variate"] + change
-        return {"head": head, "variate change": change}, {"own variate": after}
+        own = {"own variate": local["own variate"] + change}
+        return {"head": head, "variate change": change}, own
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
     ) -> Tensors:
         mean = parts.uniform(self, uploads[0], uploads, weights, ids)
-        part = len(uploads) / shared["clients"]  # |S|/N
         head = torch.lerp(shared["head"], mean["head"], self.server_rate)
-        return {
-            **shared,
-            "head": head,
-            "variate": shared["variate"] + part * mean["variate change"],
-        }
+        variate = shared["variate"] + len(uploads) / shared["clients"] * mean["variate change"]
+        return {**shared, "head": head, "variate": variate}
 
     name = "scaffold"
     traits = head_traits(memory=frozenset({"variate", "own variate", "clients"}), clients="clients")
+    update_many = partialmethod(update, walk=parts.pulled_sgd)
     predict, send, adapt = FedAvg.predict, parts.everything, parts.nothing

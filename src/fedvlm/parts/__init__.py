@@ -11,6 +11,7 @@ from fedvlm.parts.bodies import (
     uniform,
     withhold,
 )
+from fedvlm.parts.linear import head_sgd, pulled_sgd
 from fedvlm.parts.walk import (
     Stepper,
     adam,
@@ -30,6 +31,7 @@ __all__ = [
     "descend",
     "each",
     "everything",
+    "head_sgd",
     "idle",
     "join_state",
     "masked_cross_entropy",
@@ -37,6 +39,7 @@ __all__ = [
     "minibatch",
     "moments",
     "nothing",
+    "pulled_sgd",
     "sgd",
     "sgd_step",
     "split_state",

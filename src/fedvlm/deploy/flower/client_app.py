@@ -17,9 +17,9 @@ from typing import Any
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import carry
 from fedvlm.engines.flower import secure as flower_secure
+from fedvlm.engines.flower.api import flower
 from fedvlm.engines.flower.wire import (
     Parcel,
-    flower,
     from_bytes,
     from_records,
     to_bytes,

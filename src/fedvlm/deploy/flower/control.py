@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from fedvlm.deploy.flower.gate import carry
-from fedvlm.engines.flower.wire import flower
+from fedvlm.engines.flower.api import flower
 
 if __name__ == "__main__":
     flower()

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, carry
-from fedvlm.engines.flower.wire import flower
+from fedvlm.engines.flower.api import flower
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import carry
-from fedvlm.engines.flower.wire import flower
+from fedvlm.engines.flower.api import flower
 
 
 def launch(self: Any, spec: Any) -> Any:

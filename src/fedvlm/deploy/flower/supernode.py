@@ -9,7 +9,7 @@ from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, Gate, word
-from fedvlm.engines.flower.wire import QUIET
+from fedvlm.engines.flower.api import QUIET
 from fedvlm.storage.files import write
 
 LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 from fedvlm.channel.settings import fits_secagg
 from fedvlm.core import Tensors
 from fedvlm.engines.client import Local, World, here
+from fedvlm.engines.flower import api
 from fedvlm.engines.flower import secure as flower_secure
+from fedvlm.engines.flower.api import flower
 from fedvlm.engines.flower.client import (
     Desk,
     Versions,
@@ -18,7 +20,7 @@ from fedvlm.engines.flower.client import (
     unpack_versions,
 )
 from fedvlm.engines.flower.engine import Flower
-from fedvlm.engines.flower.wire import Parcel, flower, from_records, seal, to_records, unseal
+from fedvlm.engines.flower.wire import Parcel, from_records, seal, to_records, unseal
 from fedvlm.errors import FedVLMError
 from fedvlm.tensors import difference
 
@@ -67,12 +69,9 @@ class Answering(Protocol):
 def local_grid(desks: Mapping[str, Answering]) -> Any:
     """Flower's grid and ClientApp without processes: a message is a call."""
     app = flower()
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid
-    from flwr.supercore.task_identity import TaskIdentity
-
+    TaskIdentity = api.TaskIdentity
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    client = ClientApp(mods=[flower_secure.mask])
+    client = api.ClientApp(mods=[flower_secure.mask])
     by_node = dict(enumerate(desks, start=1000))
 
     def train(message: Any, context: Any) -> Any:
@@ -91,7 +90,7 @@ def local_grid(desks: Mapping[str, Answering]) -> Any:
     client.train()(train)
     client.query()(train)
 
-    class LocalGrid(Grid):  # type: ignore[misc, unused-ignore]
+    class LocalGrid(api.Grid):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
             self.nodes = {id: node for node, id in by_node.items()}
             self.messages: list[Any] = []  # every message of the last exchange, both ways

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from fedvlm.engines.flower import api
+from fedvlm.engines.flower.api import flower
 from fedvlm.engines.flower.wire import (
     Arrays,
     Parcel,
     collect,
-    flower,
     from_bytes,
     to_bytes,
     to_records,
@@ -34,12 +35,10 @@ def mask(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> An
     if STAGE not in message.content.config_records:
         return call_next(message, context)
     app = flower()
-    from flwr.client.mod import secaggplus_mod
-
     # It takes its record apart, which is everybody's where a message is just a call.
     own = {STAGE: app.ConfigRecord(dict(message.content[STAGE]))}
     message.content = app.RecordDict({**message.content, **own})
-    return secaggplus_mod(message, context, call_next)
+    return api.secaggplus_mod(message, context, call_next)
 
 
 def request(content: Any) -> Parcel | None:
@@ -90,20 +89,16 @@ class Exchange:
     failures: dict[int, str] = field(default_factory=dict)
 
     def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
-        from flwr.common import FitIns, Parameters
-
         return [
-            (Node(node), FitIns(Parameters([], ""), {"parcel": to_bytes(parcel)}))
+            (Node(node), api.FitIns(api.Parameters([], ""), {"parcel": to_bytes(parcel)}))
             for node, parcel in self.parcels.items()
         ]
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
-        from flwr.common import parameters_to_ndarrays
-
         said = {node.node_id: one.metrics for node, one in results}
         [names] = {one["names"] for one in said.values()}
         self.words = {node: json.loads(one["about"]) for node, one in said.items()}
-        arrays = parameters_to_ndarrays(results[0][1].parameters)
+        arrays = api.parameters_to_ndarrays(results[0][1].parameters)
         self.mean = dict(zip(json.loads(names), arrays, strict=True))
         return None, {}
 
@@ -121,18 +116,15 @@ def exchange(
 ) -> Exchange:
     """One round of SecAgg+; without enough sites to the end, nobody's words are in the result."""
     app = flower()
-    from flwr.server import LegacyContext
-    from flwr.server.workflow import SecAggPlusWorkflow
-
     asked = Exchange(grid, parcels)
     both: Any = asked
     state = app.RecordDict(
         {"config": app.ConfigRecord({"current_round": number}), "parameters": app.ArrayRecord()}
     )
-    context = LegacyContext(app.Context(1, 1, {}, state, {}), strategy=both)
+    context = api.LegacyContext(app.Context(1, 1, {}, state, {}), strategy=both)
     # As fine as whole numbers of 32 bits allow for the sum of so many sites.
     levels = 1 << max(22, 30 - (len(parcels) + 1).bit_length())
-    work = SecAggPlusWorkflow(
+    work = api.SecAggPlusWorkflow(
         1.0, KEEP, max_weight=1.0, clipping_range=RANGE, quantization_range=levels, timeout=timeout
     )
     try:

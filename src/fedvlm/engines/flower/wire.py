@@ -4,7 +4,6 @@ Torch is not imported here, so that a process that only hands parcels on starts 
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -14,35 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvlm.errors import FederationError, SettingsError
+from fedvlm.engines.flower.api import flower
+from fedvlm.errors import FederationError
 
 Arrays = dict[str, NDArray[Any]]
 POLL = 0.1  # seconds between looks for replies
-# Flower reports its use and looks for updates unless told not to, before it is first imported.
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
-
-
-def flower() -> Any:
-    """Flower's message types, imported late and without telemetry."""
-    os.environ.update(QUIET)
-    try:
-        import flwr.app
-    except ImportError as error:
-        raise SettingsError(
-            f"Flower cannot be imported ({error}); pip install 'fedvlm[flower]'"
-        ) from error
-    from flwr.supercore import telemetry
-
-    if telemetry.FLWR_TELEMETRY_ENABLED != "0":
-        raise SettingsError(
-            "Flower was imported with telemetry on, before fedvlm could turn it off; "
-            "set FLWR_TELEMETRY_ENABLED=0 before importing flwr"
-        )
-    return flwr.app
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def test_flower_is_imported_late_and_without_telemetry():
     code = (
         "import os, sys, fedvlm.runner.run, fedvlm.engines.flower.engine\n"
         "assert 'flwr' not in sys.modules\n"
-        "from fedvlm.engines.flower.wire import flower\n"
+        "from fedvlm.engines.flower.api import flower\n"
         "flower()\n"
         "from flwr.supercore import telemetry\n"
         "print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ['FLWR_DISABLE_UPDATE_CHECK'])\n"
@@ -234,7 +234,7 @@ def test_flower_is_imported_late_and_without_telemetry():
     env = {key: value for key, value in os.environ.items() if not key.startswith("FLWR")}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert out.stdout == "0 1\n", out.stderr
-    late = "import flwr.app\nfrom fedvlm.engines.flower.wire import flower\nflower()\n"
+    late = "import flwr.app\nfrom fedvlm.engines.flower.api import flower\nflower()\n"
     out = subprocess.run([sys.executable, "-c", late], env=env, capture_output=True, text=True)
     assert "set FLWR_TELEMETRY_ENABLED=0 before importing flwr" in out.stderr
 

@@ -1,0 +1,89 @@
+"""All of Flower that fedvlm touches: its public names, taken late, and the inner ones by name.
+
+A new version of Flower is tried by this list: tests/engines/flower/test_api.py says which name has
+changed. Only this module and `deploy/flower` import flwr.
+"""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from fedvlm.errors import SettingsError
+
+# Flower reports its use and looks for updates unless told not to, before it is first imported.
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+NAMES = {  # `api.NAME` is that of this module of Flower
+    "ClientApp": "flwr.clientapp",
+    "FitIns": "flwr.common",
+    "Grid": "flwr.serverapp",
+    "LegacyContext": "flwr.server",
+    "Parameters": "flwr.common",
+    "SecAggPlusWorkflow": "flwr.server.workflow",
+    "TaskIdentity": "flwr.supercore.task_identity",
+    "parameters_to_ndarrays": "flwr.common",
+    "secaggplus_mod": "flwr.client.mod",
+}
+INNER = (  # what deploy/flower calls or replaces, module and name
+    ("flwr.cli.app", "app"),
+    ("flwr.clientapp", "ClientApp"),
+    ("flwr.common.constant", "HEARTBEAT_DEFAULT_INTERVAL"),
+    ("flwr.common.constant", "NOOP_ACCOUNT_NAME"),
+    ("flwr.common.constant", "NOOP_FLWR_AID"),
+    ("flwr.proto.fleet_pb2", "DeactivateNodeRequest"),
+    ("flwr.supercore", "telemetry"),
+    ("flwr.supercore.cli", "flower_superexec"),
+    ("flwr.supercore.constant", "TaskType"),
+    ("flwr.supercore.protobuf.client", "ProtobufClient._send"),
+    ("flwr.supercore.superexec.executor", "LaunchResult.accepted"),
+    ("flwr.supercore.superexec.executor.subprocess_executor", "SubprocessExecutor.launch"),
+    ("flwr.supercore.superexec.run_superexec", "AutoExecPlugin.supported_task_types"),
+    ("flwr.superlink.cli", "flower_superlink"),
+    ("flwr.superlink.cli", "flwr_serverapp"),
+    ("flwr.superlink.extensions", "get_middleware"),
+    ("flwr.superlink.runtime.run_serverapp", "get_fab_metadata"),
+    ("flwr.superlink.runtime.run_serverapp", "get_fused_config_from_dir"),
+    ("flwr.superlink.runtime.run_serverapp", "get_project_config"),
+    ("flwr.superlink.runtime.run_serverapp", "get_project_dir"),
+    ("flwr.superlink.runtime.run_serverapp", "install_from_fab"),
+    ("flwr.superlink.runtime.run_serverapp", "run_"),
+    ("flwr.supernode", "__path__"),
+    ("flwr.supernode.cli", "flower_supernode"),
+    ("flwr.supernode.cli.flwr_clientapp", "flwr_clientapp"),
+    ("flwr.supernode.fleet_http_connection", "FleetHttpClient.ActivateNode"),
+    ("flwr.supernode.fleet_http_connection", "FleetHttpClient.DeactivateNode"),
+    ("flwr.supernode.main", "create_app"),
+    ("flwr.supernode.runtime.run_clientapp", "get_load_client_app_fn"),
+    ("flwr.supernode.runtime.run_clientapp", "get_project_dir"),
+    ("flwr.supernode.runtime.run_clientapp", "install_from_fab"),
+    ("flwr.supernode.start_client_internal", "time"),
+)
+
+
+def flower() -> Any:
+    """Flower's message types, imported late and without telemetry."""
+    os.environ.update(QUIET)
+    try:
+        import flwr.app
+    except ImportError as error:
+        raise SettingsError(
+            f"Flower cannot be imported ({error}); pip install 'fedvlm[flower]'"
+        ) from error
+    from flwr.supercore import telemetry
+
+    if telemetry.FLWR_TELEMETRY_ENABLED != "0":
+        raise SettingsError(
+            "Flower was imported with telemetry on, before fedvlm could turn it off; "
+            "set FLWR_TELEMETRY_ENABLED=0 before importing flwr"
+        )
+    return flwr.app
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"fedvlm takes nothing called {name!r} from Flower")
+    flower()
+    return getattr(import_module(NAMES[name]), name)
