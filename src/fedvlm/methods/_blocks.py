@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Method, Tensors
 from fedvlm.maths import cayley
 
-DOUBT = 1.0  # standard errors by which another map has to be better than one block
+DOUBT = 1.0  # standard errors
 Train = Callable[[Any, Frozen, Tensors, Tensors, Client], tuple[Tensors, Tensors]]
 
 
@@ -65,7 +66,7 @@ def race(
     racing = local["age"] < max(1, 2 * self.rounds // 3)
     new, many = {**local, "age": local["age"] + 1}, candidates(frozen.dim)
     heads = sent["head"].repeat(len(many), *[1] * sent["head"].ndim)
-    hits = torch.zeros(len(many), *clients.held_y.shape)
+    losses, misses = torch.full((2, len(many), *clients.held_y.shape), torch.inf)
     for number, r in enumerate(many):
         who = (racing | (local["leader"] == r)).nonzero()[:, 0]
         if not len(who):
@@ -77,31 +78,42 @@ def race(
         heads[number, who] = upload["head"]
         if racing.any():
             logits = method.predict(frozen, upload, own, some.held_x)
-            right = (logits.argmax(-1) == some.held_y) & logits.isfinite().all(-1)
-            hits[number, who] = right.to(hits.dtype)
+            losses[number, who] = row_losses(logits, some.held_y).to(losses.dtype)
+            misses[number, who] = (logits.argmax(-1) != some.held_y).to(losses.dtype)
     judged = racing & (clients.held_y >= 0).any(1)
     places = torch.tensor(many)
     first = (places == local["leader"][:, None]).int().argmax(1)
-    place = torch.where(judged, elect(hits, clients.held_y >= 0), first)
+    place = torch.where(judged, elect(losses, misses, clients.held_y >= 0), first)
     head = heads[place, torch.arange(len(place))]
     return {"head": head}, {**new, "leader": places[place].to(local["leader"])}
 
 
-def elect(hits: Tensor, real: Tensor) -> Tensor:
-    """(clients,): of (candidates, clients, rows) the one with most hits, if it is clearly better.
+def elect(losses: Tensor, misses: Tensor, real: Tensor) -> Tensor:
+    """(clients,): of (candidates, clients, rows) the last that is not clearly worse than any.
 
-    Clearly is by more than DOUBT standard errors of the paired difference to the first, which is
-    one block; else that one. Hits and not losses: a map that is sure of itself is right more
-    often than others and yet loses by the few rows that it has wrong.
+    It is worse by neither measure: a map of many freedoms that is right more often may lose by
+    the few rows that it is sure of and has wrong, and one that misses no more may do so by chance.
+    Where no map stands both tests, the one with the fewest misses is taken.
     """
-    count = real.sum(1)
-    hits = torch.where(real, hits, 0.0)
-    most = hits.sum(-1).argmax(0)
-    apart = hits[most, torch.arange(len(most))] - hits[0]
+    broken = losses.isnan()
+    misses = torch.where(broken, 1.0, misses)
+    losses = losses.masked_fill(broken, torch.inf)
+    good = level(losses, real) & level(misses, real)
+    fewest = torch.where(real, misses, 0.0).sum(-1).argmin(0)
+    last = len(good) - 1 - good.flip(0).int().argmax(0)
+    return torch.where(good.any(0), last, fewest)
+
+
+def level(worth: Tensor, real: Tensor) -> Tensor:
+    """(candidates, clients): whose mean is within DOUBT standard errors of the least, paired."""
+    count = real.sum(1).clamp(min=1)
+    worth = torch.where(real, worth, 0.0)
+    least = worth.sum(-1).argmin(0)
+    apart = worth - worth[least, torch.arange(len(least))]
     gap = apart.sum(-1) / count
-    spread = torch.where(real, (apart - gap[:, None]).square(), 0.0).sum(-1)
-    error = (spread / (count - 1) / count).sqrt()  # nan for a single row, which tells nothing
-    return torch.where(gap > DOUBT * error, most, 0)
+    spread = torch.where(real, (apart - gap[..., None]).square(), 0.0).sum(-1)
+    error = (spread / (count - 1).clamp(min=1) / count).sqrt().nan_to_num(nan=0.0)
+    return gap <= DOUBT * error
 
 
 def one_by_one(
@@ -114,3 +126,8 @@ def one_by_one(
         both = (tensors.select(sent, i), tensors.select(local, i))
         done.append(method.update(frozen, *both, client))
     return tensors.stack([upload for upload, _ in done]), tensors.stack([own for _, own in done])
+
+
+def row_losses(logits: Tensor, y: Tensor) -> Tensor:
+    """(clients, rows): the cross-entropy of every row; padding has one of no meaning."""
+    return cross_entropy(logits.mT, y.clamp(min=0), reduction="none")
