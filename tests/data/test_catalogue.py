@@ -11,7 +11,7 @@ import pytest
 from trees import image, plant
 
 from fedvlm.data import open_dataset
-from fedvlm.data.catalogue import Entry, add, catalogue
+from fedvlm.data.catalogue import PHOTO, PICTURE, Entry, add, catalogue
 from fedvlm.errors import DataError, SettingsError
 
 ENTRIES = {name: entry for name, entry in catalogue().items() if name != "demo"}
@@ -223,3 +223,9 @@ def test_the_example_of_a_new_data_set_runs():
     assert ran.returncode == 0, ran.stderr
     assert "slides: 60 images of healthy tissue, tumour" in ran.stdout
     assert "west: 12 rows to train, 4 to test" in ran.stdout
+
+
+def test_sentences_around_a_class_are_those_of_the_papers_and_of_the_demo_model() -> None:
+    assert PICTURE == ("a picture of a {}",)  # FedCLIP's, and of the demo's captions
+    assert PHOTO == ("a photo of a {}.",)  # CoOp's
+    assert open_dataset("demo").templates == PICTURE

@@ -112,18 +112,38 @@ def test_auto_starts_as_zero_shot_and_sends_only_the_head() -> None:
     torch.testing.assert_close(every[1], method.predict(world, shared, local, x))
 
 
-def test_of_maps_that_the_rows_cannot_tell_apart_the_one_with_fewest_freedoms_leads() -> None:
+def test_the_map_of_fewest_freedoms_leads_that_is_clearly_worse_in_neither_loss_nor_misses() -> (
+    None
+):
     draw = torch.Generator().manual_seed(0)
     base, noise = torch.rand(40, generator=draw), torch.randn(40, generator=draw)
-    even = noise - noise.mean()
-    level = torch.stack([base, base + 0.01 + even, base + 0.01 + even])  # differ by chance
-    clear = torch.stack([base, base + 0.5, base + 1.0 + 0.1 * even])  # differ row by row
-    middle = torch.stack([base + 1.0, base, base + 0.5])
-    real = torch.ones(3, 40, dtype=torch.bool)
-    assert elect(torch.stack([level, clear, middle], 1), real).tolist() == [2, 0, 1]
+    chance = base + 0.01 + noise - noise.mean()  # worse by far less than the rows differ
+    clear = base + 0.5
+    none, few = torch.zeros(40), (torch.arange(40) < 5).float()  # of misses
+    cases = [  # three maps' losses, three maps' misses
+        ([base, chance, chance], [none, none, none], 2),
+        ([base, chance, clear], [none, none, none], 1),
+        ([base, chance, chance], [none, none, few], 1),  # as good a loss, but wrong more often
+        ([base, clear, clear], [few, none, none], 1),  # no map stands both tests
+    ]
+    losses = torch.stack([torch.stack(case[0]) for case in cases], 1)
+    misses = torch.stack([torch.stack(case[1]) for case in cases], 1)
+    real = torch.ones(4, 40, dtype=torch.bool)
+    assert elect(losses, misses, real).tolist() == [case[2] for case in cases]
 
 
 def test_rows_that_are_not_there_and_maps_that_broke_have_no_say() -> None:
     losses = torch.tensor([[[1.0, 2.0, 9.0]], [[5.0, 6.0, 0.0]], [[torch.nan, 0.0, 0.0]]])
+    misses = torch.tensor([[[0.0, 0.0, 1.0]], [[1.0, 1.0, 0.0]], [[0.0, 0.0, 0.0]]])
     real = torch.tensor([[True, True, False]])
-    assert elect(losses, real).tolist() == [0]
+    assert elect(losses, misses, real).tolist() == [0]
+
+
+def test_a_map_that_broke_does_not_lead() -> None:
+    many = pad([searching(0, 16, 16, 0.5)])
+    method, world = make("fedot", blocks="auto", rate=1e-3, rounds=8), frozen(dim=32, classes=4)
+    sent, local = (stacked(part, 1) for part in method.init(world))
+    broken = {**local, "skew8": torch.full_like(local["skew8"], torch.nan)}
+    zeros = replace(many, held_y=torch.zeros_like(many.held_y))  # where argmax of nan would point
+    _, after = method.update_many(world, sent, broken, zeros)
+    assert after["leader"].tolist() == [1]

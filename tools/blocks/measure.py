@@ -11,24 +11,21 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
 
 from fedvlm.data.table import Embedded
-from fedvlm.engines.client import predict
-from fedvlm.engines.loop import finish, open_engine, start, train
-from fedvlm.engines.state import Plan
 from fedvlm.runner.load import load
-from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import write
 from tools.auto.measure import LARGE, RATES, interval
 from tools.auto.sets import SIX, silent
+from tools.training import groups, share, trained
 
 BLOCKS: tuple[int | str, ...] = (1, 8, 64, "auto")
+COLUMNS = ("r = 1", "8", "64", "auto", "auto less the best r", "cost by r = 1", "clients chose")
 DOMAINS = {"by": "domain"}
 MIXED = {"by": "dirichlet", "count": 4, "alpha": 1.0}  # where a set has no domains
 DISJOINT = {"by": "pathological", "count": 8}
@@ -67,60 +64,31 @@ def cells(stores: Path) -> Iterator[Cell]:
             yield Cell(f"{name}, disjoint", disjoint, stored(file, source))
 
 
-def trained(cell: Cell, rows: Embedded, method: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Hits of every client on its validation and its test rows, the blocks chosen, CPU seconds."""
-    values = {"method": method, "clients": cell.clients, "protocol": "own-test", "seeds": [seed]}
-    prepared = prepare(build(values), rows, seed)
-    [training] = prepared.trainings
-    world, plan = prepared.world(training), Plan(training.train, training.unseen)
-    begin = process_time()
-    engine = open_engine("batched", world, 1, world.method.rounds)
-    state, fresh = start(world)
-    state = train(world, engine, plan, state, fresh, lambda state, line: None)
-    outcome = finish(world, engine, plan, state, fresh)
-    spent = process_time() - begin
-    out: dict[str, Any] = {"validation": [], "test": [], "blocks": [], "seconds": spent}
-    for id in training.train:
-        sent, local = world.method.send(outcome.shared, id), outcome.local.get(id, fresh)
-        for part in ("validation", "test"):
-            index = getattr(world.members[id], part)
-            right = predict(world, sent, local, index).argmax(1) == world.y[torch.from_numpy(index)]
-            out[part].append("".join(map(str, right.int().tolist())))
-        out["blocks"].append(int(local["leader"]) if "leader" in local else len(local["skew"]))
-    return out
-
-
 def best(cell: Cell, rows: Embedded, blocks: int | str, seed: int, told: Any) -> dict[str, Any]:
     """The training whose rate did best on validation rows; its cost is that of this one alone."""
     head = "random" if rows.text is None else "text"
     rates = RATES["fedot"][rows.scale > LARGE][-told.rates :]
     more = {"rounds": told.rounds, "head": head, "tau": rows.scale, "blocks": blocks}
-    tried = [trained(cell, rows, {"name": "fedot", "rate": r, **more}, seed) for r in rates]
+    tried = []
+    for rate in rates:
+        method = {"name": "fedot", "rate": rate, **more}
+        hits, local = trained(rows, cell.clients, method, seed)
+        chosen = [int(one["leader"]) if "leader" in one else len(one["skew"]) for one in local]
+        tried.append({**hits, "blocks": chosen})
     return max(tried, key=lambda one: share(one["validation"]))
-
-
-def share(hits: list[str]) -> float:
-    """The mean over clients of the share of hits; clients without rows do not count."""
-    return float(np.mean([one.count("1") / len(one) for one in hits if one]))
-
-
-def groups(seeds: list[dict[str, Any]], part: str) -> Any:
-    return [[np.array([*map(int, text)], float) for text in one[part] if text] for one in seeds]
 
 
 def line(name: str, found: dict[str, list[dict[str, Any]]], by: str) -> str:
     """Accuracies, auto less the best fixed number with its interval, and their costs' ratio."""
     scores = {key: 100 * float(np.mean([share(s[by]) for s in v])) for key, v in found.items()}
-    shown = "  ".join(f"{key} {value:.2f}" for key, value in scores.items())
     first = max((key for key in scores if key != "auto"), key=scores.__getitem__)
     gap, low, high = interval(groups(found["auto"], by), groups(found[first], by))
     spent = {key: sum(s["seconds"] for s in found[key]) for key in ("1", "auto")}
     chosen = [b for s in found["auto"] for b in s["blocks"]]
-    counts = ", ".join(f"{b}: {chosen.count(b)}" for b in sorted(set(chosen)))
-    return (
-        f"{name:18} {shown}  auto - {first} {gap:+.2f} [{low:+.2f}, {high:+.2f}]"
-        f"  cost {spent['auto'] / spent['1']:.2f}  chose {counts}"
-    )
+    counts = ", ".join(f"{chosen.count(b)} of r = {b}" for b in sorted(set(chosen)))
+    cells = [f"{value:.2f}" for value in scores.values()]
+    cells += [f"{gap:+.2f} [{low:+.2f}, {high:+.2f}]", f"{spent['auto'] / spent['1']:.2f}", counts]
+    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -134,6 +102,8 @@ def main() -> None:
     parser.add_argument("--by", choices=("validation", "test"), default="validation")
     told = parser.parse_args()
     torch.set_num_threads(1)
+    print(f"| {told.by} rows, % | " + " | ".join(COLUMNS) + " |")
+    print("|---|" + "---:|" * (len(COLUMNS) - 1) + "---|")
     for cell in cells(told.stores):
         if not cell.name.startswith(tuple(told.sets.split(","))):
             continue

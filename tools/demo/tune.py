@@ -1,6 +1,7 @@
-"""Chooses the rates of the demo's two tables on validation rows; test rows are never looked at.
+"""Chooses the rates of tables with the demo on validation rows; test rows are never looked at.
 
-python -m tools.demo.tune [unseen|shift]     prints every candidate and the chosen ones as TOML
+python -m tools.demo.tune [unseen|shift|prompts|prompts-more|prompts-pathological]
+prints every candidate and the chosen ones; without a word, those of `fedvlm demo`'s two tables
 """
 
 import sys
@@ -19,6 +20,8 @@ from fedvlm.runner.settings import read_toml
 SEEDS = [0]  # whose validation rows choose
 RATES = (1e-2, 3e-2, 1e-1, 3e-1)
 SMALL_RATES = (1e-3, 3e-3, 1e-2)  # of Adam
+VARIANTS = (f"promptfl-{kind}" for kind in ("ft", "fedprox", "fedper", "fedamp"))
+PROMPTS = ("coop", "promptfl", "promptfolio", "fedotp", *VARIANTS)
 # By experiment and method: the values of each setting that is chosen.
 GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
     "demo": {
@@ -31,6 +34,12 @@ GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
         "fedot": {"rate": RATES},
         "promptfl": {"rate": RATES},
         "fedotp": {"rate": RATES},
+    },
+    "prompts-demo": {name: {"rate": RATES[1:]} for name in PROMPTS},
+    "prompts-more-demo": {"fedot-prompt": {"rate": RATES[:3]}},  # pfedprompt has promptfl's
+    "prompts-pathological-demo": {
+        "promptfl": {"rate": RATES[:3]},
+        "fedot-prompt": {"rate": RATES[:3]},
     },
 }
 
@@ -54,23 +63,25 @@ def points(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
 def tune(name: str, folder: str) -> None:
     values = read_toml(find(name))
     common = {k: v for k, v in values.items() if k not in ("title", "methods", "bars", "traffic")}
-    for method in values["methods"]:
-        if (grid := GRIDS[name].get(method["name"])) is None:
+    grids = dict(GRIDS[name])
+    for method in values["methods"]:  # of several entries of a method the first chooses for all
+        if (grid := grids.pop(method["name"], None)) is None:
             continue
-        scores = []
+        kept = {k: v for k, v in method.items() if k not in (*grid, "name")}
+        label, scores = f"{name} {method['name']} {kept or ''}".strip(), []
         for number, point in enumerate(points(grid)):
             out = f"{folder}/{name}-{method['name']}-{number}"
             settings = {k: v for k, v in common.items() if k != "seeds"}
             result = fedvlm.run({**method, **point}, seeds=SEEDS, out=out, **settings)
             scores.append((validation(result, SEEDS), point))
-            print(f"{name} {method['name']} {point}: {100 * scores[-1][0]:.2f}", flush=True)
+            print(f"{label} {point}: {100 * scores[-1][0]:.2f}", flush=True)
         best = max(scores, key=lambda one: one[0])
-        print(f"{name} {method['name']}: chosen {best[1]} ({100 * best[0]:.2f})", flush=True)
+        print(f"{label}: chosen {best[1]} ({100 * best[0]:.2f})", flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    asked = {"unseen": "demo", "shift": "demo-shift"}
+    usual = {"unseen": "demo", "shift": "demo-shift"}
     with TemporaryDirectory() as place:
-        for word in sys.argv[1:] or asked:
-            tune(asked[word], place)
+        for word in sys.argv[1:] or usual:
+            tune(usual.get(word, f"{word}-demo"), place)

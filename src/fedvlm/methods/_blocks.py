@@ -66,7 +66,7 @@ def race(
     racing = local["age"] < max(1, 2 * self.rounds // 3)
     new, many = {**local, "age": local["age"] + 1}, candidates(frozen.dim)
     heads = sent["head"].repeat(len(many), *[1] * sent["head"].ndim)
-    losses = torch.full((len(many), *clients.held_y.shape), torch.inf)
+    losses, misses = torch.full((2, len(many), *clients.held_y.shape), torch.inf)
     for number, r in enumerate(many):
         who = (racing | (local["leader"] == r)).nonzero()[:, 0]
         if not len(who):
@@ -79,30 +79,41 @@ def race(
         if racing.any():
             logits = method.predict(frozen, upload, own, some.held_x)
             losses[number, who] = row_losses(logits, some.held_y).to(losses.dtype)
+            misses[number, who] = (logits.argmax(-1) != some.held_y).to(losses.dtype)
     judged = racing & (clients.held_y >= 0).any(1)
     places = torch.tensor(many)
     first = (places == local["leader"][:, None]).int().argmax(1)
-    place = torch.where(judged, elect(losses, clients.held_y >= 0), first)
+    place = torch.where(judged, elect(losses, misses, clients.held_y >= 0), first)
     head = heads[place, torch.arange(len(place))]
     return {"head": head}, {**new, "leader": places[place].to(local["leader"])}
 
 
-def elect(losses: Tensor, real: Tensor) -> Tensor:
-    """(clients,): of (candidates, clients, rows) the last that is not clearly worse than the best.
+def elect(losses: Tensor, misses: Tensor, real: Tensor) -> Tensor:
+    """(clients,): of (candidates, clients, rows) the last that is not clearly worse than any.
 
-    Clearly is by more than DOUBT standard errors of the paired difference: of maps that the rows
-    cannot tell apart the one with the fewest freedoms is taken.
+    It is worse by neither measure: a map of many freedoms that is right more often may lose by
+    the few rows that it is sure of and has wrong, and one that misses no more may do so by chance.
+    Where no map stands both tests, the one with the fewest misses is taken.
     """
+    broken = losses.isnan()
+    misses = torch.where(broken, 1.0, misses)
+    losses = losses.masked_fill(broken, torch.inf)
+    good = level(losses, real) & level(misses, real)
+    fewest = torch.where(real, misses, 0.0).sum(-1).argmin(0)
+    last = len(good) - 1 - good.flip(0).int().argmax(0)
+    return torch.where(good.any(0), last, fewest)
+
+
+def level(worth: Tensor, real: Tensor) -> Tensor:
+    """(candidates, clients): whose mean is within DOUBT standard errors of the least, paired."""
     count = real.sum(1).clamp(min=1)
-    losses = torch.where(real, losses.nan_to_num(nan=torch.inf), 0.0)
-    mean = losses.sum(-1) / count
-    least = mean.argmin(0)
-    apart = losses - losses[least, torch.arange(len(least))]
+    worth = torch.where(real, worth, 0.0)
+    least = worth.sum(-1).argmin(0)
+    apart = worth - worth[least, torch.arange(len(least))]
     gap = apart.sum(-1) / count
     spread = torch.where(real, (apart - gap[..., None]).square(), 0.0).sum(-1)
     error = (spread / (count - 1).clamp(min=1) / count).sqrt().nan_to_num(nan=0.0)
-    good = (gap <= DOUBT * error).int()
-    return len(losses) - 1 - good.flip(0).argmax(0)
+    return gap <= DOUBT * error
 
 
 def one_by_one(
