@@ -7,13 +7,23 @@ from typing import Literal, get_args
 from fedvlm.errors import SettingsError, unknown
 
 HELD = 4  # validation rows of a class at most, where training rows are counted: CoOp's
-By = Literal["domain", "own", "dirichlet", "pathological", "domain-dirichlet"]
+By = Literal[
+    "domain",
+    "own",
+    "iid",
+    "shards",
+    "dirichlet",
+    "pathological",
+    "domain-dirichlet",
+    "coarse",
+    "coarse-dirichlet",
+]
 
 
 @dataclass(frozen=True)
 class Clients:
     by: By = "domain"  # own: the data's own client column (writers, sites)
-    count: int = 10  # clients (dirichlet, pathological), or clients per domain (domain-dirichlet)
+    count: int = 10  # clients where rows are dealt; of each domain for domain-dirichlet
     alpha: float = 0.3  # Dirichlet concentration
     minimum: int = 10  # training rows a Dirichlet client has at least
     shots: int = 0  # training rows per class and client; 0: all

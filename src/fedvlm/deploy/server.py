@@ -46,7 +46,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             f"tune = {list(settings.tune)} is a race in one process; set the values it should have"
         )
-    if settings.method.traits.centralised:
+    if settings.method.traits.centralised or settings.centralised:
         raise SettingsError(
             f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
             "which only a simulation has; choose another method, as 'auto' or 'alone'"

@@ -15,7 +15,14 @@ from fedvlm.report.columns import on_demand, setting, split, written
 
 FORMS = ("text", "markdown", "latex", "csv")
 TRAFFIC = ("exchanges", "kB per client")
-MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
+MAIN = {
+    "G",
+    "P",
+    "C",
+    "own",
+    "global",
+    "average",
+}  # what a table shows first; the rest is per client
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 
@@ -36,7 +43,9 @@ def label(result: Record, besides: Sequence[str] = ()) -> str:
         odd.append(f"tuned on validation rows ({len(tuned['trials'])} trials)")
     if first := result.manifest["identity"].get("warm_start"):
         odd.append(f"warm start by {first['name']}")
-    if method.traits.centralised:
+    if result.manifest["identity"].get("centralised"):
+        odd.append("centralised")
+    elif method.traits.centralised:
         odd.append("not federated")
     if method.traits.reference == "target":
         odd = [one for one in odd if one != "reference=target"]
