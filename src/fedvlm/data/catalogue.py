@@ -15,7 +15,7 @@ from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, text
 from fedvlm.errors import DataError, SettingsError, listing
 
-PICTURE = ("a image of a {}",)  # FedCLIP, FAA-CLIP, FedOT
+PICTURE = ("a picture of a {}",)  # FedCLIP, FAA-CLIP, FedOT
 PHOTO = ("a photo of a {}.",)  # CoOp, FedOTP, TOFA: with the full stop
 
 

@@ -58,7 +58,7 @@ def read_leaf(path: str | Path) -> Dataset:
         domains=column(None, len(labels)),
         clients=column(writers, len(labels)),
         splits=split_column(root.name, source, splits, len(labels)),
-        templates=("a image of the character: {}",),
+        templates=("a picture of the character: {}",),
     )
 
 

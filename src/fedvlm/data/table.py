@@ -54,7 +54,7 @@ class Dataset:
     domains: Strings  # (rows,)
     clients: Strings  # (rows,) the data's own clients (writers, sites), or empty strings
     splits: Strings  # (rows,) "train", "validation", "test" where the data set says so, or empty
-    templates: tuple[str, ...] = ("a image of a {}",)
+    templates: tuple[str, ...] = ("a picture of a {}",)
     groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
     notes: tuple[str, ...] = ()  # what was passed over on the way
 
