@@ -12,7 +12,8 @@ from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
 from fedvlm.cli.papers import reproduce
-from fedvlm.cli.runs import compare, demo, list_, plot, report, resume, run
+from fedvlm.cli.plot import plot
+from fedvlm.cli.runs import compare, demo, list_, report, resume, run
 from fedvlm.cli.share import export, ledger
 from fedvlm.cli.texts import describe, join
 from fedvlm.cli.verify import verify
