@@ -95,7 +95,7 @@ def heat(
 ) -> Path:
     """Where the prompts of each run look in an image: cosines of patches and a class's feature.
 
-    Without `name` it is the class that the first run answers.
+    Without `name` it is the class nearest to the mean of the patches, for the first prompt.
     """
     decoded, shown, rows = read(image), None, []
     for result, title in zip(results, titles(results), strict=True):

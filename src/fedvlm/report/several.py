@@ -24,7 +24,7 @@ from fedvlm.report.tables import MAIN
 from fedvlm.runner.sweep import flat
 from fedvlm.storage.files import slug
 
-WIDE = 20  # times the smallest value: the axis of a swept setting is logarithmic
+WIDE = 8  # times the smallest value: the axis of a swept setting is logarithmic
 SAID = {"data": "data", "encoder": "encoder"}  # settings that bars are grouped by, if they differ
 ROUNDS = {"P": "accuracy", "own": "accuracy", "G": "unseen", "global": "unseen"}
 
