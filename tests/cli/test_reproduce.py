@@ -128,7 +128,7 @@ def test_a_smoke_run_is_foreseen_to_be_shorter(monkeypatch):
     monkeypatch.setattr("fedvlm.runner.forecast._speed", lambda: 1e11)
     monkeypatch.setattr("fedvlm.runner.forecast.span", str)
     short, whole = (
-        float(needs(settings_of_item("fedot-v1/T3", given)[1])[-1].split()[5])
+        float(needs(settings_of_item("fedot-v1/T3", given)[1])[-1].split()[5].rstrip(","))
         for given in ({"smoke": True}, {})
     )
     assert 0 < 10 * short < whole
