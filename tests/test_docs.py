@@ -64,7 +64,7 @@ def defaults(kind, without=()):
         ("reference/settings.md", "key", Settings, ()),
         ("reference/settings.md", "`clients.`", Clients, ()),
         ("security/channel.md", "`channel.`", Channel, ()),
-        ("how-to/deploy.md", "`server.toml`", ServerKit, ("folder", "rehearsal")),
+        ("how-to/deploy.md", "`server.toml`", ServerKit, ("folder", "sites", "rehearsal")),
     ],
 )
 def test_a_table_of_settings_has_every_name_and_default(page, head, kind, without):

@@ -225,7 +225,7 @@ def test_the_commands_export_and_predict_write_csv_and_say_what_they_skipped(
     done = call("predict", tmp_path / "c", bad, folder / "site-0" / "red")
     assert done.exit_code == 1
     assert len(done.stdout.splitlines()) == 21
-    assert f"skipped {bad}: not a image" in done.stderr
+    assert f"skipped {bad}: not an image" in done.stderr
 
 
 def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys, call):

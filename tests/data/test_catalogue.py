@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def folder_of(entry: Entry, classes: tuple[str, ...]) -> list[str]:
-    """A image of each class in each domain, as the entry's layout says."""
+    """An image of each class in each domain, as the entry's layout says."""
     words = entry.layout.split("|")[0].split("/")
     paths = []
     for domain in entry.domains or ("somewhere",):

@@ -8,14 +8,16 @@ from time import monotonic, sleep
 
 import numpy as np
 import pytest
+from browser import chrome  # noqa: F401
 from PIL import Image
 from running import execute
 
+from fedvlm.deploy.events import Events
 from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.flower.processes import superlink
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
 from fedvlm.deploy.runs import processes, run, stage, start_site
-from fedvlm.deploy.server import Run, ready
+from fedvlm.deploy.server import Run, ready, rounds_noted
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
@@ -69,9 +71,10 @@ class Place:
     def run(self, settings=None, out="run", grid=None):
         settings = settings or self.settings()
         ready(self.kit, settings)
-        record = Record(self.folder / out)
+        note = Events(self.kit.folder)
+        record = Record(self.folder / out, rounds_noted(note, settings.method.rounds))
         grid = grid or local_grid(self.desks)
-        Run(grid, self.kit, settings, record, lambda *words: None).all()
+        Run(grid, self.kit, settings, record, lambda *words: None, note).all()
         return Result(record.folder)
 
     def change(self, name, keep=True, **columns):

@@ -14,10 +14,11 @@ from running import execute
 from fedvlm import tensors
 from fedvlm.channel.settings import deployed as bounded
 from fedvlm.classifier.personalised import Personalised
+from fedvlm.deploy.admission import accept, admit, join_request, read_request, revoke
 from fedvlm.deploy.explain import example
 from fedvlm.deploy.flower import processes
-from fedvlm.deploy.keys import certificates, key_pair
-from fedvlm.deploy.kits import keep_site, read_server, read_site
+from fedvlm.deploy.keys import certificates
+from fedvlm.deploy.kits import init, keep_site, read_server, read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.runs import run, start_site
 from fedvlm.engines.single import Single
@@ -157,6 +158,32 @@ def test_a_killed_server_is_resumed_to_the_same_tensors(federation, going, tmp_p
     check_as_alone(federation, settings, result, tmp_path / "alone")
 
 
+@pytest.mark.slow
+def test_a_site_revoked_in_a_running_round_is_out_and_comes_back_by_a_new_key(
+    federation, going, tmp_path
+):
+    """The server is not started anew, and nobody waits for the deadline of four minutes."""
+    settings = federation.settings({"name": "fedot", "rounds": 2, "rate": 3e-3})
+    one = going(federation, settings, tmp_path / "run")
+    one.wait_for(lambda lines: len(lines) == 1)
+    with frozen(federation.sites["sketch"]):  # it has the request of round 1, and no answer yet
+        federation.received("sketch", 1)
+        revoke(federation.kit, "sketch")
+        one.join(200)
+    assert one.error is None and one.lines()[1]["missing"].keys() == {"sketch"}
+    assert "its key was revoked" in one.lines()[1]["missing"]["sketch"]
+    federation.sites["sketch"].child.wait(60)
+    assert "site sketch is not let in" in federation.sites["sketch"].tail(30)
+    folder, since = federation.site("sketch"), federation.joined("sketch")
+    request = read_request(federation.kit, join_request(folder).path)
+    accept(folder, admit(federation.kit, request))
+    federation.sites["sketch"] = federation.start("sketch")
+    federation.wait_for("sketch", since)
+    method = {"name": "fedot", "rounds": 1, "rate": 3e-3}
+    result = run(federation.kit, federation.settings(method), tmp_path / "again")
+    assert sorted(result.rounds[0]["clients"]) == NAMES
+
+
 def said(kit):
     """What a site that cannot join says before it ends."""
     site = start_site(kit)
@@ -169,11 +196,12 @@ def said(kit):
 
 @pytest.mark.slow
 def test_an_unregistered_key_cannot_join(federation, tmp_path):
-    kit = shutil.copytree(federation.site("art"), tmp_path / "site-art")
-    for name, data in zip(("key", "key.pub"), key_pair(), strict=True):
-        (kit / name).write_bytes(data)
+    """The kit of another federation, whose own server would let it in."""
+    _, kit = init(tmp_path / "other", ["art"], "127.0.0.1", 8443)
+    for name in ("ca.crt", "site.toml"):
+        shutil.copy(federation.site("art") / name, kit / name)
     told = said(kit)
-    assert "site art cannot join" in told and "its key is not known" in told
+    assert "site art is not let in" in told and "its key is not known" in told
 
 
 @pytest.mark.slow
@@ -195,7 +223,7 @@ def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, m
     (site / "ca.crt").write_bytes(papers["ca.crt"])
     keep_site(replace(read_site(site), address=address))
     kit = replace(read_server(folder), address=address)
-    with pytest.raises(FederationError, match="expired.*make new kits"):
+    with pytest.raises(FederationError, match="expired.*fedvlm deploy renew"):
         processes.superlink(kit)
     monkeypatch.setattr(processes, "_wait", lambda kit, link: None)
     link = processes.superlink(kit)
@@ -203,7 +231,7 @@ def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, m
         told = said(site)
     finally:
         link.stop()
-    assert "expired" in told and "make new kits with `fedvlm deploy init`" in told
+    assert "expired" in told and "fedvlm deploy renew" in told
 
 
 @pytest.mark.slow

@@ -2,17 +2,21 @@
 
 import asyncio
 from base64 import b64encode
+from datetime import UTC, datetime, timedelta
 
 import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
+from fedvlm.deploy import membership
+from fedvlm.deploy.admission import NEXT, accept, admit, join_request, read_request, revoke
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import HEADER, NAME, OWN, SITES, word
 from fedvlm.deploy.flower.processes import environment
 from fedvlm.deploy.flower.superlink import set_gate
-from fedvlm.deploy.keys import key_pair
-from fedvlm.deploy.kits import init
+from fedvlm.deploy.keys import Signer, key_pair
+from fedvlm.deploy.kits import INVITATION, init, read_server
+from fedvlm.deploy.membership import issue, place
 from fedvlm.engines.flower.api import flower
 from fedvlm.errors import SettingsError
 
@@ -144,14 +148,69 @@ def test_only_keys_of_the_federation_become_nodes(app, folder):
 def test_a_key_is_let_in_and_sent_away_without_a_restart(app, folder):
     private, public = key_pair()
     assert activate(app, private).status_code == 401
-    (folder / "sites" / "c.pub").write_bytes(public[:40])
+    issue(folder, "127.0.0.1:8443", "c", public)
+    whole = place(folder, "c").read_bytes()
+    place(folder, "c").write_bytes(whole[:400])
     assert activate(app, private).status_code == 401  # it is only half written
     assert activate(app, key_of(folder, "a")).status_code == 200
-    (folder / "sites" / "c.pub").write_bytes(public)
+    place(folder, "c").write_bytes(whole)
     assert activate(app, private).status_code == 200
-    (folder / "sites" / "c.pub").unlink()
+    place(folder, "c").unlink()
     assert activate(app, private).status_code == 401
     assert activate(app, key_of(folder, "b")).status_code == 200
+
+
+def test_a_revoked_site_is_sent_away_at_its_next_call_and_its_node_is_off(app, folder):
+    """Whatever it signs, and though it keeps its key and certificate."""
+    node = ActivateNodeResponse.FromString(activate(app, key_of(folder, "a")).content).node_id
+    state = app.state.linkstate_factory.state()
+    assert [one.status for one in state.get_node_info(node_ids=[node])] == ["online"]
+    headers, _ = signed(key_of(folder, "a"))
+    revoke(read_server(folder), "a")
+    for path in sorted(SITES):
+        assert call(app, path, **headers).status_code == 401
+    assert activate(app, key_of(folder, "a")).status_code == 401
+    assert [one.status for one in state.get_node_info(node_ids=[node])] == ["offline"]
+    assert activate(app, key_of(folder, "b")).status_code == 200
+
+
+def test_a_renewed_site_comes_by_its_new_key_only(app, folder):
+    site, kit = folder.parent / "site-a", read_server(folder)
+    old = key_of(folder, "a")
+    assert activate(app, old).status_code == 200
+    accept(site, admit(kit, read_request(kit, join_request(site).path)))
+    assert activate(app, old).status_code == 401
+    assert activate(app, key_of(folder, "a")).status_code == 200
+
+
+def test_a_key_is_not_let_in_after_its_last_day(app, folder, monkeypatch):
+    assert activate(app, key_of(folder, "a")).status_code == 200
+    late = datetime.now(UTC) + timedelta(days=366)
+    monkeypatch.setattr(membership, "datetime", Clock(late))
+    assert activate(app, key_of(folder, "a")).status_code == 401
+
+
+class Clock:
+    """The class `datetime` at another time."""
+
+    fromisoformat = datetime.fromisoformat
+
+    def __init__(self, time):
+        self.time = time
+
+    def now(self, zone):
+        return self.time
+
+
+def test_a_key_that_this_server_has_not_signed_is_not_let_in(app, folder, tmp_path):
+    """Whoever can drop a file into `sites/` needs the server's signing key, too."""
+    other, site = init(tmp_path / "other", ["c"], "127.0.0.1", 8443)
+    place(folder, "c").write_bytes(place(other, "c").read_bytes())
+    assert activate(app, (site / "key").read_bytes()).status_code == 401
+    (folder / "sites" / "c.pub").write_bytes(Signer(site / "key").public)
+    assert activate(app, (site / "key").read_bytes()).status_code == 401
+    request = join_request(tmp_path / "new", folder / INVITATION, "new")
+    assert activate(app, request.path.with_name(NEXT).read_bytes()).status_code == 401
 
 
 def test_a_sites_key_opens_nothing_else(app, folder):

@@ -33,12 +33,13 @@ def kits(tmp_path):
 
 def test_private_keys_are_their_owners_and_in_one_kit_only(kits):
     private = [path for kit in kits for path in kit.rglob("*") if b"PRIVATE" in content(path)]
-    assert sorted(path.name for path in private) == ["key"] * 3 + ["server.key", "signing.key"]
+    wanted = ["ca.key", *["key"] * 3, "server.key", "signing.key"]
+    assert sorted(path.name for path in private) == wanted
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
     assert len({content(path) for path in private}) == len(private)
     sites = [kit for kit in kits if kit.name != "server"]
     for kit in sites:
-        assert not any((kit / name).exists() for name in ("signing.key", "server.key"))
+        assert not list(kit.glob("*.key"))
         assert len((kit / "README.txt").read_text().splitlines()) == 3
         assert "fedvlm deploy site" in (kit / "README.txt").read_text()
 
@@ -65,7 +66,7 @@ def test_kits_are_never_overwritten(kits):
 
 @pytest.mark.parametrize(
     ("sites", "said"),
-    [([], "no sites"), (["a/b"], "'a/b' does not fit"), (["a", "A"], "not all different")],
+    [(["a/b"], "'a/b' does not fit"), (["a", "A"], "not all different")],
 )
 def test_site_names_that_make_no_folder_are_refused(tmp_path, sites, said):
     with pytest.raises(SettingsError, match=said):
@@ -113,7 +114,8 @@ def test_a_mistake_in_a_kit_is_named(kits, line, said):
 
 
 def test_a_signature_is_of_one_parcel_and_one_key(kits):
-    sign, check = Signer(kits[1] / "key"), Verifier(kits[1] / "key.pub")
+    sign = Signer(kits[1] / "key")
+    check = Verifier(sign.public)
     parcel = sign(Parcel({"round": 1}, {"head": np.ones(3)}))
     check(parcel, "site a")
     for other in (
@@ -124,7 +126,7 @@ def test_a_signature_is_of_one_parcel_and_one_key(kits):
         with pytest.raises(FederationError, match="not signed by site a of this federation"):
             check(other, "site a")
     with pytest.raises(FederationError, match="not signed"):
-        Verifier(kits[2] / "key.pub")(parcel, "site b")
+        Verifier(Signer(kits[2] / "key").public)(parcel, "site b")
 
 
 class Listener:
@@ -152,7 +154,7 @@ class Listener:
 
 def test_an_expired_certificate_is_refused_with_the_remedy(tmp_path):
     listener = Listener(tmp_path, certificates("127.0.0.1", datetime(2020, 1, 1, tzinfo=UTC), 30))
-    with listener.door, pytest.raises(FederationError, match="expired.*make new kits"):
+    with listener.door, pytest.raises(FederationError, match="expired.*fedvlm deploy renew"):
         knock(listener.address, tmp_path / "ca.crt")
 
 
@@ -195,6 +197,7 @@ def test_a_site_waits_for_its_server_and_says_why(kits):
             stop.set()
 
     serve(kit, say, stop)
+    assert "its certificate lasts 364 more days" in said[0]
     assert "nobody answers at nobody.invalid:8443 (" in said[1] and "trying again" in said[1]
 
 

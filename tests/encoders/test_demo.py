@@ -98,7 +98,7 @@ def test_pictures_reach_the_demo_model_without_resampling(encoder, images):
 
 
 def test_the_prompt_path_gives_the_official_text_features(encoder, dataset):
-    words = "a image of a"
+    words = "an image of a"
     ids = encoder.tokenizer(words, add_special_tokens=False, return_tensors="pt")["input_ids"]
     context = encoder.model.text_model.embeddings.token_embedding(ids[0])
     features = encoder.text_tower(dataset.classes, "{}.")(context)
@@ -185,7 +185,7 @@ def test_the_demo_is_small():
     assert size(model) + size(data) <= 8 * MEGABYTE
 
 
-@pytest.mark.parametrize("template", ["a image of a {}", "a black{}, drawn", "sun{}s", "{} here"])
+@pytest.mark.parametrize("template", ["an image of a {}", "a black{}, drawn", "sun{}s", "{} here"])
 def test_the_templates_own_tokens_give_its_text_features_also_where_words_join(
     encoder, dataset, template
 ):

@@ -25,7 +25,7 @@ def hash_number(words: str) -> int:
 
 
 def plant(root: Path, paths: Iterable[str]) -> Path:
-    """Writes a image at each path below the root."""
+    """Writes an image at each path below the root."""
     for path in paths:
         file = root / path
         file.parent.mkdir(parents=True, exist_ok=True)

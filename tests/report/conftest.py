@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import chrome  # noqa: F401
 
 import fedvlm
 from fedvlm.report.page.render import write_page

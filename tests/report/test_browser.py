@@ -2,41 +2,11 @@
 
 import base64
 import json
-import os
-import shutil
 from io import BytesIO
 
 import pytest
+from browser import look
 from PIL import Image
-
-CHROME, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-FLAGS = (
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-)
-
-
-@pytest.fixture(scope="module")
-def chrome():
-    if not (CHROME and DRIVER):
-        why = "chromium or chromedriver is missing; `make browser` installs them"
-        if os.environ.get("CI") == "true":
-            pytest.fail(why)
-        pytest.skip(why)
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROME
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture
@@ -55,13 +25,6 @@ def requests(chrome):
     told = [json.loads(one["message"])["message"] for one in chrome.get_log("performance")]
     sent = [one["params"] for one in told if one["method"] == "Network.requestWillBeSent"]
     return [one["request"]["url"] for one in sent if one["request"]["url"] != "data:,"]
-
-
-def look(chrome, width, scheme, height=900):
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
 
 def column(chrome, place):

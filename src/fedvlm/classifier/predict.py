@@ -95,7 +95,7 @@ def _source(path: Path, window: Window | None) -> tuple[Source, str]:
     if path.suffix.lower() == ".zip":
         return Developed(Archive(path, list_archive(path)[0]), window), f"{path}/"
     if not is_picture(path.name):
-        raise DataError(f"{path} does not end as a image does (.png, .jpg, …); rename it")
+        raise DataError(f"{path} does not end as an image does (.png, .jpg, …); rename it")
     one = Developed(Files(path.parent, [path.name]), window)
     return one, f"{path.parent}/" if path.parent.name else ""
 

@@ -9,8 +9,8 @@ import typer.core
 from fedvlm.cli.ask import predict, score
 from fedvlm.cli.audit import audit
 from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
-from fedvlm.cli.deploy import deploy_app
 from fedvlm.cli.explain import explain
+from fedvlm.cli.operate import deploy_app
 from fedvlm.cli.papers import reproduce
 from fedvlm.cli.plot import plot
 from fedvlm.cli.runs import compare, demo, list_, report, resume, run

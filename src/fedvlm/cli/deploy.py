@@ -18,23 +18,36 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the
 @deploy_app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="A new folder for the server's and the kits.")],
-    sites: Annotated[str, typer.Option(help="Names with commas: a,b,c")],
+    sites: Annotated[str, typer.Option(help="Ready kits, for a rehearsal: a,b,c")] = "",
     host: Annotated[str, typer.Option(help="The server, as sites reach it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="One port for everything.")] = 8443,
 ) -> None:
-    """Write the server's folder and a kit per site: certificates, keys, settings."""
+    """Write the server's folder, with an invitation for sites to join."""
+    from fedvlm.deploy.kits import INVITATION
     from fedvlm.deploy.kits import init as write_kits
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
-    for path in write_kits(folder, names, host, port):
-        typer.echo(f"{path}: {'stays on the server' if path.name == 'server' else 'to its site'}")
+    central, *kits = write_kits(folder, names, host, port)
+    typer.echo(f"{central}: stays on the server")
+    typer.echo(f"{central / INVITATION}: to each site that is to join; it holds no secret")
+    for path in kits:
+        typer.echo(f"{path}: to its site")
+    if kits:
+        typer.echo(
+            "ready kits are for rehearsals: their private keys were made here and not at the sites "
+            "(fedvlm deploy renew, at the site, makes one there)"
+        )
 
 
 @deploy_app.command()
 def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     """Start the server; sites may connect from then on. Ctrl-C stops it."""
+    from time import sleep
+
+    from fedvlm.deploy.events import Tail, sentence
     from fedvlm.deploy.flower.processes import superlink
     from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.standing import server_days_in_words
     from fedvlm.errors import FederationError
     from fedvlm.storage.files import alone
 
@@ -42,10 +55,16 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     kit = read_server(folder)
     with alone(folder / ".lock", f"the server of {folder} is already running"):
         link = superlink(kit)
-        names = ", ".join(kit.sites)
+        names = ", ".join(kit.sites) or "sites that are yet to be admitted"
         typer.echo(f"the server is up at {kit.address} for {names}; stop it with Ctrl-C")
+        for line in server_days_in_words(kit):
+            typer.echo(line)
+        tail = Tail(folder)
         try:
-            link.child.wait()
+            while link.alive:
+                for event in tail.new():
+                    typer.echo(sentence(event))
+                sleep(0.3)
             raise FederationError(f"the SuperLink ended:\n{link.tail()}")
         except KeyboardInterrupt:
             typer.echo("the server is stopped", err=True)
@@ -88,17 +107,24 @@ def run(
     set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="Directory of the records.")] = None,
     again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
+    quorum: Annotated[float | None, typer.Option(help="Share of sites that must answer.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds a site has for a round.")] = None,
+    wait: Annotated[float | None, typer.Option(help="Seconds to wait for sites at first.")] = None,
 ) -> None:
     """Run an experiment over the sites that are connected, and print its table."""
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.runs import run as run_over_sites
 
     kit = read_server(folder)
+    given = {"quorum": quorum, "deadline": deadline, "wait": wait}
+    rules = {key: value for key, value in given.items() if value is not None}
     with progress() as report:
         _each(
             experiment,
             set_,
-            lambda number, one, place: run_over_sites(kit, one, place, again, report),
+            lambda number, one, place: run_over_sites(
+                kit, one, place, again, report, lambda text: typer.echo(text, err=True), **rules
+            ),
             out,
         )
 
@@ -179,13 +205,23 @@ def consent(
     method: Annotated[list[str] | None, typer.Option(help="To these methods only.")] = None,
     days: Annotated[float, typer.Option(help="For so long.")] = 1.0,
     withdraw: Annotated[bool, typer.Option(help="Take it back.")] = False,
+    refuse: Annotated[str, typer.Option(help="Refuse, and why; the reason stays here.")] = "",
 ) -> None:
-    """Let training start at a site whose policy asks for a person's consent."""
-    from fedvlm.deploy.consent import give_consent, withdraw_consent
+    """Say what waits for a person at a site; with --by, consent to it or refuse."""
+    from fedvlm.deploy.consent import give_consent, refuse_consent, withdraw_consent
+    from fedvlm.deploy.pending import in_words, pending
 
     if withdraw:
         withdraw_consent(folder)
         typer.echo("consent is withdrawn")
+        return
+    if refuse:
+        refuse_consent(folder, by, refuse)
+        typer.echo(f"{by} has refused; the server is told that a person did, not why")
+        return
+    if not by:
+        for line in in_words(pending(folder)) or ["no request waits for a person here"]:
+            typer.echo(line)
         return
     until = give_consent(folder, by, method or [], days)
     typer.echo(f"{by} consents until {until.isoformat(timespec='minutes')}")

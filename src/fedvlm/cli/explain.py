@@ -8,7 +8,7 @@ import typer
 
 def explain(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
-    image: Annotated[Path | None, typer.Option(help="A image, of any data.")] = None,
+    image: Annotated[Path | None, typer.Option(help="An image, of any data.")] = None,
     name: Annotated[
         str | None, typer.Option("--class", help="A class; the client's own answer if left out.")
     ] = None,
@@ -22,7 +22,7 @@ def explain(
     seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
     out: Annotated[Path | None, typer.Option(help="The PNG file.")] = None,
 ) -> None:
-    """Draw what the global and a local prompt look at in a image, or a map of local prompts."""
+    """Draw what the global and a local prompt look at in an image, or a map of local prompts."""
     from fedvlm.errors import SettingsError
     from fedvlm.report import explain as explaining
     from fedvlm.report.pictures import draw, draw_map

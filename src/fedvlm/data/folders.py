@@ -99,7 +99,7 @@ def _parse(layout: str, depth: int) -> list[str]:
     named = [word for word in words if word != "*"]
     if set(words) - set(WORDS) or words.count("class") != 1 or len(set(named)) < len(named):
         raise SettingsError(
-            f"layout = {layout!r} does not fit; it names the folders above a image, with class "
+            f"layout = {layout!r} does not fit; it names the folders above an image, with class "
             'once and any of domain, client, split and * (says nothing), as "domain/class"'
         )
     return words
@@ -125,7 +125,7 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
 
 
 def _check_empty(root: Path, labels: Sequence[str], folders: list[str], level: int) -> None:
-    """A folder where a class should be, without a image in any domain, is a class forgotten."""
+    """A folder where a class should be, without an image in any domain, is a class forgotten."""
     full = {text(label) for label in labels}
     for folder in folders:
         parts = folder.split("/")

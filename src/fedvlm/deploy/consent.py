@@ -39,11 +39,22 @@ def withdraw_consent(folder: str | Path) -> None:
     (Path(folder) / CONSENT).unlink(missing_ok=True)
 
 
+def refuse_consent(folder: str | Path, by: str, reason: str) -> None:
+    """Notes that a person refuses; the server learns that, and not why."""
+    if not by.strip():
+        raise SettingsError("nobody is named; say who refuses, as --by 'A. Person'")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    refusal = {"by": by, "refused": now, "reason": reason}
+    write(Path(folder) / CONSENT, json.dumps(refusal, indent=1, ensure_ascii=False).encode())
+
+
 def check_consent(folder: Path, method: str) -> None:
     if not (folder / CONSENT).exists():
         raise Refused("consent")
     try:
         consent = json.loads((folder / CONSENT).read_text())
+        if "refused" in consent:
+            raise Refused("consent refused", f"{consent['by']} has refused: {consent['reason']}")
         until, methods = datetime.fromisoformat(consent["until"]), list(consent["methods"])
         over = datetime.now(UTC) > until
     except (KeyError, TypeError, ValueError) as error:

@@ -14,6 +14,8 @@ from fedvlm.engines.flower.wire import Parcel, checksum
 from fedvlm.errors import FederationError, SettingsError
 
 DAYS = 365  # a certificate lasts
+ROOT_DAYS = 3650  # and the root that the server's are made by: sites need no new one meanwhile
+ROOT = "fedvlm federation"
 PREFIX = b"fedvlm parcel\n"  # so that no other signature of the same key fits
 
 
@@ -28,44 +30,91 @@ def _need() -> Any:
 
 
 def certificates(host: str, begin: datetime | None = None, days: int = DAYS) -> dict[str, bytes]:
-    """A root of its own, whose key is forgotten at once, and the server's certificate by it."""
+    """A root of its own with its key, and the server's certificate by it."""
     _need()
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
 
-    begin = begin or datetime.now(UTC) - timedelta(hours=1)
-    root, own = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-
-    def named(word: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, word)])
-
-    def build(word: str, key: Any, authority: bool) -> x509.CertificateBuilder:
-        builder = x509.CertificateBuilder().subject_name(named(word))
-        builder = builder.issuer_name(named("fedvlm federation")).public_key(key.public_key())
-        builder = builder.serial_number(x509.random_serial_number())
-        builder = builder.not_valid_before(begin).not_valid_after(begin + timedelta(days=days))
-        length = 0 if authority else None
-        return builder.add_extension(x509.BasicConstraints(authority, length), critical=True)
-
+    begin = begin or _lately()
+    root = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
     identifier = x509.SubjectKeyIdentifier.from_public_key(root.public_key())
-    ca = build("fedvlm federation", root, True).add_extension(usage, critical=True)
-    ca = ca.add_extension(identifier, critical=False)
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
+    ca = _paper(ROOT, root.public_key(), begin, ROOT_DAYS, authority=True)
+    ca = ca.add_extension(usage, critical=True).add_extension(identifier, critical=False)
+    papers = {
+        "ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(_pem()),
+        "ca.key": _private(root),
+    }
+    return papers | server_papers(host, papers["ca.key"], begin, days)
+
+
+def server_papers(
+    host: str, ca_key: bytes, begin: datetime | None = None, days: int = DAYS
+) -> dict[str, bytes]:
+    """A key and a certificate for the server, by a root that its sites know already."""
+    _need()
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    root: Any = load_pem_private_key(ca_key, None)
+    own = ec.generate_private_key(ec.SECP256R1())
     near = {"localhost", "127.0.0.1"}  # Flower's own processes on the server reach it there
     names = x509.SubjectAlternativeName([_name(one) for one in sorted({host, *near})])
-    server = build(host, own, False).add_extension(names, critical=False)
-    server = server.add_extension(issuer, critical=False)
-    pem = serialization.Encoding.PEM
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
+    paper = _paper(host, own.public_key(), begin or _lately(), days, authority=False)
+    paper = paper.add_extension(names, critical=False).add_extension(issuer, critical=False)
     return {
-        "ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(pem),
-        "server.pem": server.sign(root, hashes.SHA256()).public_bytes(pem),
-        "server.key": own.private_bytes(
-            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
+        "server.pem": paper.sign(root, hashes.SHA256()).public_bytes(_pem()),
+        "server.key": _private(own),
     }
+
+
+def _paper(word: str, key: Any, begin: datetime, days: int, authority: bool) -> Any:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    def named(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+    builder = x509.CertificateBuilder().subject_name(named(word)).issuer_name(named(ROOT))
+    builder = builder.public_key(key).serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(begin).not_valid_after(begin + timedelta(days=days))
+    length = 0 if authority else None
+    return builder.add_extension(x509.BasicConstraints(authority, length), critical=True)
+
+
+def _lately() -> datetime:
+    """A little ago, for clocks that are slow."""
+    return datetime.now(UTC) - timedelta(hours=1)
+
+
+def _pem() -> Any:
+    from cryptography.hazmat.primitives import serialization
+
+    return serialization.Encoding.PEM
+
+
+def _private(key: Any) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    form = serialization.PrivateFormat.PKCS8
+    return bytes(key.private_bytes(_pem(), form, serialization.NoEncryption()))
+
+
+def paper_until(path: Path) -> datetime:
+    """When a certificate of TLS ends."""
+    _need()
+    from cryptography.x509 import load_pem_x509_certificate
+
+    try:
+        return load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"{path} is no certificate ({error}); bring the folder back as it was"
+        ) from error
 
 
 def _name(host: str) -> Any:
@@ -89,25 +138,52 @@ def key_pair() -> tuple[bytes, bytes]:
         serialization.PrivateFormat.OpenSSH,
         serialization.NoEncryption(),
     )
-    public = key.public_key().public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
-    return private, public
+    return private, _openssh(key.public_key())
+
+
+def _openssh(key: Any) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    form = serialization.PublicFormat.OpenSSH
+    return bytes(key.public_bytes(serialization.Encoding.OpenSSH, form))
+
+
+def public_key(data: bytes) -> Any:
+    """A key as `key_pair` makes it, and of no other kind; else ValueError."""
+    _need()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+    try:
+        key = load_ssh_public_key(data)
+    except UnsupportedAlgorithm as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp384r1":
+        raise ValueError("a key of another kind than fedvlm makes")
+    if _openssh(key) != data:
+        raise ValueError("more than a key")
+    return key
 
 
 class Signer:
     """Signs parcels with a private key file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, prefix: bytes = PREFIX) -> None:
         _need()
         from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
+        self.prefix = prefix
         try:
             self.key: Any = load_ssh_private_key(path.read_bytes(), None)
         except (OSError, ValueError) as error:
             raise SettingsError(
-                f"{path} is no private key ({error}); take the kit as `fedvlm deploy init` wrote it"
+                f"{path} is no private key ({error}); take the folder as fedvlm wrote it"
             ) from error
+
+    @property
+    def public(self) -> bytes:
+        return _openssh(self.key.public_key())
 
     def __call__(self, parcel: Parcel) -> Parcel:
         """The parcel sealed: with a checksum, and a signature over it."""
@@ -115,23 +191,22 @@ class Signer:
         from cryptography.hazmat.primitives.asymmetric import ec
 
         digest = checksum(parcel)
-        signature = self.key.sign(PREFIX + digest.encode(), ec.ECDSA(hashes.SHA256()))
+        signature = self.key.sign(self.prefix + digest.encode(), ec.ECDSA(hashes.SHA256()))
         words = {"checksum": digest, "signature": b64encode(signature).decode()}
         return Parcel({**parcel.about, **words}, parcel.arrays)
 
 
 class Verifier:
-    """Checks parcels against a public key file."""
+    """Checks parcels against a public key, or a file with one."""
 
-    def __init__(self, path: Path) -> None:
-        _need()
-        from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-
+    def __init__(self, source: Path | bytes, prefix: bytes = PREFIX) -> None:
+        self.prefix = prefix
         try:
-            self.key: Any = load_ssh_public_key(path.read_bytes())
+            self.key = public_key(source if isinstance(source, bytes) else source.read_bytes())
         except (OSError, ValueError) as error:
+            named = "this" if isinstance(source, bytes) else source
             raise SettingsError(
-                f"{path} is no public key ({error}); take the kit as `fedvlm deploy init` wrote it"
+                f"{named} is no public key ({error}); take the folder as fedvlm wrote it"
             ) from error
 
     def __call__(self, parcel: Parcel, who: str) -> None:
@@ -141,10 +216,10 @@ class Verifier:
 
         try:
             signature = b64decode(str(parcel.about.get("signature", "")), validate=True)
-            signed = PREFIX + checksum(parcel).encode()
+            signed = self.prefix + checksum(parcel).encode()
             self.key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, ValueError) as error:
             raise FederationError(
                 f"the message is not signed by {who} of this federation; "
-                "are both kits of the same `fedvlm deploy init`?"
+                "are both folders of the same `fedvlm deploy init`?"
             ) from error

@@ -13,12 +13,16 @@ from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import new_secret
 from fedvlm.deploy.keys import certificates, key_pair
+from fedvlm.deploy.membership import NAME as CERTIFICATE
+from fedvlm.deploy.membership import SITES, Membership, issue, place, write_words
+from fedvlm.deploy.membership import sites as admitted
 from fedvlm.deploy.policy import NAME as POLICY
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.runner.settings import read_toml
 from fedvlm.storage.files import private, write
 
 NAME = re.compile(r"\w[\w .-]{0,62}")
+INVITATION = "invitation.json"  # in the server's folder, for sites that are to join
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
 
@@ -28,7 +32,7 @@ class ServerKit:
 
     folder: Path
     address: str  # host:port, as the sites reach it
-    sites: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()  # that have a certificate in `sites/`
     quorum: float = 0.5  # share of the sites asked that must answer
     deadline: float = 600.0  # seconds a site has for one round
     wait: float = 120.0  # seconds to wait for sites before the first round
@@ -55,19 +59,21 @@ class SiteKit:
 def _toml(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise SettingsError(
-            f"there is no {path}; name a folder that `fedvlm deploy init` wrote, as DIR/server or "
-            "DIR/site-NAME"
+            f"there is no {path}; name a folder that `fedvlm deploy init` wrote, as DIR/server, or "
+            "at a site one that `fedvlm deploy accept` has filled"
         )
     return read_toml(path)
 
 
 def read_server(folder: Path) -> ServerKit:
     values = _toml(folder / "server.toml")
-    sites = values.pop("sites", None)
-    if not isinstance(sites, list) or not all(isinstance(one, str) for one in sites):
-        raise SettingsError(f"{folder / 'server.toml'}: sites = {sites!r}; write names, as ['a']")
+    if "sites" in values:
+        raise SettingsError(
+            f"{folder / 'server.toml'}: sites = {values['sites']!r} is of an older fedvlm; the "
+            f"sites are those with a certificate in {folder / SITES}: make new kits"
+        )
     bare: ServerKit = _read(ServerKit, folder, "server.toml", values)
-    kit = replace(bare, sites=tuple(sites))
+    kit = replace(bare, sites=tuple(admitted(folder)))
     if not 0 < kit.quorum <= 1:
         raise SettingsError(
             f"{folder / 'server.toml'}: quorum = {kit.quorum} is outside (0, 1]; 1 is every site"
@@ -107,7 +113,7 @@ def _read(kind: Any, folder: Path, file: str, values: Mapping[str, Any]) -> Any:
 
 
 def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
-    """Writes the server's folder and a kit per site; no secret is in two of them."""
+    """Writes the server's folder, and for a rehearsal a kit per site with a key made here."""
     _check(folder, sites)
     if not HOST.fullmatch(host) or not 0 < port < 65536:
         raise SettingsError(
@@ -118,46 +124,55 @@ def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any
     signing, server_pub = key_pair()
     papers = certificates(host)
     central = folder / "server"
-    for one in (folder, central, *(folder / f"site-{name}" for name in sites)):
+    for one in (folder, central, central / SITES, *(folder / f"site-{name}" for name in sites)):
         private(one)
-    public: dict[str, bytes] = {}
-    for name in sites:
-        own, public[name] = key_pair()
-        kit = folder / f"site-{name}"
-        secret(kit / "key", own)
-        for file, data in (
-            ("key.pub", public[name]),
-            ("server.pub", server_pub),
-            ("ca.crt", papers["ca.crt"]),
-            (POLICY, EXAMPLE.encode()),
-            ("site.toml", toml({"name": name, "address": address}).encode()),
-            ("README.txt", site_readme(kit.name).encode()),
-        ):
-            write(kit / file, data)
     secret(central / "signing.key", signing)
-    secret(central / "server.key", papers["server.key"])
+    for name in ("server.key", "ca.key"):
+        secret(central / name, papers[name])
     secret(central / CONTROL, new_secret())
-    settings = {"address": address, "sites": list(sites), **server}
     for file, data in (
         ("ca.crt", papers["ca.crt"]),
         ("server.pem", papers["server.pem"]),
-        ("server.toml", toml(settings).encode()),
+        ("server.toml", toml({"address": address, **server}).encode()),
         ("README.txt", server_readme().encode()),
-        *((f"sites/{name}.pub", data) for name, data in public.items()),
     ):
         write(central / file, data)
+    words = {"address": address, "ca": papers["ca.crt"].decode(), "server": server_pub.decode()}
+    write_words(central / INVITATION, "invitation", words)
+    for name in sites:
+        own, public = key_pair()
+        secret(folder / f"site-{name}" / "key", own)
+        given = issue(central, address, name, public)
+        fill(folder / f"site-{name}", given, place(central, name).read_bytes())
     return [central, *(folder / f"site-{name}" for name in sites)]
 
 
+def fill(folder: Path, one: Membership, certificate: bytes) -> None:
+    """A site's folder with what its server says; what is the site's own to say stays as it is."""
+    for file, data in (
+        (CERTIFICATE, certificate),
+        ("server.pub", one.server.encode()),
+        ("ca.crt", one.ca.encode()),
+    ):
+        write(folder / file, data, 0o600)
+    for file, text in ((POLICY, EXAMPLE), ("README.txt", site_readme(folder.name))):
+        if not (folder / file).exists():
+            write(folder / file, text.encode())
+    known = read_site(folder) if (folder / "site.toml").exists() else SiteKit(folder, one.site, "")
+    keep_site(replace(known, name=one.site, address=one.address))
+
+
+def check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise SettingsError(
+            f"the site name {name!r} does not fit; use letters, digits, blanks, dots, - and _, "
+            "63 at most"
+        )
+
+
 def _check(folder: Path, sites: Sequence[str]) -> None:
-    if not sites:
-        raise SettingsError("no sites; name them, as --sites a,b,c")
     for name in sites:
-        if not NAME.fullmatch(name):
-            raise SettingsError(
-                f"the site name {name!r} does not fit; use letters, digits, blanks, dots, - and _, "
-                "63 at most"
-            )
+        check_name(name)
     if len({name.casefold() for name in sites}) < len(sites):
         raise SettingsError(f"the sites {', '.join(sites)} are not all different; name each once")
     if folder.exists() and any(folder.iterdir()):
@@ -186,7 +201,7 @@ def toml(values: Mapping[str, Any]) -> str:
 
 def site_readme(name: str) -> str:
     return (
-        f"Carry this folder to the site, and to nobody else: `key` is the site's secret.\n"
+        f"This folder is the site's, and nobody else's: `key` is its secret.\n"
         f"Read policy.toml: it says what this site answers, whatever the server asks.\n"
         f"Start the site: fedvlm deploy site {name} --data IMAGES --encoder ENCODER\n"
     )
@@ -194,7 +209,8 @@ def site_readme(name: str) -> str:
 
 def server_readme() -> str:
     return (
-        "Keep this folder on the server: signing.key, server.key and control.key are its secrets.\n"
+        "Keep this folder on the server: all *.key files are its secrets.\n"
+        "Give invitation.json to sites that are to join; fedvlm deploy admit lets them in.\n"
         "Start the server: fedvlm deploy server server\n"
         "Run an experiment over the sites: fedvlm deploy run server experiment.toml\n"
     )

@@ -19,6 +19,7 @@ KINDS = {
     "noise": POLICY + "channel.noise must be {least:g} or more",
     "secure": POLICY + "uploads leave this site in a secure sum only; set channel.secure",
     "consent": POLICY + "nobody at this site has consented to training",
+    "consent refused": POLICY + "a person at this site has refused",
     "consent ended": POLICY + "the consent given at this site has ended",
     "consent method": POLICY + "the consent given at this site is not for this method",
     "consent damaged": POLICY + "the consent given at this site cannot be read",

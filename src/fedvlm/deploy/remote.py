@@ -14,8 +14,10 @@ from fedvlm.channel import Channel
 from fedvlm.channel.validate import plausible, schema
 from fedvlm.core import Tensors
 from fedvlm.data.splits import PARTS
+from fedvlm.deploy.events import Note, unnoted
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
+from fedvlm.deploy.membership import member, why_out
 from fedvlm.deploy.reasons import sentence
 from fedvlm.deploy.site import fingerprint, key_of
 from fedvlm.deploy.words import LARGE, check_reply
@@ -29,6 +31,7 @@ KNOWN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int8}
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN = 600.0  # seconds a site has to open a training: it may have to embed its images first
 AGAINST = 1000  # uploads that may have left a site and never arrived; more it would not allow
+SAY = 10.0  # seconds between two lines about sites that are waited for
 AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
 
 
@@ -48,13 +51,16 @@ class Opened:
 class Remote(Flower):
     """Sites that are late are waited for, or let in when they come; each has to prove its key."""
 
-    def __init__(self, grid: Any, kit: ServerKit, spec: Mapping[str, Any], reference: Tensors):
+    def __init__(
+        self, grid: Any, kit: ServerKit, spec: Any, reference: Tensors, note: Note = unnoted
+    ) -> None:
+        self.note, self.said = note, 0.0  # when it last said whom it waits for
         self.channel = Channel(**spec["identity"].get("channel", {}))
         secure = self.channel.secure
         super().__init__(grid, {}, key_of(spec), kit.quorum, kit.deadline, secure)
         self.kit, self.spec, self.reference = kit, spec, reference
         self.sign = Signer(kit.folder / "signing.key")
-        self.keys = {name: Verifier(kit.folder / "sites" / f"{name}.pub") for name in kit.sites}
+        self.keys: dict[str, str] = {}  # that the sites which are there have come with
         self.sites: dict[str, Opened] = {}
         self.counts = {name: dict.fromkeys(PARTS, 0) for name in kit.sites}  # rows of each part
         self.base = ""  # a site that the others are like
@@ -66,13 +72,33 @@ class Remote(Flower):
 
     def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
         name = str(parcel.about.get("client"))
-        if name not in self.keys:
+        if name not in self.kit.sites:
             raise FederationError(f"{where}: {name[:80]!r} is no site of this federation")
+        if why := self.left(name):
+            raise FederationError(f"{where}: {why}")
         try:
-            self.keys[name](parcel, f"site {name}")
+            Verifier(member(self.kit.folder, name).key.encode())(parcel, f"site {name}")
         except FederationError as error:
             raise FederationError(f"{where}: {error}") from error
         return parcel
+
+    def left(self, id: str) -> str:
+        return why_out(self.kit.folder, id)
+
+    def enough(self, waiting: set[str]) -> bool:
+        return all(self.left(name) for name in waiting)
+
+    def let_go(self) -> None:
+        """Who was revoked is out; who has a new key is let in again by that."""
+        for name in self.kit.sites:
+            why = self.left(name)
+            if why:
+                self.absent[name] = why
+            elif name in self.nodes and self.keys[name] != member(self.kit.folder, name).key:
+                self.absent[name] = "it has a new key, and is not connected with it yet"
+            else:
+                continue
+            self.nodes.pop(name, None)
 
     def reason(self, said: Any) -> str:
         """A sentence of ours; of what Flower or a site's process says, a line at most."""
@@ -103,10 +129,14 @@ class Remote(Flower):
         """Waits for the sites, as long as the kit says, and opens the training at each."""
         end = monotonic() + self.kit.wait
         while True:
+            self.let_go()
             self.join(OPEN)
             late = set(self.kit.sites) - set(self.nodes)
             if late <= self.absent.keys() or monotonic() > end:
                 break
+            if monotonic() - self.said > SAY:
+                self.said = monotonic()
+                self.note("waiting", sites=sorted(late), left=round(end - monotonic()))
             sleep(0.5)
         self.missing = {id: self.absent.get(id, "it is not connected") for id in sorted(late)}
         self.missing |= {f"node {node}": why for node, why in self.strangers.items()}
@@ -157,6 +187,7 @@ class Remote(Flower):
 
     def _turn_away(self, node: int, name: str, why: str) -> None:
         self.absent[name] = why
+        self.note("refused", site=name, why=why)
         self.turned_away[node] = monotonic()
 
     def _welcome(self, reply: Parcel, node: int) -> None:
@@ -164,10 +195,12 @@ class Remote(Flower):
         name = about["client"]
         first = {key[7:]: value for key, value in values.items() if key.startswith("shared/")}
         self.nodes[name] = node
+        self.keys[name] = member(self.kit.folder, name).key
         self.absent.pop(name, None)
         self.sites[name] = Opened(about, first, values.get("text"))
         self.counts[name] = dict(about["rows"])
         self.rows[name] = self.counts[name]["train"]
+        self.note("connected", site=name, rows=self.rows[name])
 
     def check_opening(self, parcel: Parcel, request: Parcel) -> None:
         """What one site alone can get wrong; how it differs from the others is seen later."""
@@ -212,8 +245,9 @@ class Remote(Flower):
 
     def round(self, number: int, tasks: Sequence[Task]) -> Answers:
         """Sites that were not there are let in if they fit those that were."""
+        self.let_go()
         there = set(self.nodes)
-        if any(task.id not in there for task in tasks):
+        if any(task.id not in there and not self.left(task.id) for task in tasks):
             self.join(self.kit.deadline)
         for name in self.nodes.keys() - there:
             if why := self._differs(self.base, name):
@@ -243,9 +277,10 @@ class Door(Flower):
     def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
         self.remote.check_opening(parcel, request)
 
-    def enough(self) -> bool:
+    def enough(self, waiting: set[str]) -> bool:
         """Whoever else is connected to the server cannot hold a run up."""
-        return {*self.names.values(), *self.remote.nodes} >= set(self.remote.kit.sites)
+        late = set(self.remote.kit.sites) - {*self.names.values(), *self.remote.nodes}
+        return all(self.remote.left(name) for name in late)
 
 
 def check_arrays(parcel: Parcel, most: float = LARGE) -> None:

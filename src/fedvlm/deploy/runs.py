@@ -8,6 +8,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from fedvlm.deploy.events import Events, Tail, sentence
 from fedvlm.deploy.explain import example
 from fedvlm.deploy.flower.processes import (
     LINK,
@@ -21,14 +22,14 @@ from fedvlm.deploy.flower.processes import (
 from fedvlm.deploy.kits import ServerKit, init, read_server, toml
 from fedvlm.deploy.policy import ANY
 from fedvlm.deploy.policy import NAME as POLICY
-from fedvlm.deploy.server import FAILED, REQUEST, ready
-from fedvlm.errors import FederationError, SettingsError
+from fedvlm.deploy.server import FAILED, REQUEST, ready, ruled
+from fedvlm.errors import FederationError, SettingsError, unknown
 from fedvlm.record import Record
 from fedvlm.result import Result
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.run import default_name
-from fedvlm.runner.settings import Settings
+from fedvlm.runner.settings import Settings, build
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import read_json, write_json
 
@@ -67,9 +68,14 @@ def run(
     out: Path | None = None,
     again: bool = False,
     progress: Progress | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    **rules: float,
 ) -> Result:
-    """Runs an experiment over the sites; one that was stopped goes on where it was."""
-    ready(kit, settings)
+    """Runs an experiment over the sites; one that was stopped goes on where it was.
+
+    `rules` are this run's own quorum, deadline and wait, where server.toml says otherwise.
+    """
+    ready(ruled(kit, rules), settings)
     about = settings if kit.rehearsal else replace(settings, data="sites")
     folder = out or kit.folder / "runs" / default_name(about, None)
     record = Record(folder)
@@ -84,7 +90,8 @@ def run(
         )
     for name, text in APP.items():
         write(kit.folder / "app" / name, text.encode())
-    request = {"out": str(folder.resolve()), "identity": settings.identity()}
+    request = {"out": str(folder.resolve()), "identity": settings.identity(), "rules": rules}
+    tail = Tail(kit.folder)
     write_json(kit.folder / REQUEST, request)
     (kit.folder / FAILED).unlink(missing_ok=True)
     answer = flwr(kit, "run", str(kit.folder.resolve() / "app"), LINK)
@@ -93,17 +100,56 @@ def run(
             f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"
         )
     try:
-        _follow(kit, str(answer["run-id"]), record, progress or (lambda what, done, total: None))
+        seen = progress or (lambda what, done, total: None)
+        _follow(kit, str(answer["run-id"]), record, seen, lambda: _heard(tail, say))
     except KeyboardInterrupt:  # else it would go on without anybody who waits for it
         flwr(kit, "stop", str(answer["run-id"]), LINK)
         raise
     return Result(folder)
 
 
-def _follow(kit: ServerKit, id: str, record: Record, progress: Progress) -> None:
+def stop(kit: ServerKit) -> list[str]:
+    """Ends what the server is running; the run can be resumed. The numbers of what was ended."""
+    if not answers(kit):
+        raise FederationError(f"no server answers at {kit.address}, so nothing is running there")
+    listed: Any = flwr(kit, "list", LINK)
+    going = [
+        str(one["run-id"])
+        for one in listed.get("runs", [])
+        if any(word in str(one.get("status")) for word in ("running", "starting", "pending"))
+    ]
+    for id in going:
+        flwr(kit, "stop", id, LINK)
+    if going:
+        Events(kit.folder)("failed", why="it was stopped by a person; it can be resumed")
+    return going
+
+
+def resume(
+    kit: ServerKit, name: str, progress: Progress | None, say: Callable[[str], None]
+) -> Result:
+    """Goes on with a run of this name in the server's folder."""
+    place = kit.folder / "runs" / name
+    known = [path.parent.name for path in (kit.folder / "runs").glob("*/manifest.json")]
+    if name not in known:
+        raise unknown("run of this server", name, known)
+    identity = read_json(place / "manifest.json")["identity"]
+    return run(kit, build(identity), place, progress=progress, say=say)
+
+
+def _heard(tail: Tail, say: Callable[[str], None]) -> None:
+    for event in tail.new():
+        if event["kind"] not in ("ended", "failed"):  # the caller says these
+            say(sentence(event))
+
+
+def _follow(
+    kit: ServerKit, id: str, record: Record, progress: Progress, hear: Callable[[], None]
+) -> None:
     """Waits for the result; the server's process says why if there is none."""
     begin = looked = monotonic()
     while record.result() is None:
+        hear()
         if (kit.folder / FAILED).exists():
             raise FederationError((kit.folder / FAILED).read_text())
         note = record.folder.with_suffix(".progress")
@@ -127,6 +173,7 @@ def _follow(kit: ServerKit, id: str, record: Record, progress: Progress) -> None
                         f"to go on, and see {kit.folder / 'superlink.log'}"
                     )
         sleep(0.2)
+    hear()
     record.folder.with_suffix(".progress").unlink(missing_ok=True)
 
 

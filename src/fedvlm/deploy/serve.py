@@ -8,11 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
 
+from fedvlm.deploy.events import Note
 from fedvlm.deploy.flower.client_app import DESK, receive, send_all
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import PASS, new_secret
 from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
 from fedvlm.deploy.kits import SiteKit, secret
+from fedvlm.deploy.membership import lasting, own
 from fedvlm.deploy.site import Say, Site
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import alone
@@ -20,7 +22,9 @@ from fedvlm.storage.files import alone
 
 def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
     """The life of a site's process: answers what its SuperNode brings, until it is stopped."""
+    standing = own(kit.folder)
     site = Site(kit, say)
+    note = site.note
     stop = stop or Event()
     with (
         alone(kit.folder / ".lock", f"site {kit.name} is already running in {kit.folder}"),
@@ -35,8 +39,9 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
         door.bind(str(Path(place) / "desk"))
         door.listen(8)
         door.settimeout(0.5)
-        say(f"site {kit.name} is connecting to {kit.address}; stop it with Ctrl-C")
-        if not _reach(kit, say, stop):
+        until = lasting(standing.days, kit.folder)
+        note("connecting", site=kit.name, address=kit.address, until=until)
+        if not _reach(kit, note, stop):
             return
         node = _node(kit, bin, place)
         try:
@@ -48,35 +53,36 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
                 except TimeoutError:
                     continue
                 except OSError as error:  # as when no file can be opened for a while
-                    say(f"a request was not taken ({error})")
+                    note("said", text=f"a request was not taken ({error})")
                     stop.wait(0.5)
                     continue
                 with stream:
-                    answer_one(site, stream, say)
+                    answer_one(site, stream)
         finally:
             node.stop()
 
 
-def answer_one(site: Site, stream: socket.socket, say: Say) -> None:
+def answer_one(site: Site, stream: socket.socket) -> None:
     """Whatever comes in, and whatever comes of it, the site goes on."""
     stream.settimeout(60)
     try:
         send_all(stream, site.answer(receive(stream), receive(stream)))
     except Exception as error:
         with suppress(Exception):  # also if nobody reads what the site says
-            say(f"a request was not answered ({type(error).__name__}: {error})")
+            site.say(f"a request was not answered ({type(error).__name__}: {error})")
 
 
-def _reach(kit: SiteKit, say: Say, stop: Event) -> bool:
+def _reach(kit: SiteKit, note: Note, stop: Event) -> bool:
     """Waits for the server as long as it takes, and says why it is not reached."""
     said = ""
     while not stop.is_set():
         try:
             knock(kit.address, kit.folder / "ca.crt")
+            note("reached")
             return True
         except Unreachable as error:
             if said != (said := str(error)):
-                say(f"{said}; trying again every second")
+                note("unreachable", why=said)
         stop.wait(1.0)
     return False
 
@@ -98,7 +104,8 @@ def _script(path: Path, module: str, main: str) -> None:
 def refusal(kit: SiteKit, node: Process) -> str:
     """Why a SuperNode ended, in words that help."""
     return (
-        f"site {kit.name} cannot join {kit.address}; either its key is not known there, because "
-        "the kit is of another `fedvlm deploy init` than the server's folder, or a copy of the kit "
-        f"is connected (or was, a minute ago). Flower says:\n{node.tail()}"
+        f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not "
+        "known there, because it was revoked or renewed, has expired, or is of another federation "
+        "(ask the server's people, who see it by `fedvlm deploy keys`), or a copy of the kit is "
+        f"connected (or was, a minute ago). Flower says:\n{node.tail()}"
     )

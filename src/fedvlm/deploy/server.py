@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ import torch
 
 from fedvlm.channel.settings import deployed, fits_secagg
 from fedvlm.core import Tensors
+from fedvlm.deploy.events import Events, Note, percent, unnoted
 from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.rows import named
 from fedvlm.engines.client import Kept
 from fedvlm.engines.state import State
-from fedvlm.errors import DataError, FedVLMError, SettingsError
+from fedvlm.errors import DataError, FedVLMError, SettingsError, unknown
 from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
@@ -99,6 +100,7 @@ class Run:
     settings: Settings
     record: Record
     tell: Callable[[str, int, int], None]
+    note: Note = unnoted
 
     def all(self) -> None:
         with self.record.lock():
@@ -128,7 +130,15 @@ class Run:
             "seed": seed,
             "training": training.name,
         }
-        engine = Remote(self.grid, self.kit, spec, self.reference(training, seed))
+        self.note(
+            "begun",
+            method=settings.method.name,
+            training=training.name,
+            rounds=settings.method.rounds,
+            sites=list(self.kit.sites),
+            record=str(self.record.folder),
+        )
+        engine = Remote(self.grid, self.kit, spec, self.reference(training, seed), self.note)
         engine.gather()
         first = engine.sites[engine.base]
         if not (self.record.folder / "manifest.json").exists():
@@ -185,10 +195,50 @@ class Run:
         return {"reference": values[view]}
 
 
+def rounds_noted(note: Note, rounds: int) -> Callable[[str, Any], None]:
+    """Listens to a record's lines: each round is noted, and who was missing in it."""
+
+    def listen(run: str, line: Mapping[str, Any]) -> None:
+        clients, missing = line["clients"], line.get("missing", {})
+        moved = sum(one["bytes_up"] + one["bytes_down"] for one in clients.values())
+        share = line.get("accuracy")
+        for site, why in missing.items():
+            note("missing", round=line["round"] + 1, site=site, why=why)
+        note(
+            "round",
+            round=line["round"] + 1,
+            rounds=rounds,
+            answered=len(clients),
+            asked=len(clients) + len(missing),
+            there=sorted(clients),
+            share=share,
+            accuracy=f", accuracy so far {percent(share)}" if share is not None else "",
+            kB=round(moved / 1000, 1),
+            seconds=round(line["seconds"], 1),
+        )
+
+    return listen
+
+
+RULES = ("quorum", "deadline", "wait")  # of server.toml, that one run may have otherwise
+
+
+def ruled(kit: ServerKit, rules: Mapping[str, Any]) -> ServerKit:
+    """The kit with the rules of this run."""
+    for key, value in rules.items():
+        most = 1.0 if key == "quorum" else 7 * 86400.0
+        if key not in RULES:
+            raise unknown("rule of a run", key, RULES)
+        if not 0 < value <= most:
+            raise SettingsError(f"{key} = {value}; it lies above 0 and is {most:g} at most")
+    return replace(kit, **rules)
+
+
 def conduct(grid: Any, folder: Path) -> None:
     """The ServerApp: what is to be run is in a file, and so is why it failed, if it did."""
     request = read_json(folder / REQUEST)
-    kit = read_server(folder)
+    kit = ruled(read_server(folder), request.get("rules", {}))
+    note = Events(folder)
     try:
         settings = build(request["identity"])
         ready(kit, settings)
@@ -197,10 +247,14 @@ def conduct(grid: Any, folder: Path) -> None:
         def tell(what: str, done: int, total: int) -> None:
             write_json(progress, [what, done, total])
 
-        Run(grid, kit, settings, Record(Path(request["out"])), tell).all()
+        record = Record(Path(request["out"]), rounds_noted(note, settings.method.rounds))
+        Run(grid, kit, settings, record, tell, note).all()
+        note("ended", record=str(record.folder))
     except FedVLMError as error:
+        note("failed", why=str(error))
         write(kit.folder / FAILED, str(error).encode())
         raise
-    except Exception:
+    except Exception as error:
+        note("failed", why=f"{type(error).__name__}: {error}")
         write(kit.folder / FAILED, traceback.format_exc().encode())
         raise

@@ -13,8 +13,9 @@ from typing import Any
 from fedvlm import tensors
 from fedvlm.classifier.card import Story, save
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.core import Telling, Tensors
+from fedvlm.core import Telling, Tensors, make
 from fedvlm.deploy.account import Account, Given, cost, what
+from fedvlm.deploy.events import Events
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.ledger import Ledger
@@ -22,13 +23,13 @@ from fedvlm.deploy.policy import Policy, policy_now, read_policy
 from fedvlm.deploy.reasons import Refused, Said, word
 from fedvlm.deploy.rows import Own, own_rows
 from fedvlm.deploy.words import check_request
-from fedvlm.engines.client import measure
+from fedvlm.engines.client import World, client, measure
 from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.prepare import template_of
-from fedvlm.runner.settings import build
+from fedvlm.runner.settings import Settings, build
 from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
 
@@ -46,7 +47,7 @@ class Site:
     """Answers requests that its server has signed, as far as its policy allows."""
 
     def __init__(self, kit: SiteKit, say: Say = lambda text: None) -> None:
-        self.kit, self.say = kit, say
+        self.kit, self.note = kit, Events(kit.folder, say)
         self.sign = Signer(kit.folder / "key")
         self.check = Verifier(kit.folder / "server.pub")
         self.ledger = Ledger(kit.folder)
@@ -55,6 +56,10 @@ class Site:
         self.rows: dict[str, Own] = {}  # by training
         self.strangers, self.heard = 0, -QUIET  # messages of others since a line, and its time
         read_policy(kit.folder)  # a mistake in it is found now, not in the first round
+
+    def say(self, text: str) -> None:
+        """To the people here, on the terminal and in the site's log."""
+        self.note("said", text=text)
 
     def answer(self, request: Parcel, state: Parcel) -> tuple[Parcel, Parcel]:
         """The signed reply, also of an error or a refusal, and the new state.
@@ -126,7 +131,8 @@ class Site:
         self.ledger.add(direction, number, unpack(reply.arrays), data, **noted)
         self.account.note(noted)
         if "error" not in more:
-            self.say(_line(about, reply))
+            fields = list(reply.arrays) or ["scores only"]
+            self.note("sent", what=_what(about), bytes=len(data), fields=fields)
         return reply
 
     def _dropped(self) -> None:
@@ -145,6 +151,7 @@ class Site:
         if key != about["training"]:
             raise Said("words", "the training is not that of its settings")
         own = own_rows(self.kit, settings, spec, sent.get("reference"), policy)
+        self._tell_asked(settings, own, policy)
         policy.admit(self.kit.folder, settings.method, settings.channel, own.labels)
         self._tell_withheld(own, policy)
         folder = self._folder(key)
@@ -168,7 +175,32 @@ class Site:
             "rows": {part: len(getattr(member, part)) for part in ("train", "validation", "test")},
         } | template_of(own.world.frozen)
         first = {f"shared/{name}": value for name, value in shared.items()}
+        self.note(
+            "opened",
+            method=settings.method.name,
+            rows=len(member.train),
+            validation=len(member.validation),
+            classes=len(set(own.labels.tolist())),
+        )
         return Parcel(words, arrays({**first, **text}))
+
+    def _tell_asked(self, settings: Settings, own: Own, policy: Policy) -> None:
+        """What a person consents to, where one has to."""
+        if not policy.consent:
+            return
+        method, channel = settings.method, settings.channel
+        shared = method.init(own.world.frozen)[0]
+        once = cost(method, channel, len(own.labels))
+        self.note(
+            "asks",
+            method=method.name,
+            rounds=method.rounds,
+            leaves=[f"{key} {list(value.shape)}" for key, value in shared.items()],
+            bytes=tensors.count_bytes(shared),
+            noise=channel.noise,
+            before=self.account.epsilon(policy.delta),
+            after=self.account.epsilon(policy.delta, more=once * method.rounds),
+        )
 
     def _tell_withheld(self, own: Own, policy: Policy) -> None:
         """To the people here; the server is not told which classes are small."""
@@ -218,7 +250,8 @@ class Site:
         one = Personalised(world.method, world.frozen, sent, local, training.id, own.encoder, known)
         measured = measure(world, sent, local, training.id)
         save(one, Story(own.about, own.title, measured["test_rows"], measured["test_hits"]), place)
-        self.say(f"its classifier is in {place}")
+        self.note("classifier", place=str(place))
+        self.note("gained", **gained(world, training.id, measured))
 
 
 def key_of(spec: Mapping[str, Any]) -> str:
@@ -251,8 +284,17 @@ def _notes(about: Mapping[str, Any]) -> dict[str, str | int | float | None]:
     return {name: about.get(name) for name in ("kind", "training")}
 
 
-def _line(about: Mapping[str, Any], reply: Parcel) -> str:
+def _what(about: Mapping[str, Any]) -> str:
     what = {"open": "opened a training", "adapt": "adapted"}.get(about["kind"], "")
-    sent = sum(one.nbytes for one in reply.arrays.values())
-    what = what or f"round {about['round']}"
-    return f"{what}: {sent} bytes left this site ({', '.join(reply.arrays) or 'scores only'})"
+    return what or f"round {about['round']}"
+
+
+def gained(world: World, id: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """How many validation rows are right with what came of the run, and by own rows alone."""
+    known = {"rows": measured["validation_rows"], "federated": measured["validation_hits"]}
+    if "image" not in world.method.traits.needs and "text" not in world.method.traits.needs:
+        return {**known, "alone": "?"}  # its rows are patches or pixels
+    probe = replace(world, method=make("alone"))
+    nothing, fresh = probe.method.init(probe.frozen)
+    own = probe.method.adapt(probe.frozen, nothing, fresh, client(probe, id, 0))
+    return {**known, "alone": measure(probe, nothing, own, id)["validation_hits"]}

@@ -103,7 +103,7 @@ class Http:
             size = 4 * len(file) // 3 + 10
             if size > room:
                 raise EncoderError(
-                    f"a image of {len(file):,} bytes is more than {self.url} takes "
+                    f"an image of {len(file):,} bytes is more than {self.url} takes "
                     f"({self._max_bytes:,} for a request); scale it down first"
                 )
             if part and (used + size > room or len(part) == self._max_batch):

@@ -16,7 +16,7 @@ SENTENCES = 256  # given to an encoder at once
 
 
 def sentences(classes: Sequence[str], template: str) -> list[str]:
-    """The cleaned class names put into a template such as "a image of a {}"."""
+    """The cleaned class names put into a template such as "an image of a {}"."""
     if "{}" not in template:
         raise SettingsError(f"the template {template!r} has no place for a class; write {{}} in it")
     return [template.replace("{}", clean(name)) for name in classes]

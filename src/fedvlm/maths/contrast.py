@@ -1,4 +1,4 @@
-"""CLIP's loss over a minibatch: a image is to find its own text, and a text its own image."""
+"""CLIP's loss over a minibatch: an image is to find its own text, and a text its own image."""
 
 import torch
 from torch import Tensor

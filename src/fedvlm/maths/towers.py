@@ -11,7 +11,7 @@ from torch.func import functional_call
 from fedvlm.core import Tensors
 from fedvlm.errors import EncoderError, SettingsError, unknown
 
-SKIPPED = ("model.text_", "model.logit_", "model.embeddings.mask_token")  # not on a image's way
+SKIPPED = ("model.text_", "model.logit_", "model.embeddings.mask_token")  # not on an image's way
 # The matrices of a block by what they do, and how the models call them.
 TARGETS = {
     "q": ("q_proj",),
@@ -72,7 +72,7 @@ class ImageTower:
 
 
 def _layers(model: torch.nn.Module) -> tuple[str, torch.nn.ModuleList]:
-    """The list of transformer blocks a image goes through, and its name."""
+    """The list of transformer blocks an image goes through, and its name."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and not f"model.{name}".startswith(SKIPPED):
             return name, module

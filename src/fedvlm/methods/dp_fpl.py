@@ -1,7 +1,7 @@
 """A shared plus a local prompt, trained by clipped and noisy gradients whose ε is counted.
 
 Both prompts see noise: gradients of the shared prompt are taken at their sum, so a local prompt
-that knows a image exactly would tell of it through every upload. The local prompt's gradient
+that knows an image exactly would tell of it through every upload. The local prompt's gradient
 travels on low-rank factors, which need less noise. Tran et al., Privacy-preserving personalized
 federated prompt learning for multimodal large language models (DP-FPL), ICLR 2025.
 """

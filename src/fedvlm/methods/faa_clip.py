@@ -1,4 +1,4 @@
-"""A shared mask over image features, trained against a private judge of where a image is from.
+"""A shared mask over image features, trained against a private judge of where an image is from.
 
 The mask is to make a client's features tell the classes and hide the client: the judge tells them
 from those of an unlabelled reference set, and its gradient comes back reversed.

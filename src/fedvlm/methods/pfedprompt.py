@@ -2,7 +2,7 @@
 
 The paper has neither code nor formulas, so this is a stand-in in its style: PromptFL, and after
 the last round a cache of the client's training features that votes for the labels of those nearest
-to a image, as in Tip-Adapter. Guo et al., pFedPrompt: Learning personalized prompt for
+to an image, as in Tip-Adapter. Guo et al., pFedPrompt: Learning personalized prompt for
 vision-language models in federated learning, WWW 2023; Zhang et al., Tip-Adapter, ECCV 2022.
 """
 

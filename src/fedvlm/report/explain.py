@@ -21,7 +21,7 @@ from fedvlm.maths.tsne import tsne
 from fedvlm.record import Record
 
 GAMMAS = (0.2, 0.5, 0.8, 1.0)
-FEWEST = 4  # local prompts that make a image
+FEWEST = 4  # local prompts that make an image
 Floats = NDArray[np.float64]
 
 

@@ -39,7 +39,7 @@ class Room:
 
 
 def check(settings: Settings, frozen: Frozen, image: Sequence[int], clients: int) -> str:
-    """Says what a training takes, or refuses it if it would not fit; a image is (3, h, w)."""
+    """Says what a training takes, or refuses it if it would not fit; an image is (3, h, w)."""
     room = estimate(settings, frozen, image, clients)
     free, method = free_memory(), settings.method
     if free is None or room.total <= free:

@@ -55,9 +55,10 @@ def private(folder: Path) -> None:
         folder.mkdir(mode=0o700)
 
 
-def write(path: Path, data: bytes) -> None:
-    with draft(path) as beside:
-        beside.write_bytes(data)
+def write(path: Path, data: bytes, mode: int = 0o666) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with draft(path) as beside, os.fdopen(os.open(beside, flags, mode), "wb") as file:
+        file.write(data)
 
 
 LARGEST = 256 << 20  # bytes of one image's file: above any the pixel limit lets through
@@ -94,6 +95,18 @@ def alone(lock: Path, busy: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise DataError(busy) from error
         yield
+
+
+def busy(lock: Path) -> bool:
+    """Whether a process holds this lock now."""
+    if not lock.exists():
+        return False
+    with open(lock, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def slug(name: str) -> str:

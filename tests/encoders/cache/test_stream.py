@@ -86,7 +86,7 @@ def test_a_picture_is_decoded_once_while_it_fits():
 def test_a_damaged_picture_is_refused_by_name():
     good = counting.png(1)
     source = Read(good, good[:40])
-    with pytest.raises(DataError, match=r"image-1\.png: not a image that can be read"):
+    with pytest.raises(DataError, match=r"image-1\.png: not an image that can be read"):
         opened(source)[torch.tensor([0, 1])]
     source = Read(good, counting.png(2))
     rows = opened(source)

@@ -10,6 +10,7 @@ on the same machine, and for its other users, every caller looks local.
 import os
 from base64 import b64decode
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from hmac import compare_digest
 from hmac import new as hmac
@@ -18,7 +19,10 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from fedvlm.errors import SettingsError
+from fedvlm.deploy.keys import Signer, public_key
+from fedvlm.deploy.membership import SITES as CERTIFICATES
+from fedvlm.deploy.membership import Membership, member, sites
+from fedvlm.errors import FedVLMError, SettingsError
 
 PASS = "FEDVLM_PASS"  # the variable that names the folder with the secret
 NAME = "control.key"  # the secret's file there
@@ -79,12 +83,21 @@ def only(scope: Scope, name: str) -> bytes:
 
 
 class Keys:
-    """The keys in `sites/` of the server's folder as they are now: adding one needs no restart."""
+    """The certificates in `sites/` of the server's folder as they are now, without a restart.
 
-    def __init__(self, folder: Path, enrol: Callable[[Scope, bytes], None]) -> None:
-        self.folder, self.enrol = folder, enrol
+    `enrol` is told of a key that is new here, `dismiss` of one that has ended.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        enrol: Callable[[Scope, bytes], None],
+        dismiss: Callable[[Scope, bytes], None] = lambda scope, key: None,
+    ) -> None:
+        self.folder, self.enrol, self.dismiss = folder, enrol, dismiss
+        self.server = Signer(folder / "signing.key").public
         self.seen: Any = None
-        self.known: dict[bytes, Any] = {}
+        self.known: dict[bytes, tuple[Any, Membership]] = {}
 
     def __call__(self, scope: Scope) -> bool:
         """Whether the holder of a known key made this call; how old it is, Flower looks at."""
@@ -94,37 +107,44 @@ class Keys:
 
         self.refresh(scope)
         try:
-            key = self.known[b64decode(only(scope, "flwr-public-key"), validate=True)]
+            key, one = self.known[b64decode(only(scope, "flwr-public-key"), validate=True)]
             signature = b64decode(only(scope, "flwr-signature"), validate=True)
             key.verify(signature, only(scope, "flwr-timestamp"), ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, KeyError, ValueError):
             return False
-        return True
+        return not one.ended
 
     def refresh(self, scope: Scope) -> None:
         """Reads the folder again if a file came, went or was replaced."""
-        from cryptography.hazmat.primitives.serialization import (
-            Encoding,
-            PublicFormat,
-            load_ssh_public_key,
-        )
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-        files = [one for one in os.scandir(self.folder) if one.name.endswith(".pub")]
-        there: Any = (self.folder.stat().st_mtime_ns, {(one.name, one.inode()) for one in files})
+        there = _files(self.folder / CERTIFICATES)
         if there == self.seen:
             return
-        known: dict[bytes, Any] = {}
+        known: dict[bytes, tuple[Any, Membership]] = {}
         form = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)  # as Flower's SuperNode sends it
-        for one in files:
+        for name in sites(self.folder):
             try:
-                key = load_ssh_public_key(Path(one.path).read_bytes())
-            except (OSError, ValueError):  # it is being written, or went
-                there = None
+                one = member(self.folder, name)
+            except FedVLMError:  # it is being written, or went, or this server never signed it
                 continue
-            known[key.public_bytes(*form)] = key
-        for name in known.keys() - self.known.keys():
-            self.enrol(scope, name)
+            key = public_key(one.key.encode())
+            known[key.public_bytes(*form)] = (key, one)
+        for new in known.keys() - self.known.keys():
+            self.enrol(scope, new)
+        for old in self.known.keys() - known.keys():
+            self.dismiss(scope, old)
         self.known, self.seen = known, there
+
+
+def _files(folder: Path) -> set[tuple[str, int, int, int]]:
+    """What changes when any file does."""
+    found = set()
+    for one in os.scandir(folder):
+        with suppress(FileNotFoundError):
+            about = one.stat()
+            found.add((one.name, about.st_ino, about.st_size, about.st_mtime_ns))
+    return found
 
 
 class Gate:

@@ -169,6 +169,16 @@ class Unreachable(FederationError):
     """Nobody answers there, yet."""
 
 
+def hear(address: str, ca: Path) -> str:
+    """The time by the server's clock, as HTTP has it."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(ca))
+    call = HTTPSConnection(host, int(port), context=context, timeout=5)
+    with closing(call):
+        call.request("GET", "/")
+        return str(call.getresponse().headers["date"])
+
+
 def knock(address: str, ca: Path) -> None:
     """Returns if our server is there; that somebody else is, or nobody, are different errors."""
     host, _, port = address.rpartition(":")
@@ -186,7 +196,7 @@ def knock(address: str, ca: Path) -> None:
             "of the same `fedvlm deploy init`"
         )
         if "expired" in said or "not yet valid" in said:
-            remedy = "look at the clocks, or make new kits with `fedvlm deploy init`"
+            remedy = "look at the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
         elif "match" in said:
             remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
         raise FederationError(

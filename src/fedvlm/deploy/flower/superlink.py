@@ -23,12 +23,20 @@ def enrol(scope: Scope, key: bytes) -> None:
         state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)
 
 
+def dismiss(scope: Scope, key: bytes) -> None:
+    """A node whose key has ended is off at once: nobody waits for it, or sends it anything."""
+    state = scope["app"].state.linkstate_factory.state()
+    if (node := state.get_node_id_by_public_key(key)) is not None:
+        state.deactivate_node(node)
+
+
 def set_gate(folder: Path) -> None:
     """Whatever app Flower makes from here on is behind the gate of this folder."""
     flower()
     from starlette.middleware import Middleware
 
-    gate = Middleware(Gate, word(folder), Keys(folder / "sites", enrol))  # type: ignore[arg-type, unused-ignore]
+    keys = Keys(folder, enrol, dismiss)
+    gate = Middleware(Gate, word(folder), keys)  # type: ignore[arg-type, unused-ignore]
     put(import_module("flwr.superlink.extensions"), get_middleware=lambda: (gate,))
 
 

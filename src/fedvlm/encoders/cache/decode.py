@@ -41,7 +41,7 @@ def open_checked(data: bytes) -> Image.Image:
         raise DataError(f"the image is too large ({error}); scale it down first") from error
     except UnidentifiedImageError as error:
         raise DataError(
-            f"not a image that can be read: it begins with {data[:12]!r}; "
+            f"not an image that can be read: it begins with {data[:12]!r}; "
             f"the formats are {', '.join(FORMATS)}"
         ) from error
     width, height = image.size

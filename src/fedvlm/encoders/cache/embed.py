@@ -159,7 +159,7 @@ class _Run:
             self.progress(self.done, total)
 
     def _ask(self, todo: Iterable[bytes], others: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
-        """Claims a image just before it is decoded, and passes over what others are at."""
+        """Claims an image just before it is decoded, and passes over what others are at."""
         for digest in todo:
             if not self.claims.take(digest):
                 others.append(digest)

@@ -1,7 +1,7 @@
-"""The embedding cache: what an encoder said about a image, found by the two fingerprints.
+"""The embedding cache: what an encoder said about an image, found by the two fingerprints.
 
 `DIR/<encoder fingerprint>/` holds `meta.json` and tables of rows (see rows.py), each found by the
-SHA-256 of a image's bytes or of a sentence. The locks lie beside the entries, so that an entry
+SHA-256 of an image's bytes or of a sentence. The locks lie beside the entries, so that an entry
 can be removed while its locks are held.
 """
 

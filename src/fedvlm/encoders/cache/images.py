@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from fedvlm.data.table import Dataset
 from fedvlm.errors import DataError
 
-UNREADABLE = 0.05  # share of the rows above which the data is to blame and not a image
+UNREADABLE = 0.05  # share of the rows above which the data is to blame and not an image
 
 
 class Images:
-    """Rows are found by the digest of their bytes; a image that is there twice is read once."""
+    """Rows are found by the digest of their bytes; an image that is there twice is read once."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset

@@ -21,7 +21,7 @@ from fedvlm.errors import DataError
 
 
 class Prepared(NamedTuple):
-    """A image as the encoder takes it, or the reason why there is none."""
+    """An image as the encoder takes it, or the reason why there is none."""
 
     digest: bytes
     image: NDArray[Any] | bytes | None

@@ -122,18 +122,26 @@ class Flower:
             else:
                 asked[sent] = (id, sealed[id])
         replies: dict[str, Parcel] = {}
-        for message in collect(self.grid, list(asked), self.deadline, self.enough):
+
+        def enough() -> bool:
+            return self.enough({id for id, _ in asked.values()})
+
+        for message in collect(self.grid, list(asked), self.deadline, enough):
             id, request = asked.pop(message.metadata.reply_to_message_id)
             with self._forgiving(id, request):
                 replies[id] = self._accept(message, id, request)
         for id, _ in asked.values():
-            self.missing[id] = f"it did not answer within {self.deadline:g} s"
+            self.missing[id] = self.left(id) or f"it did not answer within {self.deadline:g} s"
         self._count(parcels, replies, number)
         return {id: replies[id] for id in parcels if id in replies}
 
-    def enough(self) -> bool:
-        """Whether nobody else is worth waiting for."""
+    def enough(self, waiting: set[str]) -> bool:
+        """Whether none of these is worth waiting for."""
         return False
+
+    def left(self, id: str) -> str:
+        """Why a client is no longer one of those that count, or nothing."""
+        return ""
 
     def exchange_masked(
         self, parcels: Mapping[str, Parcel], number: int
@@ -159,7 +167,8 @@ class Flower:
             words = came.words.get(self.nodes[id])
             if words is None:
                 why = came.failures.get(self.nodes[id], "it did not stay to the end of the sum")
-                self.missing[id] = f"client {id}, round {number}: {self.reason(why)}"
+                why = self.left(id) or self.reason(why)
+                self.missing[id] = f"client {id}, round {number}: {why}"
                 continue
             with self._forgiving(id, request):  # its masked upload is in the sum all the same
                 replies[id] = self._fitting(Parcel(words), id, request)
@@ -188,7 +197,8 @@ class Flower:
         """The reply as a parcel, if it is whole, from this client, and to this very request."""
         where = _where(id, request)
         if message.has_error():
-            raise FederationError(f"{where}: {self.reason(message.error.reason)}")
+            why = self.left(id) or self.reason(message.error.reason)
+            raise FederationError(f"{where}: {why}")
         return self._fitting(from_records(message.content, where), id, request)
 
     def _fitting(self, parcel: Parcel, id: str, request: Parcel) -> Parcel:

@@ -61,12 +61,16 @@ def page(model: Model) -> str:
     )
 
 
-def shell() -> dict[str, Any]:
-    """What every page of ours has: style, script, and a policy that lets nothing else in."""
-    style, script = (_static(name) for name in ("style.css", "script.js"))
+def shell(script: str = "", more_style: str = "", more: str = "") -> dict[str, Any]:
+    """What every page of ours has: style, script, and a policy that lets nothing else in.
+
+    A page may have another script, and a rule more.
+    """
+    style = _static("style.css") + more_style
+    script = script or _static("script.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"img-src data:; base-uri 'none'; form-action 'none'{'; ' * bool(more)}{more}"
     )
     return {"style": Markup(style), "script": Markup(script), "policy": policy}
 

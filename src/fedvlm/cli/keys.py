@@ -1,0 +1,102 @@
+"""Commands by which sites join a federation, renew their keys and leave it."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedvlm.cli.deploy import deploy_app
+
+__all__ = ["deploy_app"]  # with these commands
+Server = Annotated[Path, typer.Argument(help="DIR/server")]
+Site = Annotated[Path, typer.Argument(help="The site's own folder.")]
+
+
+@deploy_app.command("join-request")
+def join_request(
+    folder: Site,
+    name: Annotated[str | None, typer.Option(help="What the site is to be called.")] = None,
+    invitation: Annotated[
+        Path | None, typer.Option(help="The server's invitation.json, as it sent it.")
+    ] = None,
+) -> None:
+    """Make a site's own key, and a request for the server to admit it."""
+    from fedvlm.deploy.admission import join_request as ask
+
+    _tell_request(ask(folder, invitation, name))
+
+
+def _tell_request(request: Any) -> None:
+    typer.echo(f"send {request.path} to the server; the key stays here")
+    typer.echo(f"fingerprint, for the server's people to hear: {request.fingerprint}")
+
+
+@deploy_app.command()
+def admit(
+    folder: Server,
+    request: Annotated[Path, typer.Argument(help="The request.json that a site sent.")],
+    yes: Annotated[bool, typer.Option(help="The fingerprint was compared; do not ask.")] = False,
+) -> None:
+    """Let a site in, after its people have read the same fingerprint out to you."""
+    from fedvlm.deploy.admission import admit as sign
+    from fedvlm.deploy.admission import read_request
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.errors import FederationError
+
+    kit = read_server(folder)
+    asked = read_request(kit, request)
+    typer.echo(f"{asked.note}\nfingerprint: {asked.fingerprint}")
+    if not yes and not typer.confirm("Call the site: do its people read the same?"):
+        raise FederationError(
+            f"{asked.site} is not admitted; if the fingerprints differ, somebody has changed the "
+            "invitation or the request on its way: send both again by another way"
+        )
+    typer.echo(f"{asked.site} is admitted; send it {sign(kit, asked)}, which holds no secret")
+
+
+@deploy_app.command()
+def accept(
+    folder: Site,
+    file: Annotated[Path, typer.Argument(help="What the server sent: NAME.json.")],
+) -> None:
+    """Put the server's certificate into the site's folder; it can be started then."""
+    from fedvlm.deploy.admission import accept as take
+    from fedvlm.deploy.membership import lasting
+
+    one = take(folder, file)
+    typer.echo(f"{one.site} may join {one.address}; its certificate {lasting(one.days, folder)}")
+    typer.echo(f"fingerprint: {one.fingerprint}")
+
+
+@deploy_app.command()
+def renew(folder: Annotated[Path, typer.Argument(help="A server's folder, or a site's.")]) -> None:
+    """Renew a server's certificate, or make a site's request for a new key."""
+    from fedvlm.deploy.admission import join_request as ask
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.standing import renew_server
+
+    if (folder / "server.toml").exists():
+        days = renew_server(read_server(folder))
+        typer.echo(f"the server's certificate lasts {days} more days, from its next start on")
+    else:
+        _tell_request(ask(folder))
+
+
+@deploy_app.command()
+def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Its name.")]) -> None:
+    """End a site's key at once, also in a running round."""
+    from fedvlm.deploy.admission import revoke as end
+    from fedvlm.deploy.kits import read_server
+
+    end(read_server(folder), site)
+    typer.echo(f"{site} is out from its next message on; its key does not come back")
+
+
+@deploy_app.command()
+def keys(folder: Annotated[Path, typer.Argument(help="A server's folder, or a site's.")]) -> None:
+    """Say whose keys there are, their fingerprints, and how many days they last."""
+    from fedvlm.deploy.standing import standings
+
+    for one in standings(folder):
+        days = "" if one.days is None else f"{one.days} days left"
+        typer.echo("  ".join(word for word in (one.name, one.fingerprint, days, one.note) if word))

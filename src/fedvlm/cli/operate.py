@@ -1,0 +1,109 @@
+"""Commands that tell people what a federation is doing."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedvlm.cli.keys import deploy_app
+
+__all__ = ["deploy_app"]  # with these commands
+Folder = Annotated[Path, typer.Argument(help="DIR/server or DIR/site-NAME")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@deploy_app.command()
+def doctor(folder: Folder, as_json: Json = False) -> None:
+    """Look at all that a server or a site needs, before anything runs; 1 if something is wrong."""
+    from dataclasses import asdict
+
+    from fedvlm.deploy.doctor import examine
+
+    found = examine(folder)
+    if as_json:
+        typer.echo(json.dumps([asdict(one) for one in found], indent=1, ensure_ascii=False))
+    for one in () if as_json else found:
+        typer.echo(f"{'ok ' if one.well else '!! '} {one.what}: {one.said}")
+    if not all(one.well for one in found):
+        raise typer.Exit(1)
+
+
+@deploy_app.command()
+def status(folder: Folder, as_json: Json = False) -> None:
+    """Say how a server or a site is: the run, the round, who answers, what has left."""
+    from fedvlm.deploy.status import in_words
+    from fedvlm.deploy.status import status as state_of
+
+    state = state_of(folder)
+    typer.echo(json.dumps(state, indent=1, ensure_ascii=False, default=str) if as_json else "")
+    for line in () if as_json else in_words(state):
+        typer.echo(line)
+
+
+@deploy_app.command()
+def log(
+    folder: Folder,
+    as_json: Json = False,
+    follow: Annotated[bool, typer.Option(help="Go on with what comes.")] = False,
+) -> None:
+    """Print what a server or a site has done, a line each."""
+    from time import sleep
+
+    from fedvlm.deploy.events import Event, Tail, read, sentence
+    from fedvlm.deploy.status import is_server
+
+    def show(event: Event) -> None:
+        typer.echo(json.dumps(event, ensure_ascii=False) if as_json else sentence(event))
+
+    is_server(folder)
+    tail = Tail(folder)
+    for event in read(folder):
+        show(event)
+    while follow:
+        for event in tail.new():
+            show(event)
+        sleep(0.3)
+
+
+@deploy_app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="DIR/server")],
+    stop: Annotated[bool, typer.Option(help="Stop the run that is going on.")] = False,
+    resume: Annotated[str, typer.Option(help="Go on with a stopped one, by its name.")] = "",
+    as_json: Json = False,
+) -> None:
+    """List a server's runs, stop the one that is going on, or resume one."""
+    from fedvlm.cli.progress import progress
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.runs import resume as go_on
+    from fedvlm.deploy.runs import stop as end
+    from fedvlm.deploy.status import runs as listed
+    from fedvlm.report.tables import compare
+
+    kit = read_server(folder)
+    if stop:
+        typer.echo(f"stopped: {', '.join(end(kit)) or 'there was none'}")
+    elif resume:
+        with progress() as report:
+            result = go_on(kit, resume, report, lambda text: typer.echo(text, err=True))
+        typer.echo(compare([result]), nl=False)
+    else:
+        found = listed(folder)
+        if as_json:
+            typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        for one in () if as_json else found:
+            typer.echo(f"{one['name']}: {one['method']}, {one['state']}, {one['rounds']} rounds")
+        if not found and not as_json:
+            typer.echo("no run yet: fedvlm deploy run DIR/server EXPERIMENT")
+
+
+@deploy_app.command()
+def watch(
+    folder: Folder,
+    port: Annotated[int, typer.Option(help="0 is any that is free.")] = 0,
+) -> None:
+    """Show a live page of a server or a site, on this machine only. Ctrl-C stops it."""
+    from fedvlm.deploy.watch import serve
+
+    serve(folder, port, lambda url: typer.echo(f"open {url}"))

@@ -1,0 +1,37 @@
+"""The request that waits for a person at a site, in plain words."""
+
+from pathlib import Path
+from typing import Any
+
+from fedvlm.deploy import events
+from fedvlm.deploy.consent import check_consent
+from fedvlm.deploy.policy import read_policy
+from fedvlm.deploy.reasons import Refused
+
+
+def pending(folder: Path) -> dict[str, Any] | None:
+    """The last request, if it still needs a person: what would leave, how often, at what cost."""
+    if not read_policy(folder).consent:
+        return None
+    asked = [event for event in events.read(folder) if event["kind"] == "asks"]
+    if not asked:
+        return None
+    try:
+        check_consent(folder, str(asked[-1]["method"]))
+    except Refused:
+        return asked[-1]
+    return None
+
+
+def in_words(asked: dict[str, Any] | None) -> list[str]:
+    if asked is None:
+        return []
+    noise = "without noise" if not asked["noise"] else f"with noise {asked['noise']:g}"
+    lines = [
+        f"The server asks for {asked['method']}, {asked['rounds']} rounds.",
+        f"In each round {', '.join(asked['leaves']) or 'nothing but scores'} would leave this site "
+        f"({asked['bytes']} bytes), {noise}. No image and no label leaves.",
+    ]
+    if asked["after"]:
+        lines.append(f"ε so far {asked['before']:.3g}, after this run {asked['after']:.3g}.")
+    return lines

@@ -1,0 +1,169 @@
+"""The live page's service: on this machine, for who has the token, read-only but for consent."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from fedvlm.deploy.consent import give_consent, refuse_consent
+from fedvlm.deploy.status import is_server, status
+from fedvlm.deploy.watch.page import page, report_of, view
+from fedvlm.errors import FedVLMError, SettingsError
+
+EVERY = 1.0  # seconds between looks
+MOST = 4096  # bytes of a person's answer
+HEADERS = {
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+
+
+def app(folder: Path, token: str, hosts: Callable[[], set[str]]) -> Any:
+    """`hosts` are the names this service is known by: a request for another is a trick of DNS."""
+    try:
+        from fastapi import FastAPI, Request
+        from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+        from starlette.responses import StreamingResponse
+    except ImportError as error:
+        raise SettingsError("fastapi is not installed; pip install 'fedvlm[watch]'") from error
+
+    server = FastAPI(openapi_url=None)
+
+    @server.middleware("http")
+    async def door(request: Request, call: Any) -> Response:
+        refusal = _refusal(request, token, hosts())
+        reply: Response = (
+            JSONResponse({"detail": refusal[1]}, refusal[0]) if refusal else (await call(request))
+        )
+        reply.headers.update({key: one for key, one in HEADERS.items() if key not in reply.headers})
+        return reply
+
+    @server.get("/")
+    def live() -> HTMLResponse:
+        html, policy = page(folder)
+        return HTMLResponse(html, headers={"content-security-policy": policy})
+
+    @server.get("/state")
+    def state() -> JSONResponse:
+        return JSONResponse(json.loads(json.dumps(status(folder), default=str)))
+
+    @server.get("/events")
+    def events() -> StreamingResponse:
+        return StreamingResponse(_stream(folder), media_type="text/event-stream")
+
+    @server.get("/report")
+    def report() -> HTMLResponse:
+        from fedvlm.report.page.gather import gather
+        from fedvlm.report.page.render import page as written
+
+        record = report_of(status(folder))
+        if record is None:
+            return HTMLResponse("no run has ended here", 404)
+        return HTMLResponse(written(gather([record])))
+
+    @server.get("/health")
+    def health() -> JSONResponse:
+        up = status(folder)["up"]
+        return JSONResponse({"up": up}, 200 if up else 503)
+
+    @server.get("/metrics")
+    def numbers() -> PlainTextResponse:
+        return PlainTextResponse(metrics(folder))
+
+    @server.post("/consent")
+    async def consent(request: Request) -> JSONResponse:
+        if is_server(folder):
+            return JSONResponse({"detail": "consent is given at a site"}, 405)
+        raw = bytearray()
+        async for part in request.stream():
+            raw += part
+            if len(raw) > MOST:
+                return JSONResponse({"detail": "the answer is too long"}, 413)
+        try:
+            return JSONResponse({"detail": _answered(folder, json.loads(raw))})
+        except (FedVLMError, ValueError, TypeError, AttributeError, KeyError) as error:
+            return JSONResponse({"detail": str(error)[:300]}, 422)
+
+    return server
+
+
+def _refusal(request: Any, token: str, hosts: set[str]) -> tuple[int, str] | None:
+    if request.headers.get("host", "") not in hosts:
+        return 421, "this service is not known by that name"
+    origin = request.headers.get("origin")
+    if origin is not None and origin not in {f"http://{host}" for host in hosts}:
+        return 403, "another page asks"
+    if request.method == "POST" and origin is None:
+        return 403, "only this service's own page may answer"
+    given = request.query_params.get("token") or request.headers.get("authorization", "")
+    if not hmac.compare_digest(given.removeprefix("Bearer ").encode(), token.encode()):
+        return 401, "the token is missing or wrong; use the address that the command printed"
+    return None
+
+
+def _answered(folder: Path, words: dict[str, Any]) -> str:
+    by = str(words["by"])
+    if words.get("refuse"):
+        refuse_consent(folder, by, str(words.get("reason", "")))
+        return f"{by} has refused; the server is told that a person did, not why"
+    until = give_consent(folder, by, [], float(words["days"]))
+    return f"{by} consents until {until.astimezone().strftime('%Y-%m-%d %H:%M')}"
+
+
+async def _stream(folder: Path) -> AsyncIterator[str]:
+    """The view, each time it has changed."""
+    last = ""
+    while True:
+        now = await asyncio.to_thread(view, folder)
+        text = json.dumps({**now, "time": ""}, ensure_ascii=False)
+        if text != last:
+            last = text
+            yield f"data: {text}\n\n"
+        await asyncio.sleep(EVERY)
+
+
+def metrics(folder: Path) -> str:
+    """The numbers of the status, as Prometheus reads them."""
+    state = status(folder)
+    lines = ["# TYPE fedvlm_up gauge", f"fedvlm_up {int(state['up'])}"]
+    if state["who"] == "server":
+        run = state["run"]
+        for name, key in (("round", "round"), ("rounds", "rounds"), ("accuracy", "share")):
+            if run.get(key) is not None:
+                lines += [f"# TYPE fedvlm_{name} gauge", f"fedvlm_{name} {run[key]}"]
+        lines.append("# TYPE fedvlm_site_answers gauge")
+        for site, one in state["sites"].items():
+            well = int(one["state"] in ("answers", "connected"))
+            lines.append(f'fedvlm_site_answers{{site="{_label(site)}"}} {well}')
+    else:
+        lines += ["# TYPE fedvlm_bytes_out counter", f"fedvlm_bytes_out {state['bytes out']}"]
+    return "\n".join(lines) + "\n"
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
+
+
+def serve(folder: Path, port: int, ready: Callable[[str], None]) -> None:
+    """Serves on this machine until it is interrupted; `ready` gets the address with its token."""
+    from secrets import token_urlsafe
+
+    import uvicorn
+
+    from fedvlm.encoders.serve import listening
+
+    token = token_urlsafe(24)
+    is_server(folder)
+    with listening("127.0.0.1", port) as heard:
+        at = heard.getsockname()[1]
+        hosts = {f"127.0.0.1:{at}", f"localhost:{at}"}
+        made = app(folder, token, lambda: hosts)
+        config = uvicorn.Config(
+            made, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
+        )
+        ready(f"http://127.0.0.1:{at}/?token={token}")
+        uvicorn.Server(config).run(sockets=[heard])

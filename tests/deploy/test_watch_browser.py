@@ -1,0 +1,48 @@
+"""The live page in a real browser: a light changes while somebody looks."""
+
+import base64
+import os
+
+import pytest
+from browser import look
+from live_server import running
+
+from fedvlm.deploy.events import Events
+from fedvlm.deploy.watch import app
+
+
+def wait(chrome, script, seconds=30):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(chrome, seconds).until(lambda it: it.execute_script(f"return {script}"))
+
+
+@pytest.fixture
+def shown(chrome, place):
+    """The server's page; afterwards nothing was complained of."""
+    place.run()
+    hosts = set()
+    with running(app(place.kit.folder, "word", lambda: hosts)) as url:
+        hosts.add(url.removeprefix("http://"))
+        look(chrome, 1000, "light")
+        chrome.get_log("browser")
+        chrome.get(f"{url}/?token=word")
+        yield chrome
+        assert chrome.get_log("browser") == []
+        chrome.get("about:blank")
+
+
+def test_a_light_changes_when_a_site_goes_missing_and_the_round_goes_on(shown, place):
+    wait(shown, "document.querySelectorAll('.light.answers').length === 3")
+    note = Events(place.kit.folder)
+    note("begun", method="fedot", training="all", rounds=9, sites=["art", "photo", "sketch"])
+    note("missing", round=4, site="photo", why="it did not answer <b>in time</b>")
+    note("round", round=4, rounds=9, answered=2, asked=3, there=["art", "sketch"], share=0.5)
+    wait(shown, "document.querySelectorAll('.light.missing').length === 1")
+    text = shown.execute_script("return document.body.textContent")
+    assert "round 4 of 9" in text and "<b>in time</b>" in text
+    assert "1 of 3 sites take no part" in text
+    if place_of_pictures := os.environ.get("FEDVLM_PICTURES"):
+        data = shown.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+        with open(f"{place_of_pictures}/watch-server.png", "wb") as file:
+            file.write(base64.b64decode(data["data"]))
