@@ -32,15 +32,21 @@ def place(tmp_path_factory):
 
 
 @cache
-def loaded(data: str, encoder: str, root: str, extra: str):
-    """The rows of a small copy with all that any method needs of them, once for all files."""
+def loaded(data: str, encoder: str, root: str, extra: str, tower: bool):
+    """The rows of a small copy with all that methods need of them, once for all files."""
     source = json.loads(extra) | ({"root": root, "check": False} if root else {})
-    everything = "cocoop" if encoder.startswith("store") else "vpt"
     values = {"data": data, "encoder": encoder, "source": source, "smoke": True}
-    methods = ["fedavg"] if encoder.startswith("store") else [everything, "fedotp"]
-    found = [load(build({**values, "method": m}), lambda *_: None)[0] for m in methods]
-    tower, patches = found[0], found[-1]
-    return replace(tower, patches=patches.patches, text_tower=patches.text_tower)
+
+    def rows(method: str):
+        return load(build({**values, "method": method}), lambda *_: None)[0]
+
+    if encoder.startswith("store"):
+        return rows("fedavg")
+    found = rows("fedotp")
+    if not tower:
+        return found
+    other = rows("vpt")
+    return replace(found, images=other.images, image_tower=other.image_tower)
 
 
 def needed(rows, needs):
@@ -54,8 +60,9 @@ def needed(rows, needs):
 
 def small(name: str, place) -> list[tuple[Settings, object]]:
     """The rows of an experiment as settings, with the embedded rows they run on."""
-    out = []
-    for values in runs(read_toml(FILES[name])):
+    out, every = [], runs(read_toml(FILES[name]))
+    tower = any("image tower" in build(one).method.traits.needs for one in every)
+    for values in every:
         source = dict(values.get("source", {}))
         encoder = "demo"
         root = source.pop("root", "")
@@ -64,11 +71,12 @@ def small(name: str, place) -> list[tuple[Settings, object]]:
             encoder = f"store:{path}"
         elif root:
             root = str(small_copy(place, values["data"], root))
-        rows = loaded(values.get("data", "demo"), encoder, root, json.dumps(source))
+        rows = loaded(values.get("data", "demo"), encoder, root, json.dumps(source), tower)
         settings = build({**values, "encoder": "demo", "smoke": True, "source": {}})
         most = {"blocks": rows.x.shape[1], "depth": 3}  # of the demo's encoder
         own = {one.name for one in fields(settings.method)} & most.keys()
-        cut = {key: min(getattr(settings.method, key), most[key]) for key in own}
+        sizes = {key: getattr(settings.method, key) for key in own}
+        cut = {key: min(n, most[key]) for key, n in sizes.items() if isinstance(n, int)}
         if getattr(settings.method, "start", "") == "random":
             cut["vectors"] = 12 if hasattr(settings.method, "own") else 4
         method = replace(settings.method, **cut)
@@ -93,7 +101,8 @@ def test_an_experiment_runs(name, place):
     every = small(name, place)
     for number, (settings, rows) in enumerate(every, start=1):
         method = settings.method
-        key = (rows.fingerprint, settings.protocol, settings.clients.by, method.name)
+        data = "" if "image tower" in method.traits.needs else rows.name
+        key = (data, settings.protocol, settings.clients.by, method.name)
         if key in RAN and number < len(every):  # the last row is run in any case
             continue
         RAN.add(key)
