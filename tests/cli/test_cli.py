@@ -198,7 +198,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
     [
         ("clientz.by=own", "did you mean 'clients'"),
         ("clients.coutn=3", "did you mean 'count'"),
-        ("target=nto", "no domain is called 'nto'; did you mean 'noto'"),
+        ("target=nto", "no domain or client is called 'nto'; did you mean 'noto'"),
         ("rounds=3", "rounds is a setting of the method"),
     ],
 )

@@ -13,8 +13,9 @@ from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
 from fedvlm.cli.explain import explain
 from fedvlm.cli.operate import deploy_app
 from fedvlm.cli.papers import reproduce
+from fedvlm.cli.plot import plot
 from fedvlm.cli.run import demo, run
-from fedvlm.cli.runs import compare, list_, plot, report, resume
+from fedvlm.cli.runs import compare, list_, report, resume
 from fedvlm.cli.share import export, ledger
 from fedvlm.cli.texts import describe, join
 from fedvlm.cli.verify import verify

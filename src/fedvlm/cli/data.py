@@ -68,6 +68,7 @@ def partition(
     from fedvlm.report.partition import draw
     from fedvlm.report.tables import render
     from fedvlm.runner.load import open_data, sample
+    from fedvlm.runner.prepare import whole
     from fedvlm.runner.settings import build, override
 
     values = {"method": "zero-shot", "data": data, "source": options(source)}
@@ -76,7 +77,7 @@ def partition(
     dataset = sample(dataset) if settings.smoke else dataset
     rows = rows_of(dataset)
     first = settings.seeds[0] if seed is None else seed
-    division = divide(rows, settings.clients, first, settings.target)
+    division = divide(rows, settings.clients, first, whole(settings))
     counts = count_table(division, rows)
     ids = list(division.members)
     body = [

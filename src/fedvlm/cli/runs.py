@@ -62,20 +62,6 @@ def compare(
     typer.echo(table, nl=False)
 
 
-def plot(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
-    training: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The PNG file.")] = None,
-) -> None:
-    """Draw a run's reliability, its decision curve and its curves over the rounds."""
-    from fedvlm.record import Record
-    from fedvlm.report.diagrams import draw_diagrams
-
-    path = draw_diagrams(Record(run), out or run / "diagrams.png", training, seed)
-    typer.echo(f"image: {path}")
-
-
 def list_(
     what: Annotated[
         str,

@@ -7,21 +7,29 @@ from fedvlm.core.schema import AMOUNT, COUNT, POSITIVE, SHARE, read_fields, seve
 from fedvlm.errors import SettingsError
 
 HELD = 4  # validation rows of a class at most, where training rows are counted: CoOp's
-By = Literal["domain", "own", "dirichlet", "pathological", "domain-dirichlet"]
+By = Literal[
+    "domain",
+    "own",
+    "iid",
+    "shards",
+    "dirichlet",
+    "pathological",
+    "domain-dirichlet",
+    "coarse",
+    "coarse-dirichlet",
+]
 
 
 @dataclass(frozen=True)
 class Clients:
     by: By = "domain"  # own: the data's own client column (writers, sites)
-    count: int = within(
-        10, COUNT
-    )  # clients (dirichlet, pathological), or clients per domain (domain-dirichlet)
+    # clients where rows are dealt; of each domain for domain-dirichlet
+    count: int = within(10, COUNT)
     alpha: float = within(0.3, POSITIVE)  # Dirichlet concentration
     minimum: int = within(10, COUNT)  # training rows a Dirichlet client has at least
     shots: int = within(0, AMOUNT)  # training rows per class and client; 0: all
-    validation_shots: int | None = within(
-        None, AMOUNT
-    )  # likewise; left out: as many as shots, 4 at most
+    # likewise; left out: as many as shots, 4 at most
+    validation_shots: int | None = within(None, AMOUNT)
     shares: tuple[float, float, float] = (0.6, 0.2, 0.2)  # train, validation, test
     calibration: float | None = within(
         None, SHARE

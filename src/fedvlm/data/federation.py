@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 
 from fedvlm.data import splits
 from fedvlm.data.clients import Clients
+from fedvlm.data.deals import owners as owners_of
 from fedvlm.data.splits import PARTS, Ints
 from fedvlm.data.table import Dataset, Strings
 from fedvlm.errors import DataError, unknown
 from fedvlm.seeds import numbers
+
+MARKED = "split:"  # before the part of a target that is what the data marks so
 
 
 class Table(Protocol):
@@ -103,8 +106,10 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
     The same rows in another order are dealt the same way: all drawing is over rows sorted by
     content. A pool (a domain, one of the data's own clients, or everything) is parted on its own,
     so that adding a domain changes no other. Domains named in `whole` become one client each,
-    however the others are dealt.
+    however the others are dealt, and so do the rows that are marked test for "split:test"; other
+    names in it are those of clients.
     """
+    table = _marked(table, whole)
     labels = _checked(table, clients)
     content = np.asarray(table.content, dtype=np.str_)
     order = np.lexsort([table.splits, table.clients, labels, table.domains, content])
@@ -134,9 +139,7 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
         parts[rows] = splits.parts_of(marks, clients.shares, drawn, title, named)
         deal = np.zeros(len(rows), dtype=np.int64)
         if not alone:
-            deal = _owners(
-                labels[rows], parts[rows], clients, len(table.classes), seed, pool, title
-            )
+            deal = owners_of(labels[rows], parts[rows], clients, table.classes, seed, pool, title)
         owners[rows] = len(names) + deal
         names += [pool] if alone else _members(clients, pool)
     later = np.zeros(len(labels), dtype=np.bool_)
@@ -156,8 +159,29 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
         apart = _apart(validation, clients.calibration or 0.0, units, seed, name)
         validation = validation[~np.isin(validation, apart)]
         made[name] = Member(name, domain, train, validation, test, apart)
-        _check_member(made[name], clients.shares, len(mine))
+        only = name.startswith(MARKED)  # rows of one part, and no other
+        _check_member(made[name], (0, 0, 1) if only else clients.shares, len(mine))
+    for name in whole:
+        if name not in made and name not in table.domains:
+            raise unknown("domain or client", name, {*made, *table.domains.tolist()} - {""})
     return Division(made, int(later.sum()), order[parts[order] == len(PARTS)])
+
+
+def _marked(table: Table, whole: Sequence[str]) -> Table:
+    """With the rows of a mark as a domain, where `whole` names it, as "split:test"."""
+    for name in whole:
+        if not name.startswith(MARKED):
+            continue
+        mine = np.asarray(table.splits) == name.removeprefix(MARKED)
+        if name != f"{MARKED}{PARTS[-1]}" or not mine.any():
+            raise DataError(
+                f'{name!r} names no rows that the data marks itself; "{MARKED}test" is for data '
+                "with a test part, and other targets are domains or clients"
+            )
+        columns = (table.clients, table.splits, table.content, table.groups)
+        domains = np.where(mine, name, table.domains)
+        table = Listing(table.classes, table.labels, domains, *columns)
+    return table
 
 
 def _apart(rows: Ints, share: float, units: Strings, seed: int, name: str) -> Ints:
@@ -184,7 +208,7 @@ def _check_groups(groups: Strings, pools: Strings, kept: NDArray[np.bool_]) -> N
 
 def _kept(table: Table, clients: Clients, whole: Sequence[str]) -> NDArray[np.bool_]:
     """The rows that take part: of the chosen domains, and of those that stay whole."""
-    for name in (*clients.domains, *whole):
+    for name in clients.domains:
         if name not in table.domains:
             raise unknown("domain", name, set(table.domains.tolist()))
     if not clients.domains:
@@ -247,18 +271,6 @@ def _pools(table: Table, clients: Clients, whole: Sequence[str]) -> Strings:
 def _members(clients: Clients, pool: str) -> list[str]:
     stem = pool if clients.by == "domain-dirichlet" else "client"
     return [f"{stem}-{index}" for index in range(clients.count)]
-
-
-def _owners(
-    labels: Ints, parts: Ints, clients: Clients, classes: int, seed: int, pool: str, title: str
-) -> Ints:
-    """Which of the pool's clients has each row."""
-    drawn = numbers(clients.by, seed, pool)
-    if clients.by == "pathological":
-        return splits.pathological(classes, clients.count, drawn)[labels]
-    return splits.dirichlet(
-        labels, parts, clients.count, clients.alpha, clients.minimum, drawn, title
-    )
 
 
 def _few(labels: Ints, rows: Ints, shots: int, purpose: str, seed: int, name: str) -> Ints:

@@ -4,7 +4,7 @@ Every function takes its rows in an order the caller has fixed by content, and i
 from a generator the caller has seeded by purpose, so that no file system has a say in a split.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import floor
 
@@ -17,6 +17,8 @@ PARTS = ("train", "validation", "test")
 DRAWS = 1000  # tries at a Dirichlet draw that leaves no client short
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Deal = Callable[[Ints], Ints]  # rows to their clients
 
 
 def parts_of(
@@ -110,8 +112,11 @@ def dirichlet(
     minimum: int,
     rng: np.random.Generator,
     pool: str,
+    draw: Callable[[np.random.Generator], Floats] | None = None,
 ) -> Ints:
     """The client of each row: one Dirichlet(alpha) draw per class, the same for every part.
+
+    `draw` gives other shares, (classes there are, clients).
 
     Drawn again until every client has `minimum` training rows and a row of each part there is.
     """
@@ -131,7 +136,8 @@ def dirichlet(
         )
     for _ in range(DRAWS):
         owner = np.empty(len(labels), dtype=np.int64)
-        shares = rng.dirichlet(np.full(clients, alpha), size=len(cells) // len(PARTS))
+        usual = np.full(clients, alpha)
+        shares = draw(rng) if draw else rng.dirichlet(usual, size=len(cells) // len(PARTS))
         for index, cell in enumerate(cells):
             ends = np.floor(np.cumsum(shares[index // len(PARTS)])[:-1] * len(cell) + 0.5)
             mixed = rng.permutation(cell)

@@ -47,7 +47,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         )
     if settings.tune:
         tune.check(settings)
-    if settings.method.traits.centralised:
+    if settings.method.traits.centralised or settings.centralised:
         raise SettingsError(
             f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
             "which only a simulation has; choose another method, as 'auto' or 'alone'"

@@ -27,7 +27,7 @@ from fedvlm.engines.client import (
     steps,
 )
 from fedvlm.engines.single import Single, where
-from fedvlm.engines.state import Plan, State, counted
+from fedvlm.engines.state import POOLED, Plan, State, counted
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
@@ -146,7 +146,7 @@ def _tasks(
         Task(
             id,
             method.send(state.shared, id),
-            state.local.get(id, fresh),
+            state.local.get(id, state.local.get(POOLED, fresh)),
             id in train,
             best.get(id),
         )

@@ -10,6 +10,7 @@ from fedvlm.core import Method, Tensors
 from fedvlm.engines.client import Kept, Local
 from fedvlm.errors import SettingsError
 
+POOLED = "pooled"  # the client that has everyone's rows, where a run asks for it
 Selection = Literal["last", "validation", "oracle"]
 
 

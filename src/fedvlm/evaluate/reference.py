@@ -25,12 +25,11 @@ def reference(method: Method, division: Division, training: Training) -> NDArray
     if not wants_reference(method):
         return np.zeros(0, np.int64)
     members = division.members
+    unseen = [id for id in training.unseen if id in members]  # and not the test rows of all
     if method.traits.reference == "target":
-        rows = [members[id].test for id in training.unseen or training.train]
+        rows = [members[id].test for id in unseen or training.train]
     else:
-        rows = [
-            part for id in training.unseen for part in (members[id].train, members[id].validation)
-        ]
+        rows = [part for id in unseen for part in (members[id].train, members[id].validation)]
         rows.append(division.public)
     return np.sort(np.concatenate(rows))
 
@@ -54,7 +53,8 @@ def check(method: Method, table: Embedded, division: Division, training: Trainin
             "or method.reference = 'target' (transductive)"
         )
     if method.traits.reference == "public":
-        tests = [division.members[id].test for id in (*training.train, *training.unseen)]
+        everyone = {*training.train, *training.unseen} & division.members.keys()
+        tests = [division.members[id].test for id in sorted(everyone)]
         check_apart(table.content, rows, np.concatenate(tests))
 
 

@@ -9,12 +9,20 @@ from typing import Any, Literal, get_args
 from fedvlm.data.clients import By
 from fedvlm.report.columns import COLUMNS
 from fedvlm.report.papers import Item, Values, apart, find, items, numbers
+from fedvlm.report.plots import KINDS as PLOTS
 from fedvlm.runner.sweep import flat
 
 State = Literal["full", "partly", "not"]
 STATES: tuple[State, ...] = ("full", "partly", "not")
 # Which of the pictures that items ask for there are; what is built is added here.
-OFFERED = ("plot:decision", "plot:plans", "column:gain")
+OFFERED = ("plot:plans", "plot:kite", "column:gain")
+# Pictures of `fedvlm plot` that items know by another name.
+ALSO = {
+    "plot:counts": "sweep",
+    "plot:partition-by-domain": "partition",
+    "plot:tsne-by-superclass": "tsne",
+    "plot:heat-of-one-prompt": "heat",
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,8 @@ class Covered:
 def offered() -> set[str]:
     """What items may need besides runs: columns, pictures, ways of making clients."""
     columns = {f"column:{name}" for name in COLUMNS}
-    return {*OFFERED, *columns, *(f"clients:{way}" for way in get_args(By))}
+    plots = {*(f"plot:{kind}" for kind in PLOTS), *(key for key in ALSO if ALSO[key] in PLOTS)}
+    return {*OFFERED, *columns, *plots, *(f"clients:{way}" for way in get_args(By))}
 
 
 def wanted(item: Item) -> list[Values]:

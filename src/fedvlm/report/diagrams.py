@@ -49,9 +49,9 @@ def diagram(
         scores = [about["scores"][id] for id in about[key] if "decision" in about["scores"][id]]
         measured |= bool(scores)
         if scores and "reliability" in panels:
-            _reliability(panels["reliability"], scores, label, colour)
+            reliability_panel(panels["reliability"], scores, label, colour)
         if scores and "decision" in panels:
-            _decision(panels["decision"], scores, label, colour)
+            decision_panel(panels["decision"], scores, label, colour)
     if not measured and set(kinds) != {"rounds"}:
         raise DataError(f"{result.folder} has no metrics of test rows; run it again to have them")
     seed = result.manifest["identity"]["seeds"][0] if seed is None else seed
@@ -72,7 +72,7 @@ def diagram(
     return figure
 
 
-def _reliability(panel: Any, scores: Sequence[Any], label: str, colour: str) -> None:
+def reliability_panel(panel: Any, scores: Sequence[Any], label: str, colour: str) -> None:
     bins: Floats = np.array([one["reliability"] for one in scores])  # (clients, bins, 3)
     rows = bins[:, :, 0].sum(0)
     sure, right = ((bins[:, :, 0] * bins[:, :, i]).sum(0) / rows.clip(1) for i in (1, 2))
@@ -86,7 +86,7 @@ def _reliability(panel: Any, scores: Sequence[Any], label: str, colour: str) -> 
     panel.set_title("reliability (15 bins, a dot as large as its rows)", fontsize=9, color=INK)
 
 
-def _decision(panel: Any, scores: Sequence[Any], label: str, colour: str) -> None:
+def decision_panel(panel: Any, scores: Sequence[Any], label: str, colour: str) -> None:
     curves: Floats = np.array([one["decision"] for one in scores])
     rows = np.array([one["test_rows"] for one in scores])
     benefit = (rows[:, None] * curves[:, :, 1]).sum(0) / rows.sum()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedvlm.classifier.personalised import of_client, reopen
 from fedvlm.core import Matching, make
+from fedvlm.data.superclasses import superclasses
 from fedvlm.encoders.cache.decode import decode
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.errors import DataError, EncoderError, SettingsError, unknown
@@ -146,10 +147,18 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
             f"{result.folder} has {len(local)} local prompts, too few for a map; show a run with "
             f"{FEWEST} clients or more, as clients.by = 'dirichlet' makes them"
         )
-    mixed = identity["clients"]["by"] == "domain-dirichlet"
     return PromptMap(
         title=f"local prompts of {identity['method']['name']} on {result.manifest['data']}",
         clients=tuple(local),
-        groups=tuple(id.rsplit("-", 1)[0] if mixed else id for id in local),
+        groups=tuple(_group(result, id) for id in local),
         places=tsne(np.stack([one.double().numpy() for one in local.values()])),
     )
+
+
+def _group(result: Record, id: str) -> str:
+    """What a client is coloured by: its superclass or its domain, if it shares them, or itself."""
+    by = result.manifest["identity"]["clients"]["by"]
+    if by == "coarse":
+        mine = zip(result.manifest["classes"], result.manifest["counts"][id], strict=True)
+        return ", ".join(sorted(set(superclasses([name for name, rows in mine if rows]))))
+    return id.rsplit("-", 1)[0] if by == "domain-dirichlet" else id

@@ -27,7 +27,9 @@ def label(result: Record, besides: Collection[str] = ()) -> str:
         odd += _raced(tuned)
     if first := result.manifest["identity"].get("warm_start"):
         odd.append(f"warm start by {first['name']}")
-    if method.traits.centralised:
+    if result.manifest["identity"].get("centralised"):
+        odd.append("centralised")
+    elif method.traits.centralised:
         odd.append("not federated")
     if method.traits.reference == "target":
         odd = [one for one in odd if one != "reference=target"]

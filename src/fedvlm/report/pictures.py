@@ -143,8 +143,11 @@ def bare(axis: Any) -> Any:
 
 
 def save(figure: Any, out: str | Path) -> Path:
-    data = BytesIO()
-    figure.savefig(data, format="png")
     path = Path(out)
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in ("png", "svg"):
+        raise SettingsError(f"a picture cannot be drawn to {path}; end it in .png or .svg")
+    data = BytesIO()
+    figure.savefig(data, format=kind, metadata={"Date": None} if kind == "svg" else None)
     write(path, data.getvalue())
     return path

@@ -13,7 +13,14 @@ from fedvlm.report.names import label
 
 FORMS = ("text", "markdown", "latex", *long.FORMS)
 TRAFFIC = ("exchanges", "kB per client")
-MAIN = {"G", "P", "C", "own", "average"}  # what a table shows first; the rest is per client
+MAIN = {
+    "G",
+    "P",
+    "C",
+    "own",
+    "global",
+    "average",
+}  # what a table shows first; the rest is per client
 MAIN |= {f"{who} {name}" for name in METRICS for who in ("clients", "target")}
 
 

@@ -29,6 +29,7 @@ FEW_ROWS = 600  # of a smoke run
 FEW_OF_CLASS = 12  # at least, on average: so that every class has some to train on
 FEW_ROUNDS = 3
 FEW_CLIENTS = 10
+FEWEST = 1  # training rows a Dirichlet client has at least: few rows cannot give it more
 
 
 def load(settings: Settings, progress: Progress) -> tuple[Embedded, list[str]]:
@@ -139,7 +140,11 @@ def few(rows: Dataset | Embedded) -> np.ndarray[Any, Any]:
     count = len(rows.labels)
     order = np.lexsort((rows.labels, rows.clients, rows.domains))
     most = max(FEW_ROWS, FEW_OF_CLASS * len(rows.classes))
-    return np.sort(order[:: max(1, -(-count // most))])
+    step = max(1, -(-count // most))
+    kept = order[::step]
+    # Where classes take turns, a step may always miss some.
+    left = order[~np.isin(rows.labels[order], rows.labels[kept])]
+    return np.sort(np.concatenate([kept, left[::step]]))
 
 
 def sample(dataset: Dataset) -> Dataset:
@@ -161,5 +166,8 @@ def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
     method = settings.method
     if "rounds" in {one.name for one in fields(method)}:
         method = replace(method, rounds=min(method.rounds, FEW_ROUNDS))
-    clients = replace(settings.clients, count=min(settings.clients.count, FEW_CLIENTS))
+    few_of = settings.clients
+    clients = replace(
+        few_of, count=min(few_of.count, FEW_CLIENTS), minimum=min(few_of.minimum, FEWEST)
+    )
     return replace(settings, method=method, clients=clients), small

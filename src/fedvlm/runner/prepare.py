@@ -23,16 +23,18 @@ from fedvlm.data.federation import Division, Listing, Member, divide
 from fedvlm.data.table import Embedded
 from fedvlm.engines.attack import mislabelled
 from fedvlm.engines.client import Terms, World, own_world
+from fedvlm.engines.state import POOLED
 from fedvlm.errors import DataError
 from fedvlm.evaluate import reference
 from fedvlm.evaluate.protocols import Training
+from fedvlm.evaluate.protocols.own_test import EVERYONE
+from fedvlm.evaluate.protocols.source_target import EACH
 from fedvlm.runner import warm
 from fedvlm.runner.load import meet
 from fedvlm.runner.settings import Settings, attack_of
 
 Ints = NDArray[np.int64]
 THIRD = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by
-POOLED = "pooled"  # the client that has everyone's rows, where a method asks for it
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,22 @@ class Prepared:
 
     def world(self, training: Training) -> World:
         """All that one training works on."""
-        members = {id: self.division.members[id] for id in (*training.train, *training.unseen)}
+        members = {id: one for id, one in self.division.members.items() if id in training.train}
+        members |= {id: self._unseen(id) for id in training.unseen}
         if self.centralised:
             members[POOLED] = pooled([members[id] for id in training.train])
         texts = dealt(self.rows.texts, self.division.members)
         world = self._world(members, texts, self.reference(training))
         return mislabelled(world, training.train)
 
+    def _unseen(self, id: str) -> Member:
+        members = self.division.members
+        return everyone(list(members.values())) if id == EVERYONE else members[id]
+
     @property
     def centralised(self) -> bool:
-        """Whether the method is no federation: one client with the rows of all that train."""
-        return self.settings.method.traits.centralised
+        """Whether the run is no federation: one client with the rows of all that train."""
+        return self.settings.centralised or self.settings.method.traits.centralised
 
     def taught(self, training: Training) -> Training:
         """Who trains and who is only measured: if rows are pooled, all clients are."""
@@ -119,7 +126,7 @@ def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
     clients = settings.clients
     if rows.encoder == MEMORY or own_data(settings):
         clients = set_aside(clients)
-    division = divide(rows, clients, seed, settings.target)
+    division = divide(rows, clients, seed, whole(settings))
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
 
 
@@ -140,6 +147,17 @@ def pooled(members: Sequence[Member]) -> Member:
         for part in ("train", "validation")
     )
     return Member(POOLED, "", train, validation, np.zeros(0, np.int64))
+
+
+def everyone(members: Sequence[Member]) -> Member:
+    """A client of all their test rows, and no others."""
+    none = np.zeros(0, np.int64)
+    return Member(EVERYONE, "", none, none, np.sort(np.concatenate([m.test for m in members])))
+
+
+def whole(settings: Settings) -> tuple[str, ...]:
+    """What stays together however rows are dealt: the targets, if they are named."""
+    return () if settings.target == (EACH,) else settings.target
 
 
 def prepare_one(

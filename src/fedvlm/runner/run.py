@@ -111,6 +111,7 @@ def _begin(
         {one.seed: one.division.dropped for one in seeds},
     )
     about["counts"] = counts(rows, seeds[0].division)
+    about["domains"] = seeds[0].division.domains
     about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
     record.begin({"identity": asked.identity(), **about})
     if again:

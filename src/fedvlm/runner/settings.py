@@ -14,6 +14,7 @@ from fedvlm.engines.attackers import Attack, Kind
 from fedvlm.errors import SettingsError, nearest, unknown
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
+from fedvlm.parts import nothing
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Settings:
     fraction: float = within(1.0, PART)  # of the clients that take part in a round
     counts: tuple[int, ...] = several()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
-    target: tuple[str, ...] = several()  # source-target: the domains that are only tested on
+    target: tuple[str, ...] = several()  # source-target: domains or clients that are only tested on
+    global_test: bool = False  # own-test: what is shared is also tested on all test rows
+    centralised: bool = False  # all rows of the clients that train at one, and no federation
     engine: Literal["batched", "single", "flower"] = "batched"
     workers: int = within(0, AMOUNT)  # processes; 0 is as many as cores, if the run is long enough
     allow_small: bool = False  # class statistics of few rows may be uploaded too
@@ -51,6 +54,7 @@ class Settings:
     def rules(self) -> Rules:
         """The protocol with its knobs, which are settings of the run."""
         knobs = {"counts": self.counts, "unseen": self.unseen, "target": self.target}
+        knobs |= {"global_test": self.global_test}
         return protocols.make(self.protocol, **knobs)
 
     def identity(self) -> dict[str, Any]:
@@ -115,6 +119,11 @@ def _checked(settings: Settings) -> Settings:
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     check_channel(settings.channel, settings.method)
+    if settings.centralised and type(settings.method).adapt is not nothing:
+        raise SettingsError(
+            f"centralised = true: {settings.method.name} adapts to every client in the end, which "
+            "is not all rows at one; choose another method"
+        )
     _check_attack(settings)
     first = settings.warm_start
     settings = replace(

@@ -7,28 +7,35 @@ from statistics import fmean, stdev
 from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, even, register
 from fedvlm.evaluate.scores import Results, Table, accuracy
 
+EVERYONE = "everyone"  # the unseen client whose test rows are those of all
+
 
 @register
 @dataclass(frozen=True)
 class OwnTest:
+    global_test: bool = False  # what is shared is also tested on all test rows together
+
     name = "own-test"
     what = "every client trains and is tested on its own test rows"
     every_round = False
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
-        return [Training("all", tuple(domains), ())]
+        return [Training("all", tuple(domains), (EVERYONE,) if self.global_test else ())]
 
     def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
         out: Table = {}
         for training, scores in done.values():
             out["own"] = accuracy(scores, training.train)
+            if self.global_test:
+                out["global"] = accuracy(scores, training.unseen) if generalises else None
             out |= within(domains, training, scores)
             out.update({id: accuracy(scores, [id]) for id in training.train})
         return out
 
     def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
-        ((name, (train, _)),) = who.items()
-        return {"own": even(name, train)}
+        ((name, (train, unseen)),) = who.items()
+        more = {"global": even(name, unseen)} if unseen and generalises else {}
+        return {"own": even(name, train), **more}
 
 
 def within(domains: Mapping[str, str], training: Training, scores: Results) -> Table:

@@ -1,10 +1,12 @@
 """Records into one model of plain numbers and words: all that a page shows, and its JSON."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
 from fedvlm import tensors
+from fedvlm.channel.settings import Channel
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
@@ -113,6 +115,7 @@ def _run(record: Record, details: inside.Details) -> dict[str, Any]:
         "epsilon": _epsilon(lines, details),
         "far": record.far,
         "audit": kept(record),
+        "channel": _through(record),
         "apart": apart.seen(lines),
     }
 
@@ -174,6 +177,13 @@ def _cells(details: inside.Details) -> list[dict[str, Any]]:
                     one["recall"] = [short(part) for part in scores["recall"]]
                 out.append(one)
     return out
+
+
+def _through(record: Record) -> dict[str, Any]:
+    """What of the channel was not left as it is."""
+    plain = asdict(Channel())
+    found = record.manifest["identity"]["channel"]
+    return {key: value for key, value in found.items() if plain[key] != value}
 
 
 def _shared(record: Record) -> list[dict[str, Any]]:

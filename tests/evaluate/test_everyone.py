@@ -1,0 +1,114 @@
+"""All targets in turn, a test set of all clients, and all rows at one client."""
+
+import numpy as np
+import pytest
+
+import fedvlm
+from fedvlm.errors import SettingsError
+from fedvlm.evaluate.protocols.own_test import EVERYONE
+from fedvlm.report.tables import compare, label
+
+QUICK = {"name": "fedavg", "rounds": 2}
+OWN = {"protocol": "own-test"}
+
+
+def test_every_domain_is_the_target_in_turn(rows, tmp_path):
+    every = fedvlm.run(
+        QUICK, embedded=rows, out=tmp_path / "a", protocol="source-target", target="each"
+    )
+    table = every.tables[0]
+    for name in ("art", "photo", "sketch"):
+        alone = fedvlm.run(
+            QUICK, embedded=rows, out=tmp_path / name, protocol="source-target", target=name
+        ).tables[0]
+        assert {key: table[f"{key}, target {name}"] for key in alone} == alone
+    three = [table[f"target accuracy, target {name}"] for name in ("art", "photo", "sketch")]
+    assert table["target accuracy"] == pytest.approx(np.mean(three))
+    assert "target accuracy" in compare([every]) and "target art" not in compare([every])
+
+
+def test_each_needs_domains(rows, tmp_path):
+    with pytest.raises(SettingsError, match="every domain in turn"):
+        fedvlm.run(
+            QUICK,
+            embedded=rows,
+            out=tmp_path / "a",
+            protocol="source-target",
+            target="each",
+            clients={"by": "iid", "count": 3},
+        )
+
+
+def test_a_client_of_its_own_is_the_target(rows, tmp_path):
+    found = fedvlm.run(
+        QUICK,
+        embedded=rows,
+        out=tmp_path / "a",
+        protocol="source-target",
+        target="client-2",
+        clients={"by": "iid", "count": 3},
+    )
+    about = found.trainings()["client-2"]
+    assert (about["train"], about["unseen"]) == (["client-0", "client-1"], ["client-2"])
+    assert found.tables[0]["target accuracy"] > 0.25
+
+
+def test_what_is_shared_is_tested_on_the_test_rows_of_all(rows, tmp_path):
+    plain = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **OWN)
+    both = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "b", global_test=True, **OWN)
+    assert "global" not in plain.tables[0]
+    rest = {key: value for key, value in both.tables[0].items() if key != "global"}
+    assert rest == plain.tables[0]  # it changes nothing else
+    scores = both.trainings()["all"]["scores"]
+    own = [scores[id] for id in ("art", "photo", "sketch")]
+    # FedAvg's clients all have the shared model: together they are everyone.
+    for key in ("test_rows", "test_hits"):
+        assert scores[EVERYONE][key] == sum(one[key] for one in own)
+    assert both.tables[0]["global"] == scores[EVERYONE]["test_hits"] / scores[EVERYONE]["test_rows"]
+
+
+def test_a_method_that_shares_nothing_has_no_global_test(rows, tmp_path):
+    alone = {"name": "fedot-all-local", "rounds": 1}
+    found = fedvlm.run(alone, embedded=rows, out=tmp_path / "a", global_test=True, **OWN)
+    assert found.tables[0]["global"] is None
+    with pytest.raises(SettingsError, match="global_test = True is for protocol = 'own-test'"):
+        fedvlm.run(QUICK, embedded=rows, out=tmp_path / "b", global_test=True)
+
+
+def test_a_centralised_run_is_the_method_on_all_rows_at_one_client(rows, rows_like, tmp_path):
+    found = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", centralised=True, **OWN)
+    assert "centralised" in label(found)
+    about = found.trainings()["all"]
+    assert about["train"] == ["pooled"]
+    # One client of its own with the same rows learns the same.
+    both = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "b", **OWN)
+    shared, _ = found.outcome("all", 0)
+    assert any(not value.equal(both.outcome("all", 0)[0][key]) for key, value in shared.items())
+    assert set(found.tables[0]) == set(both.tables[0])
+
+
+def test_everyone_has_what_the_one_client_learnt_for_itself(rows, tmp_path):
+    """A method of local tensors alone would else be measured without having learnt."""
+    alone = {"name": "fedot-all-local", "rounds": 20, "rate": 0.05}
+    found = fedvlm.run(alone, embedded=rows, out=tmp_path / "a", centralised=True, **OWN)
+    zero = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b", **OWN)
+    assert found.tables[0]["own"] != zero.tables[0]["own"]
+
+
+def test_a_method_that_adapts_in_the_end_cannot_be_centralised(rows, tmp_path):
+    with pytest.raises(SettingsError, match="adapts to every client in the end"):
+        fedvlm.run("promptfl-ft", embedded=rows, out=tmp_path / "a", centralised=True, **OWN)
+
+
+def test_faa_clip_runs_beside_a_test_set_of_all(rows, tmp_path):
+    """Its reference rows are public, and the test rows of all are nobody's reference."""
+    quick = {"name": "faa-clip", "rounds": 1}
+    found = fedvlm.run(
+        quick,
+        embedded=rows,
+        out=tmp_path / "a",
+        global_test=True,
+        clients={"public": 0.2},
+        **OWN,
+    )
+    assert found.tables[0]["global"] is not None
