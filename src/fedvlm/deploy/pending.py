@@ -4,9 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.deploy import events
+from fedvlm.deploy.account import Account, cost
 from fedvlm.deploy.consent import check_consent
-from fedvlm.deploy.policy import read_policy
+from fedvlm.deploy.policy import Policy, read_policy
 from fedvlm.deploy.reasons import Refused
+from fedvlm.deploy.rows import Own
+from fedvlm.runner.settings import Settings
+from fedvlm.tensors import count_bytes
 
 
 def pending(folder: Path) -> dict[str, Any] | None:
@@ -21,6 +25,22 @@ def pending(folder: Path) -> dict[str, Any] | None:
     except Refused:
         return asked[-1]
     return None
+
+
+def request(settings: Settings, own: Own, account: Account, policy: Policy) -> dict[str, Any]:
+    """What a person is asked to consent to."""
+    method, channel = settings.method, settings.channel
+    shared = method.init(own.world.frozen)[0]
+    once = cost(method, channel, len(own.labels))
+    return {
+        "method": method.name,
+        "rounds": method.rounds,
+        "leaves": [f"{key} {list(value.shape)}" for key, value in shared.items()],
+        "bytes": count_bytes(shared),
+        "noise": channel.noise,
+        "before": account.epsilon(policy.delta),
+        "after": account.epsilon(policy.delta, more=once * method.rounds),
+    }
 
 
 def in_words(asked: dict[str, Any] | None) -> list[str]:

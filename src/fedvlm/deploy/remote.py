@@ -14,6 +14,7 @@ from fedvlm.channel import Channel
 from fedvlm.channel.validate import plausible, schema
 from fedvlm.core import Tensors
 from fedvlm.data.splits import PARTS
+from fedvlm.deploy.door import Door
 from fedvlm.deploy.events import Note, unnoted
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import ServerKit
@@ -182,7 +183,7 @@ class Remote(Flower):
             else:
                 self.strangers[new[id]] = why
 
-    def door(self, nodes: Mapping[str, int], patience: float) -> "Door":
+    def door(self, nodes: Mapping[str, int], patience: float) -> Door:
         return Door(self, nodes, patience)
 
     def _turn_away(self, node: int, name: str, why: str) -> None:
@@ -253,34 +254,6 @@ class Remote(Flower):
             if why := self._differs(self.base, name):
                 self._turn_away(self.nodes.pop(name), name, why)
         return super().round(number, tasks)
-
-
-class Door(Flower):
-    """Asks nodes who they are and to open the training; who does not answer is not missed."""
-
-    def __init__(self, remote: Remote, nodes: Mapping[str, int], patience: float) -> None:
-        super().__init__(remote.grid, nodes, remote.training, 0.0, patience)
-        self.remote = remote
-        self.names: dict[str, str] = {}  # the sites behind the nodes, as far as they have answered
-
-    def seal(self, parcel: Parcel) -> Parcel:
-        return self.remote.seal(parcel)
-
-    def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
-        parcel = self.remote.unseal(parcel, id, where)
-        self.names[id] = str(parcel.about["client"])
-        return parcel
-
-    def reason(self, said: Any) -> str:
-        return self.remote.reason(said)
-
-    def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
-        self.remote.check_opening(parcel, request)
-
-    def enough(self, waiting: set[str]) -> bool:
-        """Whoever else is connected to the server cannot hold a run up."""
-        late = set(self.remote.kit.sites) - {*self.names.values(), *self.remote.nodes}
-        return all(self.remote.left(name) for name in late)
 
 
 def check_arrays(parcel: Parcel, most: float = LARGE) -> None:

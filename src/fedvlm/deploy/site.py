@@ -13,23 +13,25 @@ from typing import Any
 from fedvlm import tensors
 from fedvlm.classifier.card import Story, save
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.core import Telling, Tensors, make
+from fedvlm.core import Telling, Tensors
 from fedvlm.deploy.account import Account, Given, cost, what
 from fedvlm.deploy.events import Events
+from fedvlm.deploy.gained import gained
 from fedvlm.deploy.keys import Signer, Verifier
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.pending import request
 from fedvlm.deploy.policy import Policy, policy_now, read_policy
 from fedvlm.deploy.reasons import Refused, Said, word
 from fedvlm.deploy.rows import Own, own_rows
 from fedvlm.deploy.words import SCORES, check_request
-from fedvlm.engines.client import World, client, measure
+from fedvlm.engines.client import measure
 from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
 from fedvlm.engines.flower.wire import Parcel, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.prepare import template_of
-from fedvlm.runner.settings import Settings, build
+from fedvlm.runner.settings import build
 from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
 
@@ -155,7 +157,8 @@ class Site:
         if key != about["training"]:
             raise Said("words", "the training is not that of its settings")
         own = own_rows(self.kit, settings, spec, sent.get("reference"), policy)
-        self._tell_asked(settings, own, policy)
+        if policy.consent:
+            self.note("asks", **request(settings, own, self.account, policy))
         policy.admit(self.kit.folder, settings.method, settings.channel, own.labels)
         self._race(spec, key, own, policy)
         self._tell_withheld(own, policy)
@@ -188,24 +191,6 @@ class Site:
             classes=len(set(own.labels.tolist())),
         )
         return Parcel(words, arrays({**first, **text}))
-
-    def _tell_asked(self, settings: Settings, own: Own, policy: Policy) -> None:
-        """What a person consents to, where one has to."""
-        if not policy.consent:
-            return
-        method, channel = settings.method, settings.channel
-        shared = method.init(own.world.frozen)[0]
-        once = cost(method, channel, len(own.labels))
-        self.note(
-            "asks",
-            method=method.name,
-            rounds=method.rounds,
-            leaves=[f"{key} {list(value.shape)}" for key, value in shared.items()],
-            bytes=tensors.count_bytes(shared),
-            noise=channel.noise,
-            before=self.account.epsilon(policy.delta),
-            after=self.account.epsilon(policy.delta, more=once * method.rounds),
-        )
 
     def _race(self, spec: Mapping[str, Any], key: str, own: Own, policy: Policy) -> None:
         """All of a race is admitted when its first trial is opened, or none of it."""
@@ -303,14 +288,3 @@ def _notes(about: Mapping[str, Any]) -> dict[str, str | int | float | None]:
 def _what(about: Mapping[str, Any]) -> str:
     what = {"open": "opened a training", "adapt": "adapted"}.get(about["kind"], "")
     return what or f"round {about['round']}"
-
-
-def gained(world: World, id: str, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """How many validation rows are right with what came of the run, and by own rows alone."""
-    known = {"rows": measured["validation_rows"], "federated": measured["validation_hits"]}
-    if "image" not in world.method.traits.needs and "text" not in world.method.traits.needs:
-        return {**known, "alone": "?"}  # its rows are patches or pixels
-    probe = replace(world, method=make("alone"))
-    nothing, fresh = probe.method.init(probe.frozen)
-    own = probe.method.adapt(probe.frozen, nothing, fresh, client(probe, id, 0))
-    return {**known, "alone": measure(probe, nothing, own, id)["validation_hits"]}
