@@ -186,7 +186,7 @@ def test_a_saved_classifier_gives_the_rows_their_logits_again(rows, tmp_path):
         ({"protocol": "source-target"}, "leaves 3 clients to train and 0 unseen"),
         ({"protocol": "source-target", "target": ["art", "photo", "sketch"]}, "leaves 0 clients"),
         ({"protocol": "source-target", "target": "scetch"}, "did you mean 'sketch'"),
-        ({"protocol": "source-target", "target": 3}, "takes a name, or a list of names"),
+        ({"protocol": "source-target", "target": 3}, "target = 3 does not fit; it takes"),
         ({"target": "art"}, "is for protocol = 'source-target'"),
         ({"clients": {"domains": ["artt"]}}, "did you mean 'art'"),
         ({"clients": {"public": 1.0}}, "from 0 to below 1"),

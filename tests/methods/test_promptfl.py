@@ -222,7 +222,7 @@ def test_a_prompt_is_encoded_once_however_often_it_is_measured(monkeypatch):
 @pytest.mark.parametrize(
     ("vectors", "said"),
     [
-        (0, "has 1 or more|share at least 1"),
+        (0, "takes 1 or more"),
         (21, "reads 24 tokens and the class 'bee' takes 3 of them, which leaves room for 20"),
     ],
 )

@@ -177,7 +177,7 @@ def test_lora_counts_its_parameters():
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"), [({"rank": -1}, "rank -1"), ({"targets": ()}, "on \\[\\]")]
+    ("settings", "what"), [({"rank": -1}, "rank = -1"), ({"targets": ()}, "on \\[\\]")]
 )
 def test_lora_refuses_what_is_no_rank_or_target(settings, what):
     with pytest.raises(SettingsError, match=what):

@@ -73,7 +73,7 @@ RANGES: dict[str, Range] = {
     "tau": (lambda n: n > 0, "a number above 0"),
     "temperature": POSITIVE,
     "vectors": COUNT,
-    "rank": COUNT,
+    "rank": AMOUNT,
     "iterations": COUNT,
 }
 

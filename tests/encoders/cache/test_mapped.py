@@ -44,7 +44,7 @@ def test_row_that_is_not_read_is_not_checked_and_one_is_checked_once(tmp_path, m
     values.tofile(tmp_path / "rows")
     monkeypatch.setattr(mapped, "LARGE", 1)
     asked = []
-    monkeypatch.setattr(mapped, "check", lambda rows, *rest: asked.append(len(rows)))
+    monkeypatch.setattr(mapped, "check_sums", lambda rows, *rest: asked.append(len(rows)))
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
     rows = mapped.checked(array, sums(values), "rows")
     for index in ([0, 1], [1, 2], [0, 1, 2]):
