@@ -10,9 +10,10 @@ from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.maths import blend, gaussian, probe
 from fedvlm.maths.cayley import inverse
 from fedvlm.methods.alone import own_path
-from fedvlm.methods.auto import OPEN, Auto, averaged, lowered, moments
+from fedvlm.methods.auto import OPEN, Auto, averaged, moments
 
 ANGLE = 0.05  # of a step of the rotation, in the norm of its skew matrix
+BELOW = 3.0  # how far under all it has seen a client puts a class it has no rows of
 KEPT = (0, 1, 2, 4, 8, 16, 24)  # steps after which the rotation is a candidate
 Heads = Mapping[str, probe.Head]
 
@@ -49,16 +50,16 @@ class Recipe:
 
 
 THREE = Recipe("without gaussian", ("shared", "own", "often"))
-SHIPPED = replace(THREE, name="without gaussian, belief 2", belief=2.0)
+SHIPPED = Recipe("shared, near, often", ("shared", "near", "often"))
 FOUR = Recipe("shared, own, gaussian, often", ("shared", "own", "gaussian", "often"))
 RECIPES = (  # from the simplest
     Recipe("shared", ("shared",)),
     Recipe("the likeliest one", ("shared", "own", "gaussian"), one=True),
     THREE,
-    SHIPPED,
+    replace(THREE, name="without gaussian, belief 2", belief=2.0),
     replace(THREE, name="without gaussian, half by likelihood", lean=0.5),
     replace(THREE, name="without gaussian, by likelihood", lean=1.0),
-    Recipe("shared, near, often", ("shared", "near", "often")),
+    SHIPPED,
     Recipe("shared, near, own, often", ("shared", "near", "own", "often")),
     Recipe("without own", ("shared", "gaussian", "often")),
     Recipe("without often", ("shared", "own", "gaussian")),
@@ -88,16 +89,15 @@ def heads_of(
     method: Auto, frozen: Frozen, shared: Tensors, sent: Tensors, client: Client, more: bool
 ) -> Heads:
     """All that a recipe may mix; `more` than one set of rounds needs costs time."""
-    names = ("shared", "own", "often")
+    names = ("shared", "near", "often")
     heads = dict(zip(names, method.candidates(frozen, sent, client), strict=True))
     prior = gaussian.Moments(*(shared[f"walk {key}"] for key in gaussian.Moments._fields))
     known = gaussian.posterior(prior, client.x, client.y, 1.0)
     rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
     heads["gaussian"] = lowered(probe.Head(rule.weight, rule.bias), client, known.counts > 0)
+    _, path, there = own_path(frozen, client)
+    heads["own"] = averaged(lowered(path.heads, client, there), client)
     if more:
-        ridges, _, there = own_path(frozen, client)
-        near = probe.fit(client.x, client.y, ridges, heads["shared"], torch.ones_like(there)).heads
-        heads["near"] = averaged(near, client)
         heads["rotated"] = averaged(rotations(heads["shared"], client), client)
     return heads
 
@@ -123,3 +123,13 @@ def rotations(shared: probe.Head, client: Client) -> probe.Head:
         slope = half - half.mT
         skew = skew - ANGLE * slope / slope.norm().clamp(min=1e-12)
     return probe.Head(torch.stack(found).double(), shared.bias.expand(len(found), -1))
+
+
+def lowered(head: probe.Head, client: Client, there: Tensor) -> probe.Head:
+    """Classes without rows get one low logit, below all that the others have on the rows."""
+    seen = head.logits(client.x.double())
+    seen = torch.where((client.y >= 0)[:, None] & there, seen, torch.inf)
+    floor = seen.flatten(-2).amin(-1, keepdim=True) - BELOW
+    return probe.Head(
+        torch.where(there[:, None], head.weight, 0.0), torch.where(there, head.bias, floor)
+    )

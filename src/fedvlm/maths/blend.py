@@ -7,7 +7,7 @@ from fedvlm.maths.probe import losses
 
 STEPS = 25
 LONGEST = 1.0  # of a step in log weight
-BELIEF = 2.0  # deviation of a log weight around where it starts, so few rows move it little
+BELIEF = 1.0  # deviation of a log weight around where it starts, so few rows move it little
 HEAT = 2.0  # the same for one classifier's temperature
 
 

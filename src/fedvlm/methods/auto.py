@@ -5,7 +5,8 @@ Every part is linear in the embedding, and parts are mixed on their logits, so t
 ends up with is one linear head:
 - shared: zero-shot text; one logistic regression over all clients, followed from text to a weak
   ridge and averaged over that path by validation likelihood; Gaussian classes of one covariance.
-- own: a logistic regression on its rows alone, and how often it has each class.
+- own: a logistic regression on its rows that a ridge pulls to the shared one, averaged over ridges
+  by validation likelihood; and how often it has each class.
 """
 
 import math
@@ -20,13 +21,11 @@ from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import blend, gaussian, probe, quasi
 from fedvlm.methods import _probe
-from fedvlm.methods.alone import own_path
 
 SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part, in the mix
 FIRST, LAST = 1e-1, 1e-6  # ridges of the path
 SCARCE = 0.05  # rows that a class counts as having more than it has
 OPEN = -0.7  # log weight of the class frequencies, before validation rows have a say
-BELOW = 3.0  # how far under all it has seen a client puts a class it has no rows of
 
 
 @register
@@ -170,8 +169,9 @@ class Auto:
     def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[probe.Head]:
         """What a client mixes: classifiers, and last how often it has each class."""
         shared = probe.Head(sent["weight"].double(), sent["bias"].double())
-        _, path, there = own_path(frozen, client)
-        own = averaged(lowered(path.heads, client, there), client)
+        ridges = torch.tensor(probe.RIDGES, dtype=torch.float64)
+        every = torch.ones(len(frozen.classes), dtype=torch.bool)
+        own = averaged(probe.fit(client.x, client.y, ridges, shared, every).heads, client)
         counts = gaussian.members(client.y, len(frozen.classes)).sum(0)
         often = probe.Head(torch.zeros_like(shared.weight), (counts + SCARCE).log())
         return [shared, own, often]
@@ -227,13 +227,3 @@ def averaged(family: probe.Head, client: Client) -> probe.Head:
     """The mean of heads of one family, by the likelihood of the client's validation rows."""
     share = blend.averaged(family.logits(client.held_x.double()), client.held_y)[:, None]
     return probe.Head((share[..., None] * family.weight).sum(0), (share * family.bias).sum(0))
-
-
-def lowered(head: probe.Head, client: Client, there: Tensor) -> probe.Head:
-    """Classes without rows get one low logit, below all that the others have on the rows."""
-    seen = head.logits(client.x.double())
-    seen = torch.where((client.y >= 0)[:, None] & there, seen, torch.inf)
-    floor = seen.flatten(-2).amin(-1, keepdim=True) - BELOW
-    return probe.Head(
-        torch.where(there[:, None], head.weight, 0.0), torch.where(there, head.bias, floor)
-    )
