@@ -99,8 +99,15 @@ def test_every_row_of_an_experiment_has_its_clients_and_its_first_state(name, pl
             assert training.train
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
+# towers, and the largest federations: by hand, in `make test-long`
+HEAVY = ("tofa-vitb16-", "tower-demo", "office-home", "modern-office", "fedotp-food101")
+WHEN = [
+    pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.long] * name.startswith(HEAVY)])
+    for name in FILES
+]
+
+
+@pytest.mark.parametrize("name", WHEN)
 def test_an_experiment_runs(name, place):
     every = small(name, place)
     for number, (settings, rows) in enumerate(every, start=1):
