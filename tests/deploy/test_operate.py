@@ -2,18 +2,23 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from fedvlm.cli import app
+from fedvlm.core import make
 from fedvlm.deploy import events
+from fedvlm.deploy.consent import give_consent
 from fedvlm.deploy.doctor import examine
 from fedvlm.deploy.events import Events, Tail, sentence
+from fedvlm.deploy.gained import gained
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.server import ruled
 from fedvlm.deploy.status import in_words, runs, status
 from fedvlm.errors import SettingsError
+from fedvlm.testing import toy_world
 
 
 def asked(*words):
@@ -135,3 +140,32 @@ def test_runs_of_a_server_are_listed(place):
     assert one == {"name": "fedot-sites", "method": "fedot", "state": "finished", "rounds": 3}
     done = asked("runs", place.kit.folder, "--resume", "fedot-site")
     assert "did you mean 'fedot-sites'" in str(done.exception)
+
+
+def test_where_rows_are_no_embeddings_a_site_is_told_of_the_federation_alone():
+    world = toy_world(make("fedavg"))
+    id, measured = next(iter(world.members)), {"validation_rows": 8, "validation_hits": 5}
+    assert isinstance(gained(world, id, measured)["alone"], int)
+    patches = replace(world, x=world.x[:, None].expand(-1, 4, -1))
+    assert gained(patches, id, measured) == {"rows": 8, "federated": 5, "alone": "?"}
+
+
+def test_a_damaged_line_is_passed_over_by_those_who_follow(tmp_path):
+    note, tail = Events(tmp_path), Tail(tmp_path)
+    note("said", text="one")
+    with open(tmp_path / events.NAME, "ab") as file:
+        file.write(b'{"time": 1}\n[]\n')
+    note("said", text="two")
+    assert [one["text"] for one in tail.new()] == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["auto", "tofa", "fedavg"])
+def test_what_a_person_is_told_would_leave_is_what_leaves(place, name):
+    for site in place.desks:
+        place.asks_for_consent(site)
+        give_consent(place.site(site), "A. Person")
+    place.run(place.settings({"name": name, "rounds": 1 if name == "tofa" else 2}))
+    [asks] = [one for one in events.read(place.site("art")) if one["kind"] == "asks"]
+    out = [one for one in Ledger(place.site("art")).read().lines if one["direction"] == "out"]
+    first = next(one["fields"] for one in out if one["kind"] == "round" and one["fields"])
+    assert {one.split(" [")[0] for one in asks["leaves"]} == set(first)

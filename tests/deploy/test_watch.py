@@ -20,7 +20,7 @@ TOKEN = "a token"
 
 def asked(folder, path="/", token=TOKEN, method="GET", **more):
     async def ask():
-        way = httpx.ASGITransport(app(folder, TOKEN, lambda: {HOST}))
+        way = httpx.ASGITransport(app(folder, TOKEN, {HOST}))
         async with httpx.AsyncClient(transport=way, base_url=f"http://{HOST}") as client:
             return await client.request(method, path, params={"token": token}, **more)
 

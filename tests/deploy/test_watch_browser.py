@@ -22,7 +22,7 @@ def shown(chrome, place):
     """The server's page; afterwards nothing was complained of."""
     place.run()
     hosts = set()
-    with running(app(place.kit.folder, "word", lambda: hosts)) as url:
+    with running(app(place.kit.folder, "word", hosts)) as url:
         hosts.add(url.removeprefix("http://"))
         look(chrome, 1000, "light")
         chrome.get_log("browser")

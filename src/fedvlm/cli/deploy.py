@@ -75,7 +75,7 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
 @deploy_app.command()
 def site(
     folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")],
-    data: Annotated[str | None, typer.Option(help="This site's images, CLASS/PICTURE.")] = None,
+    data: Annotated[str | None, typer.Option(help="This site's images, CLASS/IMAGE.")] = None,
     encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
     source: Annotated[list[str] | None, typer.Option(help="key=value: how to read DATA.")] = None,
     access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder.")] = None,

@@ -36,8 +36,8 @@ def status(folder: Folder, as_json: Json = False) -> None:
     from fedvlm.deploy.status import status as state_of
 
     state = state_of(folder)
-    typer.echo(json.dumps(state, indent=1, ensure_ascii=False, default=str) if as_json else "")
-    for line in () if as_json else in_words(state):
+    whole = json.dumps(state, indent=1, ensure_ascii=False, default=str)
+    for line in [whole] if as_json else in_words(state):
         typer.echo(line)
 
 

@@ -1,6 +1,7 @@
 """How far a run is: a bar on a terminal, a line per tenth elsewhere, nothing for short runs."""
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic
@@ -11,7 +12,7 @@ TENTHS = 10
 UNITS = {"embedding": "images", "predicting": "images", "comparing": "images"}
 
 
-class Watch:
+class Watch(ABC):
     """Called with what is going on, how much is done and of how much."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -36,14 +37,14 @@ class Watch:
         so_far = "" if share is None else f", {100 * share:.1f} % of validation rows"
         self.said = f"training {line['training']}, round {line['round'] + 1}{so_far}"
 
-    def fresh(self, what: str) -> None:
+    def fresh(self, what: str) -> None:  # noqa: B027 - a bar need not know
         """Something begins."""
 
     def title(self, what: str) -> str:
         return what if what in UNITS or not self.said else f"{what}: {self.said}"
 
-    def show(self, what: str, done: int, total: int, elapsed: float, fresh: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def show(self, what: str, done: int, total: int, elapsed: float, fresh: int) -> None: ...
 
 
 def rate(what: str, fresh: int, elapsed: float) -> str:

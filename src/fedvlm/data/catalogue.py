@@ -52,7 +52,7 @@ class Entry:
         first = next(iter(self.domains), "DOMAIN").replace("/", " ")
         words = {"domain": first, "class": "CLASS", "split": "Training", "client": "CLIENT"}
         path = "/".join(words.get(word, "*") for word in self.layout.split("|")[0].split("/"))
-        shapes = [f"a folder or .zip with {path}/PICTURE"] if path else []
+        shapes = [f"a folder or .zip with {path}/IMAGE"] if path else []
         if self.split_file:
             shapes = [f"a folder with {self.split_file} and the images of it"]
         if self.layout == "leaf":

@@ -95,13 +95,12 @@ def _word(value: Any) -> str:
 
 def read(folder: Path) -> list[Event]:
     """All lines that are there, the old file's first; a torn one is left out."""
-    return [event for name in (OLD, NAME) for event in _lines(folder / name)]
+    there = [path for path in (folder / OLD, folder / NAME) if path.exists()]
+    return [event for path in there for event in _lines(path.read_bytes())]
 
 
-def _lines(path: Path) -> Iterator[Event]:
-    if not path.exists():
-        return
-    for text in path.read_bytes().split(b"\n"):
+def _lines(data: bytes) -> Iterator[Event]:
+    for text in data.split(b"\n"):
         with suppress(ValueError):
             event = json.loads(text)
             if isinstance(event, dict) and {"time", "kind"} <= event.keys():
@@ -130,11 +129,7 @@ class Tail:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self.at += len(whole)
-        out = []
-        for text in whole.split(b"\n"):
-            with suppress(ValueError):
-                out.append(json.loads(text))
-        return out
+        return list(_lines(whole))
 
 
 def percent(share: float | None) -> str:

@@ -9,6 +9,7 @@ from fedvlm.deploy.consent import check_consent
 from fedvlm.deploy.policy import Policy, read_policy
 from fedvlm.deploy.reasons import Refused
 from fedvlm.deploy.rows import Own
+from fedvlm.engines.client import client
 from fedvlm.runner.settings import Settings
 from fedvlm.tensors import count_bytes
 
@@ -28,15 +29,18 @@ def pending(folder: Path) -> dict[str, Any] | None:
 
 
 def request(settings: Settings, own: Own, account: Account, policy: Policy) -> dict[str, Any]:
-    """What a person is asked to consent to."""
+    """What a person is asked to consent to; the upload is made to see what it holds, and stays."""
     method, channel = settings.method, settings.channel
-    shared = method.init(own.world.frozen)[0]
+    [id] = own.world.members
+    shared, local = method.init(own.world.frozen)
+    sent = method.send(shared, id)
+    upload, _ = method.update(own.world.frozen, sent, local, client(own.world, id, 0))
     once = cost(method, channel, len(own.labels))
     return {
         "method": method.name,
         "rounds": method.rounds,
-        "leaves": [f"{key} {list(value.shape)}" for key, value in shared.items()],
-        "bytes": count_bytes(shared),
+        "leaves": [f"{key} {list(value.shape)}" for key, value in upload.items()],
+        "bytes": count_bytes(upload),
         "noise": channel.noise,
         "before": account.epsilon(policy.delta),
         "after": account.epsilon(policy.delta, more=once * method.rounds),
@@ -49,8 +53,8 @@ def in_words(asked: dict[str, Any] | None) -> list[str]:
     noise = "without noise" if not asked["noise"] else f"with noise {asked['noise']:g}"
     lines = [
         f"The server asks for {asked['method']}, {asked['rounds']} rounds.",
-        f"In each round {', '.join(asked['leaves']) or 'nothing but scores'} would leave this site "
-        f"({asked['bytes']} bytes), {noise}. No image and no label leaves.",
+        f"In the first round {', '.join(asked['leaves']) or 'nothing but scores'} would leave this "
+        f"site ({asked['bytes']} bytes), {noise}. No image leaves.",
     ]
     if asked["after"]:
         lines.append(f"ε so far {asked['before']:.3g}, after this run {asked['after']:.3g}.")

@@ -3,7 +3,7 @@
 import json
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from fedvlm.channel.settings import deployed, fits_secagg
 from fedvlm.core import Tensors
+from fedvlm.core.schema import check_settings
 from fedvlm.deploy.events import Events, Note, percent, unnoted
 from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.race import Race
@@ -18,7 +19,7 @@ from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.rows import named
 from fedvlm.engines.client import Kept, Terms
 from fedvlm.engines.state import State
-from fedvlm.errors import DataError, FedVLMError, SettingsError, unknown
+from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
@@ -67,7 +68,7 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise DataError(
             f"the method {settings.method.name} needs public reference rows, and there is no "
             f"{kit.folder / REFERENCE}; make it: fedvlm deploy reference {kit.folder} --data "
-            "PICTURES --encoder ENCODER"
+            "IMAGES --encoder ENCODER"
         )
 
 
@@ -237,18 +238,13 @@ def rounds_noted(note: Note, rounds: int) -> Callable[[str, Any], None]:
     return listen
 
 
-RULES = ("quorum", "deadline", "wait")  # of server.toml, that one run may have otherwise
+RULES = {"quorum", "deadline", "wait"}  # of server.toml, that one run may have otherwise
 
 
 def ruled(kit: ServerKit, rules: Mapping[str, Any]) -> ServerKit:
     """The kit with the rules of this run."""
-    for key, value in rules.items():
-        most = 1.0 if key == "quorum" else 7 * 86400.0
-        if key not in RULES:
-            raise unknown("rule of a run", key, RULES)
-        if not 0 < value <= most:
-            raise SettingsError(f"{key} = {value}; it lies above 0 and is {most:g} at most")
-    return replace(kit, **rules)
+    others = {one.name for one in fields(ServerKit)} - RULES
+    return replace(kit, **check_settings("the run", rules, ServerKit, given=others))
 
 
 def conduct(grid: Any, folder: Path) -> None:

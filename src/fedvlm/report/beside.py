@@ -10,7 +10,7 @@ from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import scores
 from fedvlm.record import Record
 from fedvlm.report import long
-from fedvlm.report.columns import on_demand, plain, written
+from fedvlm.report.columns import on_demand, plain, printed, written
 from fedvlm.report.papers import (
     Number,
     Verdict,
@@ -53,12 +53,12 @@ class Cell:
 
 def beside(name: str, results: Sequence[Record]) -> list[Cell]:
     """All printed numbers of a table or figure, in their order, with the nearest run of each."""
-    printed = numbers()[find(name).name]
+    theirs = numbers()[find(name).name]
     asked = {
-        name for one in printed for start, name in ASKED.items() if one.column.startswith(start)
+        name for one in theirs for start, name in ASKED.items() if one.column.startswith(start)
     }
     found = [_columns(one, asked, results) for one in results]
-    return [_cell(one, results, found) for one in printed]
+    return [_cell(one, results, found) for one in theirs]
 
 
 def _columns(result: Record, asked: set[str], results: Sequence[Record]) -> Found:
@@ -96,14 +96,13 @@ def _cell(number: Number, results: Sequence[Record], found: Sequence[Found]) -> 
     if not able:
         return Cell(number, None, None, None, None)
     place = min(able)[1]
-    run, unit = results[place], 1 if plain(number.column) else 100
+    run = results[place]
     mean, deviation = found[place].get(number.column, (None, None))
     identity = run.manifest["identity"]
     if mean is None:
         why = obstacle(number, identity) or f"the run has no column {number.column!r}"
         return Cell(number, None, None, Verdict("not comparable", why), run)
-    ours = round(unit * mean, 9)  # 100 · 0.9468 is a little below 94.68
-    spread = None if deviation is None else unit * deviation
+    ours, spread = printed(number.column, mean, deviation)
     return Cell(number, ours, spread, judge(number, ours, spread, identity), run)
 
 

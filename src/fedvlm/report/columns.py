@@ -32,6 +32,12 @@ def plain(column: str) -> bool:
     return column.startswith(tuple(UNITS)) and not metric
 
 
+def printed(column: str, mean: float, deviation: float | None) -> tuple[float, float | None]:
+    """In the unit of a print, where 100 · 0.9468 is 94.68 and not a little below it."""
+    unit = 1 if plain(column) else 100
+    return round(unit * mean, 9), None if deviation is None else round(unit * deviation, 9)
+
+
 def written(column: str, value: float) -> str:
     """A number as tables have it: shares in per cent."""
     if not plain(column):

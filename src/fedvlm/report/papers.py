@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.errors import DataError, SettingsError
+from fedvlm.report.columns import plain
 from fedvlm.runner.sweep import flat
 
 STATUS = ("ok", "void", "copied")
 KINDS = ("table", "figure")
 ROUNDS = ("", "last", "validation", "oracle", "not said")
 LOWER = ("kappa", "minutes", "ECE", "target ECE")  # how columns begin in which less is better
-PLAIN = ("kappa", "cosine", "minutes")  # how columns begin that are not in per cent
 Values = Mapping[str, Any]  # settings by their dotted names, as `--set` has them
 Word = Literal["met", "within noise", "differs", "void", "not comparable"]
 
@@ -280,7 +280,6 @@ def judge(
 ) -> Verdict:
     """The verdict on what a run gives where a number is printed; accuracies in per cent."""
     hinders = obstacle(number, identity)
-    plain = number.column.startswith(PLAIN)
     return verdict(
         ours,
         deviation,
@@ -290,5 +289,5 @@ def judge(
         not hinders,
         hinders or number.why,
         lower=number.column.startswith(LOWER),
-        point=abs(number.value) / 100 if plain else 1.0,
+        point=abs(number.value) / 100 if plain(number.column) else 1.0,
     )

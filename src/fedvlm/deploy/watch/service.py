@@ -22,7 +22,7 @@ HEADERS = {
 }
 
 
-def app(folder: Path, token: str, hosts: Callable[[], set[str]]) -> Any:
+def app(folder: Path, token: str, hosts: set[str]) -> Any:
     """`hosts` are the names this service is known by: a request for another is a trick of DNS."""
     try:
         from fastapi import FastAPI, Request
@@ -35,7 +35,7 @@ def app(folder: Path, token: str, hosts: Callable[[], set[str]]) -> Any:
 
     @server.middleware("http")
     async def door(request: Request, call: Any) -> Response:
-        refusal = _refusal(request, token, hosts())
+        refusal = _refusal(request, token, hosts)
         reply: Response = (
             JSONResponse({"detail": refusal[1]}, refusal[0]) if refusal else (await call(request))
         )
@@ -161,7 +161,7 @@ def serve(folder: Path, port: int, ready: Callable[[str], None]) -> None:
     with listening("127.0.0.1", port) as heard:
         at = heard.getsockname()[1]
         hosts = {f"127.0.0.1:{at}", f"localhost:{at}"}
-        made = app(folder, token, lambda: hosts)
+        made = app(folder, token, hosts)
         config = uvicorn.Config(
             made, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
         )

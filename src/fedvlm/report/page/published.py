@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedvlm.evaluate import scores
-from fedvlm.report.papers import PLAIN, judge, matches, numbers
+from fedvlm.report.columns import printed
+from fedvlm.report.papers import judge, matches, numbers
 
 Beside = dict[str, Any]
 ORDER = ("met", "within noise", "differs", "void", "not comparable")
@@ -21,9 +22,7 @@ def beside_papers(runs: Sequence[Mapping[str, Any]]) -> list[Beside]:
                 mean, deviation = found.get(one.column, (None, None))
                 if mean is None or one.data != identity["data"] or not matches(one, identity):
                     continue
-                unit = 1.0 if one.column.startswith(PLAIN) else 100.0
-                ours = unit * mean
-                spread = None if deviation is None else unit * deviation
+                ours, spread = printed(one.column, mean, deviation)
                 said = judge(one, ours, spread, identity)
                 line = {"item": item, "row": one.row, "run": place, "column": one.column}
                 line |= {"ours": round(ours, 4), "deviation": spread and round(spread, 4)}
