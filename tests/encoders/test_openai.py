@@ -14,6 +14,8 @@ from fedvlm.core import make
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import EncoderError, SettingsError
 from fedvlm.runner.load import meet
+from fedvlm.runner.run import execute
+from fedvlm.runner.settings import build
 
 CLASSES = ["cat", "dog", "alarm_clock"]
 TEMPLATE = "a photo of a {}."
@@ -155,3 +157,13 @@ def test_a_folder_that_is_not_one_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "whole" / "tokenizer.json").write_text("{")
     with pytest.raises(EncoderError, match="tokenizer.json cannot be read"):
         open_encoder(f"openai:{tmp_path / 'whole'}")
+
+
+def test_prompts_and_patches_of_a_resnet_go_through_a_run(encoder, folder, tmp_path):
+    method = {"name": "fedotp", "rounds": 1, "epochs": 1, "start": "template"}
+    values = {"method": method, "encoder": f"openai:{folder}", "protocol": "own-test"}
+    done = execute(build({**values, "smoke": True, "clients": {"shots": 1}}), tmp_path / "run")
+    (table,) = done.tables
+    assert 0 <= table["own"] <= 1
+    assert done.manifest["dim"] == 24
+    assert done.manifest["template"] == "a picture of a {}"

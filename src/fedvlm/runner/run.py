@@ -17,7 +17,7 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import DESCRIPTIONS, Record, read_manifest
-from fedvlm.runner import calibrate, tune, warm
+from fedvlm.runner import calibrate, halves, tune, warm
 from fedvlm.runner import memory as room
 from fedvlm.runner.load import load, thin
 from fedvlm.runner.look import look
@@ -84,6 +84,7 @@ def _begin(
         settings, rows = thin(settings, rows)
     check_rows(settings, rows)
     seeds = [prepare(settings, rows, seed) for seed in settings.seeds]
+    rows = seeds[0].rows  # base-to-new: with the classes that are trained on
     for one in seeds:
         one.check()
     tuned: dict[str, Any] = {}
@@ -162,7 +163,11 @@ def _seed(prepared: Prepared, record: Record, report: Progress) -> scores.Table:
 
         found = _train(prepared, training, record, tell)
         clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
-        done[training.name] = (training, {id: found[id] for id in clients if id in found})
+        mine = {id: found[id] for id in clients if id in found}
+        if prepared.new is not None:
+            tests = {id: one.test for id, one in prepared.new.members.items()}
+            mine |= halves.scored(prepared.new_world(), record, training.name, tests)
+        done[training.name] = (training, mine)
         tell(rounds)
     domains = prepared.division.domains
     return settings.rules().table(domains, done, prepared.generalises)
