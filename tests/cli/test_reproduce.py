@@ -8,11 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fedvlm import cli
+from fedvlm.data.catalogue import catalogue
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.record import Record
 from fedvlm.report.papers import numbers
 from fedvlm.report.reproduce import settings_of_item
-from fedvlm.runner.forecast import needs, span
+from fedvlm.runner.forecast import foreseen, needs, span
+from fedvlm.runner.settings import build
 
 SHORT = ("--set", "method.rounds=1", "--set", "method.rate=0.03")
 DEMO = ("--smoke", "--data", "demo", "--encoder", "demo", *SHORT)
@@ -128,7 +130,7 @@ def test_needs_name_the_data_where_they_come_from_and_a_time(name, tmp_path, mon
     for data in {one.data for one in settings}:
         (line,) = (line for line in lines if line.startswith(f"data {data}: "))
         assert "is NOT there; put " in line and "(from " in line
-    assert any(line.startswith("encoder hf:") for line in lines)
+    assert any(line.startswith(("encoder hf:", "encoder openai:models/RN50: ")) for line in lines)
     assert "roughly " in lines[-1] and "not measured" in lines[-1]
 
 
@@ -140,6 +142,25 @@ def test_a_smoke_run_is_foreseen_to_be_shorter(monkeypatch):
         for given in ({"smoke": True}, {})
     )
     assert 0 < 10 * short < whole
+
+
+@pytest.mark.parametrize(
+    ("values", "measured"),
+    [
+        ({"method": "fedot", "data": "pacs"}, 105),
+        ({"method": "faa-clip", "data": "office-home", "protocol": "own-test"}, 96),
+    ],
+)
+def test_the_time_foreseen_is_near_what_was_measured(values, measured):
+    """By docs/papers/results-speed.md, where embeddings are there already."""
+    shares = {"clients": {"shares": [0.8, 0.0, 0.2]}} if "protocol" in values else {}
+    settings = build({"encoder": "hf:openai/clip-vit-base-patch32", **values, **shares})
+    assert measured / 2 < foreseen([settings], catalogue(), 1e30) < 2 * measured
+
+
+def test_the_demo_has_a_time_too(monkeypatch):
+    monkeypatch.setattr("fedvlm.runner.forecast._speed", lambda: 1e11)
+    assert "4 trainings: roughly 2 seconds" in needs([build({"method": "zero-shot"})])[-1]
 
 
 def test_a_time_is_in_its_largest_unit():

@@ -232,9 +232,14 @@ def test_a_missing_file_of_a_paper_is_refused(tmp_path):
         numbers(place)
 
 
-def test_the_papers_are_shipped_in_the_wheel():
+def test_papers_and_experiments_are_shipped_in_the_wheel_where_they_are_looked_for():
     import tomllib
 
     root = Path(__file__).parents[2]
     made = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-    assert made["targets"]["wheel"]["force-include"]["papers"] == "fedvlm/paper_files"
+    shipped = made["targets"]["wheel"]["force-include"]
+    assert shipped == {"experiments": "fedvlm/experiment_files", "papers": "fedvlm/paper_files"}
+    for place, code in (("papers", "report/papers.py"), ("experiments", "runner/experiments.py")):
+        assert any((root / place).iterdir())
+        name = shipped[place].removeprefix("fedvlm/")
+        assert f'"{name}"' in (root / "src/fedvlm" / code).read_text()

@@ -22,6 +22,8 @@ ENTRIES = (
         "demo",
         "the package: install it again",
         place=str(Path(__file__).parent / "demo" / "emoji.zip"),
+        classes=class_names("demo"),
+        domains=dict.fromkeys(("fluent-flat", "high-contrast", "noto", "twemoji"), 424),
         protocol="a client per drawing style",
         note="emoji of several vendors' styles as domains",
     ),

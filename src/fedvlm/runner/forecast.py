@@ -1,6 +1,6 @@
 """What runs need before they begin: data, where to get them, an encoder, and roughly how long."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -8,19 +8,26 @@ import torch
 
 from fedvlm.core import schedule
 from fedvlm.data.catalogue import Entry, catalogue
-from fedvlm.runner.load import FEW_OF_CLASS, FEW_ROUNDS, FEW_ROWS
+from fedvlm.runner.load import FEW_CLIENTS, FEW_OF_CLASS, FEW_ROUNDS, FEW_ROWS
 from fedvlm.runner.settings import Settings
 
-# Of CLIP's image towers: tokens, width, layers; the text towers of the base models are 512 wide.
+# Of CLIP's image towers: tokens, width, layers.
 TOWERS = {
+    "demo": (37, 128, 3),
     "clip-vit-base-patch32": (50, 768, 12),
     "clip-vit-base-patch16": (197, 768, 12),
     "clip-vit-large-patch14": (257, 1024, 24),
     "clip-vit-large-patch14-336": (577, 1024, 24),
 }
-TEXT = (20, 512, 12)  # tokens of a usual prompt with its class name
+RESNETS = {"RN50": 1.22e10, "RN101": 1.95e10, "RN50x4": 4.26e10}  # operations of an image, counted
+TEXT, DEMO_TEXT = (20, 512, 12), (10, 128, 2)  # tokens of a usual prompt with its class name
 BACK = 3  # a step forward and back, against one forward
-ROUND = 0.13  # seconds: docs/papers/results-speed.md has 105 s for FedOT's 800 rounds on PACS
+# Seconds beside the operations of towers; docs/papers/results-speed.md says how they were measured.
+RUN = 1.0  # of opening data and encoder, and of writing a record
+ROUND = 0.015
+STEP = 0.0006  # of a minibatch
+REFERENCE = 8  # times that, of one that adapts to a reference set
+PROMPT = 0.002  # more of it, if it goes through a text tower: many small products
 SIDE, TRIES = 1024, 5  # of the matrices that this machine's speed is taken from
 
 
@@ -34,7 +41,13 @@ def needs(settings: Sequence[Settings]) -> list[str]:
         if name in known:
             lines.append(_data(known[name], root))
     for encoder in dict.fromkeys(one.encoder for one in settings):
-        if encoder.startswith("hf:") and not Path(encoder[3:]).is_dir():
+        kind, _, place = encoder.partition(":")
+        if kind == "openai" and not Path(place).exists():
+            lines.append(
+                f"encoder {encoder}: {place} is NOT there; put OpenAI's weights there as "
+                ".safetensors, with tokenizer.json (docs/how-to/data.md)"
+            )
+        if kind == "hf" and not Path(place).is_dir():
             lines.append(f"encoder {encoder}: from the Hub, or a copy on disk by --encoder hf:DIR")
     trainings = sum(len(one.seeds) * _trainings(one, known.get(one.data)) for one in settings)
     lines.append(f"{len(settings)} runs, {trainings} trainings: {_time(settings, known)}")
@@ -58,30 +71,38 @@ def _trainings(one: Settings, entry: Entry | None) -> int:
 
 
 def _time(settings: Sequence[Settings], known: dict[str, Entry]) -> str:
-    able = [one for one in settings if _tower(one) and (e := known.get(one.data)) and e.total]
+    able = [one for one in settings if _image(one) and (e := known.get(one.data)) and e.total]
     if not able:
         return "how long is not known for these data and this encoder"
-    encoded: set[tuple[str, str]] = set()
-    work, rounds = 0.0, 0
-    for one in able:
-        entry = known[one.data]
-        if (one.data, one.encoder) not in encoded:
-            encoded.add((one.data, one.encoder))
-            work += _rows(one, entry) * _forward(_tower(one) or TEXT)
-        every = len(one.seeds) * _trainings(one, entry)
-        times = min(one.method.rounds, FEW_ROUNDS) if one.smoke else one.method.rounds
-        rounds += every * times
-        work += every * times * _round(one, entry)
+    seconds = foreseen(able, known, _speed())
     left = sorted({one.data for one in settings} - {one.data for one in able})
     more = f", and more for {', '.join(left)}" if left else ""
-    seconds = work / _speed() + ROUND * rounds
     return (
         f"roughly {span(seconds)}{more} (operations counted, at this machine's speed; not measured)"
     )
 
 
-def _tower(one: Settings) -> tuple[int, int, int] | None:
-    return TOWERS.get(one.encoder.removeprefix("hf:").rstrip("/").rpartition("/")[2])
+def foreseen(settings: Sequence[Settings], known: Mapping[str, Entry], speed: float) -> float:
+    """Seconds that runs take together; speed is in operations a second."""
+    encoded: set[tuple[str, str]] = set()
+    seconds = 0.0
+    for one in settings:
+        entry = known[one.data]
+        seconds += RUN
+        if (one.data, one.encoder) not in encoded:
+            encoded.add((one.data, one.encoder))
+            seconds += _rows(one, entry) * _image(one) / speed
+        times = min(one.method.rounds, FEW_ROUNDS) if one.smoke else one.method.rounds
+        every = len(one.seeds) * _trainings(one, entry)
+        seconds += every * times * _round(one, entry, speed)
+    return seconds
+
+
+def _image(one: Settings) -> float:
+    """Operations of an image's way through the encoder; 0 if they are not known."""
+    name = one.encoder.partition(":")[2].rstrip("/").rpartition("/")[2] or one.encoder
+    name = name.removesuffix(".safetensors")
+    return RESNETS.get(name) or (_forward(TOWERS[name]) if name in TOWERS else 0.0)
 
 
 def _rows(one: Settings, entry: Entry) -> int:
@@ -89,21 +110,31 @@ def _rows(one: Settings, entry: Entry) -> int:
     return min(few, entry.total) if one.smoke else entry.total
 
 
-def _round(one: Settings, entry: Entry) -> float:
-    """Operations of a round beyond those of a head: passes through towers."""
+def _round(one: Settings, entry: Entry, speed: float) -> float:
+    """Seconds of a round: its steps, and passes through towers."""
+    classes = max(1, len(entry.classes))
     train = one.clients.shares[0] * _rows(one, entry)
     if one.clients.shots:
-        train = min(train, one.clients.shots * max(1, len(entry.classes)))
+        each = 1 if one.clients.by == "pathological" else max(1, len(entry.domains))
+        train = min(train, one.clients.shots * classes * each)
     plan = schedule(one.method)
     visits = one.fraction * plan.epochs * train
     # a client of few rows has steps of few rows
-    steps = max(visits / plan.batch, one.fraction * plan.epochs * one.clients.count)
-    out = 0.0
-    if "image tower" in one.method.traits.needs:
-        out += BACK * visits * _forward(_tower(one) or TEXT)
-    if "text tower" in one.method.traits.needs:
-        out += BACK * steps * max(1, len(entry.classes)) * _forward(TEXT)
-    return out
+    steps = max(visits / plan.batch, one.fraction * plan.epochs * _clients(one, entry))
+    step = STEP * (REFERENCE if one.method.traits.reference else 1)
+    seconds, needs = ROUND + step * steps, one.method.traits.needs
+    if "image tower" in needs:
+        seconds += BACK * visits * _image(one) / speed
+    if "text tower" in needs:
+        text = _forward(DEMO_TEXT if one.encoder == "demo" else TEXT)
+        seconds += steps * (PROMPT + BACK * classes * text / speed)
+    return seconds
+
+
+def _clients(one: Settings, entry: Entry) -> int:
+    if one.clients.by == "domain":
+        return max(1, len(entry.domains))
+    return min(one.clients.count, FEW_CLIENTS) if one.smoke else one.clients.count
 
 
 def _forward(tower: tuple[int, int, int]) -> float:
