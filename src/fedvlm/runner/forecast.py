@@ -8,6 +8,7 @@ import torch
 
 from fedvlm.core import schedule
 from fedvlm.data.catalogue import Entry, catalogue
+from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.runner.load import FEW_CLIENTS, FEW_OF_CLASS, FEW_ROUNDS, FEW_ROWS
 from fedvlm.runner.settings import Settings
 
@@ -112,8 +113,9 @@ def _rows(one: Settings, entry: Entry) -> int:
 
 def _round(one: Settings, entry: Entry, speed: float) -> float:
     """Seconds of a round: its steps, and passes through towers."""
-    classes = max(1, len(entry.classes))
-    train = one.clients.shares[0] * _rows(one, entry)
+    half = 2 if one.protocol == BaseToNew.name else 1  # of the classes
+    classes = max(1, len(entry.classes) // half)
+    train = one.clients.shares[0] * _rows(one, entry) / half
     if one.clients.shots:
         each = 1 if one.clients.by == "pathological" else max(1, len(entry.domains))
         train = min(train, one.clients.shots * classes * each)
