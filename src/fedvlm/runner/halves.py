@@ -5,7 +5,7 @@ number is odd. Each half is dealt to clients by itself, in the same way; of the 
 test rows are looked at, and only when all training is over.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from fedvlm.core import Frozen, Method
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import Division, Listing, Member, divide
+from fedvlm.data.federation import Division, Listing, Member
 from fedvlm.data.table import Embedded
 from fedvlm.engines.client import World, predict
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate.protocols.base_to_new import NEW
 from fedvlm.record import Record
 
+Ints = NDArray[np.int64]
 FEWEST = 4  # classes: two in each half, or there is nothing to tell apart
 
 
@@ -58,16 +59,18 @@ def _tower(tower: Any, part: slice) -> Any:
     return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], known={})
 
 
-def deal(rows: Embedded, clients: Clients, seed: int, whole: Sequence[str]) -> Division:
-    """The rows of a half to clients; the numbers of rows are those of the whole table."""
+def listing(rows: Embedded) -> tuple[Listing, Ints]:
+    """The rows of a half as they are dealt, and their places in the whole table."""
     mine = np.flatnonzero(rows.labels >= 0)
     names = ("labels", "domains", "clients", "splits")
     columns = {key: getattr(rows, key)[mine] for key in names}
     groups = None if rows.groups is None else rows.groups[mine]
     content = [rows.content[row] for row in mine.tolist()]
-    found = divide(
-        Listing(rows.classes, **columns, content=content, groups=groups), clients, seed, whole
-    )
+    return Listing(rows.classes, **columns, content=content, groups=groups), mine
+
+
+def placed(found: Division, mine: Ints) -> Division:
+    """A half's division by the numbers that its rows have in the whole table."""
     parts = ("train", "validation", "test", "calibration")
     members = {
         id: replace(one, **{part: mine[getattr(one, part)] for part in parts})
@@ -76,17 +79,18 @@ def deal(rows: Embedded, clients: Clients, seed: int, whole: Sequence[str]) -> D
     return Division(members, found.dropped, mine[found.public])
 
 
-def tested(
-    base: Embedded, new: Embedded, clients: Clients, seed: int, ids: Mapping[str, Any]
-) -> dict[str, Member]:
+def plain(clients: Clients) -> Clients:
+    """How the new half is dealt: nobody trains on it, so no shots and no public share of it."""
+    return replace(clients, shots=0, minimum=1, calibration=None, public=0.0)
+
+
+def tested(base: Embedded, new: Division, ids: Collection[str]) -> dict[str, Member]:
     """The new half's test rows of each client; no image of the base half is among them."""
-    # nobody trains on these rows, so that neither shots nor a public share are taken of them
-    plain = replace(clients, shots=0, minimum=1, calibration=None, public=0.0)
     content = np.asarray(base.content, dtype=np.str_)
     known = np.unique(content[base.labels >= 0])
     none = np.zeros(0, np.int64)
     found = {}
-    for id, one in deal(new, plain, seed, ()).members.items():
+    for id, one in new.members.items():
         if id in ids:
             test = one.test[~np.isin(content[one.test], known)]
             found[id] = Member(id, one.domain, none, none, test)
@@ -121,7 +125,7 @@ def _less(frozen: Frozen, classes: int) -> Frozen:
 
 
 def scored(
-    world: World, record: Record, training: str, rows: Mapping[str, NDArray[np.int64]]
+    world: World, record: Record, training: str, rows: Mapping[str, Ints]
 ) -> dict[str, dict[str, int]]:
     """Rows and hits of each client's new classes, by what a training ended with."""
     shared, local = record.outcome(training, world.seed)

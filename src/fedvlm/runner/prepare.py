@@ -145,12 +145,18 @@ def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
         clients = set_aside(clients)
     if settings.protocol == BaseToNew.name:
         base, other = halves.halves(rows)
-        division = halves.deal(base, clients, seed, whole(settings))
-        members = halves.tested(base, other, clients, seed, division.members)
+        division = _half(base, clients, seed, whole(settings))
+        dealt_new = _half(other, halves.plain(clients), seed, ())
+        members = halves.tested(base, dealt_new, division.members)
         new = New(other, frozen_of(other, seed), members)
         return Prepared(settings, base, seed, division, frozen_of(base, seed), new)
     division = divide(rows, clients, seed, whole(settings))
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
+
+
+def _half(rows: Embedded, clients: Clients, seed: int, together: Sequence[str]) -> Division:
+    table, mine = halves.listing(rows)
+    return halves.placed(divide(table, clients, seed, together), mine)
 
 
 def own_data(settings: Settings) -> bool:

@@ -17,6 +17,7 @@ MEANING = {
     "G": "On domains that nobody trained on (G)",
     "P": "On the domains of the clients that trained (P)",
     "own": "On the clients' own test rows",
+    "base": "On classes that were trained on",
     "clients accuracy": "On the clients that trained",
     "target accuracy": "On the unseen target",
 }
