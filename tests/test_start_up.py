@@ -1,0 +1,36 @@
+"""What a process does not import, because nobody waits for it gladly."""
+
+import subprocess
+import sys
+
+GRADIENTS = """
+import sys
+import torch
+import fedvlm
+
+g = torch.Generator().manual_seed(0)
+def rows(n=24):
+    return torch.nn.functional.normalize(torch.randn(n, 16, generator=g), dim=1), torch.arange(n) % 3
+clients = {"a": rows(), "b": rows()}
+text = torch.nn.functional.normalize(torch.randn(3, 16, generator=g), dim=1)
+for name in sys.argv[1:]:
+    for engine in ("batched", "single"):
+        fedvlm.run(name, clients=clients, classes=("x", "y", "z"), text=text, engine=engine, rounds=2)
+assert "torch._dynamo" not in sys.modules
+f = torch.compile(lambda x: x + 1, backend="eager")
+assert f(torch.ones(2)).tolist() == [2, 2] and "torch._dynamo" in sys.modules
+assert torch._dynamo is sys.modules["torch._dynamo"]
+assert torch.func.grad(lambda x: (x * x).sum())(torch.ones(2)).tolist() == [2, 2]
+"""
+
+
+def run(script, *given, **more):
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, given)], capture_output=True, text=True, **more
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_a_gradient_imports_no_compiler_and_leaves_it_to_those_who_compile():
+    run(GRADIENTS, "fedavg", "fedot", "fedadapter", "fedgh")
