@@ -9,13 +9,13 @@ import torch
 import fedvlm
 
 g = torch.Generator().manual_seed(0)
-def rows(n=24):
-    return torch.nn.functional.normalize(torch.randn(n, 16, generator=g), dim=1), torch.arange(n) % 3
-clients = {"a": rows(), "b": rows()}
-text = torch.nn.functional.normalize(torch.randn(3, 16, generator=g), dim=1)
+def units(n):
+    return torch.nn.functional.normalize(torch.randn(n, 16, generator=g), dim=1)
+rows = {id: (units(24), torch.arange(24) % 3) for id in "ab"}
+told = dict(clients=rows, classes=("x", "y", "z"), text=units(3), rounds=2)
 for name in sys.argv[1:]:
     for engine in ("batched", "single"):
-        fedvlm.run(name, clients=clients, classes=("x", "y", "z"), text=text, engine=engine, rounds=2)
+        fedvlm.run(name, engine=engine, **told)
 assert "torch._dynamo" not in sys.modules
 f = torch.compile(lambda x: x + 1, backend="eager")
 assert f(torch.ones(2)).tolist() == [2, 2] and "torch._dynamo" in sys.modules

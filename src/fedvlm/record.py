@@ -150,10 +150,19 @@ class Record:
 
     def keep_lines(self, training: str, rounds: int) -> None:
         """Forgets lines of a training that its checkpoint does not know: they will come again."""
-        kept = [
-            line for line in self.lines() if line["training"] != training or line["round"] < rounds
-        ]
-        write(self.lines_path, b"".join(seal_json(line, None) for line in kept))
+        lines = self.lines()
+        kept = [line for line in lines if line["training"] != training or line["round"] < rounds]
+        if len(kept) < len(lines) or not self.lines_path.exists():
+            self._write_lines(kept)
+
+    def sort_lines(self, trainings: Sequence[str]) -> None:
+        """In the order of the trainings, whichever of them were side by side."""
+        lines = self.lines()
+        if (ordered := sorted(lines, key=lambda line: trainings.index(line["training"]))) != lines:
+            self._write_lines(ordered)
+
+    def _write_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        write(self.lines_path, b"".join(seal_json(line, None) for line in lines))
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         with appending(self.lines_path) as file:

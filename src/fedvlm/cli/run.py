@@ -177,7 +177,7 @@ def _all(
 ) -> "tuple[list[Record], list[str], list[Record]]":
     """The runs, what hindered others, and the bars that stand beside them."""
     from fedvlm.runner.bars import bars
-    from fedvlm.runner.run import default_name, execute
+    from fedvlm.runner.run import default_name, together
     from fedvlm.runner.sweep import run_all
     from fedvlm.runner.track import Trackers
 
@@ -185,7 +185,7 @@ def _all(
         typer.echo(note, err=True)
 
     places = _places(settings, home, out, bool(over))
-    marks: list[Record] = []
+    levels: list[tuple[Settings, Path]] = []
     trackers = Trackers(track)
     with progress() as report:
 
@@ -193,13 +193,19 @@ def _all(
             report.hear(run, line)
             trackers(run, line)
 
-        def go(number: int, one: "Settings") -> "Record":
-            return execute(one, places[number], again, None, report, listen, say)
+        def go(all: "Sequence[Settings]", enduring: bool) -> "Sequence[Record | Exception]":
+            asked = list(zip(all, places, strict=True))
+            return together(asked, again, None, report, listen, say, enduring)
 
         results, failed = run_all(settings, over, go)
         for one in bars(settings, results[0]) if beside else ():
             place = out / "bars" / one.method.name if out else home / default_name(one, None)
-            marks.append(execute(one, place, again, progress=report))
+            levels.append((one, place))
+        marks = run_all(
+            [one for one, _ in levels],
+            (),
+            lambda all, enduring: together(levels, again, progress=report),
+        )[0]
     trackers.close()
     for note in trackers.notes:
         say(note)

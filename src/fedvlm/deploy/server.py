@@ -24,9 +24,9 @@ from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
 from fedvlm.runner import tune
+from fedvlm.runner.begin import manifest
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
-from fedvlm.runner.run import manifest
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.storage.files import write

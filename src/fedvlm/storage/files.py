@@ -122,7 +122,10 @@ def alone(lock: Path, busy: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DataError(busy) from error
-        yield
+        try:
+            yield
+        finally:  # also of a child process that has the file open still
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def busy(lock: Path) -> bool:
