@@ -1,17 +1,16 @@
 """What a run leaves on disk: a manifest, one line per round, checksummed tensors, a result."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from fedvlm.channel.compare import named
-from fedvlm.core import Tensors
 from fedvlm.errors import DataError, SettingsError, listing
+from fedvlm.evaluate.far import named
 from fedvlm.evaluate.scores import Table
 from fedvlm.storage.files import alone, appending, disk, slug, write
 from fedvlm.storage.sealed import (
@@ -24,6 +23,11 @@ from fedvlm.storage.sealed import (
     write_index,
     write_json,
 )
+
+if TYPE_CHECKING:  # most of a record is read without torch
+    from torch import Tensor
+
+    from fedvlm.tensors import Tensors
 
 FORMAT = 1  # of what a run leaves on disk; another number is not read
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended

@@ -19,7 +19,7 @@ from fedvlm.record import Record
 from fedvlm.report.columns import curve
 from fedvlm.report.diagrams import diagram
 from fedvlm.report.frames import compared, frame
-from fedvlm.report.page.render import read_runs
+from fedvlm.report.page.read import read_runs
 from fedvlm.report.tables import compare, grid
 from fedvlm.runner import run as runner
 from fedvlm.runner.load import Progress

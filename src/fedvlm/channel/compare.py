@@ -4,15 +4,15 @@ What is compared is a client's change of what it was sent; of uploaded totals, s
 they say per row, class by class among the clients that have the class.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, Sum, Tensors, Totalled
+from fedvlm.evaluate.far import OFTEN
 from fedvlm.parts.robust import RULES, SHARES
 
 LONGEST = 2.0  # times the median norm: where "median" shortens a change
@@ -182,7 +182,7 @@ class Limits:
     below: float = 0.3  # its cosine so much below the median one
     cosine: float = 0.7  # whatever its length
     spread: float = 6.0  # or this many median deviations of the cosines, if that is more
-    often: float = 0.7  # share of a client's rounds above which it is named
+    often: float = OFTEN  # share of a client's rounds above which it is named
 
 
 USUAL = Limits()
@@ -224,23 +224,3 @@ def _alike(norms: Tensor, unit: Tensor) -> Tensor:
     order = norms.argsort()
     share = weights[:, order].cumsum(1) / weights.sum(1, keepdim=True)
     return norms[order[(share < 0.5).sum(1)]]
-
-
-def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who was far from the rest in most of its rounds of a training, in words."""
-    seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for line in lines:
-        for id, one in line["clients"].items():
-            if "far" in one:
-                seen.setdefault((str(line.get("training", "")), id), []).append(one)
-    out = []
-    for (training, id), many in sorted(seen.items()):
-        far = [one for one in many if one["far"]]
-        if len(far) > USUAL.often * len(many):
-            norm, cosine = (sum(one[key] for one in far) / len(far) for key in ("norm", "cosine"))
-            out.append(
-                f"client {id} was far from the rest in {len(far)} of {len(many)} rounds of "
-                f"{training}: its changes were {norm:.2g} times as long as the median, at a "
-                f"cosine of {cosine:.2f} to the others"
-            )
-    return out

@@ -10,7 +10,7 @@ from fedvlm.data.clients import By
 from fedvlm.report.columns import COLUMNS
 from fedvlm.report.papers import Item, Values, apart, find, items, numbers
 from fedvlm.report.plots import KINDS as PLOTS
-from fedvlm.runner.sweep import flat
+from fedvlm.storage.toml import flat
 
 State = Literal["full", "partly", "not"]
 STATES: tuple[State, ...] = ("full", "partly", "not")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.columns import plain
-from fedvlm.runner.sweep import flat
+from fedvlm.storage.toml import flat
 
 STATUS = ("ok", "void", "copied")
 KINDS = ("table", "figure")

@@ -8,7 +8,7 @@ from fedvlm.report.coverage import wanted
 from fedvlm.report.papers import apart, find
 from fedvlm.runner.experiments import experiments, runs
 from fedvlm.runner.settings import Settings, build, override, read_toml
-from fedvlm.runner.sweep import flat
+from fedvlm.storage.toml import flat
 
 
 def settings_of_item(

@@ -15,7 +15,7 @@ from fedvlm.runner import tune
 from fedvlm.runner.load import Loader, Progress, thin
 from fedvlm.runner.look import look
 from fedvlm.runner.prepare import Prepared, check_rows, own_data, prepare, template_of
-from fedvlm.runner.provenance import provenance
+from fedvlm.runner.provenance import provenance, usual
 from fedvlm.runner.settings import Settings, attack_of
 from fedvlm.runner.withheld import withheld
 from fedvlm.storage.sealed import write_tensors
@@ -71,6 +71,7 @@ def begin(
     )
     about["counts"] = counts(rows, seeds[0].division)
     about["domains"] = seeds[0].division.domains
+    about |= {"usual": usual(settings.method)}
     about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
     record.begin({"identity": asked.identity(), **about})
     if again:

@@ -12,21 +12,11 @@ from fedvlm.data.clients import Clients
 from fedvlm.errors import FedVLMError, SettingsError, unknown
 from fedvlm.record import Record
 from fedvlm.runner.settings import Settings, build, laid, value_of
+from fedvlm.storage.toml import flat
 
 Grid = dict[str, list[Any]]  # values by dotted names
 IDLE = ("workers", "access", "reproduces")  # settings that decide no number
 OPEN = ("source",)  # tables whose names are not listed anywhere
-
-
-def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested tables by dotted names."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            out |= flat(value, f"{before}{key}.")
-        else:
-            out[f"{before}{key}"] = value
-    return out
 
 
 def read_sweep(texts: Iterable[str]) -> Grid:
