@@ -17,7 +17,8 @@ from time import perf_counter
 from federation import PACS, made
 
 import fedvlm
-from fedvlm.runner.experiments import find, runs
+from fedvlm.runner.experiments import runs
+from fedvlm.runner.named import find
 from fedvlm.runner.run import together
 from fedvlm.runner.settings import build, read_toml
 

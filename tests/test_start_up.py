@@ -3,6 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+from typer.testing import CliRunner
+
+from fedvlm.cli import app
+from fedvlm.encoders.store import save_store
+
 GRADIENTS = """
 import sys
 import torch
@@ -27,8 +33,7 @@ def train(*given, usual=run._train):
 run._train = train
 fedvlm.run("fedgh", workers=2, seeds=[0, 1], **told)
 assert "torch._dynamo" not in sys.modules
-f = torch.compile(lambda x: x + 1, backend="eager")
-assert f(torch.ones(2)).tolist() == [2, 2] and "torch._dynamo" in sys.modules
+assert not torch._dynamo.is_compiling()
 assert torch._dynamo is sys.modules["torch._dynamo"]
 assert torch.func.grad(lambda x: (x * x).sum())(torch.ones(2)).tolist() == [2, 2]
 """
@@ -43,4 +48,67 @@ def run(script, *given, **more):
 
 
 def test_a_gradient_imports_no_compiler_in_any_process_and_leaves_it_to_those_who_compile():
-    run(GRADIENTS, "fedavg", "fedot", "fedadapter", "fedgh")
+    run(GRADIENTS, "fedadapter", "fedgh")
+
+
+COMMAND = """
+import sys
+from fedvlm.cli import app
+
+app(sys.argv[1:], standalone_mode=False)
+assert "numpy" in sys.modules
+assert "torch" not in sys.modules
+"""
+
+FILE = """
+title = "A table"
+encoder = "store:{store}"
+traffic = true
+bars = false
+
+[[methods]]
+name = "fedot"
+rounds = 2
+
+[[methods]]
+name = "tofa"
+"""
+
+
+@pytest.fixture
+def experiment(rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = save_store(tmp_path / "rows.safetensors", rows)
+    (tmp_path / "mine.toml").write_text(FILE.format(store=store))
+    return ["run", "mine.toml"]
+
+
+def shown(*words):
+    done = CliRunner().invoke(app, words)
+    assert not done.exit_code, done.output
+    return done.stdout
+
+
+def test_a_finished_experiment_is_shown_again_without_torch(experiment, tmp_path):
+    first = shown(*experiment)
+    assert "A table" in first and "fedot" in first and "report: " in first
+    assert run(COMMAND, *experiment) == first
+    assert run(COMMAND, *experiment, "--form", "csv") == shown(*experiment, "--form", "csv")
+
+
+@pytest.mark.parametrize("more", [[], ["--columns", "balanced,worst,method.rounds", "--all"]])
+def test_runs_are_compared_without_torch(more, experiment):
+    shown(*experiment)
+    assert run(COMMAND, "compare", "runs/mine", *more) == shown("compare", "runs/mine", *more)
+
+
+def test_what_was_shown_is_not_shown_for_another_question_or_other_records(experiment, tmp_path):
+    first = shown(*experiment)
+    assert shown(*experiment, "--set", "seeds=[1]") != first
+    assert shown(*experiment) == first  # and is asked for anew
+    text = (tmp_path / "mine.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace("rounds = 2", "rounds = 3"))
+    assert "rounds=3" in shown(*experiment)
+    for path in (tmp_path / "runs" / "mine").glob("fedot*/index.json"):
+        path.write_text("{}")
+    assert "rounds=3" in shown(*experiment)

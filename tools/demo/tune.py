@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fedvlm
-from fedvlm.runner.experiments import find
+from fedvlm.runner.named import find
 from fedvlm.runner.settings import read_toml
 
 SEEDS = [0]  # whose validation rows choose

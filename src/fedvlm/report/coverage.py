@@ -86,7 +86,8 @@ def covered(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Cove
 @cache
 def reproducing() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The runs, as their identities, of the experiments that say they reproduce an item."""
-    from fedvlm.runner.experiments import experiments, runs
+    from fedvlm.runner.experiments import runs
+    from fedvlm.runner.named import experiments
     from fedvlm.runner.settings import build, read_toml
 
     named: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in items()}

@@ -22,7 +22,7 @@ from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.schedule import Piece
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import carry_out, file_name, finished
-from fedvlm.storage.files import slug
+from fedvlm.storage.files import data_name, slug
 
 MOST = 64  # runs that are begun together: each holds the lock of its record
 
@@ -235,11 +235,5 @@ def resume(folder: str | Path, progress: Progress | None = None) -> Record:
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
     """The same settings always get the same directory, so a finished run is found again."""
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
-    name = data_name(settings) if embedded is None else slug(embedded.name)
+    name = data_name(settings.data, settings.encoder) if embedded is None else slug(embedded.name)
     return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
-
-
-def data_name(settings: Settings) -> str:
-    """What the rows of a run are called in the name of a folder."""
-    kind, _, place = settings.encoder.partition(":")
-    return slug(Path(place).stem if kind == "store" else Path(settings.data).name)

@@ -18,7 +18,7 @@ FORMAT = "fedvlm report 2"
 BEFORE = "fedvlm report 1"  # pages that have no checksum
 
 
-def plain(model: Model) -> str:
+def as_text(model: Model) -> str:
     return json.dumps(model, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -78,7 +78,7 @@ def read_page(path: Path) -> list[Record]:
         if model.get("format") not in (FORMAT, BEFORE):
             raise ValueError("it has no runs inside")
         seal = model.pop(SEAL, None)
-        if seal != sha256(plain(model).encode()).hexdigest() and model["format"] != BEFORE:
+        if seal != sha256(as_text(model).encode()).hexdigest() and model["format"] != BEFORE:
             raise ValueError("it is damaged, its checksum does not fit")
         return [PageRecord(path, run) for run in model["runs"]]
     except (OSError, ValueError, AttributeError) as error:

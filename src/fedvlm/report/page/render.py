@@ -14,7 +14,7 @@ from fedvlm.evaluate import scores
 from fedvlm.record import Record
 from fedvlm.report.page import apart, charts, panels
 from fedvlm.report.page.gather import gather
-from fedvlm.report.page.read import Model, plain
+from fedvlm.report.page.read import Model, as_text
 from fedvlm.report.page.svg import colour
 from fedvlm.report.tables import cell
 from fedvlm.storage.files import write
@@ -88,7 +88,7 @@ def _hash(text: str) -> str:
 
 def embedded(model: Model) -> Markup:
     """JSON that no name in it can break out of, with a checksum of all that it says."""
-    plain = plain({**model, SEAL: sha256(plain(model).encode()).hexdigest()})
+    plain = as_text({**model, SEAL: sha256(as_text(model).encode()).hexdigest()})
     for letter in "<>&":
         plain = plain.replace(letter, f"\\u{ord(letter):04x}")
     return Markup(plain)
