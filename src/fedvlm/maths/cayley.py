@@ -133,9 +133,9 @@ def gradients(
     """The exact gradients, in the head W and the skew blocks P, of the cross-entropy of (Q x) W^T.
 
     head (..., K, d), back (..., r, m, m), x (..., B, d) unit-norm times tau; wanted and weight are
-    those of `lesson`. With R = (I + P)^-1, which is `back`, M = W R^T, the softmax error E, C = E^T X and N = C R
-    they are 2 N - C and M^T N - N^T M (half of what a free P would have, as X of P = (X - X^T) / 2
-    has); dividing Q h by its norm would change neither.
+    those of `lesson`. With R = (I + P)^-1 (`back`), M = W R^T, the softmax error E, C = E^T X and
+    N = C R they are 2 N - C and M^T N - N^T M (half of what a free P would have, as X of
+    P = (X - X^T) / 2 has); dividing Q h by its norm would change neither.
     """
     blocks = back.shape[-3]
     toward = split(head, blocks) @ back.mT  # M
