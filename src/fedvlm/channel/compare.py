@@ -17,6 +17,9 @@ from fedvlm.parts.robust import RULES, SHARES
 
 LONGEST = 2.0  # times the median norm: where "median" shortens a change
 DOUBLES = 1 << 22  # numbers that are compared at once: in float64 all would be large
+FEW = 128  # clients up to which every dot is exact
+PRODUCTS = 1 << 33  # of two numbers, above which the numbers of many clients are folded
+FOLDED = 4096  # numbers that are left of a client then: a cosine is off by 0.016
 HEAVIEST = 4.0  # times the median row count: where it stops to count
 Said = dict[str, tuple[Tensor, Tensor]]  # (units, numbers) and the (units,) rows they are means of
 
@@ -90,6 +93,50 @@ class Round:
                 part = some.double()
                 out += part @ part.mT
         return out
+
+    def about(self) -> Tensor:
+        """`dots` of many clients: norms as they are, cosines in single precision.
+
+        Of large uploads the cosines are those of signed sums, the same for all, of their numbers.
+        """
+        count = len(self.uploads)
+        norms = torch.zeros(count, dtype=torch.float64)
+        numbers = len(self.moved(0))
+        fold = count**2 * numbers > PRODUCTS and numbers > FOLDED
+        width = FOLDED if fold else numbers
+        signs = torch.randint(0, 2, (numbers,), generator=torch.Generator().manual_seed(0))
+        units = torch.zeros(count, width)
+        for place in range(count):
+            moved = self.moved(place)
+            norms[place] = torch.linalg.vector_norm(moved, dtype=torch.float64)
+            unit = (moved / norms[place].clamp(min=1e-300)).float()
+            if fold:
+                unit = torch.where(signs > 0, unit, -unit)
+                unit = (
+                    torch.nn.functional.pad(unit, (0, -numbers % width)).reshape(-1, width).sum(0)
+                )
+            units[place] = unit
+        return cosines(units) * norms[:, None] * norms
+
+    def moved(self, place: int) -> Tensor:
+        """(numbers,) one client's change, or what its totals say per row of what it has."""
+        if self.kind != "total":
+            upload = self.uploads[place]
+            return torch.cat([(upload[key] - self.first(place, key)).flatten() for key in upload])
+        most = torch.finfo(torch.float32).max  # stands for what is larger
+        said = self.said(place).values()
+        return torch.cat([(v * (n > 0)[:, None]).clamp(-most, most).flatten() for v, n in said])
+
+
+def cosines(units: Tensor) -> Tensor:
+    """(clients, clients) between vectors, each two multiplied once; 0 with one that is 0."""
+    units = torch.nn.functional.normalize(units, dim=1, eps=1e-30)
+    out = torch.zeros(len(units), len(units))
+    for first in range(0, len(units), FEW):
+        rows = slice(first, first + FEW)
+        some = units[rows] @ units[first:].mT
+        out[rows, first:], out[first:, rows] = some, some.mT
+    return out.clamp_(-1, 1).double()
 
 
 def bounded(now: Round, dots: Tensor) -> Round:
