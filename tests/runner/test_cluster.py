@@ -9,7 +9,7 @@ from fedvlm.encoders.store import save_store
 from fedvlm.errors import SettingsError
 from fedvlm.runner import cluster
 
-SCRIPT = """
+SCRIPT = '''
 import os, signal, sys, time
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +47,7 @@ def main():
     store, out = sys.argv[1:]
     cluster._client, cluster.cores = client, lambda: 2
     asked = []
-    for where in ("here", "cluster"):
+    for where in ("here", "cluster", "address"):
         each = [make("fedot", rounds=3, rate=1e-3), make("zero-shot")]
         given = dict(encoder=f"store:{store}", seeds=(0, 1), workers=1)
         asked.append([(Settings(one, **given), Path(out) / where / one.name) for one in each])
@@ -56,11 +56,34 @@ def main():
     for one in together(asked[1], listen=lambda *line: heard[1].append(line), on="dask"):
         assert not isinstance(one, Exception), one
     assert killed and len(heard[0]) == len(heard[1]) == 18
+    cluster._client = opened
+    by_address(asked[2][1:], Path(out))
+
+
+def by_address(asked, folder):
+    """As a person would who has certificates in files, and a scheduler."""
+    import dask
+    from distributed import LocalCluster, Security
+
+    made, files = Security.temporary(), {}
+    for name in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
+        files[name] = folder / f"{name}.pem"
+        files[name].write_text(getattr(made, name))
+    tls = {"distributed.comm.tls.ca-file": str(files["tls_ca_file"])}
+    for who in ("client", "worker", "scheduler"):
+        tls[f"distributed.comm.tls.{who}.cert"] = str(files["tls_client_cert"])
+        tls[f"distributed.comm.tls.{who}.key"] = str(files["tls_client_key"])
+    with dask.config.set(tls):
+        options = dict(n_workers=1, threads_per_worker=1, dashboard_address=None)
+        with LocalCluster(host="127.0.0.1", protocol="tls", security=Security(), **options) as one:
+            on = one.scheduler_address.replace("tls://", "dask://")
+            (done,) = together(asked, on=on)
+            assert not isinstance(done, Exception), done
 
 
 if __name__ == "__main__":
     main()
-"""
+'''
 
 
 @pytest.mark.deployed
@@ -74,6 +97,7 @@ def test_a_cluster_gives_the_same_record_though_a_worker_is_killed(rows_like, fi
     assert not done.returncode, done.stderr
     for name in ("fedot", "zero-shot"):
         assert files(tmp_path / "cluster" / name) == files(tmp_path / "here" / name)
+    assert files(tmp_path / "address" / name) == files(tmp_path / "here" / name)
 
 
 @pytest.mark.parametrize("on", ["ray://x:1", "tcp://10.0.0.1:8786", "dask://", "somewhere"])
