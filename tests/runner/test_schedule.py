@@ -192,8 +192,9 @@ def test_what_a_callback_raises_ends_all_processes_and_the_run_goes_on_to_the_sa
 
 
 SCRIPT = """
-import sys
+import signal, sys
 import fedvlm
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests may ignore it
 from fedvlm.runner import training
 training.EVERY = 0.05
 folder, store = sys.argv[1:]

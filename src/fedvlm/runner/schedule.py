@@ -203,3 +203,4 @@ def _serve(
         found = FederationError(traceback.format_exc())
     with suppress(OSError):  # nobody may be there to be told
         connection.send(("done", found))
+    os._exit(0)  # no exit of Python's: a thread of the parent may have held the lock of a stream
