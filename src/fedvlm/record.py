@@ -161,8 +161,8 @@ class Record:
 
     def sort_lines(self, trainings: Sequence[str]) -> None:
         """In the order of the trainings, whichever of them were side by side."""
-        lines = self.lines()
-        if (ordered := sorted(lines, key=lambda line: trainings.index(line["training"]))) != lines:
+        lines, place = self.lines(), {name: number for number, name in enumerate(trainings)}
+        if (ordered := sorted(lines, key=lambda line: place[line["training"]])) != lines:
             self._write_lines(ordered)
 
     def _write_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:

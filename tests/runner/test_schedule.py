@@ -107,14 +107,14 @@ def test_a_forecast_that_was_too_short_is_corrected_by_the_clock(monkeypatch):
 
 def spoilt(monkeypatch, trouble):
     """The training that leaves `photo` out meets trouble; the others are as they were."""
-    usual = run._train
+    usual = run.train
 
     def train(prepared, training, record, tell):
         if training.name == "photo":
             trouble(record)
         return usual(prepared, training, record, tell)
 
-    monkeypatch.setattr(run, "_train", train)
+    monkeypatch.setattr(run, "train", train)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -192,8 +192,9 @@ def test_what_a_callback_raises_ends_all_processes_and_the_run_goes_on_to_the_sa
 
 
 SCRIPT = """
-import sys
+import signal, sys
 import fedvlm
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests may ignore it
 from fedvlm.runner import training
 training.EVERY = 0.05
 folder, store = sys.argv[1:]

@@ -60,6 +60,9 @@ def run(
     ] = None,
     form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
     sweep: Sweep = None,
+    on: Annotated[
+        str, typer.Option(help="A cluster for the trainings: dask, dask://HOST:PORT.")
+    ] = "",
 ) -> None:
     """Run a method (auto, if only --data is given) or an experiment, and print its table."""
     from fedvlm.errors import SettingsError, unknown
@@ -88,7 +91,7 @@ def run(
             given["method"] = method
         values |= {name: value for name, value in given.items() if value is not None}
         typed = (set_ or [], sweep or [], file is None and tune is None)
-        options = (file, out, again, track or [], no_bars, no_report, form, key)
+        options = (file, out, again, track or [], no_bars, no_report, form, key, on)
         _run(values, typed, *options)
         return
     for one in shown.records[shown.bars :]:
@@ -107,6 +110,7 @@ def _run(
     no_report: bool,
     form: str,
     key: str,
+    on: str,
 ) -> None:
     """What was not shown before: runs it, shows it and remembers that."""
     from fedvlm.report.folder import write_folder
@@ -120,7 +124,7 @@ def _run(
     one_world = all(key.startswith("method.") for key in over)
     beside = wants_bars(values) and not no_bars and one_world
     home = out or Path("runs") / _name(file, settings[0])
-    results, failed, marks = _all(settings, over, home, out, beside, again, track)
+    results, failed, marks = _all(settings, over, home, out, beside, again, track, on)
     runs = [*marks, *results]
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
     words |= {"asked": over, "chance": beside}
@@ -221,6 +225,7 @@ def _all(
     beside: bool,
     again: bool,
     track: Sequence[str],
+    on: str,
 ) -> "tuple[list[Record], list[str], list[Record]]":
     """The runs, what hindered others, and the bars that stand beside them."""
     from fedvlm.runner.bars import bars
@@ -242,7 +247,7 @@ def _all(
 
         def go(all: "Sequence[Settings]", enduring: bool) -> "Sequence[Record | Exception]":
             asked = list(zip(all, places, strict=True))
-            return together(asked, again, None, report, listen, say, enduring)
+            return together(asked, again, None, report, listen, say, enduring, on)
 
         results, failed = run_all(settings, over, go)
         for one in bars(settings, results[0]) if beside else ():
@@ -251,7 +256,7 @@ def _all(
         marks = run_all(
             [one for one, _ in levels],
             (),
-            lambda all, enduring: together(levels, again, progress=report),
+            lambda all, enduring: together(levels, again, progress=report, on=on),
         )[0]
     trackers.close()
     for note in trackers.notes:

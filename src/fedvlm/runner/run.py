@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.data.table import Embedded
-from fedvlm.engines.loop import open_engine, start
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record, read_manifest
-from fedvlm.runner import calibrate, schedule, tune, warm
+from fedvlm.runner import cluster, schedule, tune
 from fedvlm.runner.begin import begin
 from fedvlm.runner.forecast import training_time
 from fedvlm.runner.load import Loader, Progress
 from fedvlm.runner.prepare import Prepared
-from fedvlm.runner.schedule import Piece
+from fedvlm.runner.schedule import Order, Piece
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.training import carry_out, file_name, finished
+from fedvlm.runner.train import train
+from fedvlm.runner.training import file_name, finished
 from fedvlm.storage.files import data_name, slug
 
 MOST = 64  # runs that are begun together: each holds the lock of its record
@@ -51,6 +51,7 @@ def together(
     listen: Callable[[str, Any], None] | None = None,
     say: Callable[[str], None] = lambda note: None,
     enduring: bool = False,
+    on: str = "",  # a cluster: dask, dask://HOST:PORT
 ) -> list[Record | Exception]:
     """The trainings of all runs in one schedule; for each run its record, or what hindered it.
 
@@ -76,7 +77,11 @@ def together(
                         raise
                     runs[folder] = error
             open_ = [one for one in runs.values() if isinstance(one, _Run)]
-            schedule.carry([piece for one in open_ for piece in one.pieces(tally)])
+            pieces = [piece for one in open_ for piece in one.pieces(tally)]
+            if on:
+                cluster.carry(pieces, on)
+            else:
+                schedule.carry(pieces)
         for folder, one in runs.items():
             out[folder] = one.outcome if isinstance(one, _Run) else one
     return [out[folder] for _, folder in asked]
@@ -126,7 +131,7 @@ class _Run:
 
         def work(record: Record, workers: int, tell: Callable[[int], None]) -> scores.Results:
             here = replace(prepared, settings=replace(settings, workers=workers))
-            return _train(here, training, record, tell)
+            return train(here, training, record, tell)
 
         def done(found: scores.Results | Exception) -> None:
             self.found[prepared.seed, training.name] = found
@@ -143,6 +148,7 @@ class _Run:
             work=work,
             tell=tell,
             done=done,
+            order=Order(settings, prepared.rows, prepared.seed, training.name),
         )
 
     def _finish(self) -> None:
@@ -200,27 +206,6 @@ def _open(
         return record
     seeds = begin(settings, record, again, embedded, load, report, say)
     return _Run(record, seeds, lock)
-
-
-def _train(
-    prepared: Prepared, training: Training, record: Record, tell: Callable[[int], None]
-) -> scores.Results:
-    """One training in this process, unless it is finished."""
-    settings, name = prepared.settings, file_name(training, prepared.seed)
-    if (there := finished(record, name)) is not None:
-        calibrate.keep(record, name, training.name, prepared.seed, prepared.world(training))
-        return there
-    world = prepared.world(training)
-    state, fresh = start(world)
-    state = replace(state, channel=tune.begun(record.manifest, training.name, prepared.seed))
-    if settings.warm_start is not None:
-        before = prepared.warm_world(training)
-        state = warm.begin(settings, training, before, world, state, record)
-    engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
-    taught = prepared.taught(training)
-    found = carry_out(settings, taught, world, engine, state, fresh, record, tell)
-    calibrate.keep(record, name, training.name, prepared.seed, world)
-    return found
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Record:

@@ -25,12 +25,25 @@ from typing import Any
 
 import torch
 
+from fedvlm.data.table import Embedded
+from fedvlm.engines.single import one_thread
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import cores
 from fedvlm.record import Record
+from fedvlm.runner.settings import Settings
 
 SHORT = 4.0  # seconds of work that stay in one process, by forecast and by the clock
 DIE = 1  # PR_SET_PDEATHSIG of Linux: a signal when the parent is gone
+
+
+@dataclass(frozen=True)
+class Order:
+    """A training by the settings and rows of its run; whoever has them prepares it alike."""
+
+    settings: Settings
+    rows: Embedded
+    seed: int
+    training: str
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class Piece:
     work: Callable[[Record, int, Callable[[int], None]], Any]  # record, processes, rounds done
     tell: Callable[[int], None]  # rounds done
     done: Callable[[Any], None]  # what came of it, or the error that did
+    order: Order | None = None  # the same in words, for a machine that is not this one
 
 
 def carry(pieces: Sequence[Piece]) -> None:
@@ -55,25 +69,26 @@ def carry(pieces: Sequence[Piece]) -> None:
     processes = asked or cores()
     for piece in pieces:
         if piece.alone:
-            _here(piece, several)
+            here(piece, several)
     begin = perf_counter()
     while beside:
         left = sum(one.cost for one in beside) + perf_counter() - begin
         if len(beside) > 1 and processes > 1 and (asked or left > SHORT):
             _side_by_side(beside, processes, several)
             return
-        _here(beside.pop(0), several)
+        here(beside.pop(0), several)
 
 
-def _here(piece: Piece, several: bool) -> None:
+def here(piece: Piece, several: bool) -> None:
     try:
-        found = piece.work(piece.record, piece.workers, piece.tell)
+        with one_thread():  # as in a process of its own
+            found = piece.work(piece.record, piece.workers, piece.tell)
     except FedVLMError as error:
-        found = _named(piece, error) if several else error
+        found = named(piece, error) if several else error
     piece.done(found)
 
 
-def _named(piece: Piece, error: FedVLMError) -> FedVLMError:
+def named(piece: Piece, error: FedVLMError) -> FedVLMError:
     named = type(error)(f"{piece.name}: {error}")
     named.__cause__ = error
     return named
@@ -101,7 +116,7 @@ def _side_by_side(pieces: Sequence[Piece], processes: int, several: bool) -> Non
                 process.join()
                 (found,) = answer
                 failed = isinstance(found, FedVLMError) and several
-                piece.done(_named(piece, found) if failed else found)
+                piece.done(named(piece, found) if failed else found)
     finally:
         for connection, (_, process) in busy.items():
             process.kill()
@@ -188,3 +203,4 @@ def _serve(
         found = FederationError(traceback.format_exc())
     with suppress(OSError):  # nobody may be there to be told
         connection.send(("done", found))
+    os._exit(0)  # no exit of Python's: a thread of the parent may have held the lock of a stream
