@@ -195,8 +195,8 @@ def test_padding_and_batching_change_nothing():
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_the_posterior_and_its_rule_are_those_of_the_direct_inverse(alpha, kind, most):
     """Term by term as printed, and G by inverting; relative to the largest number."""
-    x, y = rows()
-    before = known(*rows(seed=1))
+    x, y = rows(classes=CLASSES)
+    before = known(*rows(seed=1, classes=CLASSES))
     given = gaussian.Moments(*(one.to(kind) for one in before))
     mine = gaussian.posterior(given, x.to(kind), y, alpha)
     rule = gaussian.discriminant(mine, gaussian.ridge(mine, 1.0))
