@@ -17,7 +17,7 @@ from fedvlm.parts.robust import RULES, SHARES
 
 LONGEST = 2.0  # times the median norm: where "median" shortens a change
 DOUBLES = 1 << 22  # numbers that are compared at once: in float64 all would be large
-FEW = 128  # clients up to which every dot is exact
+FEW = 32  # clients up to which every dot is exact
 PRODUCTS = 1 << 33  # of two numbers, above which the numbers of many clients are folded
 FOLDED = 4096  # numbers that are left of a client then: a cosine is off by 0.016
 HEAVIEST = 4.0  # times the median row count: where it stops to count
