@@ -56,6 +56,8 @@ def tower(classes: int, longest: int = 5) -> TextTower:
     )
     return TextTower(
         start=0.02 * torch.randn(WIDTH, generator=draw),
+        template="{}",
+        prefix=torch.zeros(0, WIDTH),
         suffixes=0.02 * torch.randn(classes, longest, WIDTH, generator=draw),
         ends=1 + torch.arange(classes) % (longest - 1),
         positions=0.01 * torch.randn(LENGTH, WIDTH, generator=draw),

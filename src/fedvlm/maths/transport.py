@@ -90,7 +90,7 @@ def _solve(similarity: Tensor, gamma: float, strength: float, exact: bool, steps
         product = two[0] * two[1] if two else kernel
         for _ in range(count):
             if two:
-                step = _newton_of_two(*two, product, g, target, exact)
+                step = _newton_of_two(two[0], two[1], product, g, target, exact)
             else:
                 step = _newton(*_taken(kernel, g, exact, plain), target, exact)
             g = g + step.sign() * step.abs().log1p()  # shortened, since e^g is far from straight
