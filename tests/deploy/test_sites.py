@@ -17,7 +17,7 @@ from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.server import REFERENCE, ready
 from fedvlm.deploy.site import Site, Stranger
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel, seal
+from fedvlm.engines.flower.wire import Parcel, from_records, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
 from fedvlm.result import Result
 from fedvlm.storage.sealed import read_tensors, write_tensors
@@ -185,7 +185,7 @@ def test_a_reference_goes_with_the_first_message_and_is_asked_for_if_missing(pla
     sizes = []
     push = grid.push_messages
     grid.push_messages = lambda messages: (
-        sizes.append([len(m.content["arrays"]) for m in messages]),
+        sizes.append([len(from_records(m.content, "").arrays) for m in messages]),
         push(messages),
     )[1]
     place.run(settings, grid=grid)
