@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fedvlm.channel.settings import deployed, fits_secagg
+from fedvlm.channel.uploads import Arrived
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
 from fedvlm.deploy.events import Events, Note, percent, unnoted
@@ -17,7 +18,9 @@ from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.race import Race
 from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.rows import named
+from fedvlm.deploy.sums import ENDING, Sums, why_bound
 from fedvlm.engines.client import Kept, Terms
+from fedvlm.engines.loop import unheard
 from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import reference, scores
@@ -70,6 +73,16 @@ def ready(kit: ServerKit, settings: Settings) -> None:
             f"{kit.folder / REFERENCE}; make it: fedvlm deploy reference {kit.folder} --data "
             "IMAGES --encoder ENCODER"
         )
+
+
+def spec_of(settings: Settings, training: Training, seed: int) -> dict[str, Any]:
+    """A training as its sites are told of it."""
+    return {
+        "identity": json.loads(json.dumps(settings.identity())),
+        "classes": [named(str(one)) for one in settings.source.get("classes", [])],
+        "seed": seed,
+        "training": training.name,
+    }
 
 
 def bound_note(settings: Settings) -> str:
@@ -131,12 +144,7 @@ class Run:
         self, settings: Settings, training: Training, seed: int, race: Any | None = None
     ) -> Remote:
         """A training at all sites that are there; of a `race` it tells how large that is."""
-        spec = {
-            "identity": json.loads(json.dumps(settings.identity())),
-            "classes": [named(str(one)) for one in settings.source.get("classes", [])],
-            "seed": seed,
-            "training": training.name,
-        } | ({} if race is None else {"race": race})
+        spec = spec_of(settings, training, seed) | ({} if race is None else {"race": race})
         self.note(
             "begun",
             method=settings.method.name,
@@ -176,7 +184,15 @@ class Run:
             self.record,
             lambda done: self.tell(name, done, settings.method.rounds),
             every=0.0,  # a round over the network is worth a checkpoint
+            on_sum=self.sums(settings, name),
         )
+
+    def sums(self, settings: Settings, name: str) -> Callable[[int, Tensors, Arrived], None]:
+        """What is kept of a round's uploads for sites that withdraw later, where that helps."""
+        if why_bound(settings):
+            return unheard
+        kept = Sums.read(self.record.folder / "trainings" / f"{name}.{ENDING}")
+        return kept.add
 
     def about(self, settings: Settings, engine: Remote, first: Opened, seed: int) -> dict[str, Any]:
         """The manifest: of the rows the server knows no more than classes and numbers."""
