@@ -164,8 +164,8 @@ def test_sites_whose_prompts_end_in_other_words_do_not_fit():
     about = {"encoder": "demo@0", "classes": ["ant"], "dim": 4, "template": "a {}"}
     others = {"same": about, "other": {**about, "template": "a {}."}}
     remote.sites = {name: Opened(one, first, None) for name, one in {"a": about, **others}.items()}
-    assert remote._differs("a", "same") is None
-    assert "do not have the same template: 'a {}' and 'a {}.'" in remote._differs("a", "other")
+    assert remote.differs("a", "same") is None
+    assert "do not have the same template: 'a {}' and 'a {}.'" in remote.differs("a", "other")
 
 
 def test_a_site_whose_class_texts_differ_is_refused(place):

@@ -125,3 +125,21 @@ def withdraw(
     for one in said:
         typer.echo(str(one))
     typer.echo(f"{site} is out of all later rounds; it comes back by a new key only")
+
+
+@deploy_app.command()
+def join(
+    folder: Server,
+    run: Annotated[str, typer.Argument(help="A finished run: its name, or its directory.")],
+    site: Annotated[str, typer.Argument(help="The site that has come late; it is running.")],
+) -> None:
+    """Give a late site its classifier: from what is shared and its own rows, without the others."""
+    from fedvlm.deploy.events import percent
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.runs import join as bring
+
+    scores = bring(read_server(folder), run, site, lambda text: typer.echo(text, err=True))
+    for name, one in scores.items():
+        rows = one["test_rows"]
+        share = f": {percent(one['test_hits'] / rows)} of its {rows} test rows" if rows else ""
+        typer.echo(f"{site} has its classifier of {name}{share}")

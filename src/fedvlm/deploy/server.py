@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from fedvlm.storage.sealed import read_json, read_tensors, write_json
 KNOWN = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
 REFERENCE = "reference.safetensors"  # in the server's folder, for methods that need one
 REQUEST = "request.json"  # in the server's folder: the run that is asked for
+JOINED = "joined.json"  # in the server's folder: how the last site that came late fares
 FAILED = "error.txt"  # in the server's folder: why the last run ended
 
 
@@ -116,6 +117,7 @@ class Run:
     tell: Callable[[str, int, int], None]
     tuned: dict[str, Any] = field(default_factory=dict)  # the races for its settings, if any
     note: Note = unnoted
+    others: Collection[int] = ()  # nodes of sites that are not asked
 
     def all(self) -> None:
         with self.record.lock():
@@ -153,7 +155,9 @@ class Run:
             sites=list(self.kit.sites),
             record=str(self.record.folder),
         )
-        engine = Remote(self.grid, self.kit, spec, self.reference(training, seed), self.note)
+        engine = Remote(
+            self.grid, self.kit, spec, self.reference(training, seed), self.note, self.others
+        )
         engine.gather()
         return engine
 
@@ -269,6 +273,12 @@ def conduct(grid: Any, folder: Path) -> None:
     kit = ruled(read_server(folder), request.get("rules", {}))
     note = Events(folder)
     try:
+        if "joins" in request:
+            from fedvlm.deploy.late import join_late
+
+            done = join_late(grid, kit, Path(request["out"]), request["joins"], note)
+            write_json(folder / JOINED, done)
+            return
         settings = build(request["identity"])
         ready(kit, settings)
         progress = Path(request["out"]).with_suffix(".progress")
