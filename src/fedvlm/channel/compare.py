@@ -144,7 +144,8 @@ def bounded(now: Round, dots: Tensor) -> Round:
     if len(now.uploads) < 3:  # of two, neither is the measure of the other
         return now
     norms = dots.diagonal().sqrt()
-    shrink = (LONGEST * norms.median() / norms.clamp(min=1e-300)).clamp(max=1.0)
+    most = LONGEST * norms.median()
+    shrink = torch.where(norms > most, most / norms.clamp(min=1e-300), 1.0)
     limit = HEAVIEST * now.rows.median()
     uploads = []
     for place, upload in enumerate(now.uploads):
@@ -160,9 +161,28 @@ def bounded(now: Round, dots: Tensor) -> Round:
     return Round(now.method, now.kind, uploads, now.sent, now.rows.clamp(max=limit))
 
 
+def quiet_without(now: Round, dots: Tensor) -> list[bool]:
+    """By client: whether `bounded` changes nobody's upload, neither with it nor without it."""
+    norms, count = dots.diagonal().sqrt(), len(now.uploads)
+    heavy = torch.tensor([_heaviest(now.said(place)) for place in range(count)])
+
+    def quiet(keep: list[int]) -> bool:
+        if len(keep) < 3:
+            return True
+        long = norms[keep] > LONGEST * norms[keep].median()
+        return not bool((long | (heavy[keep] > HEAVIEST * now.rows[keep].median())).any())
+
+    everyone = list(range(count))
+    return [quiet(everyone) and quiet([i for i in everyone if i != out]) for out in everyone]
+
+
+def _heaviest(said: Said) -> float:
+    return max((float(rows.sum()) for _, rows in said.values() if len(rows)), default=0.0)
+
+
 def _lighter(now: Round, place: int, factor: float, limit: float) -> Tensors:
     said = now.said(place)
-    heaviest = max((float(rows.sum()) for _, rows in said.values() if len(rows)), default=0.0)
+    heaviest = _heaviest(said)
     if factor >= 1 and heaviest <= limit:
         return now.uploads[place]
     less = min(1.0, limit / max(heaviest, 1.0))

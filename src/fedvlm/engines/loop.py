@@ -80,6 +80,10 @@ def participants(terms: Terms, plan: Plan, number: int) -> list[str]:
     return sorted(ids[i] for i in torch.randperm(len(ids), generator=generator)[:count].tolist())
 
 
+def unheard(number: int, shared: Tensors, came: Arrived) -> None:
+    """Where nobody keeps the sums."""
+
+
 def train(
     terms: Terms,
     engine: Engine,
@@ -88,10 +92,12 @@ def train(
     fresh: Local,
     on_round: Callable[[State, dict[str, Any]], None],
     until: int | None = None,
+    on_sum: Callable[[int, Tensors, Arrived], None] = unheard,
 ) -> State:
     """Runs the rounds that are left, or those up to `until`.
 
-    `on_round` gets each new state with the line to record.
+    `on_round` gets each new state with the line to record; `on_sum` what was shared before a round
+    and the uploads that were aggregated.
     """
     method = terms.method
     passage = Passage(terms.channel, method, names(fresh), terms.seed)
@@ -110,6 +116,7 @@ def train(
         passed = {id for id, one in answers.done.items() if one.passed}
         shared, came = aggregated(method, state.shared, came, passed, number)
         answers = without(answers, came.refused, [task.id for task in tasks])
+        on_sum(number, state.shared, came)
         done = answers.done
         ids = [id for id in ids if id in done]
         scores = {id: one.scores for id, one in done.items()}
