@@ -11,7 +11,7 @@ from fedvlm.core import methods
 from fedvlm.data.catalogue import catalogue
 from fedvlm.report.coverage import STATES, coverage, covered, every_item, reproducing, wanted
 from fedvlm.report.papers import find, items
-from fedvlm.runner.experiments import experiments
+from fedvlm.runner.named import experiments
 from fedvlm.runner.settings import read_toml
 
 FOUND = every_item()

@@ -15,8 +15,9 @@ import pytest
 from plain_rows import make_rows
 from small_copies import small_copy, small_store
 
-from fedvlm.runner.experiments import experiments, runs
+from fedvlm.runner.experiments import runs
 from fedvlm.runner.load import few, load, thin
+from fedvlm.runner.named import experiments
 from fedvlm.runner.prepare import check_rows, prepare
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import Settings, build, read_toml

@@ -79,7 +79,7 @@ ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _OWN}
 def register(kind: Kind) -> Kind:
     """Adds a kind of encoder."""
     from fedvlm.core.contract import NEEDS
-    from fedvlm.core.registry import enter
+    from fedvlm.outside import enter
 
     if not kind.offers or (strange := set(kind.offers) - set(NEEDS)):
         wrong = min(strange) if kind.offers else "nothing"
@@ -92,7 +92,7 @@ def register(kind: Kind) -> Kind:
 
 def encoders() -> dict[str, Kind]:
     """All kinds: our own and those of outside packages (entry-point group fedvlm.encoders)."""
-    from fedvlm.core.registry import load_outside
+    from fedvlm.outside import load_outside
 
     load_outside("fedvlm.encoders")
     return dict(sorted(ENCODERS.items()))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.columns import plain
-from fedvlm.runner.sweep import flat
+from fedvlm.storage.toml import flat
 
 STATUS = ("ok", "void", "copied")
 KINDS = ("table", "figure")
@@ -43,8 +43,7 @@ class Number:
 
     @property
     def of_data(self) -> bool:
-        """A run of any method has it."""
-        return not self.method and self.column.startswith("rows ")
+        return not self.method and self.column.startswith("rows ")  # any run has it
 
     @property
     def name(self) -> str:
@@ -250,8 +249,8 @@ def obstacle(number: Number, identity: Mapping[str, Any]) -> str:
     wanted = {"data": number.data, **find(number.name).settings, **number.settings}
     if not number.method and not number.of_data:
         return "the paper names no single method"
-    method = {"method.name": number.method} if number.method else {}
-    return "; ".join(differences({**wanted, **method}, identity))
+    wanted |= {"method.name": number.method} if number.method else {}
+    return "; ".join(differences(wanted, identity))
 
 
 def verdict(

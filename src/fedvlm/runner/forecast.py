@@ -8,8 +8,10 @@ import torch
 
 from fedvlm.core import schedule
 from fedvlm.data.catalogue import Entry, catalogue
+from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.runner.load import FEW_CLIENTS, FEW_OF_CLASS, FEW_ROUNDS, FEW_ROWS
+from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
 
 # Of CLIP's image towers: tokens, width, layers.
@@ -29,6 +31,9 @@ ROUND = 0.015
 STEP = 0.0006  # of a minibatch
 REFERENCE = 8  # times that, of one that adapts to a reference set
 PROMPT = 0.002  # more of it, if it goes through a text tower: many small products
+# Of a training on cached embeddings: seconds of a client in a round and of a step beside its
+# products, operations of a step for each row and number that is trained, and a core's operations.
+CLIENT, BARE, EACH, SPEED = 1e-3, 2e-4, 10, 5e10
 SIDE, TRIES = 1024, 5  # of the matrices that this machine's speed is taken from
 
 
@@ -137,6 +142,21 @@ def _clients(one: Settings, entry: Entry) -> int:
     if one.clients.by == "domain":
         return max(1, len(entry.domains))
     return min(one.clients.count, FEW_CLIENTS) if one.smoke else one.clients.count
+
+
+def training_time(prepared: Prepared, training: Training) -> float:
+    """Seconds that a training takes on one core, roughly: to know long from short needs no more."""
+    settings, method = prepared.settings, prepared.settings.method
+    pace = schedule(method)
+    rows = [len(prepared.division.members[id].train) for id in training.train]
+    steps = sum(pace.epochs * -(-count // pace.batch) for count in rows)
+    shared, local = method.init(prepared.frozen)
+    numbers = sum(one.numel() for one in (*shared.values(), *local.values()))
+    work = float(EACH * pace.batch * numbers)
+    if "text tower" in method.traits.needs:
+        work += BACK * len(prepared.frozen.classes) * _forward(TEXT)
+    each = len(rows) * CLIENT + steps * (BARE + work / SPEED)
+    return CLIENT + max(1, method.rounds) * settings.fraction * each
 
 
 def _forward(tower: tuple[int, int, int]) -> float:
