@@ -63,6 +63,13 @@ _OWN = (
         f"{__name__}.onnx",
         "Onnx",
     ),
+    Kind(
+        "openai:DIR_OR_FILE",
+        "CLIP with a ResNet (RN50, RN101, …) of OpenAI's weights",
+        ("image", "text", "patches", "text tower"),
+        f"{__name__}.openai",
+        "OpenAI",
+    ),
     Kind("store:FILE_OR_DIR", "embeddings computed before", _CLOSED, f"{__name__}.store", "Store"),
 )
 ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _OWN}

@@ -45,6 +45,7 @@ def begin(
         settings, rows = thin(settings, rows)
     check_rows(settings, rows)
     seeds = [prepare(settings, rows, seed) for seed in settings.seeds]
+    rows = seeds[0].rows  # base-to-new: with the classes that are trained on
     for one in seeds:
         one.check()
     tuned: dict[str, Any] = {}

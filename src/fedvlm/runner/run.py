@@ -13,7 +13,7 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record, read_manifest
-from fedvlm.runner import cluster, schedule, tune
+from fedvlm.runner import cluster, halves, schedule, tune
 from fedvlm.runner.begin import begin
 from fedvlm.runner.forecast import training_time
 from fedvlm.runner.load import Loader, Progress
@@ -143,7 +143,11 @@ class _Run:
             found = self.found[prepared.seed, training.name]
             assert not isinstance(found, Exception)
             clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
-            done[training.name] = (training, {id: found[id] for id in clients if id in found})
+            mine = {id: found[id] for id in clients if id in found}
+            if prepared.new is not None:
+                tests = {id: one.test for id, one in prepared.new.members.items()}
+                mine |= halves.scored(prepared.new_world(), self.record, training.name, tests)
+            done[training.name] = (training, mine)
         rules, domains = prepared.settings.rules(), prepared.division.domains
         return rules.table(domains, done, prepared.generalises)
 
