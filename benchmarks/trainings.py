@@ -15,6 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 from federation import PACS, made
+from figures import say
 
 import fedvlm
 from fedvlm.runner.experiments import runs
@@ -83,10 +84,15 @@ def main() -> None:
     for case in given.cases:
         each = {workers: measured(case, workers, given.rounds) for workers in (1, 2)}
         (wall, spent), (walls, spents) = each[1], each[2]
-        print(
+        say(
             f"{case}: one process {wall:.1f} s ({spent:.1f} s of CPU), two {walls:.1f} s "
             f"({spents:.1f} s of CPU); wall {wall / walls:.2f} times shorter, CPU "
-            f"{spents / spent:.2f} times"
+            f"{spents / spent:.2f} times",
+            case,
+            seconds_of_one=wall,
+            seconds_of_two=walls,
+            cpu_of_one=spent,
+            cpu_of_two=spents,
         )
 
 

@@ -191,6 +191,24 @@ def test_what_a_callback_raises_ends_all_processes_and_the_run_goes_on_to_the_sa
     assert files(done.folder) == files(whole.folder)
 
 
+def test_races_for_a_rate_are_the_same_side_by_side(rows, files, tmp_path):
+    def ran(workers):
+        asked = {"protocol": "own-test", "clients": "domain", "tune": ["rate"], "seeds": [0, 1]}
+        out, told = tmp_path / str(workers), []
+        fedvlm.run(
+            {"name": "fedavg", "rounds": 4, "rate": 0.1},
+            embedded=rows,
+            out=out,
+            workers=workers,
+            progress=lambda *all: told.append(all),
+            **asked,
+        )
+        assert max(one for what, one, total in told if what == "tuning") == 2 * 10
+        return Record(out).manifest["tuned"], files(out)
+
+    assert ran(1) == ran(2)
+
+
 SCRIPT = """
 import signal, sys
 import fedvlm

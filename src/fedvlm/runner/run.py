@@ -18,7 +18,7 @@ from fedvlm.runner.begin import begin
 from fedvlm.runner.forecast import training_time
 from fedvlm.runner.load import Loader, Progress
 from fedvlm.runner.prepare import Prepared
-from fedvlm.runner.schedule import Order, Piece
+from fedvlm.runner.schedule import Order, Piece, Tally, stays
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.train import train
 from fedvlm.runner.training import file_name, finished
@@ -87,27 +87,6 @@ def together(
     return [out[folder] for _, folder in asked]
 
 
-class Tally:
-    """Rounds that are done, over all runs of a method: they may be side by side."""
-
-    def __init__(self, report: Progress) -> None:
-        self.report = report
-        self.done: dict[str, list[int]] = {}
-        self.total: dict[str, int] = {}
-
-    def place(self, name: str, rounds: int) -> Callable[[int], None]:
-        mine = self.done.setdefault(name, [])
-        number = len(mine)
-        mine.append(0)
-        self.total[name] = self.total.get(name, 0) + rounds
-
-        def tell(finished: int) -> None:
-            mine[number] = finished
-            self.report(name, sum(mine), self.total[name])
-
-        return tell
-
-
 @dataclass
 class _Run:
     """A run that has begun, until its last training is done."""
@@ -127,7 +106,6 @@ class _Run:
     def _piece(self, prepared: Prepared, training: Training, tell: Callable[[int], None]) -> Piece:
         settings, name = prepared.settings, file_name(training, prepared.seed)
         there = finished(self.record, name) is not None
-        alone = settings.engine == "flower" or "image tower" in settings.method.traits.needs
 
         def work(record: Record, workers: int, tell: Callable[[int], None]) -> scores.Results:
             here = replace(prepared, settings=replace(settings, workers=workers))
@@ -144,7 +122,7 @@ class _Run:
             record=self.record,
             cost=0.0 if there else training_time(prepared, training),
             workers=settings.workers,
-            alone=alone or there,
+            alone=stays(settings) or there,
             work=work,
             tell=tell,
             done=done,

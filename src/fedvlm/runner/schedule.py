@@ -30,6 +30,7 @@ from fedvlm.engines.single import one_thread
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import cores
 from fedvlm.record import Record
+from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings
 
 SHORT = 4.0  # seconds of work that stay in one process, by forecast and by the clock
@@ -59,6 +60,32 @@ class Piece:
     tell: Callable[[int], None]  # rounds done
     done: Callable[[Any], None]  # what came of it, or the error that did
     order: Order | None = None  # the same in words, for a machine that is not this one
+
+
+class Tally:
+    """Rounds that are done, over all runs of a method: they may be side by side."""
+
+    def __init__(self, report: Progress) -> None:
+        self.report = report
+        self.done: dict[str, list[int]] = {}
+        self.total: dict[str, int] = {}
+
+    def place(self, name: str, rounds: int) -> Callable[[int], None]:
+        mine = self.done.setdefault(name, [])
+        number = len(mine)
+        mine.append(0)
+        self.total[name] = self.total.get(name, 0) + rounds
+
+        def tell(finished: int) -> None:
+            mine[number] = finished
+            self.report(name, sum(mine), self.total[name])
+
+        return tell
+
+
+def stays(settings: Settings) -> bool:
+    """Whether a training is not beside another: a tower fills the memory, Flower has threads."""
+    return settings.engine == "flower" or "image tower" in settings.method.traits.needs
 
 
 def carry(pieces: Sequence[Piece]) -> None:
