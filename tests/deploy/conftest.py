@@ -210,6 +210,11 @@ def images(root):
     return root
 
 
+@pytest.fixture
+def small_images(tmp_path):
+    return images(tmp_path / "images")
+
+
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
     place = tmp_path_factory.mktemp("fed")
