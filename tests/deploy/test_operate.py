@@ -177,7 +177,7 @@ def test_what_a_person_is_told_would_leave_is_what_leaves(place, name):
 def test_an_aggregate_that_fails_under_a_robust_rule_ends_the_run_in_words(
     place, monkeypatch, rule
 ):
-    """Of what a rule has made of all uploads nobody's can be left out: the run stops, and says so."""
+    """Of what a rule has made of all uploads nobody's can be left out: the run ends in words."""
     settings = place.settings({"name": "fedavg", "rounds": 2}, channel={"aggregation": rule})
 
     def fails(*words):
