@@ -173,7 +173,7 @@ def test_what_a_person_is_told_would_leave_is_what_leaves(place, name):
     assert {one.split(" [")[0] for one in asks["leaves"]} == set(first)
 
 
-@pytest.mark.parametrize("rule", ["mean", "krum", "median", "trimmed", "geometric-median"])
+@pytest.mark.parametrize("rule", ["mean", "krum"])
 def test_an_aggregate_that_fails_under_a_robust_rule_ends_the_run_in_words(
     place, monkeypatch, rule
 ):
