@@ -25,11 +25,12 @@ from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
+from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
 from fedvlm.runner import tune
+from fedvlm.runner.begin import manifest
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
-from fedvlm.runner.run import manifest
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.storage.files import write
@@ -60,6 +61,11 @@ def ready(kit: ServerKit, settings: Settings) -> None:
     if settings.attack != "none":
         raise SettingsError(
             f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run"
+        )
+    if settings.protocol == BaseToNew.name:
+        raise SettingsError(
+            f"protocol = {settings.protocol!r} is for simulations: it leaves classes of the sites "
+            "out; take 'own-test'"
         )
     fits_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
