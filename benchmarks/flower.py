@@ -33,6 +33,7 @@ from fedvlm.deploy.flower.processes import (
     superlink,
 )
 from fedvlm.deploy.kits import ServerKit, init, keep_site, read_server, read_site, toml
+from fedvlm.deploy.membership import member
 from fedvlm.deploy.runs import APP, processes, run, start_site
 from fedvlm.deploy.server import Run
 from fedvlm.deploy.site import Site
@@ -181,7 +182,8 @@ def plain_link(kit: ServerKit) -> Process:
         sleep(0.1)
     connect(kit)
     for name in SITES:
-        key = kit.folder.resolve() / "sites" / f"{name}.pub"
+        key = home(kit).resolve() / f"{name}.pub"
+        write(key, member(kit.folder, name).key.encode())
         assert flwr(kit, "supernode", "register", str(key), LINK)["success"]
     return link
 

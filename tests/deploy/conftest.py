@@ -12,12 +12,12 @@ from browser import chrome  # noqa: F401
 from PIL import Image
 from running import execute
 
-from fedvlm.deploy.events import Events
+from fedvlm.deploy.events import Events, rounds_noted
 from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.flower.processes import superlink
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
 from fedvlm.deploy.runs import processes, run, stage, start_site
-from fedvlm.deploy.server import Run, ready, rounds_noted
+from fedvlm.deploy.server import Run, ready
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
@@ -208,6 +208,11 @@ def images(root):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.new("RGB", (8, 8), tuple(colour)).save(path)
     return root
+
+
+@pytest.fixture
+def small_images(tmp_path):
+    return images(tmp_path / "images")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from live_server import running
 from running import execute
 
 from fedvlm import tensors
@@ -21,6 +22,7 @@ from fedvlm.deploy.keys import certificates
 from fedvlm.deploy.kits import init, keep_site, read_server, read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.runs import run, start_site
+from fedvlm.deploy.watch import app
 from fedvlm.engines.single import Single
 from fedvlm.errors import FederationError
 from fedvlm.storage.sealed import read_tensors
@@ -83,6 +85,38 @@ def test_a_secure_sum_between_processes_is_the_mean_of_what_nobody_sees(federati
     plain = federation.settings(method, channel={"clip": 0.5}, engine="single")
     assert tensors.difference(shared(hidden), shared(execute(plain, tmp_path / "plain"))) < 1e-6
     assert "cosine" not in hidden.rounds[0]  # what only someone who has the uploads could tell
+
+
+def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(
+    federation, going, chrome, tmp_path
+):
+    """Somebody looks at the server's page while a site's processes are killed."""
+    federation.rules(deadline=10.0)
+    settings = federation.settings({"name": "fedot", "rounds": 6, "rate": 4e-3})
+    hosts = set()
+    with running(app(federation.kit.folder, "word", hosts)) as url:
+        hosts.add(url.removeprefix("http://"))
+        chrome.get(f"{url}/?token=word")
+        one = going(federation, settings, tmp_path / "run")
+        one.wait_for(lambda lines: len(lines) >= 1)
+        seen(chrome, "document.querySelectorAll('.light.answers').length === 3")
+        federation.kill(federation.sites["photo"])
+        seen(chrome, "document.querySelectorAll('.light.missing').length === 1")
+        seen(chrome, "document.body.textContent.includes('2 of 3 sites')")
+        one.join(120)
+        chrome.get("about:blank")
+    since = federation.joined("photo")
+    federation.sites["photo"] = federation.start("photo")
+    federation.wait_for("photo", since)
+    federation.rules(deadline=240.0)
+    assert one.error is None and len(one.lines()) == 6
+    assert sorted(one.lines()[-1]["clients"]) == ["art", "sketch"]
+
+
+def seen(chrome, script):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(chrome, 120).until(lambda it: it.execute_script(f"return {script}"))
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ from fedvlm.deploy.doctor import examine
 from fedvlm.deploy.events import Events, Tail, sentence
 from fedvlm.deploy.gained import gained
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.server import ruled
+from fedvlm.deploy.server import FAILED, REQUEST, conduct, ruled
 from fedvlm.deploy.status import in_words, runs, status
-from fedvlm.errors import SettingsError
+from fedvlm.engines.flower.local import local_grid
+from fedvlm.errors import FederationError, SettingsError
+from fedvlm.storage.sealed import write_json
 from fedvlm.testing import toy_world
 
 
@@ -169,3 +171,26 @@ def test_what_a_person_is_told_would_leave_is_what_leaves(place, name):
     out = [one for one in Ledger(place.site("art")).read().lines if one["direction"] == "out"]
     first = next(one["fields"] for one in out if one["kind"] == "round" and one["fields"])
     assert {one.split(" [")[0] for one in asks["leaves"]} == set(first)
+
+
+@pytest.mark.parametrize("rule", ["mean", "krum"])
+def test_an_aggregate_that_fails_under_a_robust_rule_ends_the_run_in_words(
+    place, monkeypatch, rule
+):
+    """Of what a rule has made of all uploads nobody's can be left out: the run ends in words."""
+    settings = place.settings({"name": "fedavg", "rounds": 2}, channel={"aggregation": rule})
+
+    def fails(*words):
+        raise FederationError("not enough clients are left")
+
+    monkeypatch.setattr("fedvlm.engines.aggregate._check_finite", fails)
+    out = place.folder / "run"
+    write_json(place.kit.folder / REQUEST, {"out": str(out), "identity": settings.identity()})
+    with pytest.raises(FederationError, match="not enough clients"):
+        conduct(local_grid(place.desks), place.kit.folder)
+    last = events.read(place.kit.folder)[-1]
+    assert last["kind"] == "failed" and "not enough clients are left" in last["why"]
+    assert "not enough clients" in (place.kit.folder / FAILED).read_text()
+    monkeypatch.undo()
+    conduct(local_grid(place.desks), place.kit.folder)  # and it goes on from there
+    assert events.read(place.kit.folder)[-1]["kind"] == "ended"

@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import pytest
+import yaml
+
+from fedvlm.cli.deploy import deploy_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,3 +24,19 @@ def test_a_unit_is_closed_and_starts_what_there_is(unit):
         assert wanted in lines
     [start] = [line for line in lines if line.startswith("ExecStart=")]
     assert start.split()[1:3] == ["deploy", unit.removeprefix("fedvlm-").removesuffix("@")]
+
+
+def test_the_compose_file_starts_what_there_is_and_opens_no_port():
+    """`docker compose config` is not everywhere; what it reads is a table like any other."""
+    compose = yaml.safe_load((ROOT / "docker" / "docker-compose.yml").read_text())
+    known = {one.name or one.callback.__name__ for one in deploy_app.registered_commands}
+    assert sorted(compose["services"]) == ["server", "site-a", "site-b", "site-c"]
+    for name, service in compose["services"].items():
+        words = service["command"].split()
+        assert words[0] == "deploy" and words[1] in known and words[2] == f"/kits/{name}"
+        assert service["user"] == "${FEDVLM_USER:-1000:1000}" and service["init"] is True
+        assert "ports" not in service and "privileged" not in service
+        assert {"depends_on"} & service.keys() if name != "server" else True
+        for volume in service["volumes"]:
+            assert volume.startswith("./") and ".." not in volume
+    assert (ROOT / "docker" / "Dockerfile").exists()

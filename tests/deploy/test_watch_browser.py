@@ -1,12 +1,14 @@
 """The live page in a real browser: a light changes while somebody looks."""
 
 import base64
+import json
 import os
 
 import pytest
 from browser import look
 from live_server import running
 
+from fedvlm.deploy.consent import CONSENT
 from fedvlm.deploy.events import Events
 from fedvlm.deploy.watch import app
 
@@ -42,7 +44,29 @@ def test_a_light_changes_when_a_site_goes_missing_and_the_round_goes_on(shown, p
     text = shown.execute_script("return document.body.textContent")
     assert "round 4 of 9" in text and "<b>in time</b>" in text
     assert "1 of 3 sites take no part" in text
+    picture(shown, "watch-server")
+
+
+def test_a_person_at_a_site_reads_what_is_asked_and_accepts_it_in_the_page(chrome, place):
+    place.asks_for_consent("photo")
+    place.run()
+    folder, hosts = place.site("photo"), set()
+    with running(app(folder, "word", hosts)) as url:
+        hosts.add(url.removeprefix("http://"))
+        look(chrome, 1000, "light")
+        chrome.get(f"{url}/?token=word")
+        wait(chrome, "document.body.textContent.includes('The server asks for fedot')")
+        picture(chrome, "watch-site")
+        chrome.execute_script("document.getElementById('by').value = 'A. Person'")
+        chrome.execute_script("document.getElementById('accept').click()")
+        wait(chrome, "!document.body.textContent.includes('The server asks for fedot')")
+        chrome.get("about:blank")
+    assert json.loads((folder / CONSENT).read_text())["by"] == "A. Person"
+
+
+def picture(chrome, name):
+    """For docs/pictures, where somebody asks for it."""
     if place_of_pictures := os.environ.get("FEDVLM_PICTURES"):
-        data = shown.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
-        with open(f"{place_of_pictures}/watch-server.png", "wb") as file:
+        data = chrome.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+        with open(f"{place_of_pictures}/{name}.png", "wb") as file:
             file.write(base64.b64decode(data["data"]))

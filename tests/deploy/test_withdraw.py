@@ -88,6 +88,7 @@ def test_both_ledgers_say_so_and_the_site_is_out_of_later_rounds(place):
     out = [one for one in Ledger(place.site("photo")).read().lines if one["kind"] == "withdrawal"]
     came = Ledger(place.kit.folder).read()
     assert [one["by"] for one in out] == ["A. Person"] and out[0]["bytes"] > 0
+    assert [one["content"] for one in came.lines] == [one["content"] for one in out]
     assert [(one["site"], one["what"]) for one in came.lines] == [("photo", "taken out")]
     later = place.run(place.settings({"name": "fedavg", "rounds": 1}, allow_small=True), "later")
     assert "its key was revoked" in later.rounds[0]["missing"]["photo"]

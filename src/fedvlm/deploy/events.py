@@ -137,3 +137,28 @@ class Tail:
 
 def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
+
+
+def rounds_noted(note: Note, rounds: int) -> Callable[[str, Any], None]:
+    """Listens to a record's lines: each round is noted, and who was missing in it."""
+
+    def listen(run: str, line: Mapping[str, Any]) -> None:
+        clients, missing = line["clients"], line.get("missing", {})
+        moved = sum(one["bytes_up"] + one["bytes_down"] for one in clients.values())
+        share = line.get("accuracy")
+        for site, why in missing.items():
+            note("missing", round=line["round"] + 1, site=site, why=why)
+        note(
+            "round",
+            round=line["round"] + 1,
+            rounds=rounds,
+            answered=len(clients),
+            asked=len(clients) + len(missing),
+            there=sorted(clients),
+            share=share,
+            accuracy=f", accuracy so far {percent(share)}" if share is not None else "",
+            kB=round(moved / 1000, 1),
+            seconds=round(line["seconds"], 1),
+        )
+
+    return listen

@@ -76,14 +76,14 @@ def forget(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -> tuple[st
         for plan in plans:
             plan.carry_out()
         revoke(kit, site)
-    ledger, note = Ledger(kit.folder), Events(kit.folder)
-    for one in [plan.said for plan in plans]:
-        what = "taken out" if one.done else one.why
-        ledger.add(
-            "in", -1, kind="withdrawal", site=site, run=one.run, training=one.training, what=what
-        )
-    if not plans:
-        ledger.add("in", -1, kind="withdrawal", site=site, what="it had contributed to no run")
+    ledger, note, data = Ledger(kit.folder), Events(kit.folder), read_regular(file, MOST)
+    lines = [
+        {"run": one.run, "training": one.training, "what": "taken out" if one.done else one.why}
+        for one in (plan.said for plan in plans)
+    ]
+    for words in lines or [{"what": "it had contributed to no run"}]:
+        about: dict[str, Any] = {"kind": "withdrawal", "site": site, **words}
+        ledger.add("in", -1, None, data, **about)  # of the same hash as in the site's ledger
     note("withdrew", site=site, out=sum(plan.said.done for plan in plans), of=len(plans))
     return site, [plan.said for plan in plans]
 

@@ -13,7 +13,7 @@ from fedvlm.channel.settings import deployed, fits_secagg
 from fedvlm.channel.uploads import Arrived
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
-from fedvlm.deploy.events import Events, Note, percent, unnoted
+from fedvlm.deploy.events import Events, Note, rounds_noted, unnoted
 from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.race import Race
 from fedvlm.deploy.remote import Opened, Remote
@@ -237,31 +237,6 @@ class Run:
                 "works on; make it again: fedvlm deploy reference"
             )
         return {"reference": values[view]}
-
-
-def rounds_noted(note: Note, rounds: int) -> Callable[[str, Any], None]:
-    """Listens to a record's lines: each round is noted, and who was missing in it."""
-
-    def listen(run: str, line: Mapping[str, Any]) -> None:
-        clients, missing = line["clients"], line.get("missing", {})
-        moved = sum(one["bytes_up"] + one["bytes_down"] for one in clients.values())
-        share = line.get("accuracy")
-        for site, why in missing.items():
-            note("missing", round=line["round"] + 1, site=site, why=why)
-        note(
-            "round",
-            round=line["round"] + 1,
-            rounds=rounds,
-            answered=len(clients),
-            asked=len(clients) + len(missing),
-            there=sorted(clients),
-            share=share,
-            accuracy=f", accuracy so far {percent(share)}" if share is not None else "",
-            kB=round(moved / 1000, 1),
-            seconds=round(line["seconds"], 1),
-        )
-
-    return listen
 
 
 RULES = {"quorum", "deadline", "wait"}  # of server.toml, that one run may have otherwise
