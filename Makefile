@@ -46,8 +46,9 @@ docs: $(VENV)/.dev
 tables: $(VENV)/.dev
 	$(BIN)/python -m tools.tables
 
+# Figures go to benchmarks/results.json, and from there to docs/papers/benchmarks.md; QUICK=1: ratios only.
 bench: $(VENV)/.dev
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	$(BIN)/python -m tools.bench $(if $(QUICK),--quick)
 
 # What is installed, for those who must list it: CycloneDX, in sbom.json.
 sbom: $(VENV)/.dev

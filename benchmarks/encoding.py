@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from figures import say
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -138,9 +139,17 @@ def loading(root: Path) -> float:
 def main() -> int:
     with TemporaryDirectory() as root:
         took = loading(Path(root))
-        print(f"loading 10,000 x 512: {took:.0f} ms (wanted: below {WANTED_MS})")
+        say(
+            f"loading 10,000 x 512: {took:.0f} ms (wanted: below {WANTED_MS})",
+            "loading 10,000 x 512 from the cache",
+            ms=took,
+        )
         kept = ratio(Path(root))
-        print(f"throughput kept: {kept:.1%} of the bare model (wanted: {WANTED_RATIO:.0%})")
+        say(
+            f"throughput kept: {kept:.1%} of the bare model (wanted: {WANTED_RATIO:.0%})",
+            "from JPEG to the cache, beside the bare model",
+            **{"% of its throughput": 100 * kept},
+        )
     return int(kept < WANTED_RATIO or took > WANTED_MS)
 
 

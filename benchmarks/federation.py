@@ -12,6 +12,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from figures import say
 
 import fedvlm
 from fedvlm.data.table import Embedded
@@ -59,7 +60,11 @@ def pacs(rounds: int) -> None:
         begin = perf_counter()
         fedvlm.run({"name": "fedot", "rounds": rounds}, embedded=rows, out=folder)
         seconds = perf_counter() - begin
-    print(f"PACS-sized, FedOT, 4 folds, {rounds} rounds: {seconds:.0f} s, {memory.peak:.2f} GB")
+    say(
+        f"PACS-sized, FedOT, 4 folds, {rounds} rounds: {seconds:.0f} s, {memory.peak:.2f} GB",
+        f"PACS-sized, FedOT, 4 folds, {rounds} rounds",
+        **{"s": seconds, "GB": memory.peak},
+    )
 
 
 def crowd(method: str, rounds: int) -> None:
@@ -78,9 +83,11 @@ def crowd(method: str, rounds: int) -> None:
             workers=1,
         )
         seconds = perf_counter() - begin
-    print(
+    say(
         f"1,000 clients of 5 to 500 rows, {method} {options}, one process: "
-        f"{seconds / rounds:.1f} s a round, {memory.peak:.2f} GB"
+        f"{seconds / rounds:.1f} s a round, {memory.peak:.2f} GB",
+        f"1,000 clients of 5 to 500 rows, {method}, one process, a round",
+        **{"s": seconds / rounds, "GB": memory.peak},
     )
 
 

@@ -19,6 +19,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from figures import say
 from PIL import Image
 
 from fedvlm.core import Frozen, make
@@ -105,12 +106,14 @@ def measure(words: str, clients: int, batch: int, rounds: int) -> None:
         train(world, Batched(world, workers=1), plan, state, fresh, on_round)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     up, down = sent[0]
-    print(
+    seconds = (perf_counter() - begin) / rounds
+    say(
         f"{words:24} {guess.trained // 4:>12,} parameters {up / 1e6:>9.2f} MB up "
         f"{down / 1e6:>9.2f} MB down a round; peak {peak:5.2f} GB ({before:.2f} before), expected "
-        f"{before + guess.total / 1e9:5.2f} GB; {(perf_counter() - begin) / rounds:.0f} s a round"
+        f"{before + guess.total / 1e9:5.2f} GB; {seconds:.0f} s a round",
+        words,
+        **{"MB up": up / 1e6, "MB down": down / 1e6, "GB": peak, "s a round": seconds},
     )
-    sys.stdout.flush()
 
 
 def main() -> None:

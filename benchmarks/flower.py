@@ -19,6 +19,7 @@ from time import perf_counter, sleep
 
 import numpy as np
 import torch
+from figures import say
 
 from fedvlm.deploy.flower.processes import (
     LINK,
@@ -90,8 +91,11 @@ def added(folder: Path, rounds: int = 20) -> None:
     print(
         f"three sites, one after the other: {1e3 * ours:.0f} ms a round, of which {1e3 * work:.0f}"
     )
-    print(
-        f"the method itself; {1e3 * (ours - work) / len(SITES):.0f} ms are added per site and round"
+    extra = 1e3 * (ours - work) / len(SITES)
+    say(
+        f"the method itself; {extra:.0f} ms are added per site and round",
+        "a round of three sites without processes",
+        **{"ms": 1e3 * ours, "of which training": 1e3 * work, "added a site": extra},
     )
 
 
@@ -239,7 +243,11 @@ def main() -> None:
     least = median(seconds["fedvlm"])
     for name, times in seconds.items():
         each = ", ".join(f"{time:.2f}" for time in times)
-        print(f"{name}: {median(times):.2f} s a round, {median(times) / least:.2f} x ({each})")
+        say(
+            f"{name}: {median(times):.2f} s a round, {median(times) / least:.2f} x ({each})",
+            name,
+            **{"s a round": median(times), "times ours": median(times) / least},
+        )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from time import perf_counter, process_time
 import numpy as np
 import psutil
 import torch
+from figures import say
 from torch import Tensor
 from torch.nn.functional import cross_entropy, layer_norm, linear, normalize
 from transport import scaling
@@ -55,6 +56,8 @@ def tower(classes: int, longest: int = 5) -> TextTower:
     )
     return TextTower(
         start=0.02 * torch.randn(WIDTH, generator=draw),
+        template="{}",
+        prefix=torch.zeros(0, WIDTH),
         suffixes=0.02 * torch.randn(classes, longest, WIDTH, generator=draw),
         ends=1 + torch.arange(classes) % (longest - 1),
         positions=0.01 * torch.randn(LENGTH, WIDTH, generator=draw),
@@ -129,9 +132,12 @@ def step(classes: int = 37, repeats: int = 3) -> None:
         slow.append(process_time() - begin)
     ours = torch.stack([sent["prompt"] - upload["prompt"], own["own"] - after["own"]])[:, 0]
     gap = tensors.difference({"": ours}, {"": gradient})
-    print(
+    say(
         f"K={classes} batch {BATCH}: a step {median(slow):.2f} s plain, {median(fast):.2f} s ours, "
-        f"ratio {median(slow) / median(fast):.1f} (gradients differ by {gap:.0e})"
+        f"ratio {median(slow) / median(fast):.1f} (gradients differ by {gap:.0e})",
+        f"a step of FedOTP, {classes} classes, batch {BATCH}",
+        **{"plain s": median(slow), "ours s": median(fast)},
+        **{"ratio": median(slow) / median(fast), "differ by": gap},
     )
 
 
@@ -181,9 +187,12 @@ def cache(images: int = 10_000, clients: int = 10, classes: int = 37) -> None:
         engine.close()
         watch.over.set()
         watch.join()
-    print(
+    seconds = perf_counter() - begin
+    say(
         f"{images} images, {size / 1e9:.2f} GB of patches, {clients} clients, two workers: a round "
-        f"in {perf_counter() - begin:.0f} s, at most {watch.most / 1e9:.2f} GB resident"
+        f"in {seconds:.0f} s, at most {watch.most / 1e9:.2f} GB resident",
+        f"a round of {clients} clients on {images} images' patches",
+        **{"GB on disk": size / 1e9, "s": seconds, "GB at most": watch.most / 1e9},
     )
 
 

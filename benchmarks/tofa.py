@@ -13,6 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from federation import Memory, made
+from figures import say
 
 from fedvlm import tensors
 from fedvlm.core import make
@@ -68,12 +69,14 @@ def measure(clients: int, texts: int, workers: int) -> None:
         engine.close()
         seconds, processor = perf_counter() - begin, spent() - processor
     hits = sum(one["test_hits"] for one in outcome.scores.values()) / (clients * TESTED)
-    print(
+    say(
         f"{clients} clients of {ROWS} rows, {CLASSES} classes, d = 512, {texts} descriptions, "
         f"{workers} workers: {seconds:.1f} s, {processor:.1f} s of processor time "
         f"({1000 * processor / clients:.0f} ms a client), {memory.peak:.2f} GB, "
         f"{sizes[0]:,} bytes up, {tensors.count_bytes(state.shared):,} down, "
-        f"{100 * hits:.1f} % right"
+        f"{100 * hits:.1f} % right",
+        f"{clients} clients of {ROWS} rows, {CLASSES} classes, {texts} descriptions",
+        **{"s": seconds, "processor s": processor, "GB": memory.peak, "bytes up": sizes[0]},
     )
 
 

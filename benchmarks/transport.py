@@ -12,6 +12,7 @@ from statistics import median
 from time import process_time
 
 import torch
+from figures import say
 from torch import Tensor
 
 from fedvlm.maths import transport
@@ -75,7 +76,12 @@ def compare(gamma: float, strength: float, repeats: int = 7) -> None:
     ratios = ", ".join(
         f"{cost[name] / cost['ours']:.1f} of {name}" for name in runs if name != "ours"
     )
-    print(f"gamma {gamma} lambda {strength}: {said}  ratio {ratios}")
+    say(
+        f"gamma {gamma} lambda {strength}: {said}  ratio {ratios}",
+        f"γ = {gamma}, λ = {strength}",
+        **{f"{name} ms": one for name, one in cost.items()},
+        **{f"{name}: ours": one / cost["ours"] for name, one in cost.items() if name != "ours"},
+    )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import fedvlm
 ROOT = Path(fedvlm.__file__).parent
 ORDER = [
     "errors",
+    "outside",
     "seeds",
     "machine",
     "hub",
@@ -22,6 +23,7 @@ ORDER = [
     "methods",
     "data",
     "encoders",
+    "evaluate.far",
     "channel",
     "evaluate.scores",
     "evaluate.metrics",

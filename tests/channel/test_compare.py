@@ -7,12 +7,13 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.channel import Channel, compare
-from fedvlm.channel.compare import HEAVIEST, LONGEST, Round, apart, bounded, combined, named
+from fedvlm.channel.compare import HEAVIEST, LONGEST, Round, apart, bounded, combined
 from fedvlm.channel.settings import check_channel, deployed
 from fedvlm.channel.uploads import Passage
 from fedvlm.core import make, methods, sums
 from fedvlm.engines.client import client
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.far import named
 from fedvlm.parts.robust import RULES
 from fedvlm.runner.settings import build
 from fedvlm.testing import toy_world

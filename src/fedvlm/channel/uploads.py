@@ -108,6 +108,8 @@ class Arrived:
     refused: Mapping[str, str] = field(default_factory=dict)  # whose upload is not used, and why
     apart: Mapping[str, dict[str, float]] = field(default_factory=dict)  # how far from the others
     settled: Collection[str] = ()  # whose local tensors are where they belong
+    # of uploads that are added up: clients with and without whom all others count as they came
+    plain: frozenset[str] = frozenset()
 
 
 class Passage:
@@ -204,7 +206,12 @@ class Passage:
         dots = now.dots() if exact else now.about()
         ids, uploads, weights = compare.settle(self.channel, now, came.ids, dots)
         apart = compare.apart(came.ids, dots)
-        return replace(came, ids=ids, uploads=uploads, weights=weights, apart=apart)
+        plain: frozenset[str] = frozenset()
+        if self.kind == "total" and self.channel.aggregation == "mean":
+            median = self.channel.bound == "median"
+            quiet = compare.quiet_without(now, dots) if median else [True] * len(came.ids)
+            plain = frozenset(id for id, one in zip(came.ids, quiet, strict=True) if one)
+        return replace(came, ids=ids, uploads=uploads, weights=weights, apart=apart, plain=plain)
 
     def _sum(
         self,

@@ -5,7 +5,7 @@ from typing import Any
 
 from fedvlm import tensors
 from fedvlm.core import Conditioned, Tensors
-from fedvlm.engines.client import Done, Scores, here, steps
+from fedvlm.engines.client import Done, Scores, Task, here, steps
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
@@ -54,3 +54,8 @@ def disagreement(
         if len(known) == len(conditions):  # a site may leave its own out
             out["difference_bound"] = difference_bound(method.tau, known)
     return out
+
+
+def line_of(task: Task, done: Done, size: int) -> dict[str, float]:
+    sent = tensors.count_bytes(task.sent) if task.trains else 0
+    return {**done.scores, "bytes_down": sent, "bytes_up": size}

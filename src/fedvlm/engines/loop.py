@@ -24,7 +24,7 @@ from fedvlm.engines.client import (
     World,
     names,
 )
-from fedvlm.engines.lines import disagreement, means
+from fedvlm.engines.lines import disagreement, line_of, means
 from fedvlm.engines.single import Single, where
 from fedvlm.engines.state import POOLED, Plan, State, after, counted
 from fedvlm.errors import SettingsError
@@ -80,6 +80,10 @@ def participants(terms: Terms, plan: Plan, number: int) -> list[str]:
     return sorted(ids[i] for i in torch.randperm(len(ids), generator=generator)[:count].tolist())
 
 
+def unheard(number: int, shared: Tensors, came: Arrived) -> None:
+    """Where nobody keeps the sums."""
+
+
 def train(
     terms: Terms,
     engine: Engine,
@@ -88,10 +92,12 @@ def train(
     fresh: Local,
     on_round: Callable[[State, dict[str, Any]], None],
     until: int | None = None,
+    on_sum: Callable[[int, Tensors, Arrived], None] = unheard,
 ) -> State:
     """Runs the rounds that are left, or those up to `until`.
 
-    `on_round` gets each new state with the line to record.
+    `on_round` gets each new state with the line to record; `on_sum` what was shared before a round
+    and the uploads that were aggregated.
     """
     method = terms.method
     passage = Passage(terms.channel, method, names(fresh), terms.seed)
@@ -113,6 +119,7 @@ def train(
         passed = {id for id, one in answers.done.items() if one.passed}
         shared, came = aggregated(method, state.shared, came, passed, number)
         answers = without(answers, came.refused, [task.id for task in tasks])
+        on_sum(number, state.shared, came)
         done = answers.done
         ids = [id for id in ids if id in done]
         scores = {id: one.scores for id, one in done.items()}
@@ -122,7 +129,7 @@ def train(
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
             line |= disagreement(method, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
-            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) | came.apart.get(t.id, {})
+            t.id: line_of(t, done[t.id], came.sizes.get(t.id, 0)) | came.apart.get(t.id, {})
             for t in tasks
             if t.id in done
         }
@@ -180,8 +187,7 @@ def _in_parts(
         after(state.local, {id: answers.done[id].local for id in came.ids})
         total.add(came)
         tasks += [replace(task, local={}) for task in some]
-        bare = {id: replace(one, upload=None, local={}) for id, one in answers.done.items()}
-        done |= bare
+        done |= {id: replace(one, upload=None, local={}) for id, one in answers.done.items()}
     return tasks, Answers(done), total.whole()
 
 
@@ -207,11 +213,6 @@ def _carry(
         answers.total,
         {task.id: done[task.id].releases for task in tasks},
     )
-
-
-def _line(task: Task, done: Done, size: int) -> dict[str, float]:
-    sent = tensors.count_bytes(task.sent) if task.trains else 0
-    return {**done.scores, "bytes_down": sent, "bytes_up": size}
 
 
 def chooses(method: Any, plan: Plan) -> bool:

@@ -10,6 +10,7 @@ attention backend does, and has to pass through torch.func.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from itertools import takewhile
 from typing import NamedTuple
@@ -106,25 +107,43 @@ class TextTower:
             )
         classes, longest, _ = self.suffixes.shape
         head = 1 + vectors
-        tail = self.suffixes + self.positions[head : head + longest]
-        # the common prefix once, then every class's suffix: (..., head + classes * longest, width)
+        kept, spread, ends = self._tokens
+        tail = (self.suffixes + self.positions[head : head + longest]).flatten(0, 1)[kept]
+        # the common prefix once, then every class's suffix: (..., head + len(kept), width)
         x = torch.cat(
             [
                 (self.start + self.positions[0]).expand(*many, 1, width),
                 context + self.positions[1:head],
-                tail.flatten(0, 1).expand(*many, classes * longest, width),
+                tail.expand(*many, *tail.shape),
             ],
             dim=-2,
         )
+        prefix = torch.arange(head, device=x.device)
+        padded, packed = (torch.cat([prefix, head + some]) for some in (spread, kept))
         for layer in self.layers:
-            q, k, v = self._heads(linear(self._norm(x, layer.norm1), *layer.qkv))
-            seen = attend(q, k, v, head, classes)
+            qkv = linear(self._norm(x, layer.norm1), *layer.qkv)
+            # only the attention has classes of one length: padding a row costs less than a layer
+            q, k, v = self._heads(qkv.index_select(-2, padded))
+            if layer is self.layers[-1]:  # after its attention only EOT is looked at
+                x, packed = x.index_select(-2, head + ends), head + kept[ends]
+            seen = attend(q, k, v, head, classes).index_select(-2, packed)
             x = x + linear(seen.transpose(-2, -3).flatten(-2), *layer.out)
             wide = ACTIVATIONS[self.activation](linear(self._norm(x, layer.norm2), *layer.up))
             x = x + linear(wide, *layer.down)
-        where = head + torch.arange(classes, device=x.device) * longest + self.ends
-        last = self._norm(x.index_select(-2, where), self.final)
-        return normalize(linear(last, self.projection), dim=-1)
+        return normalize(linear(self._norm(x, self.final), self.projection), dim=-1)
+
+    @cached_property
+    def _tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Suffixes without what is behind EOT, one after the other, by where they come from.
+
+        Which of (classes * longest) padded tokens are kept; which of the kept stands at each place
+        of the padded (EOT for what is behind it); and where each class has its EOT.
+        """
+        at = torch.arange(self.suffixes.shape[1], device=self.ends.device)
+        last = self.ends[:, None]
+        ends = (self.ends + 1).cumsum(0) - 1
+        kept = (at <= last).flatten().nonzero()[:, 0]
+        return kept, (ends[:, None] - last + torch.minimum(at, last)).flatten(), ends
 
     def _norm(self, x: Tensor, by: Affine) -> Tensor:
         return layer_norm(x, (x.shape[-1],), by.weight, by.bias, self.eps)

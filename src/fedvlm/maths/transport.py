@@ -10,17 +10,19 @@ that is a tiny system for every image and class. The number of steps depends on 
 so no image waits for another and the plan passes through vmap.
 """
 
+from math import log
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from fedvlm.errors import SettingsError
 
 Kind = Literal["unbalanced", "classical", "averaging"]
 SPAN = 60.0  # e to this power is far from the largest float32
 WIDE = 0.2  # λ that is reached in a few steps from anywhere
-WARM, LAST = 2, 6  # steps for each larger λ on the way, and for the last
+WARM, LAST = 2, 5  # steps for each larger λ on the way, and for the last
 NEAR = 6  # more steps where γ is above 0.9, and nearly every patch has to give all it has
 RIDGE = 1e-6  # of what a prompt takes: keeps the system regular where every patch gives all it has
 AT_ONCE = 100_000  # numbers whose intermediate results stay in a core's cache
@@ -73,17 +75,25 @@ def _solve(similarity: Tensor, gamma: float, strength: float, exact: bool, steps
     levels = [strength]
     while levels[-1] < WIDE:
         levels.append(2 * levels[-1])
-    top = (cost / levels[-1]).exp().sum(dim=-1, keepdim=True)
-    g = (target / top).log()
+    kernel = (cost / levels[-1]).exp()
+    g = (target / kernel.sum(dim=-1, keepdim=True)).log()
     for level in reversed(levels):
         # Cosines differ by 2 at most, and so does λg: below SPAN no e^g or e^(c/λ) overflows.
         plain = 2 / level < SPAN
-        kernel = (cost / level).exp() if plain else cost / level
-        count = WARM if level > strength else steps + (NEAR if gamma > 0.9 and not exact else 0)
+        if level < levels[-1]:
+            kernel = kernel.square() if plain else cost / level
+            # λg is carried on; where e^g is the larger part of it, without what γ has in it.
+            g = 2 * g - (log(gamma / prompts) if plain else 0)
+        last = steps + (not plain) + (NEAR if gamma > 0.9 and not exact else 0)
+        count = WARM if level > strength else last
+        two = [one.contiguous() for one in kernel.unbind(-2)] if plain and prompts == 2 else []
+        product = two[0] * two[1] if two else kernel
         for _ in range(count):
-            taken, total = _taken(kernel, g, exact, plain)
-            g = g + _newton(taken, total, target, exact)
-        g = 2 * g if level > strength else g  # λg is carried on
+            if two:
+                step = _newton_of_two(two[0], two[1], product, g, target, exact)
+            else:
+                step = _newton(*_taken(kernel, g, exact, plain), target, exact)
+            g = g + step.sign() * step.abs().log1p()  # shortened, since e^g is far from straight
     taken, _ = _taken(kernel, g, exact, plain)
     return taken * (target / taken.sum(dim=-1, keepdim=True) / patches)
 
@@ -102,7 +112,7 @@ def _taken(kernel: Tensor, g: Tensor, exact: bool, plain: bool) -> tuple[Tensor,
 
 
 def _newton(taken: Tensor, total: Tensor, target: float, exact: bool) -> Tensor:
-    """(problems, prompts, 1): what to add to g; shortened, since e^g is far from straight.
+    """(problems, prompts, 1): what to add to g.
 
     The system is a Laplacian: prompts compete for patches that give all they have (`shared`), and
     gain from those that do not (`free`).
@@ -113,11 +123,34 @@ def _newton(taken: Tensor, total: Tensor, target: float, exact: bool) -> Tensor:
     free = whole - held.sum(dim=-1, keepdim=True) + RIDGE * target
     if taken.shape[-2] == 2:
         shared = (held[:, :1] * taken[:, 1:]).sum(dim=-1, keepdim=True)
-        determinant = free.prod(dim=-2, keepdim=True) + shared * free.sum(dim=-2, keepdim=True)
-        step = (free.flip(-2) * lack + shared * lack.sum(dim=-2, keepdim=True)) / determinant
-    else:
-        shared = held @ taken.mT
-        between = shared - torch.diag_embed(shared.diagonal(dim1=-2, dim2=-1))
-        system = torch.diag_embed(between.sum(dim=-1) + free[..., 0]) - between
-        step = torch.linalg.solve(system, lack)
-    return step.sign() * step.abs().log1p()
+        return _solved(free, shared, lack)
+    shared = held @ taken.mT
+    between = shared - torch.diag_embed(shared.diagonal(dim1=-2, dim2=-1))
+    system = torch.diag_embed(between.sum(dim=-1) + free[..., 0]) - between
+    step: Tensor = torch.linalg.solve(system, lack)
+    return step
+
+
+def _newton_of_two(
+    one: Tensor, other: Tensor, product: Tensor, g: Tensor, target: float, exact: bool
+) -> Tensor:
+    """`_newton` of the plain kernels of two prompts and their product, in few passes."""
+    wish = g.exp()
+    total = torch.addcmul(one * wish[:, 0], other, wish[:, 1])
+    part = (total if exact else total.clamp(min=1)).reciprocal()  # of a wish that is granted
+    # total * part is 1 where a patch gives all it has
+    held = part if exact else threshold(total, 1.0, 0.0).mul_(part).mul_(part)
+    dot = torch.linalg.vecdot
+    whole = torch.stack([dot(one, part), dot(other, part)], -1)[..., None] * wish
+    free = torch.full_like(whole, RIDGE * target)
+    if not exact:
+        free += whole - torch.stack([dot(one, held), dot(other, held)], -1)[..., None] * wish
+    shared = dot(product, held * part)[:, None, None] * wish.prod(dim=-2, keepdim=True)
+    return _solved(free, shared, target - whole)
+
+
+def _solved(free: Tensor, shared: Tensor, lack: Tensor) -> Tensor:
+    """The step of two prompts."""
+    determinant = free.prod(dim=-2, keepdim=True) + shared * free.sum(dim=-2, keepdim=True)
+    step: Tensor = (free.flip(-2) * lack + shared * lack.sum(dim=-2, keepdim=True)) / determinant
+    return step

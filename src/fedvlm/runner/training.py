@@ -7,8 +7,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from fedvlm.channel.uploads import Arrived
+from fedvlm.core import Tensors
 from fedvlm.engines.client import Kept, Local, Terms, here
-from fedvlm.engines.loop import Engine, Outcome, finish, train
+from fedvlm.engines.loop import Engine, Outcome, finish, train, unheard
 from fedvlm.engines.state import Plan, State, after, pack, shelves, unpack
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
@@ -31,6 +33,7 @@ def carry_out(
     record: Record,
     tell: Callable[[int], None],
     every: float | None = None,  # seconds between checkpoints
+    on_sum: Callable[[int, Tensors, Arrived], None] = unheard,
 ) -> scores.Results:
     """Trains on an engine; a checkpoint goes before the state that is given."""
     every = EVERY if every is None else every
@@ -57,7 +60,7 @@ def carry_out(
         tell(state.round)
 
     with closing(engine):
-        state = train(terms, engine, plan, state, fresh, on_round)
+        state = train(terms, engine, plan, state, fresh, on_round, on_sum=on_sum)
         outcome = finish(terms, engine, plan, state, fresh)
     _save(record.folder / "trainings", name, training, outcome)
     checkpoint.unlink(missing_ok=True)

@@ -1,0 +1,20 @@
+"""How a benchmark hands its figures over: it prints a line, and `make bench` keeps the numbers.
+
+`tools/bench.py` names a file in FEDVLM_FIGURES; every line that a script, or a process it starts,
+says is added there as JSON.
+"""
+
+import json
+import os
+from pathlib import Path
+
+PLACE = "FEDVLM_FIGURES"
+
+
+def say(line: str, what: str, **figures: float | str) -> None:
+    """Prints the line; its numbers go to the file by names, as one row of the script's table."""
+    print(line, flush=True)
+    if place := os.environ.get(PLACE):
+        row = {"what": what, "figures": figures}
+        with Path(place).open("a") as file:
+            file.write(json.dumps(row) + "\n")
