@@ -4,7 +4,9 @@ import argparse
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
@@ -20,8 +22,10 @@ from fedvlm.engines.client import World
 from fedvlm.engines.loop import finish, open_engine, start, train
 from fedvlm.engines.state import Plan
 from fedvlm.runner.prepare import frozen_of
+from fedvlm.storage.shelf import Shelf
 
 CLASSES, ROWS, TESTED = 100, 160, 40
+STREAMED = 1000  # clients above which local tensors are on disk, and uploads summed as they come
 
 
 def world_of(clients: int, texts: int) -> World:
@@ -52,10 +56,13 @@ def measure(clients: int, texts: int, workers: int) -> None:
     world = world_of(clients, texts)
     plan = Plan(tuple(world.members), ())
     sizes: list[int] = []
-    with Memory() as memory:
+    with TemporaryDirectory() as place, Memory() as memory:
+        folder = Path(place)
         begin, processor = perf_counter(), spent()
         engine = open_engine("batched", world, workers, 1)
         state, fresh = start(world)
+        if clients > STREAMED:
+            state = replace(state, local=Shelf(folder / "local", plan.train, fresh))
         on_round = lambda state, line: sizes.append(line["clients"]["0000"]["bytes_up"])  # noqa: E731
         state = train(world, engine, plan, state, fresh, on_round)
         outcome = finish(world, engine, plan, state, fresh)

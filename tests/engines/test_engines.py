@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from fedvlm import tensors
 from fedvlm.core import make
 from fedvlm.engines import batched
 from fedvlm.engines import loop as rounds
 from fedvlm.engines.batched import Batched, chunks
 from fedvlm.engines.client import Task, client, minibatches
-from fedvlm.engines.loop import participants, start, train
+from fedvlm.engines.loop import finish, participants, start, train
 from fedvlm.engines.pool import Pool
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError
 from fedvlm.methods.fedavg import FedAvg
+from fedvlm.storage.shelf import Shelf
 from fedvlm.testing import check_same, learn, toy_world
 
 
@@ -149,3 +151,25 @@ def test_a_client_without_validation_rows_chooses_nothing_by_its_training_rows()
     done = learn(world)
     assert done.scores["client-0"]["validation_rows"] == 40
     assert done.maps["client-0"]["blocks"] == 1  # nothing to choose by
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedot", "tofa", "scaffold"])
+def test_uploads_summed_as_they_come_are_aggregated_as_together(name, tmp_path, monkeypatch):
+    """By rows, by clients, as totals; a method that looks at single ones gets them."""
+    options = {"tofa": {"smallest": 1}}.get(name, {"rounds": 3})
+    world = toy_world(make(name, **options))
+    together = learn(world)
+    plan = Plan(tuple(world.members)[:-1], tuple(world.members)[-1:])
+    state, fresh = start(world)
+    state = replace(state, local=Shelf(tmp_path / "local", plan.train, fresh))
+    monkeypatch.setattr(rounds, "PART", 2)
+    engine = Batched(world, 1)
+    lines = []
+    state = train(world, engine, plan, state, fresh, lambda state, line: lines.append(line))
+    parts = finish(world, engine, plan, state, fresh)
+    assert tensors.difference(parts.shared, together.shared) < 1e-6
+    assert sorted(parts.local) == sorted(together.local)
+    for id, own in together.local.items():
+        assert tensors.difference(parts.local[id], own) < 1e-5
+    assert parts.scores.keys() == together.scores.keys()
+    assert all(lines[0]["clients"][id]["bytes_up"] for id in plan.train)

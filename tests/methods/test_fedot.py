@@ -100,6 +100,17 @@ def test_fast_path_equals_the_plain_update(
     assert tensors.difference(fast[1], plain[1]) < 1e-5
 
 
+@pytest.mark.parametrize("blocks", [1, 16])
+def test_fast_path_takes_rows_of_half_precision(blocks: int) -> None:
+    world, method = frozen(classes=3), make("fedot", blocks=blocks)
+    many = clients(world, batch=6)
+    many = replace(many, x=many.x.half(), reference=many.reference.half())
+    sent, local = (stacked(part, len(many.y)) for part in method.init(world))
+    plain = one_by_one(method, world, sent, local, many)
+    fast = method.update_many(world, sent, local, many)
+    assert tensors.difference(fast[0], plain[0]) < 1e-5
+
+
 def test_both_walks_are_tried_above() -> None:
     tiny = cayley_steps.Pace(2e-4, 5e-4, 5e-4, 100.0)
     assert cayley_steps.low_rank_pays(DIM, 3, 6, tiny)

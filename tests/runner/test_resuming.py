@@ -11,6 +11,7 @@ import pytest
 
 import fedvlm
 from fedvlm.encoders.store import save_store
+from fedvlm.engines import loop
 from fedvlm.engines import state as states
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner import training as trainings
@@ -55,18 +56,18 @@ def test_kill_and_resume_give_the_same_bits(rows_like, files, tmp_path):
 SHELVED = """
 import os, signal, sys
 import fedvlm
-from fedvlm.engines import state
+from fedvlm.engines import loop, state
 from fedvlm.runner import training
-folder, store, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
-state.SHELVED, training.EVERY = 0, 2.5  # on disk; a checkpoint after every third round
-put, rounds = state.Shelf.put, 0
-training.monotonic = lambda: rounds
+folder, store, at, loop.PART = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+state.SHELVED, training.EVERY = 0, 2.5  # on disk; a checkpoint at the third time, then the sixth
+put, times = state.Shelf.put, 0
+training.monotonic = lambda: times
 
 def counted(self, many):
-    global rounds
+    global times
     if many:
-        rounds += 1
-    if rounds == at:  # in the middle of a round, one of its clients is written
+        times += 1
+    if times == at:  # in the middle of a round, one of its clients is written
         put(self, dict(list(many.items())[:1]))
         os.kill(os.getpid(), signal.SIGKILL)
     put(self, many)
@@ -77,20 +78,24 @@ fedvlm.run(dict(name="fedot", blocks=4, rounds=8, rate=1e-3), out=folder, **sett
 """
 
 
+@pytest.mark.parametrize("part", [128, 1])  # all at once, and uploads summed one by one
 def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round(
-    rows_like, files, tmp_path, monkeypatch
+    rows_like, files, tmp_path, monkeypatch, part
 ):
     store = save_store(tmp_path / "rows.safetensors", rows_like(dim=16))
     method = {"name": "fedot", "blocks": 4, "rounds": 8, "rate": 1e-3}
     settings = {"encoder": f"store:{store}", "protocol": "own-test", "fraction": 0.7, "workers": 1}
-    fedvlm.run(method, out=tmp_path / "memory", **settings)
+    monkeypatch.setattr(loop, "PART", part)
+    if part == 1:
+        monkeypatch.setattr(states, "SHELVED", 0)
+    fedvlm.run(method, out=tmp_path / "whole", **settings)
     command = [sys.executable, "-c", SHELVED, tmp_path / "torn", store]
-    for at in (5, 4):  # after the checkpoint of round 3, and once more after that of round 6
-        assert subprocess.run([*command, str(at)]).returncode == -9
+    for at in (5, 4):
+        assert subprocess.run([*command, str(at), str(part)]).returncode == -9
         assert (tmp_path / "torn" / "trainings").joinpath("0-all.local").exists()
     monkeypatch.setattr(states, "SHELVED", 0)
     result = fedvlm.resume(tmp_path / "torn")
-    assert files(result.folder) == files(tmp_path / "memory")
+    assert files(result.folder) == files(tmp_path / "whole")
 
 
 def test_resume_of_rows_in_memory_says_what_to_do(rows, tmp_path):

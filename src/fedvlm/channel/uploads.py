@@ -107,6 +107,7 @@ class Arrived:
     kept: Mapping[str, Tensors]  # what the channel keeps, by client
     refused: Mapping[str, str] = field(default_factory=dict)  # whose upload is not used, and why
     apart: Mapping[str, dict[str, float]] = field(default_factory=dict)  # how far from the others
+    settled: Collection[str] = ()  # whose local tensors are where they belong
     # of uploads that are added up: clients with and without whom all others count as they came
     plain: frozenset[str] = frozenset()
 

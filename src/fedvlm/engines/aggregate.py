@@ -3,16 +3,63 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from fedvlm import tensors
 from fedvlm.channel.uploads import Arrived
-from fedvlm.core import Conditioned, Method, Tensors
-from fedvlm.engines.client import Answers, Done, here, steps
+from fedvlm.core import Method, Sum, Tensors, sums
+from fedvlm.engines.client import Answers, Terms
 from fedvlm.errors import FederationError
-from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
+
+
+def adds_up(terms: Terms) -> bool:
+    """Whether a round's uploads may be summed as they come: nothing needs them side by side."""
+    channel = terms.channel
+    plain = not (channel.compares or channel.secure or terms.attack)
+    return plain and sums(terms.method) is not None
+
+
+class Summed:
+    """Uploads that come one part after the other, as one that stands for all."""
+
+    def __init__(self, kind: Sum | None) -> None:
+        self.kind, self.weight, self.rows = kind, 0.0, 0.0
+        self.total: Tensors = {}
+        self.types: dict[str, torch.dtype] = {}
+        self.sizes: dict[str, int] = {}
+        self.kept: dict[str, Tensors] = {}
+        self.apart: dict[str, dict[str, float]] = {}
+
+    def add(self, came: Arrived) -> None:
+        self.rows += float(came.weights.double().sum())
+        for upload, weight in zip(came.uploads, came.weights.tolist(), strict=True):
+            share = weight if self.kind == "rows" else 1.0
+            self.weight += share
+            for key, value in upload.items():
+                whole = self.kind == "total" and not value.is_floating_point()
+                more = value.long() if whole else share * value.double()
+                self.total[key] = self.total[key] + more if key in self.total else more
+                self.types[key] = torch.long if whole else value.dtype
+        self.sizes |= came.sizes
+        self.kept |= came.kept
+        self.apart |= came.apart
+
+    def whole(self) -> Arrived:
+        """As the aggregate gets a secure sum: one mean or total of everyone."""
+        over = 1.0 if self.kind == "total" else max(self.weight, 1e-300)
+        one = {
+            key: value if self.types[key] == torch.long else (value / over).to(self.types[key])
+            for key, value in self.total.items()
+        }
+        return Arrived(
+            ["everyone"],
+            [one],
+            torch.tensor([self.rows]),
+            self.sizes,
+            self.kept,
+            apart=self.apart,
+            settled=self.sizes.keys(),
+        )
 
 
 def aggregated(
@@ -91,29 +138,3 @@ def without(answers: Answers, refused: Mapping[str, str], asked: Sequence[str]) 
             f"must (quorum)\n{why}"
         )
     return replace(answers, done=done, missing=missing)
-
-
-def disagreement(
-    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
-) -> dict[str, float]:
-    """How far the clients pull what is shared apart; nothing where uploads are no new values."""
-    if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
-        return {}
-    keys = sorted(key for key in shared if shared[key].is_floating_point())
-    each = [[one[key] for key in keys] for one in (shared, *uploads)]
-    out = {"cosine": mean_cosine(each[0], each[1:])}
-    counts = [steps(method, one.rows)[:2] for one in done.values()]
-    walked = [epochs * each for epochs, each in counts]
-    if isinstance(method, Conditioned):
-        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-        out["difference"] = largest_difference(start, ends, walked, method.rate)
-        conditions = [
-            method.condition(here(one.local))
-            if one.described is None
-            else one.described.get("condition")
-            for one in done.values()
-        ]
-        known = [float(one) for one in conditions if one is not None]
-        if len(known) == len(conditions):  # a site may leave its own out
-            out["difference_bound"] = difference_bound(method.tau, known)
-    return out

@@ -9,8 +9,8 @@ import torch
 
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
-from fedvlm.core import Described, Method, Tensors
-from fedvlm.engines.aggregate import aggregated, disagreement, without
+from fedvlm.core import Described, Method, Tensors, sums
+from fedvlm.engines.aggregate import Summed, adds_up, aggregated, without
 from fedvlm.engines.attack import attacked
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import (
@@ -24,16 +24,16 @@ from fedvlm.engines.client import (
     World,
     names,
 )
+from fedvlm.engines.lines import disagreement, line_of, means
 from fedvlm.engines.single import Single, where
 from fedvlm.engines.state import POOLED, Plan, State, after, counted
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.metrics import METRICS
-from fedvlm.evaluate.scores import accuracy, metric
+from fedvlm.evaluate.scores import accuracy
 from fedvlm.machine import give_back
 from fedvlm.parts import nothing
 from fedvlm.storage.shelf import Shelf
 
-PART = 1024  # clients of a large federation that are adapted at once
+PART = 128  # clients of a large federation whose tensors are in memory at once
 
 
 class Engine(Protocol):
@@ -109,10 +109,13 @@ def train(
         known = sorted(plan.train) if chooses(method, plan) else ids
         if chooses(method, plan) and adapts(method):
             state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
-        tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
-        answers = attacked(terms, plan.train, number, tasks, engine.round(number, tasks))
-        trained = [task for task in tasks if task.trains and task.id in answers.done]
-        came = _carry(terms, passage, state, number, trained, answers)
+        everyone = (*known, *sorted(plan.unseen))
+        if isinstance(state.local, Shelf) and len(everyone) > PART and adds_up(terms):
+            tasks, answers, came = _in_parts(terms, engine, passage, state, fresh, everyone, ids)
+        else:
+            tasks = _tasks(method, state, fresh, everyone, ids)
+            answers = attacked(terms, plan.train, number, tasks, engine.round(number, tasks))
+            came = _carry(terms, passage, state, number, tasks, answers)
         passed = {id for id, one in answers.done.items() if one.passed}
         shared, came = aggregated(method, state.shared, came, passed, number)
         answers = without(answers, came.refused, [task.id for task in tasks])
@@ -126,7 +129,7 @@ def train(
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
             line |= disagreement(method, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
-            t.id: _line(t, done[t.id], came.sizes.get(t.id, 0)) | came.apart.get(t.id, {})
+            t.id: line_of(t, done[t.id], came.sizes.get(t.id, 0)) | came.apart.get(t.id, {})
             for t in tasks
             if t.id in done
         }
@@ -135,10 +138,10 @@ def train(
         kept = {**state.channel, **came.kept}
         if terms.channel.noise:
             line["epsilon"] = spent_epsilon(terms.channel, kept)
-        local = after(state.local, {id: done[id].local for id in ids})
+        local = after(state.local, {id: done[id].local for id in ids if id not in came.settled})
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         # A tower of every client is large, a state is not.
-        del answers, done, tasks, trained, came, shared, local
+        del answers, done, tasks, came, shared, local
         if "image tower" in method.traits.needs:
             give_back()
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
@@ -161,6 +164,33 @@ def _tasks(
     ]
 
 
+def _in_parts(
+    terms: Terms,
+    engine: Engine,
+    passage: Passage,
+    state: State,
+    fresh: Local,
+    everyone: Sequence[str],
+    ids: Sequence[str],
+) -> tuple[list[Task], Answers, Arrived]:
+    """A round of a large federation: uploads are summed as they come, and none is kept.
+
+    Clients are held against those of their part, and how far they disagree is not told.
+    """
+    tasks: list[Task] = []
+    done: dict[str, Done] = {}
+    total = Summed(sums(terms.method))
+    for first in range(0, len(everyone), PART):
+        some = _tasks(terms.method, state, fresh, everyone[first : first + PART], ids)
+        answers = engine.round(state.round, some)
+        came = _carry(terms, passage, state, state.round, some, answers)
+        after(state.local, {id: answers.done[id].local for id in came.ids})
+        total.add(came)
+        tasks += [replace(task, local={}) for task in some]
+        done |= {id: replace(one, upload=None, local={}) for id, one in answers.done.items()}
+    return tasks, Answers(done), total.whole()
+
+
 def _carry(
     terms: Terms,
     passage: Passage,
@@ -171,6 +201,7 @@ def _carry(
 ) -> Arrived:
     """The uploads through the channel, or its second half where a client did the first."""
     done = answers.done
+    tasks = [task for task in tasks if task.trains and task.id in done]
     return passage.carry(
         number,
         {task.id: done[task.id].upload or {} for task in tasks},
@@ -182,29 +213,6 @@ def _carry(
         answers.total,
         {task.id: done[task.id].releases for task in tasks},
     )
-
-
-def _line(task: Task, done: Done, size: int) -> dict[str, float]:
-    sent = tensors.count_bytes(task.sent) if task.trains else 0
-    return {**done.scores, "bytes_down": sent, "bytes_up": size}
-
-
-def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
-    """What a curve shows: the state before this round's update, averaged over clients."""
-    train = [id for id in plan.train if id in scores]
-    own = [scores[id]["loss"] for id in sorted(train) if "loss" in scores[id]]
-    more: dict[str, float | None] = {}
-    for name in METRICS[1:]:
-        both = {"clients": metric(scores, train, name)}
-        both |= {"target": metric(scores, plan.unseen, name)}
-        more |= {f"{who} {name}": one for who, one in both.items() if one is not None}
-    return {
-        **more,
-        "loss": sum(own) / len(own) if own else None,
-        "validation": accuracy(scores, train, "validation"),
-        "accuracy": accuracy(scores, train, "test"),
-        "unseen": accuracy(scores, plan.unseen, "test"),
-    }
 
 
 def chooses(method: Any, plan: Plan) -> bool:

@@ -19,6 +19,7 @@ from fedvlm.maths.cayley import (
     skew_part,
     split,
 )
+from fedvlm.tensors import full
 
 REFRESH = 128  # steps after which the inverse is computed anew, against the drift of rounding
 
@@ -73,7 +74,7 @@ def walk_directly(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tupl
     eye = identity_like(raw)
     back = inverse(eye + trained[1])
     for number, step in enumerate(real.any(-1).any(0).nonzero()[:, 0].tolist()):
-        x = pace.tau * client.x[clients, rows[:, step]]
+        x = pace.tau * full(client.x[clients, rows[:, step]])
         back = followed(back, eye + trained[1]) if number else back
         moves = gradients(trained[0], back, x, wanted[:, step], weight[:, step])
         for i, move in enumerate(moves):
@@ -90,7 +91,7 @@ def walk_low_rank(
     """One client: head (K, d), raw (r, m, m), x (rows, d), y (rows,), order (steps, batch)."""
     order = order[(order >= 0).any(1)]
     head, skew = split(head, len(raw)).clone(), skew_part(raw)
-    x = split(pace.tau * x, len(raw)).contiguous()
+    x = split(pace.tau * full(x), len(raw)).contiguous()
     speed = torch.zeros_like(head)
     tail: Tail | None = None
     for some in torch.split(order, pace.refresh) if len(order) else ():

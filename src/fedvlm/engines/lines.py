@@ -1,0 +1,61 @@
+"""What the line of a round tells beside its clients: how all fare, and how far they pull apart."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedvlm import tensors
+from fedvlm.core import Conditioned, Tensors
+from fedvlm.engines.client import Done, Scores, Task, here, steps
+from fedvlm.engines.state import Plan
+from fedvlm.evaluate.metrics import METRICS
+from fedvlm.evaluate.scores import accuracy, metric
+from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
+
+
+def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
+    """What a curve shows: the state before this round's update, averaged over clients."""
+    train = [id for id in plan.train if id in scores]
+    own = [scores[id]["loss"] for id in sorted(train) if "loss" in scores[id]]
+    more: dict[str, float | None] = {}
+    for name in METRICS[1:]:
+        both = {"clients": metric(scores, train, name)}
+        both |= {"target": metric(scores, plan.unseen, name)}
+        more |= {f"{who} {name}": one for who, one in both.items() if one is not None}
+    return {
+        **more,
+        "loss": sum(own) / len(own) if own else None,
+        "validation": accuracy(scores, train, "validation"),
+        "accuracy": accuracy(scores, train, "test"),
+        "unseen": accuracy(scores, plan.unseen, "test"),
+    }
+
+
+def disagreement(
+    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
+) -> dict[str, float]:
+    """How far the clients pull what is shared apart; nothing where uploads are no new values."""
+    if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
+        return {}
+    keys = sorted(key for key in shared if shared[key].is_floating_point())
+    each = [[one[key] for key in keys] for one in (shared, *uploads)]
+    out = {"cosine": mean_cosine(each[0], each[1:])}
+    counts = [steps(method, one.rows)[:2] for one in done.values()]
+    walked = [epochs * each for epochs, each in counts]
+    if isinstance(method, Conditioned):
+        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
+        out["difference"] = largest_difference(start, ends, walked, method.rate)
+        conditions = [
+            method.condition(here(one.local))
+            if one.described is None
+            else one.described.get("condition")
+            for one in done.values()
+        ]
+        known = [float(one) for one in conditions if one is not None]
+        if len(known) == len(conditions):  # a site may leave its own out
+            out["difference_bound"] = difference_bound(method.tau, known)
+    return out
+
+
+def line_of(task: Task, done: Done, size: int) -> dict[str, float]:
+    sent = tensors.count_bytes(task.sent) if task.trains else 0
+    return {**done.scores, "bytes_down": sent, "bytes_up": size}
