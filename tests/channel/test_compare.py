@@ -285,3 +285,18 @@ def test_a_client_that_is_far_is_found_among_many(monkeypatch):
     assert [id for id in ids if folded[id]["far"]] == [id for id in ids if exact[id]["far"]]
     still = replace(now, uploads=[dict(one) for one in now.sent])
     assert carried(Channel(), still).apart == {}
+
+
+def test_nobody_can_aim_at_how_uploads_are_folded(monkeypatch):
+    """A change against all others that would look like theirs under signs known beforehand."""
+    monkeypatch.setattr(compare, "PRODUCTS", 0)
+    monkeypatch.setattr(compare, "FOLDED", 64)
+    honest = [draw(1, 4096) + 0.1 * draw(1, 4096, seed=i + 1) for i in range(20)]
+    signs = torch.randint(0, 2, (4096,), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    folded = (signs * draw(1, 4096)[0]).reshape(-1, 64).sum(0)
+    attack = -draw(1, 4096)
+    attack[0, :64] += 2 * signs[:64] * folded
+    uploads = [{"head": one} for one in (*honest, attack)]
+    sent = [{"head": torch.zeros(1, 4096)}] * 21
+    found = Round(make("fedavg"), "rows", uploads, sent, torch.full((21,), 50.0)).about()
+    assert found[20, 0] < 0 < found[1, 0]

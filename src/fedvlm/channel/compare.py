@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedvlm import seeds
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, Sum, Tensors, Totalled
 from fedvlm.evaluate.far import OFTEN
@@ -97,24 +98,25 @@ class Round:
     def about(self) -> Tensor:
         """`dots` of many clients: norms as they are, cosines in single precision.
 
-        Of large uploads the cosines are those of signed sums, the same for all, of their numbers.
+        Of large uploads the cosines are those of signed sums, the same for all, of their numbers;
+        the signs hang on what all have sent, so that nobody can aim at them.
         """
-        count = len(self.uploads)
-        norms = torch.zeros(count, dtype=torch.float64)
-        numbers = len(self.moved(0))
+        count, numbers = len(self.uploads), len(self.moved(0))
+        lengths = [
+            torch.linalg.vector_norm(self.moved(i), dtype=torch.float64) for i in range(count)
+        ]
+        norms = torch.stack(lengths)
         fold = count**2 * numbers > PRODUCTS and numbers > FOLDED
         width = FOLDED if fold else numbers
-        signs = torch.randint(0, 2, (numbers,), generator=torch.Generator().manual_seed(0))
+        drawn = seeds.generator("folded", *map(float.hex, norms.tolist()))
+        signs = torch.randint(0, 2, (numbers,), generator=drawn) if fold else torch.empty(0)
         units = torch.zeros(count, width)
         for place in range(count):
-            moved = self.moved(place)
-            norms[place] = torch.linalg.vector_norm(moved, dtype=torch.float64)
-            unit = (moved / norms[place].clamp(min=1e-300)).float()
+            unit = (self.moved(place) / norms[place].clamp(min=1e-300)).float()
             if fold:
-                unit = torch.where(signs > 0, unit, -unit)
-                unit = (
-                    torch.nn.functional.pad(unit, (0, -numbers % width)).reshape(-1, width).sum(0)
-                )
+                signed = torch.where(signs > 0, unit, -unit)
+                whole = torch.nn.functional.pad(signed, (0, -numbers % width))
+                unit = whole.reshape(-1, width).sum(0)
             units[place] = unit
         return cosines(units) * norms[:, None] * norms
 
