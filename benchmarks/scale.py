@@ -118,11 +118,12 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.8), layout="constrained")
     clients = [one["clients"] for one in found]
     left.plot(clients, [one["peak"] for one in found], "o-", color="#0b6e99")
-    left.set(xscale="log", xlabel="clients", ylabel="peak memory (MB)", ylim=(0, None))
+    left.set(xscale="log", xlabel="clients", ylabel="peak memory (MB)")
     each = [1000 * one["seconds"] / one["participants"] for one in found]
     right.plot(clients, each, "o-", color="#b5541c")
-    right.set(xscale="log", xlabel="clients", ylabel="CPU ms per participant", ylim=(0, None))
+    right.set(xscale="log", xlabel="clients", ylabel="CPU ms per participant")
     for axis in (left, right):
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.3)
     figure.savefig(path, metadata={"Date": None})
