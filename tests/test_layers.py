@@ -13,6 +13,7 @@ ORDER = [
     "errors",
     "seeds",
     "machine",
+    "devices",
     "hub",
     "tensors",
     "storage",
