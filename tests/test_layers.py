@@ -11,6 +11,7 @@ import fedvlm
 ROOT = Path(fedvlm.__file__).parent
 ORDER = [
     "errors",
+    "outside",
     "seeds",
     "machine",
     "devices",
@@ -23,6 +24,7 @@ ORDER = [
     "methods",
     "data",
     "encoders",
+    "evaluate.far",
     "channel",
     "evaluate.scores",
     "evaluate.metrics",

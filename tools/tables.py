@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fedvlm.report.page.gather import gather
 from fedvlm.report.tables import compare
-from fedvlm.runner.experiments import find, runs
+from fedvlm.runner.experiments import runs
+from fedvlm.runner.named import find
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build, read_toml
 from fedvlm.storage.files import write

@@ -1,17 +1,16 @@
 """What a run leaves on disk: a manifest, one line per round, checksummed tensors, a result."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from fedvlm.channel.compare import named
-from fedvlm.core import Tensors
 from fedvlm.errors import DataError, SettingsError, listing
+from fedvlm.evaluate.far import named
 from fedvlm.evaluate.scores import Table
 from fedvlm.storage.files import alone, appending, disk, slug, write
 from fedvlm.storage.sealed import (
@@ -24,6 +23,11 @@ from fedvlm.storage.sealed import (
     write_index,
     write_json,
 )
+
+if TYPE_CHECKING:  # most of a record is read without torch
+    from torch import Tensor
+
+    from fedvlm.tensors import Tensors
 
 FORMAT = 1  # of what a run leaves on disk; another number is not read
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
@@ -150,10 +154,19 @@ class Record:
 
     def keep_lines(self, training: str, rounds: int) -> None:
         """Forgets lines of a training that its checkpoint does not know: they will come again."""
-        kept = [
-            line for line in self.lines() if line["training"] != training or line["round"] < rounds
-        ]
-        write(self.lines_path, b"".join(seal_json(line, None) for line in kept))
+        lines = self.lines()
+        kept = [line for line in lines if line["training"] != training or line["round"] < rounds]
+        if len(kept) < len(lines) or not self.lines_path.exists():
+            self._write_lines(kept)
+
+    def sort_lines(self, trainings: Sequence[str]) -> None:
+        """In the order of the trainings, whichever of them were side by side."""
+        lines, place = self.lines(), {name: number for number, name in enumerate(trainings)}
+        if (ordered := sorted(lines, key=lambda line: place[line["training"]])) != lines:
+            self._write_lines(ordered)
+
+    def _write_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        write(self.lines_path, b"".join(seal_json(line, None) for line in lines))
 
     def add_line(self, line: Mapping[str, Any]) -> None:
         with appending(self.lines_path) as file:

@@ -19,10 +19,10 @@ from fedvlm.record import Record
 from fedvlm.report.columns import curve
 from fedvlm.report.diagrams import diagram
 from fedvlm.report.frames import compared, frame
-from fedvlm.report.page.render import read_runs
+from fedvlm.report.page.read import read_runs
 from fedvlm.report.tables import compare, grid
 from fedvlm.runner import run as runner
-from fedvlm.runner.run import Progress
+from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings, build, with_method
 from fedvlm.runner.sweep import built, expand, run_all
 from fedvlm.runner.sweep import grid as grid_of
@@ -177,9 +177,10 @@ def sweep(
     points = grid_of({f"method.{key}" if key in own else key: each for key, each in over.items()})
     row = {**values, "method": {"name": whole.name, **asdict(whole)}}
 
-    def go(number: int, one: Settings) -> Record:
-        place = Path(out) / runner.default_name(one, embedded) if out is not None else None
-        return runner.execute(one, place, again, embedded, progress)
+    def go(all: Sequence[Settings], enduring: bool) -> Sequence[Record | Exception]:
+        home = Path(out) if out is not None else Path("runs")
+        asked = [(one, home / runner.default_name(one, embedded)) for one in all]
+        return runner.together(asked, again, embedded, progress, enduring=enduring)
 
     done, failed = run_all(built(expand([row], points), list(points)), list(points), go)
     for note in failed:

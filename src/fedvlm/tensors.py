@@ -1,12 +1,34 @@
 """Small operations over flat dicts of tensors."""
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import import_module
 from math import inf, isnan
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+
+
+class _Unloaded:
+    """Stands where torch._dynamo will be once something compiles.
+
+    torch.func switches compiled autograd off around every gradient, and for that alone would import
+    the compiler: seconds in every process. Where it is not loaded there is nothing to switch off.
+    """
+
+    compiled_autograd = SimpleNamespace(_disable=nullcontext)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("torch._dynamo"), name)  # which then takes this place itself
+
+
+if "torch._dynamo" not in sys.modules:
+    vars(torch)["_dynamo"] = _Unloaded()
 
 
 def stack(many: Sequence[Tensors]) -> Tensors:

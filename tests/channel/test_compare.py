@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from fedvlm import tensors
-from fedvlm.channel import Channel
-from fedvlm.channel.compare import HEAVIEST, LONGEST, Round, apart, bounded, combined, named
+from fedvlm.channel import Channel, compare
+from fedvlm.channel.compare import HEAVIEST, LONGEST, Round, apart, bounded, combined
 from fedvlm.channel.settings import check_channel, deployed
 from fedvlm.channel.uploads import Passage
 from fedvlm.core import make, methods, sums
 from fedvlm.engines.client import client
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.far import named
 from fedvlm.parts.robust import RULES
 from fedvlm.runner.settings import build
 from fedvlm.testing import toy_world
@@ -252,3 +253,35 @@ def test_a_total_beyond_single_precision_leaves_the_comparison_finite():
     dots = replace(now, kind="total", uploads=uploads).dots()
     assert dots.isfinite().all()
     assert dots.diagonal().argmax() == 3
+
+
+def test_what_is_known_of_many_clients_is_what_is_known_of_few(monkeypatch):
+    """Exact in single precision; of folded uploads the norms are exact, and nearly the cosines."""
+    now = longer(heads(40), 3, -6.0)
+    totals, _, _ = statistics(count=40, rows=(60, 40))
+    for one in (now, totals):
+        exact = one.dots()
+        norms = exact.diagonal().sqrt()
+        assert torch.allclose(one.about(), exact, rtol=0, atol=1e-6 * float(norms.max()) ** 2)
+    monkeypatch.setattr(compare, "PRODUCTS", 0)
+    monkeypatch.setattr(compare, "FOLDED", 64)
+    exact, found = totals.dots(), totals.about()
+    norms = exact.diagonal().sqrt()
+    assert torch.allclose(found.diagonal().sqrt(), norms, rtol=1e-6)
+    assert ((found - exact) / norms / norms[:, None]).abs().max() < 4 / 64**0.5
+
+
+def test_a_client_that_is_far_is_found_among_many(monkeypatch):
+    now = longer(longer(heads(200), 3, -6.0), 7, 20.0)
+    ids = [f"client-{i}" for i in range(200)]
+    assert [id for id, one in carried(Channel(), now).apart.items() if one["far"]] == [
+        "client-3",
+        "client-7",
+    ]
+    exact = apart(ids, now.dots())
+    monkeypatch.setattr(compare, "FOLDED", 16)
+    monkeypatch.setattr(compare, "PRODUCTS", 0)
+    folded = apart(ids, now.about())
+    assert [id for id in ids if folded[id]["far"]] == [id for id in ids if exact[id]["far"]]
+    still = replace(now, uploads=[dict(one) for one in now.sent])
+    assert carried(Channel(), still).apart == {}

@@ -9,6 +9,7 @@ from fedvlm.channel import Channel
 from fedvlm.channel.secure import to_secagg
 from fedvlm.core import make
 from fedvlm.engines.flower.local import InProcess
+from fedvlm.engines.flower.wire import from_records
 from fedvlm.engines.loop import finish, start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.state import Plan
@@ -53,7 +54,8 @@ def test_what_the_channel_keeps_is_in_no_message():
     engine = InProcess(world)
     state, fresh = start(world)
     train(world, engine, Plan(tuple(sorted(world.members)), ()), state, fresh, lambda *_: None)
-    names = {key for message in engine.grid.messages for key in message.content["arrays"]}
+    sent = [from_records(message.content, "") for message in engine.grid.messages]
+    names = {key for parcel in sent for key in parcel.arrays}
     assert names == {"head", "head/scale"}
     assert any("channel/left/head" in str(engine.grid.state(id).about) for id in world.members)
 

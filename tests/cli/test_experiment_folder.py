@@ -46,7 +46,7 @@ def test_an_experiment_has_one_folder_with_all_that_belongs_to_it(place):
     call("run", "mine.toml")
     home = place / "runs" / "mine"
     files = sorted(path.name for path in home.iterdir() if path.is_file())
-    assert files == ["mine.toml", "report.html", "table.json", "table.md"]
+    assert files == [".shown.json", "mine.toml", "report.html", "table.json", "table.md"]
     names = [path.name.split("-clinic-")[0] for path in runs_in(home)]
     assert names == ["alone", "pooled", "fedavg", "zero-shot"]  # bars first, as in the table
     assert [path.name for path in (place / "runs").iterdir()] == ["mine"]

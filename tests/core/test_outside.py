@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedvlm import data, encoders
+from fedvlm import data, encoders, outside
 from fedvlm.core import make, methods, registry
 from fedvlm.deploy.policy import Policy
 from fedvlm.errors import OutsideWarning, SettingsError
@@ -40,7 +40,7 @@ def package(folder, name, points, code=None):
 @pytest.fixture
 def anew(monkeypatch):
     """A process that has not looked for outside packages yet."""
-    monkeypatch.setattr(registry, "_LOADED", set())
+    monkeypatch.setattr(outside, "_LOADED", set())
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_method_that_register_refuses_is_warned_of_and_ours_stay(tmp_path, mon
 
 def test_entry_points_are_looked_for_once_per_process(monkeypatch, anew):
     asked = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: asked.append(group) or [])
+    monkeypatch.setattr(outside, "entry_points", lambda group: asked.append(group) or [])
     for _ in range(3):
         make("fedavg")
         data.kinds()
@@ -126,13 +126,13 @@ def test_a_name_has_one_owner_who_may_come_again():
         """A thing."""
 
     table = {}
-    registry.enter(table, "metric", "one", metrics.auc)
-    registry.enter(table, "metric", "one", metrics.auc)
+    outside.enter(table, "metric", "one", metrics.auc)
+    outside.enter(table, "metric", "one", metrics.auc)
     with pytest.raises(SettingsError, match="metric 'one': the name is taken"):
-        registry.enter(table, "metric", "one", one)
+        outside.enter(table, "metric", "one", one)
     for name in ("", "a:b", "two\nlines"):
         with pytest.raises(SettingsError, match="choose another"):
-            registry.enter(table, "metric", name, one)
+            outside.enter(table, "metric", name, one)
     assert table == {"one": metrics.auc}
 
 

@@ -16,7 +16,7 @@ from fedvlm.deploy.policy import Policy, read_policy
 from fedvlm.deploy.reasons import KINDS, sentence
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel
+from fedvlm.engines.flower.wire import Parcel, from_records
 from fedvlm.maths.accounting import epsilon
 
 NOISE = {"clip": 0.1, "noise": 2.0}
@@ -179,9 +179,9 @@ def uploads(place, settings, out):
     def listen(ids):
         replies = pull(ids)
         for one in replies:
-            about = json.loads(one.content["about"]["json"])
-            if about["kind"] == "round":
-                seen.setdefault(about["client"], one.content["arrays"]["counts"].numpy())
+            came = from_records(one.content, "")
+            if came.about["kind"] == "round":
+                seen.setdefault(came.about["client"], came.arrays["counts"])
         return replies
 
     grid.pull_messages = listen

@@ -9,6 +9,7 @@ from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
+from fedvlm.engines.flower.wire import from_records
 
 METHODS = ["auto", "fedavg", "fedot", "fedprox", "tofa"]  # of init's, those that rows alone do for
 SAME = 1e-3  # between a row and what is taken for it, both of length 1
@@ -29,12 +30,13 @@ def overheard(place, **experiment):
         asked = {one.metadata.message_id: one for one in grid.messages}
         replies = pull(ids)
         for one in replies:
-            words.append(json.loads(one.content["about"]["json"]))
-            sent = asked[one.metadata.reply_to_message_id].content["arrays"]
-            for key, value in one.content["arrays"].items():
-                arrays.append(value.numpy())
-                if key in sent and sent[key].numpy().shape == arrays[-1].shape:
-                    arrays.append(arrays[-1] - sent[key].numpy())
+            came = from_records(one.content, "")
+            words.append(came.about)
+            sent = from_records(asked[one.metadata.reply_to_message_id].content, "").arrays
+            for key, value in came.arrays.items():
+                arrays.append(value)
+                if key in sent and sent[key].shape == value.shape:
+                    arrays.append(value - sent[key])
         return replies
 
     grid.pull_messages = listen

@@ -8,7 +8,8 @@ import pytest
 
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.engines.flower.wire import Parcel, from_bytes, seal, to_bytes, unseal
-from fedvlm.report.page.render import read_page, write_page
+from fedvlm.report.page.read import read_page
+from fedvlm.report.page.render import write_page
 from fedvlm.report.verify import examine
 from fedvlm.storage.sealed import read_json, read_tensors
 

@@ -15,3 +15,9 @@ def test_pooled_rows_are_refused_between_machines():
     ready(kit, build({"method": "alone"}))
     with pytest.raises(SettingsError, match="pooled is not federated"):
         ready(kit, build({"method": "pooled"}))
+
+
+def test_base_to_new_classes_are_refused_between_machines():
+    kit = SimpleNamespace(rehearsal=True, folder=Path())
+    with pytest.raises(SettingsError, match="'base-to-new' is for simulations"):
+        ready(kit, build({"method": "promptfl", "protocol": "base-to-new"}))

@@ -17,7 +17,7 @@ from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.server import REFERENCE, ready
 from fedvlm.deploy.site import Site, Stranger
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel, seal
+from fedvlm.engines.flower.wire import Parcel, from_records, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
 from fedvlm.result import Result
 from fedvlm.storage.sealed import read_tensors, write_tensors
@@ -164,8 +164,8 @@ def test_sites_whose_prompts_end_in_other_words_do_not_fit():
     about = {"encoder": "demo@0", "classes": ["ant"], "dim": 4, "template": "a {}"}
     others = {"same": about, "other": {**about, "template": "a {}."}}
     remote.sites = {name: Opened(one, first, None) for name, one in {"a": about, **others}.items()}
-    assert remote._differs("a", "same") is None
-    assert "do not have the same template: 'a {}' and 'a {}.'" in remote._differs("a", "other")
+    assert remote.differs("a", "same") is None
+    assert "do not have the same template: 'a {}' and 'a {}.'" in remote.differs("a", "other")
 
 
 def test_a_site_whose_class_texts_differ_is_refused(place):
@@ -185,7 +185,7 @@ def test_a_reference_goes_with_the_first_message_and_is_asked_for_if_missing(pla
     sizes = []
     push = grid.push_messages
     grid.push_messages = lambda messages: (
-        sizes.append([len(m.content["arrays"]) for m in messages]),
+        sizes.append([len(from_records(m.content, "").arrays) for m in messages]),
         push(messages),
     )[1]
     place.run(settings, grid=grid)

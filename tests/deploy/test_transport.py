@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import struct
+from importlib import import_module
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,6 +16,7 @@ from fedvlm.deploy.serve import answer_one
 from fedvlm.engines.flower.api import flower
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel, to_bytes, to_records
+from fedvlm.errors import FederationError
 
 SIZE = struct.Struct(">Q")
 
@@ -100,3 +103,62 @@ def test_a_supernode_answers_its_own_kin_only(tmp_path, monkeypatch):
 
     assert asyncio.run(ask()) == [403, 403, 403]
     assert asyncio.run(ask(**{HEADER: word(tmp_path)})) == [415, 403, 403]  # it is no protobuf
+
+
+class Runtime:
+    """A SuperNode as a task sees it: one message, with an app that nobody should look at."""
+
+    def __init__(self, message, context, broken=()):
+        self.message, self.context, self.broken = message, context, broken
+        self.replies, self.outputs, self.beats = [], [], 0
+
+    def pull_task_input(self, client):
+        if "pull" in self.broken:
+            raise ConnectionError
+        return self.message, self.context, object(), object()
+
+    def push_message(self, client, reply, context):
+        if "push" in self.broken:
+            raise ConnectionError
+        self.replies.append(reply)
+
+    def push_task_output(self, client, context, status, details):
+        self.outputs.append(status)
+
+
+def a_task(monkeypatch, app, broken=()):
+    """What a site's process makes of one task."""
+    lib = flower()
+    message = local_grid({}).create_message(to_records(Parcel({"kind": "round"})), "train", 1, "0")
+    runtime = Runtime(message, lib.Context(1, 1, {}, lib.RecordDict(), {}), broken)
+    module = import_module("flwr.supernode.runtime.run_clientapp")
+    for name in ("pull_task_input", "push_message", "push_task_output"):
+        monkeypatch.setattr(module, name, getattr(runtime, name))
+    beat = SimpleNamespace(start=lambda: None, stop=lambda: None)
+    monkeypatch.setattr("flwr.supercore.heartbeat.HeartbeatSender", lambda call: beat)
+    return runtime, lambda: client_app.work(None, app)
+
+
+def test_a_task_is_answered_in_the_process_that_took_it(monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *words, **more: pytest.fail("a process"))
+    runtime, go = a_task(monkeypatch, lambda message, context: "an answer")
+    go()
+    assert runtime.replies == ["an answer"] and runtime.outputs == ["completed"]
+
+
+def test_an_error_of_the_app_is_an_answer_and_the_next_task_is_taken(monkeypatch):
+    def fail(message, context):
+        raise FederationError("the site did not answer")
+
+    runtime, go = a_task(monkeypatch, fail)
+    go()
+    [reply] = runtime.replies
+    assert "the site did not answer" in reply.error.reason and runtime.outputs == ["failed"]
+
+
+@pytest.mark.parametrize("broken", ["pull", "push"])
+def test_a_supernode_that_breaks_off_is_told_that_the_task_has_ended(monkeypatch, broken):
+    runtime, go = a_task(monkeypatch, lambda message, context: "an answer", [broken])
+    with pytest.raises(ConnectionError):
+        go()
+    assert runtime.replies == [] and len(runtime.outputs) == 1

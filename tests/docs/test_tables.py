@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from fedvlm.runner.experiments import experiments, runs
+from fedvlm.runner.experiments import runs
+from fedvlm.runner.named import experiments
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import read_toml
 from tools.tables import BLOCK, PAGES, named, rewritten, table_of

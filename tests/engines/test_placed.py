@@ -15,7 +15,8 @@ from fedvlm import tensors
 from fedvlm.core import make, methods, stacked
 from fedvlm.devices import choose, moved
 from fedvlm.encoders import open_encoder
-from fedvlm.engines.client import client, pad
+from fedvlm.engines.client import client
+from fedvlm.engines.crowd import pad
 from fedvlm.engines.placed import away, on, placed
 from fedvlm.errors import SettingsError
 from fedvlm.testing import check_same, learn, short, toy_world
@@ -33,7 +34,7 @@ LOOKS = {
     **{(name, "predict"): CACHE for name in PROMPTS},
     **{(name, "update_many"): ROWS for name in ("faa-clip", "fedclip", "fedavg", "fedprox")},
     **{(name, "update_many"): ROWS for name in ("fedot", "fedot-all-global", "fedot-all-local")},
-    ("scaffold", "update_many"): ROWS,
+    **{(name, "update_many"): ROWS for name in ("scaffold", "fedrep")},
 }
 
 

@@ -60,6 +60,18 @@ def test_block_elimination_inverts(size: int) -> None:
     torch.testing.assert_close(cayley.inverse(eye + skew) @ (eye + skew), eye.expand(2, -1, -1))
 
 
+@pytest.mark.parametrize("far", [1e-7, 1e-3, 0.02, 0.05, 3.0])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_a_followed_inverse_is_the_inverse_however_far_the_step(
+    kind: torch.dtype, far: float
+) -> None:
+    eye = torch.eye(32, dtype=kind)
+    first = eye + cayley.skew_part(0.3 * draw(4, 32, 32)).to(kind)
+    then = first + far * cayley.skew_part(draw(4, 32, 32, seed=1)).to(kind)
+    found = cayley.followed(torch.linalg.inv(first), then)
+    assert (then @ found - eye).abs().max() < 32 * torch.finfo(kind).eps
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 8])
 def test_exact_gradient_is_that_of_autograd(blocks: int) -> None:
     size = 8 // blocks
@@ -75,7 +87,7 @@ def test_exact_gradient_is_that_of_autograd(blocks: int) -> None:
     wanted = torch.autograd.grad(loss, (head, raw))
     found = cayley.gradients(
         head.detach(),
-        cayley.skew_part(raw.detach()),
+        cayley.inverse(torch.eye(size, dtype=torch.float64) + cayley.skew_part(raw.detach())),
         7 * x,
         *cayley.lesson(y, real, 3, torch.float64),
     )
@@ -85,8 +97,8 @@ def test_exact_gradient_is_that_of_autograd(blocks: int) -> None:
 
 def test_gradient_at_the_identity_is_skew_and_not_zero() -> None:
     lesson = cayley.lesson(torch.tensor([0, 1, 2, 1, 0]), torch.ones(5) > 0, 3, torch.float64)
-    skew = torch.zeros(1, 8, 8, dtype=torch.float64)
-    _, gradient = cayley.gradients(draw(3, 8), skew, 100 * unit(5, 8), *lesson)
+    back = torch.eye(8, dtype=torch.float64)[None]
+    _, gradient = cayley.gradients(draw(3, 8), back, 100 * unit(5, 8), *lesson)
     assert gradient.abs().max() > 0.1
     torch.testing.assert_close(gradient, -gradient.mT)
 

@@ -189,3 +189,28 @@ def test_padding_and_batching_change_nothing():
     for plain, wide, stacked in zip(both(x, y), both(*padded), many, strict=True):
         assert torch.allclose(wide, plain, atol=1e-9)
         assert torch.allclose(stacked[1], plain, atol=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "most"), [(torch.float64, 1e-8), (torch.float32, 1e-3)])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_the_posterior_and_its_rule_are_those_of_the_direct_inverse(alpha, kind, most):
+    """Term by term as printed, and G by inverting; relative to the largest number."""
+    x, y = rows(classes=CLASSES)
+    before = known(*rows(seed=1, classes=CLASSES))
+    given = gaussian.Moments(*(one.to(kind) for one in before))
+    mine = gaussian.posterior(given, x.to(kind), y, alpha)
+    rule = gaussian.discriminant(mine, gaussian.ridge(mine, 1.0))
+    scatter = alpha * before.scatter
+    for c in range(len(before.counts)):
+        own = x[y == c].double()
+        mean, many = own.mean(0), alpha * before.counts[c]
+        apart = mean - before.means[c]
+        scatter = scatter + (own - mean).mT @ (own - mean)
+        scatter = scatter + many * len(own) / (many + len(own)) * torch.outer(apart, apart)
+    assert (mine.scatter - scatter).abs().max() <= most * scatter.abs().max()
+    exact = gaussian.Moments(mine.counts.double(), mine.means.double(), scatter)
+    ridge = gaussian.ridge(exact, 1.0)
+    inverse = torch.linalg.inv(scatter + ridge * torch.eye(DIM))
+    offset = exact.means - exact.means.mean(0)
+    weight = (exact.counts.sum() + DIM + 2) * offset @ inverse
+    assert (rule.weight - weight).abs().max() <= most * weight.abs().max()

@@ -6,7 +6,7 @@ from fedot_world import frozen, one_by_one, pick, stacked, unit
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, make
-from fedvlm.engines.client import pad
+from fedvlm.engines.crowd import pad
 from fedvlm.maths import cayley
 from fedvlm.methods._blocks import elect
 from fedvlm.testing import bare

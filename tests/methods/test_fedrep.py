@@ -7,7 +7,8 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Traits, make
-from fedvlm.engines.client import client, pad
+from fedvlm.engines.client import client
+from fedvlm.engines.crowd import pad
 from fedvlm.errors import SettingsError
 from fedvlm.methods.fedrep import FedRep
 from fedvlm.parts.walk import epoch_of

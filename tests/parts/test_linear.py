@@ -20,6 +20,20 @@ def test_the_written_gradient_is_that_of_autograd(name, momentum):
     assert not torch.equal(fast.shared["head"], world.frozen.text)
 
 
+@pytest.mark.parametrize("epochs", [(2, 1), (0, 2), (3, 0), (1, 3)])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_written_gradient_of_a_head_and_of_its_map_are_those_of_autograd(epochs, momentum):
+    pace = {"rate": 0.01, "momentum": momentum, "decay": 0.1, "batch": 4, "rounds": 2}
+    method = make("fedrep", head_epochs=epochs[0], map_epochs=epochs[1], **pace)
+    world = toy_world(method, sizes=[3, 40, 9])
+    slow, fast = learn(world, "single", 1), learn(world, "batched", 1)
+    assert tensors.difference(slow.shared, fast.shared) < 2e-6
+    for id, own in slow.local.items():
+        assert tensors.difference(own, fast.local[id]) < 2e-6
+    moved = not torch.equal(fast.shared["map"], torch.eye(world.frozen.dim))
+    assert moved == (epochs[1] > 0)
+
+
 @dataclass(frozen=True)
 class Own(FedAvg):
     def predict(self, frozen, sent, local, x):

@@ -170,3 +170,24 @@ def test_items_are_those_that_the_manifests_name():
     both = paper_tables(["fedot-v1/T3", "fedot-v2/T4"], [first], "csv")
     assert both.count("printed deviation") == 1
     assert len(both.splitlines()) == 61
+
+
+def test_rows_of_the_data_are_those_of_a_run_of_any_method():
+    (identity,) = (
+        one
+        for one in reproducing()["faa-clip/TI"]["office-home-target"]
+        if one["method"]["name"] == "zero-shot"
+    )
+    counts = {"Art": {"train": 2000, "test": 427}, "Clipart": {"train": 4000, "test": 300}}
+    found = {one.number.column: one for one in beside("faa-clip/TI", [Told(identity, [{}])])}
+    assert found["rows Art"].verdict.why == "the run has no column 'rows Art'"
+    told = Told(identity, [{}], clients=counts)
+    found = {
+        one.number.column: one
+        for one in beside("faa-clip/TI", [told])
+        if one.number.data == "office-home"
+    }
+    assert (found["rows Art"].ours, found["rows Art"].verdict.word) == (2427, "met")
+    assert found["rows Clipart"].verdict.word == "differs"  # 65 of 4365 are missing
+    smoke = Told({**identity, "smoke": True}, [{}], clients=counts)
+    assert {one.verdict.why for one in beside("faa-clip/TI", [smoke])} == {"a smoke run"}

@@ -13,7 +13,8 @@ import fedvlm
 from fedvlm.cli import app
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.page.gather import gather, names
-from fedvlm.report.page.render import page, read_page, write_page
+from fedvlm.report.page.read import read_page
+from fedvlm.report.page.render import page, write_page
 from fedvlm.report.page.svg import nice
 from fedvlm.report.tables import compare
 

@@ -19,7 +19,7 @@ from fedvlm.report.papers import (
     items,
     numbers,
 )
-from fedvlm.runner.experiments import experiments
+from fedvlm.runner.named import experiments
 from fedvlm.runner.settings import build, read_toml
 
 COUNTS = {  # rows times columns of every table, counted in the documents; and numbers in the text

@@ -5,7 +5,8 @@ import pytest
 from fedvlm.data.catalogue import catalogue
 from fedvlm.evaluate.protocols import Training
 from fedvlm.report.lists import list_experiments
-from fedvlm.runner.experiments import experiments, runs
+from fedvlm.runner.experiments import runs
+from fedvlm.runner.named import experiments
 from fedvlm.runner.settings import build, read_toml
 
 FILES = experiments()

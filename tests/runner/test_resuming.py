@@ -11,6 +11,7 @@ import pytest
 
 import fedvlm
 from fedvlm.encoders.store import save_store
+from fedvlm.engines import state as states
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner import training as trainings
 
@@ -49,6 +50,47 @@ def test_kill_and_resume_give_the_same_bits(rows_like, files, tmp_path):
         path.name for path in (tmp_path / "torn").rglob("*") if path.suffix == ".checkpoint"
     ]
     assert leftovers == []
+
+
+SHELVED = """
+import os, signal, sys
+import fedvlm
+from fedvlm.engines import state
+from fedvlm.runner import training
+folder, store, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
+state.SHELVED, training.EVERY = 0, 2.5  # on disk; a checkpoint after every third round
+put, rounds = state.Shelf.put, 0
+training.monotonic = lambda: rounds
+
+def counted(self, many):
+    global rounds
+    if many:
+        rounds += 1
+    if rounds == at:  # in the middle of a round, one of its clients is written
+        put(self, dict(list(many.items())[:1]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    put(self, many)
+
+state.Shelf.put = counted
+settings = dict(encoder=f"store:{store}", protocol="own-test", fraction=0.7, workers=1)
+fedvlm.run(dict(name="fedot", blocks=4, rounds=8, rate=1e-3), out=folder, **settings)
+"""
+
+
+def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round(
+    rows_like, files, tmp_path, monkeypatch
+):
+    store = save_store(tmp_path / "rows.safetensors", rows_like(dim=16))
+    method = {"name": "fedot", "blocks": 4, "rounds": 8, "rate": 1e-3}
+    settings = {"encoder": f"store:{store}", "protocol": "own-test", "fraction": 0.7, "workers": 1}
+    fedvlm.run(method, out=tmp_path / "memory", **settings)
+    command = [sys.executable, "-c", SHELVED, tmp_path / "torn", store]
+    for at in (5, 4):  # after the checkpoint of round 3, and once more after that of round 6
+        assert subprocess.run([*command, str(at)]).returncode == -9
+        assert (tmp_path / "torn" / "trainings").joinpath("0-all.local").exists()
+    monkeypatch.setattr(states, "SHELVED", 0)
+    result = fedvlm.resume(tmp_path / "torn")
+    assert files(result.folder) == files(tmp_path / "memory")
 
 
 def test_resume_of_rows_in_memory_says_what_to_do(rows, tmp_path):

@@ -15,8 +15,9 @@ import pytest
 from plain_rows import make_rows
 from small_copies import small_copy, small_store
 
-from fedvlm.runner.experiments import experiments, runs
+from fedvlm.runner.experiments import runs
 from fedvlm.runner.load import few, load, thin
+from fedvlm.runner.named import experiments
 from fedvlm.runner.prepare import check_rows, prepare
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import Settings, build, read_toml
@@ -101,6 +102,7 @@ def test_every_row_of_an_experiment_has_its_clients_and_its_first_state(name, pl
 
 # towers, and the largest federations: by hand, in `make test-long`
 HEAVY = ("tofa-vitb16-", "tower-demo", "office-home", "modern-office", "fedotp-food101")
+HEAVY += ("fedotp-rounds-",)  # rows of fedotp-DATA, with other numbers of rounds
 WHEN = [
     pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.long] * name.startswith(HEAVY)])
     for name in FILES

@@ -106,10 +106,10 @@ def test_a_sweep_over_a_setting_that_does_not_exist_is_refused(key, near):
 def test_a_point_that_fails_is_named_and_the_others_go_on():
     settings = [build(one) for one in runs({**FEDOT, "sweep": {"method.blocks": [1, 3, 4]}})]
 
-    def go(number, one):
-        if one.method.blocks == 3:
-            raise ValueError("no")
-        return number
+    def go(all, enduring):
+        return [
+            ValueError("no") if one.method.blocks == 3 else place for place, one in enumerate(all)
+        ]
 
     done, failed = run_all(settings, ["method.blocks"], go)
     assert (done, failed) == ([0, 2], ["fedot at method.blocks=3 failed: ValueError: no"])

@@ -10,7 +10,8 @@ import torch
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits
 from fedvlm.data.federation import Division
-from fedvlm.engines.client import client, pad, predict
+from fedvlm.engines.client import client, predict
+from fedvlm.engines.crowd import pad
 from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.reference import reference
 from fedvlm.methods.fedavg import FedAvg

@@ -30,18 +30,19 @@ RATES = {  # by the encoder's logit scale: the demo's, CLIP's
     "fedavg": ((1e-2, 3e-2, 1e-1), (5e-5, 5e-4, 5e-3)),
     "fedot": ((3e-3, 1e-2, 3e-2), (5e-5, 5e-4, 2e-3)),
     "faa-clip": ((1e-3, 3e-3, 1e-2), (5e-5, 5e-4, 5e-3)),
+    "fedotp": ((3e-2, 1e-1, 3e-1), ()),  # stores have no patches
 }
-ROUNDS = {"fedavg": 30, "fedot": 30, "faa-clip": 12}
+ROUNDS = {"fedavg": 30, "fedot": 30, "faa-clip": 12, "fedotp": 10}
 METHODS = (
     *("zero-shot", "alone", "pooled", "tofa", "clip-gda"),
-    *("fedavg", "fedot", "faa-clip", "probe", "auto"),
+    *("fedavg", "fedot", "faa-clip", "fedotp", "probe", "auto"),
 )
 
 
 def variants(name: str, one: Set) -> Iterator[dict[str, Any]]:
     """The settings among which validation rows choose."""
     text = one.rows.text is not None
-    if name == "faa-clip" and not text:
+    if (name == "faa-clip" and not text) or (name == "fedotp" and one.rows.patches is None):
         return
     if name in RATES:
         more: dict[str, Any] = {"head": "text" if text else "random"}
@@ -49,6 +50,8 @@ def variants(name: str, one: Set) -> Iterator[dict[str, Any]]:
             more["tau"] = one.rows.scale
         if name == "faa-clip":  # without an unseen client there is nothing to adapt to
             more = {"adaptation": one.protocol == LODO, "decay": 2e-3}
+        if name == "fedotp":
+            more = {"start": "template", "epochs": 2}
         for rate in RATES[name][one.rows.scale > LARGE]:
             yield {"name": name, "rate": rate, "rounds": ROUNDS[name], **more}
     elif name in ("tofa", "clip-gda"):

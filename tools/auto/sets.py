@@ -29,7 +29,7 @@ class Set:
 
 
 def every(stores: Path, work: Path) -> Iterator[tuple[str, Callable[[], Set]]]:
-    """Names, and how to open each."""
+    """Names, and how to open each; images with patches and a text tower, which FedOTP needs."""
 
     def stored(file: str, text: bool = True, **source: Any) -> Embedded:
         values = {"method": "alone", "encoder": f"store:{stores / file}", "source": source}
@@ -37,11 +37,11 @@ def every(stores: Path, work: Path) -> Iterator[tuple[str, Callable[[], Set]]]:
         return rows if text else replace(rows, text=None)
 
     def demo() -> Embedded:
-        return load(build({"method": "alone"}), silent)[0]
+        return load(build({"method": "fedotp"}), silent)[0]
 
     def digits() -> Embedded:
         folder = write_digits(work / "digits")
-        return load(build({"method": "alone", "data": str(folder)}), silent)[0]
+        return load(build({"method": "fedotp", "data": str(folder)}), silent)[0]
 
     pacs, pets = "pacs_vitb16.npz", "pets23_vitb32.npz"
     caltech, flowers = "caltech101_vitb32.npz", "flowers102_vitb32.npz"

@@ -68,8 +68,8 @@ def groups_of(found: Found, column: str) -> dict[str, Groups]:
     }
 
 
-def rows(name: str, found: Found) -> Iterator[tuple[str, dict[str, float]]]:
-    """A line of the table for each column, and its accuracies."""
+def rows(name: str, chance: float, found: Found) -> Iterator[tuple[str, dict[str, float]]]:
+    """A line of the table for each column, and its accuracies; `chance` is one of the classes."""
     for column in ("unseen", "own"):
         groups = groups_of(found, column)
         if "auto" not in groups or len(groups) < 2:
@@ -79,7 +79,7 @@ def rows(name: str, found: Found) -> Iterator[tuple[str, dict[str, float]]]:
         gap, low, high = interval(groups["auto"], groups[best])
         cells = [f"{seen[key]:.1f}" if key in seen else "-" for key in METHODS]
         last = f"{gap:+.2f} [{low:+.2f}, {high:+.2f}] {best}"
-        cells = [name, column, str(len(found["auto"])), *cells, last]
+        cells = [name, column, str(len(found["auto"])), f"{100 * chance:.1f}", *cells, last]
         yield "| " + " | ".join(cells) + " |", seen
 
 
@@ -108,12 +108,15 @@ def main() -> None:
     ask.add_argument("--stores", type=Path, default=Path("stores"))
     ask.add_argument("--work", type=Path, default=Path("runs/auto"))
     args = ask.parse_args()
-    every_set = {name: found_in(args.work, name) for name, _ in every(args.stores, args.work)}
-    print("| data | column | seeds | " + " | ".join(METHODS) + " | auto - best other |")
-    print("|---" * (len(METHODS) + 4) + "|")
+    sets = dict(every(args.stores, args.work))
+    every_set = {name: found_in(args.work, name) for name in sets}
+    print("| data | column | seeds | chance | " + " | ".join(METHODS) + " | auto - best other |")
+    print("|---" * (len(METHODS) + 5) + "|")
     columns = []
     for name, found in every_set.items():
-        for line, seen in rows(name, found):
+        if not found:
+            continue
+        for line, seen in rows(name, 1 / len(sets[name]().rows.classes), found):
             print(line)
             columns.append(seen)
     print("\n| method | kB a client | exchanges | CPU seconds | seconds to tune | runs |")

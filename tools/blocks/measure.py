@@ -20,8 +20,9 @@ from fedvlm.data.table import Embedded
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import write
-from tools.auto.measure import LARGE, RATES, interval
+from tools.auto.measure import LARGE, RATES
 from tools.auto.sets import SIX, silent
+from tools.auto.table import interval
 from tools.training import groups, share, trained
 
 BLOCKS: tuple[int | str, ...] = (1, 8, 64, "auto")

@@ -1,6 +1,6 @@
 """Chooses the rates of tables with the demo on validation rows; test rows are never looked at.
 
-python -m tools.demo.tune [unseen|shift|prompts|prompts-more|prompts-pathological]
+python -m tools.demo.tune [unseen|shift|prompts|prompts-more|prompts-pathological|faa-clip|one-shot]
 prints every candidate and the chosen ones; without a word, those of `fedvlm demo`'s two tables
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fedvlm
-from fedvlm.runner.experiments import find
+from fedvlm.runner.named import find
 from fedvlm.runner.settings import read_toml
 
 SEEDS = [0]  # whose validation rows choose
@@ -40,8 +40,19 @@ GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
     "prompts-pathological-demo": {
         "promptfl": {"rate": RATES[:3]},
         "fedot-prompt": {"rate": RATES[:3]},
+        "cocoop": {"rate": (2e-3, 1e-2, 3e-2)},
+        "dp-fpl": {"rate": RATES[1:3]},
     },
+    "faa-clip-demo": {
+        "fedot": {"rate": RATES[:3]},
+        "faa-clip": {"rate": SMALL_RATES},
+        "fedclip": {"rate": SMALL_RATES},
+        "fedgh": {"server_rate": RATES[1:3], "rate": RATES[:2]},
+        "fedakt": {"rate": RATES[:3]},
+    },
+    "one-shot-demo": {"promptfl": {"rate": RATES[:3]}},  # fedlpa, fedbens and fens have promptfl's
 }
+EACH = ("cocoop", "dp-fpl")  # whose entries choose for themselves
 
 
 def validation(result: fedvlm.Result, seeds: list[int]) -> float:
@@ -64,13 +75,17 @@ def tune(name: str, folder: str) -> None:
     values = read_toml(find(name))
     common = {k: v for k, v in values.items() if k not in ("title", "methods", "bars", "traffic")}
     grids = dict(GRIDS[name])
-    for method in values["methods"]:  # of several entries of a method the first chooses for all
-        if (grid := grids.pop(method["name"], None)) is None:
+    for entry, method in enumerate(
+        values["methods"]
+    ):  # of several entries of a method the first chooses for all
+        if (grid := grids.get(method["name"])) is None:
             continue
+        if method["name"] not in EACH:
+            del grids[method["name"]]
         kept = {k: v for k, v in method.items() if k not in (*grid, "name")}
         label, scores = f"{name} {method['name']} {kept or ''}".strip(), []
         for number, point in enumerate(points(grid)):
-            out = f"{folder}/{name}-{method['name']}-{number}"
+            out = f"{folder}/{name}-{entry}-{number}"
             settings = {k: v for k, v in common.items() if k != "seeds"}
             result = fedvlm.run({**method, **point}, seeds=SEEDS, out=out, **settings)
             scores.append((validation(result, SEEDS), point))

@@ -15,7 +15,7 @@ ROWS = {
     "FENS+PromptFL": "fens",
     "FedBEns+PromptFL": "fedbens",
     "TOFA (Ours)": "tofa",
-    "FedAvg": "",  # of what network is not said
+    "FedAvg": "fedavg-tower",  # of what network is not said
     "Oneshot+PromptFL": "",  # the best of three
 }
 OWN = {"method.visual": True, "method.text": True, "method.fusion": True, "method.alpha": 1.0}

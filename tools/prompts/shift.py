@@ -18,8 +18,8 @@ import torch
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import write
-from tools.auto.measure import interval
 from tools.auto.sets import silent
+from tools.auto.table import interval
 from tools.training import groups, share, trained
 
 HELD = 4  # validation rows of a class, however few are trained on: one would choose nothing

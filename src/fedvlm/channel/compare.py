@@ -4,19 +4,22 @@ What is compared is a client's change of what it was sent; of uploaded totals, s
 they say per row, class by class among the clients that have the class.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, Sum, Tensors, Totalled
+from fedvlm.evaluate.far import OFTEN
 from fedvlm.parts.robust import RULES, SHARES
 
 LONGEST = 2.0  # times the median norm: where "median" shortens a change
 DOUBLES = 1 << 22  # numbers that are compared at once: in float64 all would be large
+FEW = 32  # clients up to which every dot is exact
+PRODUCTS = 1 << 33  # of two numbers, above which the numbers of many clients are folded
+FOLDED = 4096  # numbers that are left of a client then: a cosine is off by 0.016
 HEAVIEST = 4.0  # times the median row count: where it stops to count
 Said = dict[str, tuple[Tensor, Tensor]]  # (units, numbers) and the (units,) rows they are means of
 
@@ -91,13 +94,58 @@ class Round:
                 out += part @ part.mT
         return out
 
+    def about(self) -> Tensor:
+        """`dots` of many clients: norms as they are, cosines in single precision.
+
+        Of large uploads the cosines are those of signed sums, the same for all, of their numbers.
+        """
+        count = len(self.uploads)
+        norms = torch.zeros(count, dtype=torch.float64)
+        numbers = len(self.moved(0))
+        fold = count**2 * numbers > PRODUCTS and numbers > FOLDED
+        width = FOLDED if fold else numbers
+        signs = torch.randint(0, 2, (numbers,), generator=torch.Generator().manual_seed(0))
+        units = torch.zeros(count, width)
+        for place in range(count):
+            moved = self.moved(place)
+            norms[place] = torch.linalg.vector_norm(moved, dtype=torch.float64)
+            unit = (moved / norms[place].clamp(min=1e-300)).float()
+            if fold:
+                unit = torch.where(signs > 0, unit, -unit)
+                unit = (
+                    torch.nn.functional.pad(unit, (0, -numbers % width)).reshape(-1, width).sum(0)
+                )
+            units[place] = unit
+        return cosines(units) * norms[:, None] * norms
+
+    def moved(self, place: int) -> Tensor:
+        """(numbers,) one client's change, or what its totals say per row of what it has."""
+        if self.kind != "total":
+            upload = self.uploads[place]
+            return torch.cat([(upload[key] - self.first(place, key)).flatten() for key in upload])
+        most = torch.finfo(torch.float32).max  # stands for what is larger
+        said = self.said(place).values()
+        return torch.cat([(v * (n > 0)[:, None]).clamp(-most, most).flatten() for v, n in said])
+
+
+def cosines(units: Tensor) -> Tensor:
+    """(clients, clients) between vectors, each two multiplied once; 0 with one that is 0."""
+    units = torch.nn.functional.normalize(units, dim=1, eps=1e-30)
+    out = torch.zeros(len(units), len(units))
+    for first in range(0, len(units), FEW):
+        rows = slice(first, first + FEW)
+        some = units[rows] @ units[first:].mT
+        out[rows, first:], out[first:, rows] = some, some.mT
+    return out.clamp_(-1, 1).double()
+
 
 def bounded(now: Round, dots: Tensor) -> Round:
     """Changes no longer than twice the median, and nobody's rows above four times the median."""
     if len(now.uploads) < 3:  # of two, neither is the measure of the other
         return now
     norms = dots.diagonal().sqrt()
-    shrink = (LONGEST * norms.median() / norms.clamp(min=1e-300)).clamp(max=1.0)
+    most = LONGEST * norms.median()
+    shrink = torch.where(norms > most, most / norms.clamp(min=1e-300), 1.0)
     limit = HEAVIEST * now.rows.median()
     uploads = []
     for place, upload in enumerate(now.uploads):
@@ -113,9 +161,28 @@ def bounded(now: Round, dots: Tensor) -> Round:
     return Round(now.method, now.kind, uploads, now.sent, now.rows.clamp(max=limit))
 
 
+def quiet_without(now: Round, dots: Tensor) -> list[bool]:
+    """By client: whether `bounded` changes nobody's upload, neither with it nor without it."""
+    norms, count = dots.diagonal().sqrt(), len(now.uploads)
+    heavy = torch.tensor([_heaviest(now.said(place)) for place in range(count)])
+
+    def quiet(keep: list[int]) -> bool:
+        if len(keep) < 3:
+            return True
+        long = norms[keep] > LONGEST * norms[keep].median()
+        return not bool((long | (heavy[keep] > HEAVIEST * now.rows[keep].median())).any())
+
+    everyone = list(range(count))
+    return [quiet(everyone) and quiet([i for i in everyone if i != out]) for out in everyone]
+
+
+def _heaviest(said: Said) -> float:
+    return max((float(rows.sum()) for _, rows in said.values() if len(rows)), default=0.0)
+
+
 def _lighter(now: Round, place: int, factor: float, limit: float) -> Tensors:
     said = now.said(place)
-    heaviest = max((float(rows.sum()) for _, rows in said.values() if len(rows)), default=0.0)
+    heaviest = _heaviest(said)
     if factor >= 1 and heaviest <= limit:
         return now.uploads[place]
     less = min(1.0, limit / max(heaviest, 1.0))
@@ -182,7 +249,7 @@ class Limits:
     below: float = 0.3  # its cosine so much below the median one
     cosine: float = 0.7  # whatever its length
     spread: float = 6.0  # or this many median deviations of the cosines, if that is more
-    often: float = 0.7  # share of a client's rounds above which it is named
+    often: float = OFTEN  # share of a client's rounds above which it is named
 
 
 USUAL = Limits()
@@ -224,23 +291,3 @@ def _alike(norms: Tensor, unit: Tensor) -> Tensor:
     order = norms.argsort()
     share = weights[:, order].cumsum(1) / weights.sum(1, keepdim=True)
     return norms[order[(share < 0.5).sum(1)]]
-
-
-def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Who was far from the rest in most of its rounds of a training, in words."""
-    seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for line in lines:
-        for id, one in line["clients"].items():
-            if "far" in one:
-                seen.setdefault((str(line.get("training", "")), id), []).append(one)
-    out = []
-    for (training, id), many in sorted(seen.items()):
-        far = [one for one in many if one["far"]]
-        if len(far) > USUAL.often * len(many):
-            norm, cosine = (sum(one[key] for one in far) / len(far) for key in ("norm", "cosine"))
-            out.append(
-                f"client {id} was far from the rest in {len(far)} of {len(many)} rounds of "
-                f"{training}: its changes were {norm:.2g} times as long as the median, at a "
-                f"cosine of {cosine:.2f} to the others"
-            )
-    return out

@@ -15,6 +15,7 @@ from fedvlm.channel.validate import Inbox, validate
 from fedvlm.core import Method, Tensors, sums
 from fedvlm.errors import FederationError
 from fedvlm.maths.noise import Draw, seeded
+from fedvlm.parts.robust import SHARES
 
 SPENT = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
 COUNTED = "counted"  # how many uploads that is
@@ -106,6 +107,8 @@ class Arrived:
     kept: Mapping[str, Tensors]  # what the channel keeps, by client
     refused: Mapping[str, str] = field(default_factory=dict)  # whose upload is not used, and why
     apart: Mapping[str, dict[str, float]] = field(default_factory=dict)  # how far from the others
+    # of uploads that are added up: clients with and without whom all others count as they came
+    plain: frozenset[str] = frozenset()
 
 
 class Passage:
@@ -159,7 +162,8 @@ class Passage:
             with judging(id):
                 travels = upload
                 if id not in passed:
-                    validate(upload, self.inbox.local, where(id))
+                    if not self.channel.off:  # else all there is to it is what the inbox looks at
+                        validate(upload, self.inbox.local, where(id))
                     draw = seeded(seeds.generator("channel noise", self.seed, id, number))
                     travels, after[id] = leave(self.channel, upload, sent[id], after[id], draw)
                 whole[id] = arrive(self.channel, travels, sent[id])
@@ -197,10 +201,16 @@ class Passage:
             return came
         begun = [sent[id] for id in came.ids]
         now = compare.Round(self.method, self.kind, came.uploads, begun, came.weights)
-        dots = now.dots()
+        exact = len(begun) <= compare.FEW or self.channel.aggregation in SHARES
+        dots = now.dots() if exact else now.about()
         ids, uploads, weights = compare.settle(self.channel, now, came.ids, dots)
         apart = compare.apart(came.ids, dots)
-        return replace(came, ids=ids, uploads=uploads, weights=weights, apart=apart)
+        plain: frozenset[str] = frozenset()
+        if self.kind == "total" and self.channel.aggregation == "mean":
+            median = self.channel.bound == "median"
+            quiet = compare.quiet_without(now, dots) if median else [True] * len(came.ids)
+            plain = frozenset(id for id, one in zip(came.ids, quiet, strict=True) if one)
+        return replace(came, ids=ids, uploads=uploads, weights=weights, apart=apart, plain=plain)
 
     def _sum(
         self,

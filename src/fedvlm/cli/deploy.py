@@ -154,7 +154,8 @@ def _each(experiment: str, set_: list[str] | None, go: Any, out: Path | None) ->
     """Every run of an experiment, and one table of them all."""
     from fedvlm.deploy.runs import absences
     from fedvlm.report.tables import compare
-    from fedvlm.runner.experiments import find, runs
+    from fedvlm.runner.experiments import runs
+    from fedvlm.runner.named import find
     from fedvlm.runner.settings import build, read_toml
 
     values = read_toml(find(experiment))

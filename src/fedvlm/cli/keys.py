@@ -100,3 +100,46 @@ def keys(folder: Annotated[Path, typer.Argument(help="A server's folder, or a si
     for one in standings(folder):
         days = "" if one.days is None else f"{one.days} days left"
         typer.echo("  ".join(word for word in (one.name, one.fingerprint, days, one.note) if word))
+
+
+@deploy_app.command()
+def withdraw(
+    folder: Annotated[Path, typer.Argument(help="At a site its folder; at the server DIR/server.")],
+    file: Annotated[Path | None, typer.Argument(help="At the server: what the site sent.")] = None,
+    by: Annotated[str, typer.Option(help="At a site: who withdraws it.")] = "",
+    record: Annotated[
+        list[Path] | None, typer.Option(help="A run's directory outside DIR/server/runs.")
+    ] = None,
+) -> None:
+    """Take a site out of all later rounds, and out of what is shared where that is a plain sum."""
+    if file is None:
+        from fedvlm.deploy.withdrawn import withdraw as leave
+
+        path = leave(folder, by)
+        typer.echo(f"this site answers no more; send {path} to the server, which takes it out")
+        return
+    from fedvlm.deploy.forget import forget
+    from fedvlm.deploy.kits import read_server
+
+    site, said = forget(read_server(folder), file, record or [])
+    for one in said:
+        typer.echo(str(one))
+    typer.echo(f"{site} is out of all later rounds; it comes back by a new key only")
+
+
+@deploy_app.command()
+def join(
+    folder: Server,
+    run: Annotated[str, typer.Argument(help="A finished run: its name, or its directory.")],
+    site: Annotated[str, typer.Argument(help="The site that has come late; it is running.")],
+) -> None:
+    """Give a late site its classifier: from what is shared and its own rows, without the others."""
+    from fedvlm.deploy.events import percent
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.runs import join as bring
+
+    scores = bring(read_server(folder), run, site, lambda text: typer.echo(text, err=True))
+    for name, one in scores.items():
+        rows = one["test_rows"]
+        share = f": {percent(one['test_hits'] / rows)} of its {rows} test rows" if rows else ""
+        typer.echo(f"{site} has its classifier of {name}{share}")

@@ -27,7 +27,7 @@ def reproduce(
     """Run a paper's table or figure, and print it with our numbers beside the printed ones."""
     from fedvlm.report.reproduce import settings_of_item
     from fedvlm.runner.forecast import needs
-    from fedvlm.runner.run import default_name, execute
+    from fedvlm.runner.run import default_name, together
     from fedvlm.runner.sweep import run_all
 
     given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
@@ -42,12 +42,15 @@ def reproduce(
         say(line)
     with progress() as report:
 
-        def go(number: int, one: "Settings") -> "Record":
+        def place(one: "Settings") -> Path:
             name = default_name(one, None)
             there = (Path("runs") / experiment / name for experiment in named)
             begun = next((path for path in there if path.exists()), None)  # by `fedvlm run`
-            place = out / name if out else begun
-            return execute(one, place, again, None, report, None, say)
+            return out / name if out else begun or Path("runs") / name
+
+        def go(all: "Sequence[Settings]", enduring: bool) -> "Sequence[Record | Exception]":
+            asked = [(one, place(one)) for one in all]
+            return together(asked, again, None, report, None, say, enduring)
 
         results, failed = run_all(settings, (), go, enduring=True)
     typer.echo(table_of(item, results, form), nl=False)

@@ -11,6 +11,7 @@ from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
     from fedvlm.record import Record
+    from fedvlm.report.shown import Shown
     from fedvlm.runner.settings import Settings
 
 NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
@@ -59,57 +60,103 @@ def run(
     ] = None,
     form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
     sweep: Sweep = None,
+    on: Annotated[
+        str, typer.Option(help="A cluster for the trainings: dask, dask://HOST:PORT.")
+    ] = "",
 ) -> None:
     """Run a method (auto, if only --data is given) or an experiment, and print its table."""
     from fedvlm.errors import SettingsError, unknown
-    from fedvlm.report.folder import write_folder
-    from fedvlm.report.page.gather import gather
-    from fedvlm.report.page.render import write_model
-    from fedvlm.report.tables import FORMS, compare
-    from fedvlm.runner.bars import wants_bars
-    from fedvlm.runner.experiments import find
-    from fedvlm.runner.settings import read_toml
+    from fedvlm.report.shown import key_of, remembered
+    from fedvlm.report.tables import FORMS
+    from fedvlm.runner.named import find
 
     if not (file or method or data or encoder):
         raise SettingsError("nothing to run; name a TOML file, or --method, or --data DIR for auto")
     if form not in FORMS:
         raise unknown("table form", form, FORMS)
-    values: dict[str, Any] = read_toml(find(file)) if file else {"method": "auto"}
+    place = find(file) if file else None
     given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
     given |= {"attack": attack, "attackers": attackers, "strength": strength}
     given |= {"allow_small": allow_small or None, "tune": tune if tune != ["none"] else []}
-    if method:
-        values.pop("methods", None)
-        given["method"] = method
-    values |= {key: value for key, value in given.items() if value is not None}
-    mine = file is None and tune is None
-    written, settings, over = _settings(values, set_ or [], sweep or [], mine)
+    asked = {**given, "file": file, "method": method, "no_bars": no_bars}
+    key = key_of(place, {**asked, "set": set_, "sweep": sweep, "tune": tune, "out": str(out)})
+    home = out or Path("runs") / (Path(file).stem if file else _data_name(data, encoder))
+    shown = None if again or track else remembered(home, key)
+    if shown is None or not (no_report or (home / "report.html").exists()):
+        from fedvlm.runner.settings import read_toml
+
+        values: dict[str, Any] = read_toml(place) if place else {"method": "auto"}
+        if method:
+            values.pop("methods", None)
+            given["method"] = method
+        values |= {name: value for name, value in given.items() if value is not None}
+        typed = (set_ or [], sweep or [], file is None and tune is None)
+        options = (file, out, again, track or [], no_bars, no_report, form, key, on)
+        _run(values, typed, *options)
+        return
+    for one in shown.records[shown.bars :]:
+        typer.echo(f"already finished, read from {one.folder}; --again runs it", err=True)
+    _show(home, shown, form, None if no_report else home / "report.html")
+
+
+def _run(
+    values: dict[str, Any],
+    typed: tuple[list[str], list[str], bool],  # assignments, sweep, whether a rate is tuned
+    file: str | None,
+    out: Path | None,
+    again: bool,
+    track: Sequence[str],
+    no_bars: bool,
+    no_report: bool,
+    form: str,
+    key: str,
+    on: str,
+) -> None:
+    """What was not shown before: runs it, shows it and remembers that."""
+    from fedvlm.report.folder import write_folder
+    from fedvlm.report.page.gather import gather
+    from fedvlm.report.page.render import write_model
+    from fedvlm.report.shown import Shown, remember
+    from fedvlm.runner.bars import wants_bars
+
+    written, settings, over = _settings(values, *typed)
     # Bars are of one federation: a sweep over anything but a method's settings has several.
     one_world = all(key.startswith("method.") for key in over)
     beside = wants_bars(values) and not no_bars and one_world
     home = out or Path("runs") / _name(file, settings[0])
-    results, failed, marks = _all(settings, over, home, out, beside, again, track or [])
-    shown = [*marks, *results]
+    results, failed, marks = _all(settings, over, home, out, beside, again, track, on)
+    runs = [*marks, *results]
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
     words |= {"asked": over, "chance": beside}
-    write_folder(home, {**written, **({"bars": False} if no_bars else {})}, shown, **words)
+    write_folder(home, {**written, **({"bars": False} if no_bars else {})}, runs, **words)
+    title = values.get("title") or ""
+    command = f"fedvlm run {shlex.quote(file)}" if file else ""
+    model = gather(runs, title, values.get("paper"), command)
+    sentences = model["sentences"] if len(runs) > 1 and one_world else []
+    shown = Shown([str(one.folder) for one in runs], len(marks), words, title, sentences)
+    if not failed:
+        remember(home, key, shown)
+    _show(home, shown, form, None if no_report else write_model(model, home / "report.html"))
+    fail(failed)
+
+
+def _show(home: Path, shown: "Shown", form: str, page: Path | None) -> None:
+    from fedvlm.report.tables import compare
 
     def say(text: str) -> None:
         typer.echo(text, err=form != "text")  # then the table is all there is on stdout
 
-    if title := values.get("title"):
-        say(f"\n{title}\n")
-    typer.echo(compare(shown, form, **words), nl=False)
-    command = f"fedvlm run {shlex.quote(file)}" if file else ""
-    model = gather(shown, title or "", values.get("paper"), command)
-    if len(shown) > 1 and one_world:
-        say("\n".join(model["sentences"]))
-    say("records: " + ", ".join(str(one.folder) for one in shown))
-    say(_next_steps(home, shown))
+    if shown.title:
+        say(f"\n{shown.title}\n")
+    records = shown.records
+    typer.echo(compare(records, form, **shown.words), nl=False)
+    if shown.sentences:
+        say("\n".join(shown.sentences))
+    say("records: " + ", ".join(str(one.folder) for one in records))
+    say(_next_steps(home, records))
     say(f"table: {home / 'table.md'}, {home / 'table.json'}; asked: {home / home.name}.toml")
-    if not no_report:
-        say(f"report: {write_model(model, home / 'report.html')}")
-    fail(failed)
+    if page is not None:
+        say(f"report: {page}")
 
 
 def fail(failed: Sequence[str]) -> None:
@@ -145,9 +192,13 @@ def _settings(
 
 def _name(file: str | None, first: "Settings") -> str:
     """An experiment is called as its file, or else as its data."""
-    from fedvlm.runner.run import data_name
+    return Path(file).stem if file else _data_name(first.data, first.encoder)
 
-    return Path(file).stem if file else data_name(first)
+
+def _data_name(data: str | None, encoder: str | None) -> str:
+    from fedvlm.storage.files import data_name
+
+    return data_name(data or "", encoder or "")
 
 
 def _places(
@@ -174,10 +225,11 @@ def _all(
     beside: bool,
     again: bool,
     track: Sequence[str],
+    on: str,
 ) -> "tuple[list[Record], list[str], list[Record]]":
     """The runs, what hindered others, and the bars that stand beside them."""
     from fedvlm.runner.bars import bars
-    from fedvlm.runner.run import default_name, execute
+    from fedvlm.runner.run import default_name, together
     from fedvlm.runner.sweep import run_all
     from fedvlm.runner.track import Trackers
 
@@ -185,7 +237,7 @@ def _all(
         typer.echo(note, err=True)
 
     places = _places(settings, home, out, bool(over))
-    marks: list[Record] = []
+    levels: list[tuple[Settings, Path]] = []
     trackers = Trackers(track)
     with progress() as report:
 
@@ -193,13 +245,19 @@ def _all(
             report.hear(run, line)
             trackers(run, line)
 
-        def go(number: int, one: "Settings") -> "Record":
-            return execute(one, places[number], again, None, report, listen, say)
+        def go(all: "Sequence[Settings]", enduring: bool) -> "Sequence[Record | Exception]":
+            asked = list(zip(all, places, strict=True))
+            return together(asked, again, None, report, listen, say, enduring, on)
 
         results, failed = run_all(settings, over, go)
         for one in bars(settings, results[0]) if beside else ():
             place = out / "bars" / one.method.name if out else home / default_name(one, None)
-            marks.append(execute(one, place, again, progress=report))
+            levels.append((one, place))
+        marks = run_all(
+            [one for one, _ in levels],
+            (),
+            lambda all, enduring: together(levels, again, progress=report, on=on),
+        )[0]
     trackers.close()
     for note in trackers.notes:
         say(note)

@@ -48,7 +48,7 @@ def compare(
     item: Annotated[str, typer.Option(help="This table or figure, as fedot-v1/T1.")] = "",
 ) -> None:
     """Runs side by side: mean ± deviation over seeds, in per cent."""
-    from fedvlm.report.page.render import read_runs
+    from fedvlm.report.page.read import read_runs
     from fedvlm.report.tables import compare as render
 
     results = [one for path in runs for one in read_runs(path)]

@@ -144,6 +144,9 @@ class Traits:
     centralised: bool = said(
         False, "not federated: one client has the rows of all that train, in a simulation only"
     )
+    closed: bool = said(
+        False, "what a client keeps names classes, though not by its shape: no new class is known"
+    )
     tunable: tuple[str, ...] | None = said(
         None, "settings worth choosing on validation rows; None: `rate`, where there is a `loss`"
     )

@@ -2,22 +2,17 @@
 
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from inspect import isfunction
-from threading import RLock
 from typing import Any, TypeGuard, TypeVar
-from warnings import warn
 
 from fedvlm.core.contract import NEEDS, VERBS, Method, Schedule, Traits
 from fedvlm.core.schema import check_settings, check_type
 from fedvlm.core.verbs import OPTIONAL, WALKS
-from fedvlm.errors import OutsideWarning, SettingsError, unknown
+from fedvlm.errors import SettingsError, unknown
+from fedvlm.outside import load_outside, place_of
 
 METHODS: dict[str, type[Method]] = {}
 T = TypeVar("T", bound=type[Any])
-E = TypeVar("E")
-_LOADED: set[str] = set()  # entry-point groups: to look for them takes milliseconds
-_LOADING = RLock()
 USUAL = {"batch": "batch: int = 32", "epochs": "epochs: int = 1", "rate": "rate: float = 1e-3"}
 MORE = tuple(  # optional verbs; what their protocols ask for beside them are settings
     name
@@ -64,7 +59,7 @@ def _check_class(method: Any) -> None:
         raise SettingsError(
             'no name; add a class attribute such as `name = "mine"`, without a type'
         )
-    if name in METHODS and _place(METHODS[name]) != _place(method):
+    if name in METHODS and place_of(METHODS[name]) != place_of(method):
         raise SettingsError(
             f"the name {name!r} is taken by {METHODS[name].__name__}; choose another"
         )
@@ -145,48 +140,6 @@ def methods() -> dict[str, type[Method]]:
 
     load_outside("fedvlm.methods")
     return dict(sorted(METHODS.items()))
-
-
-def load_outside(group: str) -> None:
-    """Imports the modules that outside packages name in an entry-point group; they register.
-
-    Once per process. What cannot be loaded is warned of in a line, and the others are loaded.
-    """
-    with _LOADING:
-        if group in _LOADED:
-            return
-        _LOADED.add(group)  # now, because what is loaded may ask for the list itself
-        for point in entry_points(group=group):
-            try:
-                point.load()
-            except Exception as error:
-                why = " ".join(f"{type(error).__name__}: {error}".split())
-                warn(
-                    f"the entry point {point.name} = {point.value} of group {group} cannot be "
-                    f"loaded and is left out ({why}); repair or uninstall it",
-                    OutsideWarning,
-                    stacklevel=2,
-                )
-
-
-def enter(table: dict[str, E], what: str, name: str, one: E) -> None:
-    """Puts something under a name into a list that outside packages add to; a name is one's own."""
-    if not name or not name.isprintable() or ":" in name:
-        raise SettingsError(
-            f"{what} {name!r}: a name is in a line and has no colon; choose another"
-        )
-    if name in table and table[name] != one and not _again(table[name], one):
-        raise SettingsError(f"{what} {name!r}: the name is taken; choose another")
-    table[name] = one
-
-
-def _again(there: object, one: object) -> bool:
-    """Whether it is the same class or function, as when a cell of a notebook is run once more."""
-    return _place(there) == _place(one) and "<" not in _place(one)[1]
-
-
-def _place(one: object) -> tuple[str, str]:
-    return one.__module__, getattr(one, "__qualname__", "<")
 
 
 def is_method(value: object) -> TypeGuard[Method]:

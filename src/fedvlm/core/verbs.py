@@ -164,21 +164,24 @@ def sums(method: Method) -> Sum | None:
 def stacked(method: Method) -> Stacked | None:
     """The method where its `update_many` stands for its `update`.
 
-    A class that writes `update`, `loss` or `predict` anew does not mean an older `update_many`.
+    A class that writes `update`, `loss`, `predict` or `in_turn` anew does not mean an older
+    `update_many`.
     """
     order = type(method).__mro__
 
     def written(name: str) -> int:
         return next((i for i, one in enumerate(order) if name in vars(one)), len(order))
 
-    newest = min(map(written, ("update", "loss", "predict")))
+    newest = min(map(written, ("update", "loss", "predict", "in_turn")))
     return method if isinstance(method, Stacked) and written("update_many") <= newest else None
+
+
+PACE = tuple(one.name for one in fields(Schedule))
 
 
 def schedule(method: Method) -> Schedule:
     """How a method's minibatches are dealt and its steps are taken."""
-    names = [one.name for one in fields(Schedule)]
-    return Schedule(**{key: getattr(method, key) for key in names if hasattr(method, key)})
+    return Schedule(**{key: getattr(method, key) for key in PACE if hasattr(method, key)})
 
 
 def setting(method: Method, name: str) -> Any:

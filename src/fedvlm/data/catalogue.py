@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.core.registry import load_outside
 from fedvlm.data.kinds import GROUP, call, kind_of, kinds
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, text
 from fedvlm.errors import DataError, SettingsError, listing
+from fedvlm.outside import load_outside
 
 PICTURE = ("a picture of a {}",)  # FedCLIP, FAA-CLIP, FedOT
 PHOTO = ("a photo of a {}.",)  # CoOp, FedOTP, TOFA: with the full stop

@@ -5,10 +5,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from fedvlm.core.registry import enter, load_outside
 from fedvlm.data import folders, hub, leaf, manifests
 from fedvlm.data.table import Dataset
 from fedvlm.errors import DataError, SettingsError, unknown
+from fedvlm.outside import enter, load_outside
 
 GROUP = "fedvlm.data"
 Reader = Callable[..., Dataset]  # of a place, and of options by name

@@ -6,7 +6,7 @@ same round asked for again would else be drawn with other noise, and the mean of
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,14 @@ class Given:
     def read(self, request: Parcel) -> tuple[Parcel, Parcel] | None:
         """The answer to the same request, but for the number that a reply has to name, and the
         state after it."""
+        kept = self._read(self.path(request))
+        if kept is None:
+            return None
+        return Parcel({**kept[0].about, "nonce": request.about["nonce"]}, kept[0].arrays), kept[1]
+
+    def _read(self, path: Path) -> tuple[Parcel, Parcel] | None:
         try:
-            kept = from_bytes(self.path(request).read_bytes())
+            kept = from_bytes(path.read_bytes())
             words = kept.about["reply"], kept.about["state"]
             if kept.about["checksum"] != _seal(*words, kept.arrays):
                 return None
@@ -134,8 +140,14 @@ class Given:
             {key[2:]: one for key, one in kept.arrays.items() if key.startswith(mark)}
             for mark in ("r/", "s/")
         ]
-        reply = {**words[0], "nonce": request.about["nonce"]}
-        return Parcel(reply, both[0]), Parcel(words[1], both[1])
+        return Parcel(words[0], both[0]), Parcel(words[1], both[1])
+
+    def uploads(self) -> Iterator[Parcel]:
+        """The answers that are kept and had an upload that the server could read."""
+        for path in sorted(self.folder.glob("*")):
+            kept = self._read(path)
+            if kept is not None and kept[0].arrays and not kept[0].about["masked"]:
+                yield kept[0]
 
     def keep(self, request: Parcel, reply: Parcel, state: Parcel) -> None:
         path = self.path(request)

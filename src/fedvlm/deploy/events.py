@@ -32,6 +32,8 @@ SENTENCES: Mapping[str, str] = {
     "refused": "{site} takes no part: {why}",
     "round": "round {round} of {rounds}: {answered} of {asked} sites{accuracy}, {kB} kB, "
     "{seconds} s",
+    "withdrew": "{site} has withdrawn; its contribution is out of {out} of {of} trainings",
+    "joined": "{site} has joined after the last round: {rows} training rows",
     "missing": "round {round}: {site} is missing: {why}",
     "ended": "the run is finished; its record is in {record}",
     "failed": "the run ended: {why}",
@@ -45,6 +47,7 @@ SENTENCES: Mapping[str, str] = {
     "opened": "{method}: a training over {rows} training rows, {validation} validation rows and "
     "{classes} classes of this site",
     "sent": "{what}: {bytes} bytes left this site ({fields})",
+    "withdrawn": "{by} has withdrawn this site; it answers no more",
     "said": "{text}",
     "gained": "on its {rows} validation rows: {federated} right with the federation, {alone} by "
     "this site's rows alone",

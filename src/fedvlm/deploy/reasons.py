@@ -23,6 +23,7 @@ KINDS = {
     "consent ended": POLICY + "the consent given at this site has ended",
     "consent method": POLICY + "the consent given at this site is not for this method",
     "consent damaged": POLICY + "the consent given at this site cannot be read",
+    "withdrawn": POLICY + "this site has withdrawn from the federation",
     "class": POLICY + "a class has fewer than {least} training rows, and the method sends them all",
     "rows": POLICY + "it has fewer than {least} training rows",
     "division": POLICY + "clients.shots and clients.shares are the site's to say, not the server's",

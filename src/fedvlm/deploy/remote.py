@@ -1,7 +1,7 @@
 """The engine of a deployed run: Flower's messages to real sites, signed both ways."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
@@ -26,12 +26,14 @@ from fedvlm.engines.client import Answers, Task
 from fedvlm.engines.flower.client import arrays, unpack
 from fedvlm.engines.flower.engine import Flower
 from fedvlm.engines.flower.wire import Parcel
-from fedvlm.errors import FederationError
+from fedvlm.errors import FederationError, FedVLMError
+from fedvlm.storage.sealed import read_json, write_json
 
 KNOWN = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int8}
 SAME = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN = 600.0  # seconds a site has to open a training: it may have to embed its images first
 AGAINST = 1000  # uploads that may have left a site and never arrived; more it would not allow
+NODES = "nodes.json"  # in the server's folder
 SAY = 10.0  # seconds between two lines about sites that are waited for
 AGAIN = 60.0  # seconds until a site that took no part is asked again: it may have consented
 
@@ -53,7 +55,13 @@ class Remote(Flower):
     """Sites that are late are waited for, or let in when they come; each has to prove its key."""
 
     def __init__(
-        self, grid: Any, kit: ServerKit, spec: Any, reference: Tensors, note: Note = unnoted
+        self,
+        grid: Any,
+        kit: ServerKit,
+        spec: Any,
+        reference: Tensors,
+        note: Note = unnoted,
+        others: Iterable[int] = (),  # nodes that are not to be asked
     ) -> None:
         self.note, self.said = note, 0.0  # when it last said whom it waits for
         self.channel = Channel(**spec["identity"]["channel"])
@@ -67,6 +75,7 @@ class Remote(Flower):
         self.base = ""  # a site that the others are like
         self.turned_away: dict[int, float] = {}  # nodes of sites that took no part, and when
         self.strangers: dict[int, str] = {}  # nodes that are nobody's here; never asked again
+        self.others = frozenset(others)
 
     def seal(self, parcel: Parcel) -> Parcel:
         return self.sign(parcel)
@@ -150,7 +159,7 @@ class Remote(Flower):
         groups: list[list[str]] = []
         for name in sorted(self.nodes):
             for group in groups:
-                if self._differs(group[0], name) is None:
+                if self.differs(group[0], name) is None:
                     group.append(name)
                     break
             else:
@@ -161,13 +170,13 @@ class Remote(Flower):
         """Who does not fit the largest group is missing, by name; it cannot stop the others."""
         self.base = group[0]
         for name in sorted(self.nodes.keys() - set(group)):
-            why = self._differs(self.base, name) or ""
+            why = self.differs(self.base, name) or ""
             self._turn_away(self.nodes.pop(name), name, why)
             self.missing[name] = why
 
     def join(self, patience: float) -> None:
         """Opens the training at nodes that have not been asked, or were turned away a while ago."""
-        past = {*self.nodes.values(), *self.strangers}
+        past = {*self.nodes.values(), *self.strangers, *self.others}
         past |= {node for node, when in self.turned_away.items() if monotonic() - when < AGAIN}
         new = {f"node {one}": one for one in self.grid.get_node_ids() if one not in past}
         if not new:
@@ -196,6 +205,7 @@ class Remote(Flower):
         name = about["client"]
         first = {key[7:]: value for key, value in values.items() if key.startswith("shared/")}
         self.nodes[name] = node
+        write_json(self.kit.folder / NODES, {**nodes_of(self.kit), name: node})
         self.keys[name] = member(self.kit.folder, name).key
         self.absent.pop(name, None)
         self.sites[name] = Opened(about, first, values.get("text"))
@@ -224,7 +234,7 @@ class Remote(Flower):
                 f"{self.kit.rows} at most"
             )
 
-    def _differs(self, first: str, name: str) -> str | None:
+    def differs(self, first: str, name: str) -> str | None:
         """How a site differs from another: one encoder, one list of classes, one first state."""
         one, other = self.sites[first], self.sites[name]
         for key in ("encoder", "classes", "dim", "scale", "local", "template"):
@@ -251,9 +261,17 @@ class Remote(Flower):
         if any(task.id not in there and not self.left(task.id) for task in tasks):
             self.join(self.kit.deadline)
         for name in self.nodes.keys() - there:
-            if why := self._differs(self.base, name):
+            if why := self.differs(self.base, name):
                 self._turn_away(self.nodes.pop(name), name, why)
         return super().round(number, tasks)
+
+
+def nodes_of(kit: ServerKit) -> dict[str, int]:
+    """The nodes by which sites have proved their names; a node goes with a key."""
+    try:
+        return {str(name): int(node) for name, node in read_json(kit.folder / NODES).items()}
+    except (FedVLMError, AttributeError, TypeError, ValueError):  # none yet, or damaged
+        return {}
 
 
 def check_arrays(parcel: Parcel, most: float = LARGE) -> None:

@@ -1,7 +1,7 @@
 """Starting a deployed run and waiting for it; and the rehearsal of it all on one machine."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from fedvlm.deploy.flower.processes import (
 from fedvlm.deploy.kits import ServerKit, init, read_server
 from fedvlm.deploy.policy import ANY
 from fedvlm.deploy.policy import NAME as POLICY
-from fedvlm.deploy.server import FAILED, REQUEST, ready, ruled
+from fedvlm.deploy.server import FAILED, JOINED, REQUEST, ready, ruled
 from fedvlm.errors import FederationError, SettingsError, unknown
 from fedvlm.record import Record
 from fedvlm.result import Result
@@ -86,13 +86,49 @@ def run(
         return Result(folder)
     if again:
         record.clear()
+    seen = progress or (lambda what, done, total: None)
+    told = folder.with_suffix(".progress")
+
+    def step() -> None:
+        if told.exists():
+            seen(*read_json(told))
+
+    request = {"out": str(folder.resolve()), "identity": settings.identity(), "rules": rules}
+    _carry_out(kit, request, lambda: record.result() is not None, say, step)
+    told.unlink(missing_ok=True)
+    return Result(folder)
+
+
+def join(
+    kit: ServerKit, name: str, site: str, say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Brings a site that came late to the classifiers of a finished run, without the others.
+
+    `name` is that of a run of this server, or a directory. The site's scores, by training.
+    """
+    folder = kit.folder / "runs" / name
+    folder = folder if folder.exists() else Path(name)
+    done = kit.folder / JOINED
+    done.unlink(missing_ok=True)
+    request = {"out": str(folder.resolve()), "joins": site}
+    _carry_out(kit, request, done.exists, say, lambda: None)
+    return dict(read_json(done))
+
+
+def _carry_out(
+    kit: ServerKit,
+    request: Mapping[str, Any],
+    done: Callable[[], bool],
+    say: Callable[[str], None],
+    step: Callable[[], None],
+) -> None:
+    """Has the server's process do what is asked, and waits for it."""
     if not answers(kit):
         raise FederationError(
             f"no server answers at {kit.address}; start it: fedvlm deploy server {kit.folder}"
         )
     for name, text in APP.items():
         write(kit.folder / "app" / name, text.encode())
-    request = {"out": str(folder.resolve()), "identity": settings.identity(), "rules": rules}
     tail = Tail(kit.folder)
     write_json(kit.folder / REQUEST, request)
     (kit.folder / FAILED).unlink(missing_ok=True)
@@ -101,13 +137,16 @@ def run(
         raise FederationError(
             f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"
         )
+
+    def hear() -> None:
+        _heard(tail, say)
+        step()
+
     try:
-        seen = progress or (lambda what, done, total: None)
-        _follow(kit, str(answer["run-id"]), record, seen, lambda: _heard(tail, say))
+        _follow(kit, str(answer["run-id"]), done, hear)
     except KeyboardInterrupt:  # else it would go on without anybody who waits for it
         flwr(kit, "stop", str(answer["run-id"]), LINK)
         raise
-    return Result(folder)
 
 
 def stop(kit: ServerKit) -> list[str]:
@@ -145,18 +184,13 @@ def _heard(tail: Tail, say: Callable[[str], None]) -> None:
             say(sentence(event))
 
 
-def _follow(
-    kit: ServerKit, id: str, record: Record, progress: Progress, hear: Callable[[], None]
-) -> None:
+def _follow(kit: ServerKit, id: str, done: Callable[[], bool], hear: Callable[[], None]) -> None:
     """Waits for the result; the server's process says why if there is none."""
     begin = looked = monotonic()
-    while record.result() is None:
+    while not done():
         hear()
         if (kit.folder / FAILED).exists():
             raise FederationError((kit.folder / FAILED).read_text())
-        note = record.folder.with_suffix(".progress")
-        if note.exists():
-            progress(*read_json(note))
         if monotonic() - looked > LOOK:
             looked = monotonic()
             listed: Any = flwr(kit, "list", LINK, "--run-id", id)
@@ -169,14 +203,13 @@ def _follow(
                 )
             if "running" not in status and "starting" not in status and "pending" not in status:
                 sleep(1.0)
-                if record.result() is None and not (kit.folder / FAILED).exists():
+                if not done() and not (kit.folder / FAILED).exists():
                     raise FederationError(
                         f"the run ended without a result ({status}); run the same command again "
                         f"to go on, and see {kit.folder / 'superlink.log'}"
                     )
         sleep(0.2)
     hear()
-    record.folder.with_suffix(".progress").unlink(missing_ok=True)
 
 
 def absences(result: Result) -> list[str]:

@@ -33,7 +33,6 @@ def serve(kit: SiteKit, say: Say, stop: Event | None = None) -> None:
     ):
         bin = Path(place) / "bin"
         bin.mkdir()
-        _script(bin / "flwr-clientapp", "client_app", "main")
         _script(bin / "flower-superexec", "superexec", "at_site")
         secret(Path(place) / CONTROL, new_secret())
         door.bind(str(Path(place) / "desk"))

@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fedvlm.channel.settings import deployed, fits_secagg
+from fedvlm.channel.uploads import Arrived
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
 from fedvlm.deploy.events import Events, Note, percent, unnoted
@@ -17,16 +18,19 @@ from fedvlm.deploy.kits import ServerKit, read_server
 from fedvlm.deploy.race import Race
 from fedvlm.deploy.remote import Opened, Remote
 from fedvlm.deploy.rows import named
+from fedvlm.deploy.sums import ENDING, Sums, why_bound
 from fedvlm.engines.client import Kept, Terms
+from fedvlm.engines.loop import unheard
 from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
+from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
 from fedvlm.runner import tune
+from fedvlm.runner.begin import manifest
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
-from fedvlm.runner.run import manifest
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import carry_out, file_name, finished
 from fedvlm.storage.files import write
@@ -35,6 +39,7 @@ from fedvlm.storage.sealed import read_json, read_tensors, write_json
 KNOWN = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
 REFERENCE = "reference.safetensors"  # in the server's folder, for methods that need one
 REQUEST = "request.json"  # in the server's folder: the run that is asked for
+JOINED = "joined.json"  # in the server's folder: how the last site that came late fares
 FAILED = "error.txt"  # in the server's folder: why the last run ended
 
 
@@ -57,6 +62,11 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run"
         )
+    if settings.protocol == BaseToNew.name:
+        raise SettingsError(
+            f"protocol = {settings.protocol!r} is for simulations: it leaves classes of the sites "
+            "out; take 'own-test'"
+        )
     fits_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
@@ -70,6 +80,16 @@ def ready(kit: ServerKit, settings: Settings) -> None:
             f"{kit.folder / REFERENCE}; make it: fedvlm deploy reference {kit.folder} --data "
             "IMAGES --encoder ENCODER"
         )
+
+
+def spec_of(settings: Settings, training: Training, seed: int) -> dict[str, Any]:
+    """A training as its sites are told of it."""
+    return {
+        "identity": json.loads(json.dumps(settings.identity())),
+        "classes": [named(str(one)) for one in settings.source.get("classes", [])],
+        "seed": seed,
+        "training": training.name,
+    }
 
 
 def bound_note(settings: Settings) -> str:
@@ -103,6 +123,7 @@ class Run:
     tell: Callable[[str, int, int], None]
     tuned: dict[str, Any] = field(default_factory=dict)  # the races for its settings, if any
     note: Note = unnoted
+    others: Collection[int] = ()  # nodes of sites that are not asked
 
     def all(self) -> None:
         with self.record.lock():
@@ -131,12 +152,7 @@ class Run:
         self, settings: Settings, training: Training, seed: int, race: Any | None = None
     ) -> Remote:
         """A training at all sites that are there; of a `race` it tells how large that is."""
-        spec = {
-            "identity": json.loads(json.dumps(settings.identity())),
-            "classes": [named(str(one)) for one in settings.source.get("classes", [])],
-            "seed": seed,
-            "training": training.name,
-        } | ({} if race is None else {"race": race})
+        spec = spec_of(settings, training, seed) | ({} if race is None else {"race": race})
         self.note(
             "begun",
             method=settings.method.name,
@@ -145,7 +161,9 @@ class Run:
             sites=list(self.kit.sites),
             record=str(self.record.folder),
         )
-        engine = Remote(self.grid, self.kit, spec, self.reference(training, seed), self.note)
+        engine = Remote(
+            self.grid, self.kit, spec, self.reference(training, seed), self.note, self.others
+        )
         engine.gather()
         return engine
 
@@ -176,7 +194,15 @@ class Run:
             self.record,
             lambda done: self.tell(name, done, settings.method.rounds),
             every=0.0,  # a round over the network is worth a checkpoint
+            on_sum=self.sums(settings, name),
         )
+
+    def sums(self, settings: Settings, name: str) -> Callable[[int, Tensors, Arrived], None]:
+        """What is kept of a round's uploads for sites that withdraw later, where that helps."""
+        if why_bound(settings):
+            return unheard
+        kept = Sums.read(self.record.folder / "trainings" / f"{name}.{ENDING}")
+        return kept.add
 
     def about(self, settings: Settings, engine: Remote, first: Opened, seed: int) -> dict[str, Any]:
         """The manifest: of the rows the server knows no more than classes and numbers."""
@@ -253,6 +279,12 @@ def conduct(grid: Any, folder: Path) -> None:
     kit = ruled(read_server(folder), request.get("rules", {}))
     note = Events(folder)
     try:
+        if "joins" in request:
+            from fedvlm.deploy.late import join_late
+
+            done = join_late(grid, kit, Path(request["out"]), request["joins"], note)
+            write_json(folder / JOINED, done)
+            return
         settings = build(request["identity"])
         ready(kit, settings)
         progress = Path(request["out"]).with_suffix(".progress")

@@ -24,6 +24,7 @@ from fedvlm.deploy.pending import request
 from fedvlm.deploy.policy import Policy, policy_now, read_policy
 from fedvlm.deploy.reasons import Refused, Said, word
 from fedvlm.deploy.rows import Own, own_rows
+from fedvlm.deploy.withdrawn import check_withdrawn
 from fedvlm.deploy.words import SCORES, check_request
 from fedvlm.engines.client import measure
 from fedvlm.engines.flower.client import Desk, OwnTraining, arrays, unpack
@@ -83,6 +84,7 @@ class Site:
             self.ledger.add(
                 "in", about["round"], unpack(request.arrays), to_bytes(request), **_notes(about)
             )
+            check_withdrawn(self.kit.folder, self.sign.public)
             policy = policy_now(self.kit.folder)
             reply, state, costs = self._answered(request, about, state, policy)
             policy.release(sum(one.nbytes for one in reply.arrays.values()))

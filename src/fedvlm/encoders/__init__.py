@@ -63,6 +63,13 @@ _OWN = (
         f"{__name__}.onnx",
         "Onnx",
     ),
+    Kind(
+        "openai:DIR_OR_FILE",
+        "CLIP with a ResNet (RN50, RN101, …) of OpenAI's weights",
+        ("image", "text", "patches", "text tower"),
+        f"{__name__}.openai",
+        "OpenAI",
+    ),
     Kind("store:FILE_OR_DIR", "embeddings computed before", _CLOSED, f"{__name__}.store", "Store"),
 )
 ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _OWN}
@@ -72,7 +79,7 @@ ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _OWN}
 def register(kind: Kind) -> Kind:
     """Adds a kind of encoder."""
     from fedvlm.core.contract import NEEDS
-    from fedvlm.core.registry import enter
+    from fedvlm.outside import enter
 
     if not kind.offers or (strange := set(kind.offers) - set(NEEDS)):
         wrong = min(strange) if kind.offers else "nothing"
@@ -85,7 +92,7 @@ def register(kind: Kind) -> Kind:
 
 def encoders() -> dict[str, Kind]:
     """All kinds: our own and those of outside packages (entry-point group fedvlm.encoders)."""
-    from fedvlm.core.registry import load_outside
+    from fedvlm.outside import load_outside
 
     load_outside("fedvlm.encoders")
     return dict(sorted(ENCODERS.items()))

@@ -23,10 +23,10 @@ from torch.nn.functional import linear, normalize
 from fedvlm.devices import Device, choose, moved
 from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import Pixels
-from fedvlm.encoders.text import sentences
-from fedvlm.errors import EncoderError, SettingsError
+from fedvlm.encoders.text import around, check_length, pieces, weights_hash
+from fedvlm.errors import EncoderError
 from fedvlm.hub import only_here
-from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower, in_common, suffixes
+from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower
 from fedvlm.maths.towers import ImageTower
 
 # The model class and the processor whose defaults hold where preprocessor_config.json is silent.
@@ -74,7 +74,7 @@ class HuggingFace:
         self.offers = frozenset(offers)
         self.identity = {
             "kind": f"huggingface {self.kind}",
-            "weights": weights_hash(self.model),
+            "weights": weights_hash(self.model.state_dict()),
             "activation": vision.hidden_act,
             "dtype": "float16" if self.half else "float32",
             "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
@@ -132,11 +132,7 @@ class HuggingFace:
             raise EncoderError(f"{self.name} has no text; take a CLIP or SigLIP model")
         room = self.model.config.text_config.max_position_embeddings
         rows = self.tokenizer(list(sentences))["input_ids"]
-        for sentence, row in zip(sentences, rows, strict=True):
-            if len(row) > room:
-                raise SettingsError(
-                    f"{sentence!r} has {len(row)} tokens, {self.name} reads {room}; shorten it"
-                )
+        check_length(self.name, sentences, rows, room)
         # SigLIP was trained on sentences padded to full length and without a mask
         length = room if self.kind == "siglip" else max(len(row) for row in rows)
         pad = self.tokenizer.pad_token_id
@@ -153,19 +149,11 @@ class HuggingFace:
         """The differentiable way from context vectors to the features of these classes."""
         if "text tower" not in self.offers:
             raise EncoderError(f"{self.name} has no text tower for prompts; take a CLIP model")
-        # Whole sentences, since a tokenizer may join what stands before a name to it.
-        tokens = self.tokenizer(sentences(classes, template))["input_ids"]  # SOS ... EOT each
-        before = self.tokenizer(template.split("{}")[0])["input_ids"][:-1]
-        cut = in_common([before, *tokens])
         text, config = self.model.text_model, self.model.config.text_config
-        table = text.embeddings.token_embedding.weight
-        tails, ends = suffixes([row[cut:-1] for row in tokens], tokens[0][-1], table)
+        tokens, cut = around(lambda said: self.tokenizer(said)["input_ids"], classes, template)
         tower = TextTower(
-            start=table[tokens[0][0]],
+            **pieces(tokens, cut, text.embeddings.token_embedding.weight),
             template=template,
-            prefix=table[tokens[0][1:cut]],
-            suffixes=tails,
-            ends=ends,
             positions=text.embeddings.position_embedding.weight,
             layers=tuple(_layer(layer) for layer in text.encoder.layers),
             final=_affine(text.final_layer_norm),
@@ -241,15 +229,6 @@ def _pixels(transformers: Any, where: str, kind: str, options: dict[str, Any]) -
         mean=tuple(processed["image_mean"]) if normal else None,
         std=tuple(processed["image_std"]) if normal else None,
     )
-
-
-def weights_hash(model: torch.nn.Module) -> str:
-    """Over names, shapes and values, whatever files they came from."""
-    digest = sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _affine(module: Any) -> Affine:

@@ -1,7 +1,8 @@
 """Class names to sentences, and sentences to one text embedding per class."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from fedvlm.data.table import clean
 from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.interface import Encoder
 from fedvlm.errors import EncoderError, SettingsError
+from fedvlm.maths.prompts import in_common, suffixes
 
 SENTENCES = 256  # given to an encoder at once
 
@@ -20,6 +22,43 @@ def sentences(classes: Sequence[str], template: str) -> list[str]:
     if "{}" not in template:
         raise SettingsError(f"the template {template!r} has no place for a class; write {{}} in it")
     return [template.replace("{}", clean(name)) for name in classes]
+
+
+Tokens = Sequence[Sequence[int]]
+
+
+def around(
+    tokenize: Callable[[Sequence[str]], Tokens], classes: Sequence[str], template: str
+) -> tuple[Tokens, int]:
+    """The tokens of each class's sentence, and how many of them stand before its name."""
+    # Whole sentences, since a tokenizer may join what stands before a name to it.
+    tokens = tokenize(sentences(classes, template))  # SOS ... EOT each
+    (before,) = tokenize([template.split("{}")[0]])
+    return tokens, in_common([before[:-1], *tokens])
+
+
+def pieces(tokens: Tokens, cut: int, table: Tensor) -> dict[str, Any]:
+    """What a TextTower takes of sentences that are the same up to a token, by name."""
+    tails, ends = suffixes([row[cut:-1] for row in tokens], tokens[0][-1], table)
+    prefix = table[list(tokens[0][1:cut])]
+    return {"start": table[tokens[0][0]], "prefix": prefix, "suffixes": tails, "ends": ends}
+
+
+def check_length(name: str, said: Sequence[str], tokens: Tokens, room: int) -> None:
+    for sentence, row in zip(said, tokens, strict=True):
+        if len(row) > room:
+            raise SettingsError(
+                f"{sentence!r} has {len(row)} tokens, {name} reads {room}; shorten it"
+            )
+
+
+def weights_hash(weights: Mapping[str, Any]) -> str:
+    """Over names, shapes and values, whatever files they came from."""
+    digest = sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def class_embeddings(

@@ -3,13 +3,16 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from fedvlm import tensors
 from fedvlm.channel.uploads import Arrived
-from fedvlm.core import Method, Tensors
-from fedvlm.engines.client import Answers
+from fedvlm.core import Conditioned, Method, Tensors
+from fedvlm.engines.client import Answers, Done, here, steps
 from fedvlm.errors import FederationError
+from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
 
 
 def aggregated(
@@ -88,3 +91,29 @@ def without(answers: Answers, refused: Mapping[str, str], asked: Sequence[str]) 
             f"must (quorum)\n{why}"
         )
     return replace(answers, done=done, missing=missing)
+
+
+def disagreement(
+    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
+) -> dict[str, float]:
+    """How far the clients pull what is shared apart; nothing where uploads are no new values."""
+    if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
+        return {}
+    keys = sorted(key for key in shared if shared[key].is_floating_point())
+    each = [[one[key] for key in keys] for one in (shared, *uploads)]
+    out = {"cosine": mean_cosine(each[0], each[1:])}
+    counts = [steps(method, one.rows)[:2] for one in done.values()]
+    walked = [epochs * each for epochs, each in counts]
+    if isinstance(method, Conditioned):
+        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
+        out["difference"] = largest_difference(start, ends, walked, method.rate)
+        conditions = [
+            method.condition(here(one.local))
+            if one.described is None
+            else one.described.get("condition")
+            for one in done.values()
+        ]
+        known = [float(one) for one in conditions if one is not None]
+        if len(known) == len(conditions):  # a site may leave its own out
+            out["difference_bound"] = difference_bound(method.tau, known)
+    return out

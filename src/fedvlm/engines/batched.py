@@ -10,26 +10,13 @@ from collections.abc import Sequence
 from math import prod
 from time import perf_counter
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.func import vmap
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, stacked
-from fedvlm.engines.client import (
-    Answers,
-    Done,
-    Scores,
-    Task,
-    World,
-    client,
-    counted,
-    judged,
-    measure,
-    pad,
-    predict,
-)
+from fedvlm.engines.client import Answers, Done, Task, World
+from fedvlm.engines.crowd import crowd, measured, sent_to_all
 from fedvlm.engines.pool import Pool
 from fedvlm.engines.single import Single, failure, one, one_thread
 from fedvlm.errors import FedVLMError
@@ -127,35 +114,11 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Don
         raise failure(world, number, ids, traceback.format_exc()) from error
 
 
-def measured(world: World, tasks: Sequence[Task]) -> list[Scores]:
-    """How each client fares with what it was sent; in one product where all were sent the same."""
-    first = tasks[0].sent
-    same = all(task.sent[key] is one for task in tasks for key, one in first.items())
-    if world.metrics or not same or any(task.own for task in tasks):
-        return [measure(world, task.sent, task.own, task.id) for task in tasks]
-    parts = [part for task in tasks for part in judged(world, task.id)]
-    y = world.y[torch.from_numpy(np.concatenate(parts))]
-    logits = predict(world, first, {}, np.concatenate(parts))
-    sizes = [len(part) for part in parts]
-    losses = torch.split(torch.nn.functional.cross_entropy(logits, y, reduction="none"), sizes)
-    hits = [int(one.sum()) for one in torch.split(logits.argmax(1) == y, sizes)]
-    return [
-        counted(losses[i].mean().item(), sizes[i : i + 2], hits[i : i + 2])
-        for i in range(0, len(parts), 2)
-    ]
-
-
 def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
     method, frozen = world.method, world.frozen
-    scores = measured(world, tasks)
-    sent = {
-        key: value.expand(len(tasks), *value.shape)
-        if all(torch.equal(task.sent[key], value) for task in tasks)
-        else torch.stack([task.sent[key] for task in tasks])
-        for key, value in tasks[0].sent.items()
-    }
-    local = tensors.stack([task.own for task in tasks])
-    batch = pad([client(world, task.id, number) for task in tasks])
+    sent, local = sent_to_all(tasks), tensors.stack([task.own for task in tasks])
+    scores = measured(world, tasks, sent, local)
+    batch = crowd(world, [task.id for task in tasks], number)
     if (fast := stacked(method)) is not None:
         uploads, locals_ = fast.update_many(frozen, sent, local, batch)
     else:

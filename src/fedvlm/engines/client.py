@@ -1,7 +1,7 @@
 """What one client does in a round, whichever engine asks: take its rows, measure, update."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -73,6 +73,11 @@ class World(Terms):
         """(references, ...) gathered once, because every client has the same."""
         return gather(self, self.reference)[0]
 
+    @cached_property
+    def noises(self) -> int:
+        """Standard normal numbers that each step is given."""
+        return self.method.noise(self.frozen) if isinstance(self.method, Noisy) else 0
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -113,6 +118,7 @@ class Task:
         return here(self.local)
 
 
+Take = Callable[[World, NDArray[np.int64]], tuple[Any, Tensor]]  # rows and labels by number
 Scores = dict[str, Any]  # loss, rows and hits of validation and test, and metrics of the test
 
 
@@ -122,9 +128,7 @@ class Done:
     local: Local
     scores: Scores  # of what the client was sent, before its update
     rows: int  # that it trains on: what its upload weighs
-    described: Mapping[str, float] | None = (
-        None  # by a client that keeps its local tensors to itself
-    )
+    described: Mapping[str, float] | None = None  # by a client that keeps its local tensors
     passed: bool = False  # the client has put its upload through the channel: it is as it travelled
     releases: int = 0  # uploads of this training that have left it, by its own count; 0: not said
 
@@ -145,8 +149,8 @@ class Answers:
 
 def steps(method: Method, rows: int) -> tuple[int, int, int]:
     """Epochs, minibatches of each, and their size."""
-    size, epochs = schedule(method).batch, schedule(method).epochs
-    return epochs, -(-rows // size), size
+    pace = schedule(method)
+    return pace.epochs, -(-rows // pace.batch), pace.batch
 
 
 def minibatches(world: World, id: str, number: int) -> Tensor:
@@ -162,7 +166,7 @@ def minibatches(world: World, id: str, number: int) -> Tensor:
 
 def gather(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
     index = torch.from_numpy(rows)
-    x = world.x[index] if isinstance(world.x, Tensor) else world.x.take(index)
+    x = world.x.index_select(0, index) if isinstance(world.x, Tensor) else world.x.take(index)
     return x, world.y[index]
 
 
@@ -183,22 +187,22 @@ def own_world(world: World, id: str) -> World:
     )
 
 
-def client(world: World, id: str, number: int) -> Client:
+def client(world: World, id: str, number: int, take: Take = gather) -> Client:
     member = world.members[id]
     order = minibatches(world, id, number)
-    count = world.method.noise(world.frozen) if isinstance(world.method, Noisy) else 0
     return Client(
-        *gather(world, member.train),
+        *take(world, member.train),
         order,
-        *gather(world, member.validation),
+        *take(world, member.validation),
         world.reference_x,
         _reference_order(world, id, number, order),
         world.texts.get(id, torch.zeros(len(world.frozen.classes), 0, world.frozen.dim)),
-        _noise(world, id, number, len(order), count),
+        _noise(world, id, number, len(order)),
     )
 
 
-def _noise(world: World, id: str, number: int, steps: int, count: int) -> Tensor:
+def _noise(world: World, id: str, number: int, steps: int) -> Tensor:
+    count = world.noises
     if not count:
         return torch.zeros(steps, 0)
     if world.entropy:
@@ -224,27 +228,9 @@ def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tenso
     return torch.cat(drawn)[: order.numel()].reshape(order.shape)
 
 
-def pad(clients: Sequence[Client]) -> Client:
-    """Clients of unequal size as one Client with a leading client axis."""
-
-    def stack(parts: Iterable[Tensor], empty: int) -> Tensor:
-        parts = list(parts)
-        first = parts[0]
-        if all(part.data_ptr() == first.data_ptr() for part in parts) and first.numel():
-            return first.expand(len(parts), *first.shape)
-        sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-        out = first.new_full((len(parts), *sizes), empty)
-        for row, part in zip(out, parts, strict=True):
-            row[tuple(slice(size) for size in part.shape)] = part
-        return out
-
-    absent = {"y": -1, "order": -1, "held_y": -1, "reference_order": -1}
-    return Client(
-        *(
-            stack((getattr(one, part.name) for one in clients), absent.get(part.name, 0))
-            for part in fields(Client)
-        )
-    )
+def _seen(x: Any, rows: NDArray[np.int64]) -> Any:
+    index = torch.from_numpy(rows)
+    return x.index_select(0, index) if isinstance(x, Tensor) else x[index]
 
 
 def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]) -> Tensor:
@@ -253,7 +239,7 @@ def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]
     size = max(1, SLICE // (4 * width))
     return torch.cat(
         [
-            world.method.predict(world.frozen, sent, local, full(world.x[torch.from_numpy(part)]))
+            world.method.predict(world.frozen, sent, local, full(_seen(world.x, part)))
             for part in np.split(rows, range(size, len(rows), size))
         ]
     )

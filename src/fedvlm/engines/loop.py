@@ -9,8 +9,8 @@ import torch
 
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
-from fedvlm.core import Conditioned, Described, Method, Tensors
-from fedvlm.engines.aggregate import aggregated, without
+from fedvlm.core import Described, Method, Tensors
+from fedvlm.engines.aggregate import aggregated, disagreement, without
 from fedvlm.engines.attack import attacked
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import (
@@ -22,18 +22,18 @@ from fedvlm.engines.client import (
     Task,
     Terms,
     World,
-    here,
     names,
-    steps,
 )
 from fedvlm.engines.single import Single, where
-from fedvlm.engines.state import POOLED, Plan, State, counted
+from fedvlm.engines.state import POOLED, Plan, State, after, counted
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
 from fedvlm.machine import give_back
-from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
 from fedvlm.parts import nothing
+from fedvlm.storage.shelf import Shelf
+
+PART = 1024  # clients of a large federation that are adapted at once
 
 
 class Engine(Protocol):
@@ -80,6 +80,10 @@ def participants(terms: Terms, plan: Plan, number: int) -> list[str]:
     return sorted(ids[i] for i in torch.randperm(len(ids), generator=generator)[:count].tolist())
 
 
+def unheard(number: int, shared: Tensors, came: Arrived) -> None:
+    """Where nobody keeps the sums."""
+
+
 def train(
     terms: Terms,
     engine: Engine,
@@ -88,10 +92,12 @@ def train(
     fresh: Local,
     on_round: Callable[[State, dict[str, Any]], None],
     until: int | None = None,
+    on_sum: Callable[[int, Tensors, Arrived], None] = unheard,
 ) -> State:
     """Runs the rounds that are left, or those up to `until`.
 
-    `on_round` gets each new state with the line to record.
+    `on_round` gets each new state with the line to record; `on_sum` what was shared before a round
+    and the uploads that were aggregated.
     """
     method = terms.method
     passage = Passage(terms.channel, method, names(fresh), terms.seed)
@@ -105,11 +111,12 @@ def train(
             state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
         tasks = _tasks(method, state, fresh, (*known, *sorted(plan.unseen)), ids)
         answers = attacked(terms, plan.train, number, tasks, engine.round(number, tasks))
-        trained = [task for task in tasks if task.id in ids and task.id in answers.done]
+        trained = [task for task in tasks if task.trains and task.id in answers.done]
         came = _carry(terms, passage, state, number, trained, answers)
         passed = {id for id, one in answers.done.items() if one.passed}
         shared, came = aggregated(method, state.shared, came, passed, number)
         answers = without(answers, came.refused, [task.id for task in tasks])
+        on_sum(number, state.shared, came)
         done = answers.done
         ids = [id for id in ids if id in done]
         scores = {id: one.scores for id, one in done.items()}
@@ -128,7 +135,7 @@ def train(
         kept = {**state.channel, **came.kept}
         if terms.channel.noise:
             line["epsilon"] = spent_epsilon(terms.channel, kept)
-        local = {**state.local, **{id: done[id].local for id in ids}}
+        local = after(state.local, {id: done[id].local for id in ids})
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         # A tower of every client is large, a state is not.
         del answers, done, tasks, trained, came, shared, local
@@ -141,7 +148,7 @@ def train(
 def _tasks(
     method: Method, state: State, fresh: Local, ids: Iterable[str], train: Collection[str]
 ) -> list[Task]:
-    best = state.best_local or {}
+    best, train = state.best_local or {}, set(train)
     return [
         Task(
             id,
@@ -182,45 +189,20 @@ def _line(task: Task, done: Done, size: int) -> dict[str, float]:
     return {**done.scores, "bytes_down": sent, "bytes_up": size}
 
 
-def disagreement(
-    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
-) -> dict[str, float]:
-    """How far the clients pull what is shared apart; nothing where uploads are no new values."""
-    if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
-        return {}
-    keys = sorted(key for key in shared if shared[key].is_floating_point())
-    each = [[one[key] for key in keys] for one in (shared, *uploads)]
-    out = {"cosine": mean_cosine(each[0], each[1:])}
-    counts = [steps(method, one.rows)[:2] for one in done.values()]
-    walked = [epochs * each for epochs, each in counts]
-    if isinstance(method, Conditioned):
-        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-        out["difference"] = largest_difference(start, ends, walked, method.rate)
-        conditions = [
-            method.condition(here(one.local))
-            if one.described is None
-            else one.described.get("condition")
-            for one in done.values()
-        ]
-        known = [float(one) for one in conditions if one is not None]
-        if len(known) == len(conditions):  # a site may leave its own out
-            out["difference_bound"] = difference_bound(method.tau, known)
-    return out
-
-
 def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     """What a curve shows: the state before this round's update, averaged over clients."""
-    own = [scores[id]["loss"] for id in sorted(scores) if id in plan.train and "loss" in scores[id]]
+    train = [id for id in plan.train if id in scores]
+    own = [scores[id]["loss"] for id in sorted(train) if "loss" in scores[id]]
     more: dict[str, float | None] = {}
     for name in METRICS[1:]:
-        both = {"clients": metric(scores, plan.train, name)}
+        both = {"clients": metric(scores, train, name)}
         both |= {"target": metric(scores, plan.unseen, name)}
         more |= {f"{who} {name}": one for who, one in both.items() if one is not None}
     return {
         **more,
         "loss": sum(own) / len(own) if own else None,
-        "validation": accuracy(scores, plan.train, "validation"),
-        "accuracy": accuracy(scores, plan.train, "test"),
+        "validation": accuracy(scores, train, "validation"),
+        "accuracy": accuracy(scores, train, "test"),
         "unseen": accuracy(scores, plan.unseen, "test"),
     }
 
@@ -282,15 +264,24 @@ def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local)
         state = replace(
             state, round=state.best_round, shared=state.best_shared, local=state.best_local
         )
-    done = engine.adapt(method.rounds, _tasks(method, state, fresh, everyone, plan.train)).done
-    own = {id: done[id] for id in sorted(plan.train) if id in done}
-    return Outcome(
-        state.round,
-        state.shared,
-        {id: one.local for id, one in own.items()},
-        {id: done[id].scores for id in sorted(done)},
-        {id: _describe(terms, state.shared, one) for id, one in own.items()},
-    )
+    shelf = state.local if isinstance(state.local, Shelf) else None
+    size = len(everyone) if shelf is None else PART
+    scores: dict[str, Scores] = {}
+    local: dict[str, Local] = {}
+    maps: dict[str, Mapping[str, float]] = {}
+    trains = set(plan.train)
+    for first in range(0, len(everyone), max(1, size)):
+        tasks = _tasks(method, state, fresh, everyone[first : first + size], trains)
+        done = engine.adapt(method.rounds, tasks).done
+        own = {id: done[id] for id in sorted(done) if id in trains}
+        scores |= {id: done[id].scores for id in sorted(done)}
+        maps |= {id: _describe(terms, state.shared, one) for id, one in own.items()}
+        new = {id: one.local for id, one in own.items()}
+        if shelf is None:
+            local |= new
+        else:
+            after(shelf, new)
+    return Outcome(state.round, state.shared, local if shelf is None else shelf, scores, maps)
 
 
 def _describe(terms: Terms, shared: Tensors, done: Done) -> Mapping[str, float]:

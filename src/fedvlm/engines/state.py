@@ -7,10 +7,14 @@ from typing import Any, Literal
 import torch
 
 from fedvlm.core import Method, Tensors
-from fedvlm.engines.client import Kept, Local
+from fedvlm.engines.client import Kept, Local, here
 from fedvlm.errors import SettingsError
+from fedvlm.storage.shelf import Shelf
+from fedvlm.tensors import count_bytes
 
+PLACES = "places"  # where a shelf has what the state knows
 POOLED = "pooled"  # the client that has everyone's rows, where a run asks for it
+SHELVED = 1 << 30  # bytes of all clients' local tensors above which they are kept on disk
 Selection = Literal["last", "validation", "oracle"]
 
 
@@ -52,12 +56,32 @@ def counted(method: Method, plan: Plan, state: State) -> State:
     return replace(state, shared={**state.shared, name: count})
 
 
+def shelves(plan: Plan, fresh: Local) -> bool:
+    """Whether local tensors are on disk: if they are many, and none of a best round is kept."""
+    if isinstance(fresh, Kept) or plan.selection != "last":
+        return False
+    return count_bytes(fresh) * len(plan.train) > SHELVED
+
+
+def after(local: Mapping[str, Local], new: Mapping[str, Local]) -> Mapping[str, Local]:
+    """What all clients have once these have trained."""
+    if not isinstance(local, Shelf):
+        return {**local, **new}
+    local.put({id: here(one) for id, one in new.items()})
+    return local
+
+
 def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
     """A state as flat tensors, with the names of clients and tensors kept apart.
 
-    Of local tensors that are at their clients there are only versions.
+    Of local tensors that are at their clients there are only versions, of those on a shelf only
+    their places, which from now on stay as they are.
     """
-    local = {"local": state.local, "best_local": state.best_local or {}}
+    shelf = state.local if isinstance(state.local, Shelf) else None
+    local = {
+        "local": {} if shelf is not None else state.local,
+        "best_local": state.best_local or {},
+    }
     groups: dict[str, Mapping[str, Tensors]] = {
         "shared": {"": state.shared},
         "best_shared": {"": state.best_shared or {}},
@@ -65,7 +89,7 @@ def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
     }
     for group, by in local.items():
         groups[group] = {id: one for id, one in by.items() if not isinstance(one, Kept)}
-    flat: Tensors = {}
+    flat: Tensors = {} if shelf is None else {PLACES: shelf.mark()}
     index: dict[str, list[tuple[str, str]]] = {}
     for group, by_id in groups.items():
         index[group] = [(id, key) for id, one in by_id.items() for key in one]
@@ -86,7 +110,7 @@ def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
     return flat, about
 
 
-def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
+def unpack(flat: Tensors, about: Mapping[str, Any], shelf: Shelf | None = None) -> State:
     def group(name: str) -> dict[str, Tensors]:
         out: dict[str, Tensors] = {id: {} for id in about["ids"].get(name, [""])}
         for number, (id, key) in enumerate(about["index"][name]):
@@ -97,10 +121,12 @@ def unpack(flat: Tensors, about: Mapping[str, Any]) -> State:
         return {**group(name), **{id: Kept(one) for id, one in about["versions"][name].items()}}
 
     chosen = about["chosen"]
+    if shelf is not None:
+        shelf.back_to(flat[PLACES])
     return State(
         about["round"],
         group("shared")[""],
-        local("local"),
+        local("local") if shelf is None else shelf,
         about["best"],
         about["best_round"],
         group("best_shared")[""] if chosen else None,

@@ -4,18 +4,21 @@ Everything here takes `p` (rows, classes), rows of probabilities, and `y` (rows,
 A number that the rows cannot give (the AUC of rows of a single class, anything of no rows) is NaN.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedvlm.core.registry import enter, load_outside
 from fedvlm.errors import SettingsError
+from fedvlm.outside import enter, load_outside
+
+if TYPE_CHECKING:  # tables of finished runs have its names, and do without torch
+    from torch import Tensor
 
 __all__ = ["METRICS", "Metric", "every_metric", "metrics", "register"]
 BINS = 15  # of the reliability diagram
@@ -57,6 +60,8 @@ def every_metric(p: Tensor, y: Tensor) -> dict[str, float]:
 
 def diagrams(p: Tensor, y: Tensor) -> dict[str, list[list[float]]]:
     """What the reliability diagram and the decision curve are drawn from, as plain numbers."""
+    import torch
+
     found = reliability(p, y)
     bins = torch.stack([found.rows, found.confidence, found.accuracy], dim=1)
     curve = torch.stack([torch.tensor(THRESHOLDS, dtype=torch.float64), net_benefit(p, y)], dim=1)
@@ -70,6 +75,8 @@ def details(p: Tensor, y: Tensor) -> dict[str, Any]:
     are any; `recall` is None for a class without rows; `scores` counts pairs of row and class by
     the probability, the row's own class and others, for ROC and precision-recall curves.
     """
+    import torch
+
     found = _confusion(p, y)
     cells = [[*place, int(found[tuple(place)])] for place in found.nonzero().tolist()]
     rows = found.sum(1)
@@ -121,6 +128,8 @@ def accuracy(p: Tensor, y: Tensor) -> float:
 
 def _confusion(p: Tensor, y: Tensor) -> Tensor:
     """(classes, classes): rows of each true class, by predicted class."""
+    import torch
+
     classes = p.shape[1]
     pairs = torch.bincount(y * classes + p.argmax(1), minlength=classes**2)
     return pairs.reshape(classes, classes).double()
@@ -145,6 +154,8 @@ def auc(p: Tensor, y: Tensor) -> float:
 
     The mean over the classes that have rows and are not all rows: of others there is no curve.
     """
+    import torch
+
     rows, classes = p.shape
     own = torch.nn.functional.one_hot(y, classes).double()
     ours = own.sum(0)
@@ -183,6 +194,8 @@ def calibration_error(p: Tensor, y: Tensor) -> float:
 
 def reliability(p: Tensor, y: Tensor, bins: int = BINS) -> Reliability:
     """A bin holds its upper edge: (0, 1/15], (1/15, 2/15], ..."""
+    import torch
+
     confidence, guess = p.double().max(1)
     place = ((confidence * bins).ceil().long() - 1).clamp(0, bins - 1)
 
@@ -201,6 +214,8 @@ def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS
     benefit is the share of true positives less that of false ones, these weighing t / (1 - t).
     Classes without rows count too: calling a row by their name is harm.
     """
+    import torch
+
     rows, classes = p.shape
     own = torch.nn.functional.one_hot(y, classes).bool()
     out = []
@@ -212,7 +227,7 @@ def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS
     return torch.stack(out)
 
 
-Metric = Callable[[Tensor, Tensor], float]
+Metric = Callable[["Tensor", "Tensor"], float]
 ALL: dict[str, Metric] = {
     "accuracy": accuracy,
     "balanced": balanced_accuracy,

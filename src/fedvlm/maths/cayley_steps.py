@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedvlm.core import Client
 from fedvlm.maths.cayley import (
+    followed,
     gradients,
     identity_like,
     inverse,
@@ -61,7 +62,7 @@ def walk(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tuple[Tensor,
 
 
 def walk_directly(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tuple[Tensor, Tensor]:
-    """One inverse per step, all clients stacked: any momentum, any decay, any block size."""
+    """The inverse of every step, all clients stacked: any momentum, any decay, any block size."""
     trained = [head.clone(), skew_part(raw)]
     speeds = [torch.zeros_like(value) for value in trained]
     clients = torch.arange(len(raw), device=raw.device)[:, None]
@@ -69,9 +70,12 @@ def walk_directly(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tupl
     y = client.y[clients[..., None], rows].clamp(min=0)
     wanted, weight = lesson(y, real, head.shape[1], head.dtype)  # (clients, steps, B, ...)
     length = -pace.rate * real.any(-1).to(head.dtype)[..., None, None]
-    for step in real.any(-1).any(0).nonzero()[:, 0].tolist():
+    eye = identity_like(raw)
+    back = inverse(eye + trained[1])
+    for number, step in enumerate(real.any(-1).any(0).nonzero()[:, 0].tolist()):
         x = pace.tau * client.x[clients, rows[:, step]]
-        moves = gradients(trained[0], trained[1], x, wanted[:, step], weight[:, step])
+        back = followed(back, eye + trained[1]) if number else back
+        moves = gradients(trained[0], back, x, wanted[:, step], weight[:, step])
         for i, move in enumerate(moves):
             far = length[:, step] if move.ndim == 3 else length[:, step, None]
             new = move.add_(trained[i], alpha=pace.decay).add_(speeds[i], alpha=pace.momentum)

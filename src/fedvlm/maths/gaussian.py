@@ -86,9 +86,10 @@ def posterior(prior: Moments, x: Tensor, y: Tensor, alpha: float) -> Moments:
     total = before + counts
     safe = torch.where(total > 0, total, 1.0)
     means = (before[:, None] * prior.means + counts[:, None] * own) / safe[:, None]
-    apart = (before * counts / safe).sqrt()[:, None] * (own - prior.means)
-    around = (x - own[y.clamp(min=0)]) * (y >= 0)[:, None]
-    parts = torch.cat([around, apart])
+    # Deviations from a class mean sum to 0, so what sets the mean apart may be added to each row:
+    # a product over the rows is all, none over the classes.
+    apart = (before / safe).sqrt()[:, None] * (own - prior.means)
+    parts = (x + (apart - own)[y.clamp(min=0)]) * (y >= 0)[:, None]
     return Moments(total, means, alpha * prior.scatter + parts.mT @ parts)
 
 

@@ -51,4 +51,5 @@ class FedRep:
     name = "fedrep"
     traits = head_traits()
     loss = parts.cross_entropy
+    update_many = parts.map_sgd
     send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing

@@ -74,6 +74,7 @@ class PFedPrompt:
     traits = Traits(
         needs=frozenset({"image", "text tower"}),
         memory=frozenset({"features", "labels", "weight", "sharpness"}),
+        closed=True,
     )
     send, update, aggregate = parts.everything, parts.sgd, parts.mean
     update_many = sgd_together

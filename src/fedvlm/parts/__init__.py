@@ -11,7 +11,7 @@ from fedvlm.parts.bodies import (
     uniform,
     withhold,
 )
-from fedvlm.parts.linear import head_sgd, pulled_sgd
+from fedvlm.parts.linear import head_sgd, map_sgd, pulled_sgd
 from fedvlm.parts.walk import (
     Stepper,
     adam,
@@ -34,6 +34,7 @@ __all__ = [
     "head_sgd",
     "idle",
     "join_state",
+    "map_sgd",
     "masked_cross_entropy",
     "mean",
     "minibatch",

@@ -26,7 +26,7 @@ from fedvlm.report.tables import FORMS, render
 # How columns of the papers begin, and the name by which they are asked for.
 ASKED = {"kappa": "kappa", "kappa, target ": "kappa-per-target", "cosine": "cosine"}
 ASKED |= {"minutes": "minutes", "A[": "A[j][i]", "P, target ": "P-per-target"}
-ASKED |= {"C, target ": "C-per-target", "average ": "average"}
+ASKED |= {"C, target ": "C-per-target", "average ": "average", "rows ": "rows"}
 GAIN = "gain, "  # over zero-shot, of the column "unseen, …"
 ALIKE = ("data", "encoder", "source", "clients", "protocol", "counts", "unseen", "seeds", "smoke")
 WIDE = 6  # columns of a piece of a table
@@ -91,7 +91,7 @@ def _cell(number: Number, results: Sequence[Record], found: Sequence[Found]) -> 
     able = [
         (len(differences(wanted, one.manifest["identity"])), place)
         for place, one in enumerate(results)
-        if number.method and matches(number, one.manifest["identity"])
+        if matches(number, one.manifest["identity"])
     ]
     if not able:
         return Cell(number, None, None, None, None)

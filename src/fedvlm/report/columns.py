@@ -6,18 +6,19 @@ Shares are fractions, as in a record's tables; columns of UNITS are not shares.
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedvlm.channel.settings import Channel
-from fedvlm.core import Factored, Tensors, Trained, make
 from fedvlm.errors import DataError, unknown
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import METRICS, area, metrics, points
 from fedvlm.evaluate.scores import Table
 from fedvlm.record import Record
 from fedvlm.report.names import generalises
-from fedvlm.runner.sweep import flat
 from fedvlm.storage.files import slug
+from fedvlm.storage.toml import flat
+
+if TYPE_CHECKING:
+    from fedvlm.core import Tensors
 
 # How columns begin that are no shares, and the digits they are written with.
 UNITS = {"kappa": 2, "cosine": 3, "dof": 0, "seconds": 3, "minutes": 3, "trained": 0, "rows": 0}
@@ -95,6 +96,9 @@ def _trained(result: Record, seed: int) -> Table:
 
     Of a method that uploads factors of what is shared it is those.
     """
+    from fedvlm.channel.settings import Channel
+    from fedvlm.core import Factored, Trained, make
+
     identity = result.manifest["identity"]
     settings = dict(identity["method"])
     method = make(settings.pop("name"), **settings)
@@ -112,7 +116,7 @@ def _trained(result: Record, seed: int) -> Table:
     return {"trained": _mean(counts) if identity["channel"] == asdict(Channel()) else None}
 
 
-def _size(tensors: Tensors, without: Container[str]) -> int:
+def _size(tensors: "Tensors", without: Container[str]) -> int:
     return sum(value.numel() for key, value in tensors.items() if key not in without)
 
 

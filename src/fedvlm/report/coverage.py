@@ -10,7 +10,7 @@ from fedvlm.data.clients import By
 from fedvlm.report.columns import COLUMNS
 from fedvlm.report.papers import Item, Values, apart, find, items, numbers
 from fedvlm.report.plots import KINDS as PLOTS
-from fedvlm.runner.sweep import flat
+from fedvlm.storage.toml import flat
 
 State = Literal["full", "partly", "not"]
 STATES: tuple[State, ...] = ("full", "partly", "not")
@@ -86,7 +86,8 @@ def covered(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -> Cove
 @cache
 def reproducing() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The runs, as their identities, of the experiments that say they reproduce an item."""
-    from fedvlm.runner.experiments import experiments, runs
+    from fedvlm.runner.experiments import runs
+    from fedvlm.runner.named import experiments
     from fedvlm.runner.settings import build, read_toml
 
     named: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in items()}

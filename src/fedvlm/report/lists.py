@@ -87,7 +87,7 @@ def _line(one: object) -> str:
 
 
 def list_experiments() -> list[Row]:
-    from fedvlm.runner.experiments import experiments
+    from fedvlm.runner.named import experiments
     from fedvlm.runner.settings import read_toml
 
     return [

@@ -1,27 +1,21 @@
 """What a run is called in a table, and whether it says anything of unseen clients."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
-from json import dumps, loads
 from typing import Any
 
-from fedvlm.channel.settings import Channel
 from fedvlm.errors import listing
 from fedvlm.record import Record
 
 
 def label(result: Record, besides: Collection[str] = ()) -> str:
     """The method, with the settings in which it differs from its defaults, but for some."""
-    from fedvlm.core import make
-
     settings = dict(result.manifest["identity"]["method"])
     name = settings.pop("name")
-    method = make(name, **settings)
+    usual = result.manifest.get("usual") or _usual(name, settings)
     if small := result.manifest["identity"].get("allow_small", False):
         settings.pop("smallest", None)
-    usual = loads(dumps(asdict(make(name))))  # as a manifest has it
     rest = {key: value for key, value in settings.items() if f"method.{key}" not in besides}
-    odd = [f"{key}={value}" for key, value in rest.items() if usual[key] != value]
+    odd = [f"{key}={value}" for key, value in rest.items() if usual["method"][key] != value]
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]
     if tuned := result.manifest.get("tuned"):
         odd += _raced(tuned)
@@ -29,12 +23,12 @@ def label(result: Record, besides: Collection[str] = ()) -> str:
         odd.append(f"warm start by {first['name']}")
     if result.manifest["identity"].get("centralised"):
         odd.append("centralised")
-    elif method.traits.centralised:
+    elif usual["centralised"]:
         odd.append("not federated")
-    if method.traits.reference == "target":
+    if usual["reference"] == "target":
         odd = [one for one in odd if one != "reference=target"]
         odd.append("TRANSDUCTIVE: adapts to the test rows")
-    plain = asdict(Channel())
+    plain = usual["channel"]
     through = result.manifest["identity"].get("channel", plain)
     odd += [f"channel.{key}={value}" for key, value in through.items() if plain[key] != value]
     if attack := result.manifest["identity"].get("attack"):
@@ -49,6 +43,14 @@ def label(result: Record, besides: Collection[str] = ()) -> str:
     if result.manifest["identity"]["smoke"]:
         odd.append("SMOKE")
     return f"{name} ({', '.join(odd)})" if odd else str(name)
+
+
+def _usual(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a record that does not say it; to ask the method takes seconds, for it takes torch."""
+    from fedvlm.core import make
+    from fedvlm.runner.provenance import usual
+
+    return usual(make(name, **settings))
 
 
 def _raced(tuned: Mapping[str, Any]) -> list[str]:

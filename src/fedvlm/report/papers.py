@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.columns import plain
-from fedvlm.runner.sweep import flat
+from fedvlm.storage.toml import flat
 
 STATUS = ("ok", "void", "copied")
 KINDS = ("table", "figure")
@@ -40,6 +40,11 @@ class Number:
     status: str
     why: str  # a number is void, or where it was copied from
     line: int  # of the document
+
+    @property
+    def of_data(self) -> bool:
+        """A run of any method has it."""
+        return not self.method and self.column.startswith("rows ")
 
     @property
     def name(self) -> str:
@@ -231,7 +236,9 @@ def apart(wanted: Values, has: Values) -> list[str]:
 
 
 def matches(number: Number, identity: Mapping[str, Any]) -> bool:
-    """Whether a run is of the method, with the settings of it, that a number is printed for."""
+    """Whether a run is of the method, with its settings, that a number is printed for."""
+    if not number.method:
+        return number.of_data
     own = {key: value for key, value in number.settings.items() if key.startswith("method.")}
     return not differences({"method.name": number.method, **own}, identity)
 
@@ -240,10 +247,11 @@ def obstacle(number: Number, identity: Mapping[str, Any]) -> str:
     """Why a run cannot be compared with a number; empty if it can."""
     if identity.get("smoke"):
         return "a smoke run"
-    if not number.method:
-        return "the paper names no single method"
     wanted = {"data": number.data, **find(number.name).settings, **number.settings}
-    return "; ".join(differences({**wanted, "method.name": number.method}, identity))
+    if not number.method and not number.of_data:
+        return "the paper names no single method"
+    method = {"method.name": number.method} if number.method else {}
+    return "; ".join(differences({**wanted, **method}, identity))
 
 
 def verdict(

@@ -6,9 +6,10 @@ from typing import Any
 from fedvlm.errors import SettingsError
 from fedvlm.report.coverage import wanted
 from fedvlm.report.papers import apart, find
-from fedvlm.runner.experiments import experiments, runs
+from fedvlm.runner.experiments import runs
+from fedvlm.runner.named import experiments
 from fedvlm.runner.settings import Settings, build, override, read_toml
-from fedvlm.runner.sweep import flat
+from fedvlm.storage.toml import flat
 
 
 def settings_of_item(

@@ -21,8 +21,8 @@ from fedvlm.report.panels import (
 )
 from fedvlm.report.pictures import INK
 from fedvlm.report.tables import MAIN
-from fedvlm.runner.sweep import flat
 from fedvlm.storage.files import slug
+from fedvlm.storage.toml import flat
 
 WIDE = 8  # times the smallest value: the axis of a swept setting is logarithmic
 SAID = {"data": "data", "encoder": "encoder"}  # settings that bars are grouped by, if they differ

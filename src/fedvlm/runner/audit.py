@@ -27,9 +27,8 @@ from fedvlm.maths.membership import area_by_class, likeness
 from fedvlm.maths.noise import seeded
 from fedvlm.record import Record
 from fedvlm.runner import tune
-from fedvlm.runner.load import load, thin
+from fedvlm.runner.load import Progress, load, thin
 from fedvlm.runner.prepare import Prepared, prepare
-from fedvlm.runner.run import Progress
 from fedvlm.runner.settings import Settings, build
 
 Line = dict[str, Any]

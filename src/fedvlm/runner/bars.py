@@ -9,6 +9,7 @@ from typing import Any
 
 from fedvlm.channel.settings import Channel
 from fedvlm.core import check_type, make
+from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
 from fedvlm.runner.settings import Settings
 
@@ -32,6 +33,8 @@ def bars(settings: Sequence[Settings], done: Record) -> list[Settings]:
     there = {one.method.name for one in settings}
     if done.manifest["text"] is None:
         there.add("zero-shot")
+    if settings[0].protocol == BaseToNew.name:
+        there |= {"alone", "pooled"}  # they know no new class
     plain = replace(
         settings[0],
         warm_start=None,

@@ -1,39 +1,14 @@
-"""The experiments that come with fedvlm: one TOML file each, with what a paper printed beside."""
+"""The runs of an experiment's file: its methods, at the points of its sweep."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import override
 from fedvlm.runner.sweep import Grid, expand, grid
 
 # What an experiment says besides the settings of a run.
 NOTES = ("title", "paper", "traffic", "bars", "methods", "sweep")
-
-
-def folders() -> list[Path]:
-    """In an installed package they lie inside it, in a checkout beside `src`."""
-    package = Path(__file__).resolve().parents[1]
-    return [package / "experiment_files", package.parents[1] / "experiments"]
-
-
-def experiments() -> dict[str, Path]:
-    for folder in folders():
-        if files := sorted(folder.glob("*.toml")):
-            return {path.stem: path for path in files}
-    return {}
-
-
-def find(name: str) -> Path:
-    """A TOML file by its path, or an experiment by its name."""
-    path = Path(name)
-    if path.suffix == ".toml":
-        return path
-    known = experiments()
-    if name not in known:
-        raise unknown("experiment", name, known)
-    return known[name]
 
 
 def swept(values: Mapping[str, Any], assignments: Iterable[str] = ()) -> Grid:

@@ -8,7 +8,9 @@ import torch
 
 from fedvlm.core import schedule
 from fedvlm.data.catalogue import Entry, catalogue
+from fedvlm.evaluate.protocols import Training
 from fedvlm.runner.load import FEW_OF_CLASS, FEW_ROUNDS, FEW_ROWS
+from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
 
 # Of CLIP's image towers: tokens, width, layers; the text towers of the base models are 512 wide.
@@ -21,6 +23,9 @@ TOWERS = {
 TEXT = (20, 512, 12)  # tokens of a usual prompt with its class name
 BACK = 3  # a step forward and back, against one forward
 ROUND = 0.13  # seconds: docs/papers/results-speed.md has 105 s for FedOT's 800 rounds on PACS
+# Of a training on cached embeddings: seconds of a client in a round and of a step beside its
+# products, operations of a step for each row and number that is trained, and a core's operations.
+CLIENT, STEP, EACH, SPEED = 1e-3, 2e-4, 10, 5e10
 SIDE, TRIES = 1024, 5  # of the matrices that this machine's speed is taken from
 
 
@@ -104,6 +109,21 @@ def _round(one: Settings, entry: Entry) -> float:
     if "text tower" in one.method.traits.needs:
         out += BACK * steps * max(1, len(entry.classes)) * _forward(TEXT)
     return out
+
+
+def training_time(prepared: Prepared, training: Training) -> float:
+    """Seconds that a training takes on one core, roughly: to know long from short needs no more."""
+    settings, method = prepared.settings, prepared.settings.method
+    pace = schedule(method)
+    rows = [len(prepared.division.members[id].train) for id in training.train]
+    steps = sum(pace.epochs * -(-count // pace.batch) for count in rows)
+    shared, local = method.init(prepared.frozen)
+    numbers = sum(one.numel() for one in (*shared.values(), *local.values()))
+    work = float(EACH * pace.batch * numbers)
+    if "text tower" in method.traits.needs:
+        work += BACK * len(prepared.frozen.classes) * _forward(TEXT)
+    each = len(rows) * CLIENT + steps * (STEP + work / SPEED)
+    return CLIENT + max(1, method.rounds) * settings.fraction * each
 
 
 def _forward(tower: tuple[int, int, int]) -> float:

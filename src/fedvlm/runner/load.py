@@ -47,6 +47,21 @@ def load(settings: Settings, progress: Progress) -> tuple[Embedded, list[str]]:
     return rows, [*dataset.notes, *notes, *more]
 
 
+class Loader:
+    """Reads the rows of several runs, once for all that have the same."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[Embedded, list[str]]] = {}
+
+    def __call__(self, settings: Settings, progress: Progress) -> tuple[Embedded, list[str]]:
+        names = ("data", "source", "encoder", "access", "precision", "descriptions", "texts")
+        asked = [getattr(settings, name) for name in names]
+        key = repr([*asked, settings.smoke, sorted(settings.method.traits.needs)])
+        if key not in self.known:
+            self.known[key] = load(settings, progress)
+        return self.known[key]
+
+
 def embedded(
     settings: Settings, dataset: Dataset, encoder: Encoder, progress: Progress
 ) -> tuple[Embedded, list[str]]:

@@ -28,9 +28,10 @@ from fedvlm.engines.state import POOLED
 from fedvlm.errors import DataError
 from fedvlm.evaluate import reference
 from fedvlm.evaluate.protocols import Training
+from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.evaluate.protocols.own_test import EVERYONE
 from fedvlm.evaluate.protocols.source_target import EACH
-from fedvlm.runner import warm
+from fedvlm.runner import halves, warm
 from fedvlm.runner.load import meet
 from fedvlm.runner.settings import Settings, attack_of
 
@@ -47,6 +48,7 @@ class Prepared:
     seed: int
     division: Division
     frozen: Frozen
+    new: "New | None" = None  # base-to-new: the classes nobody trains on
 
     @cached_property
     def trainings(self) -> Sequence[Training]:
@@ -76,6 +78,12 @@ class Prepared:
         texts = dealt(self.rows.texts, self.division.members)
         world = self._world(members, texts, self.reference(training))
         return mislabelled(world, training.train)
+
+    def new_world(self) -> World:
+        """What the test rows of new classes are measured on, when all training is over."""
+        assert self.new is not None
+        other = replace(self, rows=self.new.rows, frozen=self.new.frozen)
+        return other._world(self.new.members, {}, np.zeros(0, np.int64))
 
     def _unseen(self, id: str) -> Member:
         members = self.division.members
@@ -128,10 +136,25 @@ class Prepared:
         )
 
 
+@dataclass(frozen=True)
+class New:
+    """The other half of the classes, and each client's test rows of them."""
+
+    rows: Embedded
+    frozen: Frozen
+    members: Mapping[str, Member]
+
+
 def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
     clients = settings.clients
     if rows.encoder == MEMORY or own_data(settings):
         clients = set_aside(clients)
+    if settings.protocol == BaseToNew.name:
+        base, other = halves.halves(rows)
+        division = halves.deal(base, clients, seed, whole(settings))
+        members = halves.tested(base, other, clients, seed, division.members)
+        new = New(other, frozen_of(other, seed), members)
+        return Prepared(settings, base, seed, division, frozen_of(base, seed), new)
     division = divide(rows, clients, seed, whole(settings))
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
 
@@ -234,6 +257,9 @@ def check_rows(settings: Settings, rows: Embedded) -> None:
     meet(settings.method, rows.encoder, rows.offers())
     ready = frozen_of(rows, settings.seeds[0])
     settings.method.init(ready)  # a method may refuse the dimension
+    if settings.protocol == BaseToNew.name:
+        halves.halves(rows)
+        halves.check(settings.method, ready)
     if settings.warm_start is not None:
         meet(settings.warm_start, rows.encoder, rows.offers())
         warm.check(settings.warm_start, settings.method, ready)

@@ -2,10 +2,15 @@
 
 import platform
 import subprocess
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
+
+from fedvlm.channel.settings import Channel
+from fedvlm.core import Method, make
 
 
 def provenance() -> dict[str, Any]:
@@ -19,6 +24,13 @@ def provenance() -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **commit(),
     }
+
+
+def usual(method: Method) -> dict[str, Any]:
+    """What a table says of a run only where it is otherwise, so that it can do without the code."""
+    plain = {"method": asdict(make(method.name)), "channel": asdict(Channel())}
+    traits = {"centralised": method.traits.centralised, "reference": method.traits.reference}
+    return {**dict(loads(dumps(plain))), **traits}  # as a manifest has it
 
 
 def commit() -> dict[str, Any]:

@@ -1,40 +1,30 @@
-"""One run: settings -> federation -> engine -> evaluate -> record."""
+"""Runs: settings -> federation -> engine -> evaluate -> record, one of them or many together."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fedvlm.data.federation import Division
 from fedvlm.data.table import Embedded
-from fedvlm.engines.attackers import attackers
-from fedvlm.engines.loop import open_engine, start
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
-from fedvlm.record import DESCRIPTIONS, Record, read_manifest
-from fedvlm.runner import calibrate, tune, warm
-from fedvlm.runner import memory as room
-from fedvlm.runner.load import load, thin
-from fedvlm.runner.look import look
-from fedvlm.runner.prepare import Prepared, check_rows, own_data, prepare, template_of
-from fedvlm.runner.provenance import provenance
-from fedvlm.runner.settings import Settings, attack_of, build
-from fedvlm.runner.training import carry_out, file_name, finished
-from fedvlm.runner.withheld import withheld
-from fedvlm.storage.files import slug
-from fedvlm.storage.sealed import write_tensors
+from fedvlm.record import Record, read_manifest
+from fedvlm.runner import cluster, halves, schedule, tune
+from fedvlm.runner.begin import begin
+from fedvlm.runner.forecast import training_time
+from fedvlm.runner.load import Loader, Progress
+from fedvlm.runner.prepare import Prepared
+from fedvlm.runner.schedule import Order, Piece
+from fedvlm.runner.settings import Settings, build
+from fedvlm.runner.train import train
+from fedvlm.runner.training import file_name, finished
+from fedvlm.storage.files import data_name, slug
 
-Progress = Callable[[str, int, int], None]  # what, done, total
-SEEDED = (
-    "noise is by the seed, so that the run can be repeated: it costs what a site's noise would, "
-    "and hides nothing"
-)
-PARTS = ("train", "validation", "test")
+MOST = 64  # runs that are begun together: each holds the lock of its record
 
 
 def execute(
@@ -46,97 +36,180 @@ def execute(
     listen: Callable[[str, Any], None] | None = None,
     say: Callable[[str], None] = lambda note: None,  # is told what to know before it begins
 ) -> Record:
-    report = progress or (lambda what, done, total: None)
-    if embedded is not None and (settings.descriptions or settings.texts):
-        raise SettingsError("rows in memory have their own descriptions and texts; set them there")
     folder = Path(out) if out else Path("runs") / default_name(settings, embedded)
-    record = Record(folder, listen)
-    if settings.tune:
-        tune.check(settings)
-    with record.lock():
-        if settings.tune and (record.folder / "manifest.json").exists():
-            settings = tune.known(settings, record.manifest)
-        if record.result() is not None and not again:
-            found: dict[str, Any] = {"identity": settings.identity()}
-            if embedded is not None:
-                found |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
-            record.compare(found)
-            say(f"already finished, read from {folder}; --again runs it")
-            return record
-        seeds = _begin(settings, record, again, embedded, report, say)
-        tables = [_seed(one, record, report) for one in seeds]
-        record.finish(tables)
-    return record
+    (found,) = together([(settings, folder)], again, embedded, progress, listen, say)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-def _begin(
+def together(
+    asked: Sequence[tuple[Settings, Path]],  # of each run, and its folder
+    again: bool = False,
+    embedded: Embedded | None = None,
+    progress: Progress | None = None,
+    listen: Callable[[str, Any], None] | None = None,
+    say: Callable[[str], None] = lambda note: None,
+    enduring: bool = False,
+    on: str = "",  # a cluster: dask, dask://HOST:PORT
+) -> list[Record | Exception]:
+    """The trainings of all runs in one schedule; for each run its record, or what hindered it.
+
+    One that cannot begin is raised at once, unless the others are to endure it.
+    """
+    report = progress or (lambda what, done, total: None)
+    each = {folder: settings for settings, folder in asked}  # one may be asked for twice
+    out: dict[Path, Record | Exception] = {}
+    load = Loader()
+    for first in range(0, len(each), MOST):
+        tally = Tally(report)
+        runs: dict[Path, _Run | Record | Exception] = {}
+        with ExitStack() as locks:
+            for folder, settings in list(each.items())[first : first + MOST]:
+                record = Record(folder, listen)
+                own = locks.enter_context(ExitStack())
+                try:
+                    run = _open(settings, record, again, embedded, load, report, say, own)
+                    runs[folder] = run
+                except Exception as error:  # of any kind: the others are no worse for it
+                    own.close()
+                    if not enduring:
+                        raise
+                    runs[folder] = error
+            open_ = [one for one in runs.values() if isinstance(one, _Run)]
+            pieces = [piece for one in open_ for piece in one.pieces(tally)]
+            if on:
+                cluster.carry(pieces, on)
+            else:
+                schedule.carry(pieces)
+        for folder, one in runs.items():
+            out[folder] = one.outcome if isinstance(one, _Run) else one
+    return [out[folder] for _, folder in asked]
+
+
+class Tally:
+    """Rounds that are done, over all runs of a method: they may be side by side."""
+
+    def __init__(self, report: Progress) -> None:
+        self.report = report
+        self.done: dict[str, list[int]] = {}
+        self.total: dict[str, int] = {}
+
+    def place(self, name: str, rounds: int) -> Callable[[int], None]:
+        mine = self.done.setdefault(name, [])
+        number = len(mine)
+        mine.append(0)
+        self.total[name] = self.total.get(name, 0) + rounds
+
+        def tell(finished: int) -> None:
+            mine[number] = finished
+            self.report(name, sum(mine), self.total[name])
+
+        return tell
+
+
+@dataclass
+class _Run:
+    """A run that has begun, until its last training is done."""
+
+    record: Record
+    seeds: Sequence[Prepared]
+    lock: ExitStack
+    found: dict[tuple[int, str], scores.Results | Exception] = field(default_factory=dict)
+
+    def pieces(self, tally: Tally) -> Iterator[Piece]:
+        settings = self.seeds[0].settings
+        rounds = max(1, settings.method.rounds)
+        for prepared in self.seeds:
+            for training in prepared.trainings:
+                yield self._piece(prepared, training, tally.place(settings.method.name, rounds))
+
+    def _piece(self, prepared: Prepared, training: Training, tell: Callable[[int], None]) -> Piece:
+        settings, name = prepared.settings, file_name(training, prepared.seed)
+        there = finished(self.record, name) is not None
+        alone = settings.engine == "flower" or "image tower" in settings.method.traits.needs
+
+        def work(record: Record, workers: int, tell: Callable[[int], None]) -> scores.Results:
+            here = replace(prepared, settings=replace(settings, workers=workers))
+            return train(here, training, record, tell)
+
+        def done(found: scores.Results | Exception) -> None:
+            self.found[prepared.seed, training.name] = found
+            tell(max(1, settings.method.rounds))
+            if len(self.found) == sum(len(one.trainings) for one in self.seeds):
+                self._finish()
+
+        return Piece(
+            name=f"{settings.method.name}, training {name}",
+            record=self.record,
+            cost=0.0 if there else training_time(prepared, training),
+            workers=settings.workers,
+            alone=alone or there,
+            work=work,
+            tell=tell,
+            done=done,
+            order=Order(settings, prepared.rows, prepared.seed, training.name),
+        )
+
+    def _finish(self) -> None:
+        if not self._failed:
+            each = [(one, training) for one in self.seeds for training in one.trainings]
+            self.record.sort_lines([file_name(training, one.seed) for one, training in each])
+            self.record.finish([self._table(one) for one in self.seeds])
+        self.lock.close()
+
+    def _table(self, prepared: Prepared) -> scores.Table:
+        """The numbers that the trainings of one seed add up to."""
+        done = {}
+        for training in prepared.trainings:
+            found = self.found[prepared.seed, training.name]
+            assert not isinstance(found, Exception)
+            clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
+            mine = {id: found[id] for id in clients if id in found}
+            if prepared.new is not None:
+                tests = {id: one.test for id, one in prepared.new.members.items()}
+                mine |= halves.scored(prepared.new_world(), self.record, training.name, tests)
+            done[training.name] = (training, mine)
+        rules, domains = prepared.settings.rules(), prepared.division.domains
+        return rules.table(domains, done, prepared.generalises)
+
+    @property
+    def _failed(self) -> list[Exception]:
+        return [one for one in self.found.values() if isinstance(one, Exception)]
+
+    @property
+    def outcome(self) -> Record | Exception:
+        return self._failed[0] if self._failed else self.record
+
+
+def _open(
     settings: Settings,
     record: Record,
     again: bool,
     embedded: Embedded | None,
+    load: Loader,
     report: Progress,
     say: Callable[[str], None],
-) -> list[Prepared]:
-    """Every seed of a run, prepared; what it cannot do is refused before its record begins."""
-    asked, memory = settings, embedded is not None
-    rows, notes = (embedded, []) if embedded is not None else load(settings, report)
-    if settings.smoke:
-        settings, rows = thin(settings, rows)
-    check_rows(settings, rows)
-    seeds = [prepare(settings, rows, seed) for seed in settings.seeds]
-    for one in seeds:
-        one.check()
-    tuned: dict[str, Any] = {}
-    if settings.tune and not (record.folder / "manifest.json").exists():
-        races = {one.seed: tune.race(one, report)[1] for one in seeds}
-        tuned["tuned"] = tune.noted(races)
-        asked = tune.known(asked, tuned)
+    lock: ExitStack,
+) -> _Run | Record:
+    """A run that has begun, or the record of one that is finished."""
+    if embedded is not None and (settings.descriptions or settings.texts):
+        raise SettingsError("rows in memory have their own descriptions and texts; set them there")
     if settings.tune:
-        known = tuned or record.manifest
-        seeds = [replace(one, settings=tune.settled(settings, known, one.seed)) for one in seeds]
-    if memory or own_data(settings):
-        notes = [*notes, *look(rows, seeds[0].division)]
-    notes = [*notes, *_notes(seeds)]
-    for note in notes:
-        say(note)
-    apart = any(len(one.calibration) for one in seeds[0].division.members.values())
-    parts = (*PARTS, "calibration") if apart else PARTS
-    about = manifest(
-        about_rows(rows),
-        [one.name for one in seeds[0].trainings],
-        {
-            id: {part: len(getattr(one, part)) for part in parts}
-            for id, one in seeds[0].division.members.items()
-        },
-        {one.seed: one.division.dropped for one in seeds},
-    )
-    about["counts"] = counts(rows, seeds[0].division)
-    about["domains"] = seeds[0].division.domains
-    about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
-    record.begin({"identity": asked.identity(), **about})
-    if again:
-        record.clear()
-    if rows.descriptions is not None:
-        write_tensors(record.folder / DESCRIPTIONS, {"common": rows.descriptions}, {})
-    return seeds
-
-
-def _notes(seeds: Sequence[Prepared]) -> list[str]:
-    """What the owner of a run should know of it beforehand: its memory, and what is held back."""
-    first, notes = seeds[0], []
-    settings, rows = first.settings, first.rows
-    if rows.images is not None and settings.method.rounds:
-        most = max(len(training.train) for one in seeds for training in one.trainings)
-        notes.append(room.check(settings, first.frozen, rows.images.shape[1:], most))
-    for method in (settings.warm_start, settings.method):
-        notes += withheld(method, first.division.members, rows.labels, len(rows.classes))
-    if settings.channel.noise or asdict(settings.method).get("noise_multiplier"):
-        notes.append(SEEDED)
-    if attack := attack_of(settings):
-        for one in seeds:
-            who = {id for each in one.trainings for id in attackers(attack, each.train, one.seed)}
-            notes.append(f"{attack.kind} by {', '.join(sorted(who))} in seed {one.seed}")
-    return notes
+        tune.check(settings)
+    lock.enter_context(record.lock())
+    if settings.tune and (record.folder / "manifest.json").exists():
+        settings = tune.known(settings, record.manifest)
+    if record.result() is not None and not again:
+        found: dict[str, Any] = {"identity": settings.identity()}
+        if embedded is not None:
+            found |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
+        record.compare(found)
+        lock.close()
+        say(f"already finished, read from {record.folder}; --again runs it")
+        return record
+    seeds = begin(settings, record, again, embedded, load, report, say)
+    return _Run(record, seeds, lock)
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Record:
@@ -148,92 +221,8 @@ def resume(folder: str | Path, progress: Progress | None = None) -> Record:
     return execute(build(manifest["identity"]), path, progress=progress)
 
 
-def _seed(prepared: Prepared, record: Record, report: Progress) -> scores.Table:
-    """All trainings of one seed, and the numbers they add up to."""
-    settings, trainings = prepared.settings, prepared.trainings
-    rounds = max(1, settings.method.rounds)
-    before = settings.seeds.index(prepared.seed) * len(trainings)
-    total = len(settings.seeds) * len(trainings) * rounds
-    done = {}
-    for place, training in enumerate(trainings, start=before):
-
-        def tell(finished: int, place: int = place) -> None:
-            report(settings.method.name, place * rounds + finished, total)
-
-        found = _train(prepared, training, record, tell)
-        clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
-        done[training.name] = (training, {id: found[id] for id in clients if id in found})
-        tell(rounds)
-    domains = prepared.division.domains
-    return settings.rules().table(domains, done, prepared.generalises)
-
-
-def _train(
-    prepared: Prepared, training: Training, record: Record, tell: Callable[[int], None]
-) -> scores.Results:
-    """One training in this process, unless it is finished."""
-    settings, name = prepared.settings, file_name(training, prepared.seed)
-    if (scores := finished(record, name)) is not None:
-        calibrate.keep(record, name, training.name, prepared.seed, prepared.world(training))
-        return scores
-    world = prepared.world(training)
-    state, fresh = start(world)
-    state = replace(state, channel=tune.begun(record.manifest, training.name, prepared.seed))
-    if settings.warm_start is not None:
-        before = prepared.warm_world(training)
-        state = warm.begin(settings, training, before, world, state, record)
-    engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
-    taught = prepared.taught(training)
-    scores = carry_out(settings, taught, world, engine, state, fresh, record, tell)
-    calibrate.keep(record, name, training.name, prepared.seed, world)
-    return scores
-
-
 def default_name(settings: Settings, embedded: Embedded | None) -> str:
     """The same settings always get the same directory, so a finished run is found again."""
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
-    name = data_name(settings) if embedded is None else slug(embedded.name)
+    name = data_name(settings.data, settings.encoder) if embedded is None else slug(embedded.name)
     return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
-
-
-def data_name(settings: Settings) -> str:
-    """What the rows of a run are called in the name of a folder."""
-    kind, _, place = settings.encoder.partition(":")
-    return slug(Path(place).stem if kind == "store" else Path(settings.data).name)
-
-
-def counts(rows: Embedded, division: Division) -> dict[str, list[int]]:
-    """Training rows per class of each client."""
-    return {
-        id: np.bincount(rows.labels[one.train], minlength=len(rows.classes)).tolist()
-        for id, one in division.members.items()
-    }
-
-
-def about_rows(rows: Embedded) -> dict[str, Any]:
-    """What the manifest tells of rows and encoder."""
-    return {
-        "encoder": rows.encoder,
-        "rows": rows.fingerprint,
-        "data": rows.name,
-        "classes": rows.classes,
-        "dim": rows.x.shape[1],
-        "scale": rows.scale,
-        "text": None if rows.text is None else rows.text.tolist(),
-    } | template_of(rows)
-
-
-def manifest(
-    about: Mapping[str, Any],
-    trainings: Sequence[str],
-    clients: Mapping[str, Mapping[str, int]],  # rows of each part
-    dropped: Mapping[int, int],  # rows, by seed
-) -> dict[str, Any]:
-    """Everything a reader needs to know where the numbers come from."""
-    return {
-        **about,
-        "trainings": list(trainings),
-        "clients": dict(clients),
-        "duplicates_dropped": dict(dropped),
-        **provenance(),
-    }

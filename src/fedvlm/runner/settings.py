@@ -14,6 +14,7 @@ from fedvlm.engines.attackers import Attack, Kind
 from fedvlm.errors import SettingsError, nearest, unknown
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
+from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.parts import nothing
 
 
@@ -127,6 +128,11 @@ def _checked(settings: Settings) -> Settings:
             "is not all rows at one; choose another method"
         )
     _check_attack(settings)
+    if settings.protocol == BaseToNew.name and settings.engine == "flower":
+        raise SettingsError(
+            "protocol = 'base-to-new' is measured in one process; with engine = 'flower' what a "
+            "client keeps stays with it, so leave engine out"
+        )
     first = settings.warm_start
     settings = replace(
         settings,

@@ -12,21 +12,11 @@ from fedvlm.data.clients import Clients
 from fedvlm.errors import FedVLMError, SettingsError, unknown
 from fedvlm.record import Record
 from fedvlm.runner.settings import Settings, build, laid, value_of
+from fedvlm.storage.toml import flat
 
 Grid = dict[str, list[Any]]  # values by dotted names
 IDLE = ("workers", "access", "reproduces")  # settings that decide no number
 OPEN = ("source",)  # tables whose names are not listed anywhere
-
-
-def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested tables by dotted names."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            out |= flat(value, f"{before}{key}.")
-        else:
-            out[f"{before}{key}"] = value
-    return out
 
 
 def read_sweep(texts: Iterable[str]) -> Grid:
@@ -120,25 +110,27 @@ def point(values: Mapping[str, Any], swept: Sequence[str]) -> str:
 def run_all(
     settings: Sequence[Settings],
     swept: Sequence[str],
-    run: Callable[[int, Settings], Record],
+    run: Callable[[Sequence[Settings], bool], Sequence[Record | Exception]],
     enduring: bool = False,
 ) -> tuple[list[Record], list[str]]:
     """The runs that could be finished, and what hindered the others, each by its name.
 
-    Without a sweep the first failure is the last, unless they are to endure it.
+    `run` has them all together, and is told whether one that cannot begin is to be endured.
+    Without a sweep a failure is raised, unless they are to endure it.
     """
+    enduring = enduring or bool(swept)
     done: list[Record] = []
     failed: list[str] = []
-    for number, one in enumerate(settings):
-        try:
-            done.append(run(number, one))
-        except Exception as error:  # of any kind: the other points are no worse for it
-            if not (swept or enduring):
-                raise
-            kind = "" if isinstance(error, FedVLMError) else f"{type(error).__name__}: "
-            at = point(flat(one.identity()), swept)
-            name = f"{one.method.name} at {at}" if at else one.method.name
-            failed.append(f"{name} failed: {kind}{error}")
+    for one, found in zip(settings, run(settings, enduring), strict=True):
+        if not isinstance(found, Exception):
+            done.append(found)
+            continue
+        if not enduring:
+            raise found
+        kind = "" if isinstance(found, FedVLMError) else f"{type(found).__name__}: "
+        at = point(flat(one.identity()), swept)
+        name = f"{one.method.name} at {at}" if at else one.method.name
+        failed.append(f"{name} failed: {kind}{found}")
     if failed and not done:
         raise FedVLMError("every run failed; the first: " + failed[0])
     return done, failed

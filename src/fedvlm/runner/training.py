@@ -2,19 +2,23 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from fedvlm.engines.client import Kept, Local, Terms
-from fedvlm.engines.loop import Engine, Outcome, finish, train
-from fedvlm.engines.state import Plan, State, pack, unpack
+from fedvlm.channel.uploads import Arrived
+from fedvlm.core import Tensors
+from fedvlm.engines.client import Kept, Local, Terms, here
+from fedvlm.engines.loop import Engine, Outcome, finish, train, unheard
+from fedvlm.engines.state import Plan, State, after, pack, shelves, unpack
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
+from fedvlm.storage.shelf import Shelf
 
 EVERY = 5.0  # seconds between checkpoints; a kill costs at most this much work
 
@@ -29,14 +33,20 @@ def carry_out(
     record: Record,
     tell: Callable[[int], None],
     every: float | None = None,  # seconds between checkpoints
+    on_sum: Callable[[int, Tensors, Arrived], None] = unheard,
 ) -> scores.Results:
     """Trains on an engine; a checkpoint goes before the state that is given."""
     every = EVERY if every is None else every
     name = file_name(training, terms.seed)
     plan = Plan(training.train, training.unseen, settings.fraction, settings.selection)
     checkpoint = _checkpoint(record, name)
+    shelf = None
+    if shelves(plan, fresh):
+        place = checkpoint.with_suffix(".local")
+        shelf = Shelf(place, (*plan.train, *state.local), here(fresh))
+        state = replace(state, local=after(shelf, state.local))
     if checkpoint.exists():
-        state = unpack(*read_tensors(checkpoint))
+        state = unpack(*read_tensors(checkpoint), shelf)
     record.keep_lines(name, state.round)
     saved = monotonic()
     tell(state.round)
@@ -50,10 +60,12 @@ def carry_out(
         tell(state.round)
 
     with closing(engine):
-        state = train(terms, engine, plan, state, fresh, on_round)
+        state = train(terms, engine, plan, state, fresh, on_round, on_sum=on_sum)
         outcome = finish(terms, engine, plan, state, fresh)
     _save(record.folder / "trainings", name, training, outcome)
     checkpoint.unlink(missing_ok=True)
+    if shelf is not None:
+        shelf.close()
     return outcome.scores
 
 

@@ -26,7 +26,7 @@ def withheld(
         f"than {least} rows of the class"
     )
     if silent:
-        said += f"; {len(silent)} clients upload none at all ({listing(silent, 5)})"
+        said += f"; no class statistics at all come from {listing(silent, 5)}"
     if 2 * sum(small.values()) <= held:
         return [f"{said}; --allow-small uploads them"]
     rows = sum(int(one.sum()) for one in counts.values())
@@ -37,6 +37,6 @@ def withheld(
         else ""
     )
     return [
-        f"MOST IS WITHHELD: {said}; so {lost} of {rows} training rows ({lost / rows:.0%}) have no "
-        f"say in what is shared; --allow-small uploads them as they are{noise}"
+        f"MOST IS WITHHELD: {said}; so {lost} of {rows} training rows ({lost / rows:.0%}) are in "
+        f"no class statistic that is uploaded; --allow-small uploads them as they are{noise}"
     ]

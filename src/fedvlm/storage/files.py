@@ -122,7 +122,10 @@ def alone(lock: Path, busy: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise DataError(busy) from error
-        yield
+        try:
+            yield
+        finally:  # also of a child process that has the file open still
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def busy(lock: Path) -> bool:
@@ -141,3 +144,9 @@ def slug(name: str) -> str:
     """A file name for a training: readable, and different for different names."""
     plain = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40]
     return plain if plain == name else f"{plain}-{sha256(name.encode()).hexdigest()[:8]}"
+
+
+def data_name(data: str, encoder: str) -> str:
+    """What the rows of a run are called in the name of a folder."""
+    kind, _, place = encoder.partition(":")
+    return slug(Path(place).stem if kind == "store" else Path(data).name)

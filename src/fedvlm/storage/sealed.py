@@ -1,19 +1,21 @@
 """Tensors as bytes that show damage: safetensors, with a checksum over all that is said."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Collection, Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
 
 from fedvlm.errors import DataError, nearest
 from fedvlm.storage.files import write
-from fedvlm.tensors import Tensors
+
+if TYPE_CHECKING:  # what is JSON is read without torch
+    from fedvlm.tensors import Tensors
 
 INDEX = "index.json"  # of a folder, with the digest of every other file
 
@@ -24,6 +26,8 @@ class Damaged(Exception):
 
 def checksum(tensors: Tensors, about: str = "") -> str:
     """Of names, types, shapes, every byte, and what is said about them, whatever the order."""
+    import torch
+
     total = sha256(about.encode())
     for key in sorted(tensors):
         value = tensors[key].detach().contiguous()
@@ -33,6 +37,8 @@ def checksum(tensors: Tensors, about: str = "") -> str:
 
 
 def seal(tensors: Tensors, about: Mapping[str, Any]) -> bytes:
+    from safetensors.torch import save
+
     whole: Tensors = {}
     seen: set[int] = set()
     for key, value in tensors.items():
@@ -53,6 +59,8 @@ def unseal(data: bytes) -> tuple[Tensors, Any]:
 
     A checksum finds accidents, not forgers: who may send at all is the transport's to say.
     """
+    from safetensors.torch import load
+
     try:
         length = int.from_bytes(data[:8], "little")
         note = json.loads(data[8 : 8 + length])["__metadata__"]["fedvlm"]

@@ -24,3 +24,14 @@ def toml(values: Mapping[str, Any], within: str = "") -> str:
         elif value is not None:
             head += f"{name} = {dumps(value, ensure_ascii=False)}\n"
     return head + rest
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested tables by dotted names."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{before}{key}.")
+        else:
+            out[f"{before}{key}"] = value
+    return out

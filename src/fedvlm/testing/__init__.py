@@ -80,7 +80,7 @@ def check_order(world: World, reference: Outcome) -> None:
 
 def check_padding(world: World) -> None:
     """What lies in padded rows, and how many there are, is nobody's business."""
-    from fedvlm.engines.client import pad
+    from fedvlm.engines.crowd import pad
 
     method, frozen = world.method, world.frozen
     shared, local = method.init(frozen)

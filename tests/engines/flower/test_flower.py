@@ -163,18 +163,18 @@ def test_a_damaged_upload_is_rejected_naming_client_and_round(place):
     world = toy_world(make("fedavg", rounds=1))
 
     def spoil(message):
-        if message.metadata.src_node_id != 1001 or not message.content["arrays"]:
+        record = message.content["parcel"]
+        if message.metadata.src_node_id != 1001 or not from_records(message.content, "").arrays:
             return message
-        array = message.content["arrays"]["head"]
+        data = bytearray(record["bytes"])
         if place == "body":
-            data = bytearray(array.data)
             data[-9] ^= 4
-            array.data = bytes(data)
         elif place == "end":
-            array.data = array.data[:-3]
+            data = data[:-3]
         else:
-            about = message.content["about"]["json"]
-            message.content["about"]["json"] = about.replace('"loss": ', '"loss": 1')
+            at = data.index(b'loss\\": ') + len(b'loss\\": ')
+            data[at : at + 1] = b"7" if data[at : at + 1] != b"7" else b"8"
+        record["bytes"] = bytes(data)
         return message
 
     engine = Faulty(world, spoil, quorum=0.5, deadline=5.0)

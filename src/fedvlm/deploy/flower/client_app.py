@@ -1,27 +1,25 @@
 """The ClientApp of a site: hands each message to the site's own process and its answer back.
 
-Flower starts a new process for every message. It runs this module of the installed package and
-not the code that came with the run: a server can ask, but brings no program. The process imports
-no torch; the site's process has it, the rows and the `local` tensors in memory.
+Flower starts a new process for every message; here the site's SuperExec, which lives as long as the
+site, answers each by itself. It is a module of the installed package and not the code that came
+with the run: a server can ask, but brings no program. The process imports no torch; the site's
+process has it, the rows and the `local` tensors in memory.
 """
 
 import os
 import socket
 import struct
-import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
-from fedvlm.deploy.flower import put
-from fedvlm.deploy.flower.gate import carry
 from fedvlm.engines.flower import secure as flower_secure
 from fedvlm.engines.flower.api import flower
 from fedvlm.engines.flower.wire import (
     Parcel,
     from_bytes,
     from_records,
+    state_of,
     to_bytes,
     to_records,
 )
@@ -74,8 +72,7 @@ def client_app() -> Any:
             raise FederationError("the site did not answer; its own log says why") from error
 
     def hand(message: Any, context: Any) -> Any:
-        held = context.state
-        state = from_records(held, "the state of this site") if "about" in held else Parcel({})
+        state = state_of(context, "the state of this site")
         hidden = flower_secure.request(message.content)
         reply, after = ask(hidden or from_records(message.content, "the request"), state)
         context.state = to_records(after)
@@ -86,26 +83,54 @@ def client_app() -> Any:
     return client
 
 
-def main() -> None:
-    """`flwr-clientapp` at a site, as its SuperExec calls it."""
-    flower()
-    carry()
-    # The package of Flower's command would import a whole SuperNode first: half a second a message.
-    command = ModuleType("flwr.supernode.cli")
-    command.__path__ = [f"{one}/cli" for one in import_module("flwr.supernode").__path__]
-    sys.modules.setdefault(command.__name__, command)
-    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
+def work(client: Any, app: Any) -> None:
+    """One task: its message to the app, and the answer back; what came with the run stays unread.
 
-    # What came with the run is neither unpacked nor imported.
-    put(
-        import_module("flwr.supernode.runtime.run_clientapp"),
-        install_from_fab=lambda *words, **options: None,
-        get_project_dir=lambda *words: None,
-        get_load_client_app_fn=lambda **options: lambda *words: client_app(),
+    An error of the app is an answer, as in a process of its own.
+    """
+    from flwr.app import Error, Message
+    from flwr.common.constant import ErrorCode, SubStatus
+    from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+
+    runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
+    beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    beat.start()
+    context, ended, why = None, SubStatus.FAILED, "it was not taken"
+    try:
+        message, context, _, _ = runtime.pull_task_input(client)
+        try:
+            reply = app(message, context)
+            why = ""
+        except Exception as error:
+            why = f"{type(error)}:<'{error}'>"
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why), reply_to=message)
+        runtime.push_message(client, reply, context)
+        ended = SubStatus.FAILED if why else SubStatus.COMPLETED
+    finally:
+        runtime.push_task_output(client, context, ended, why)
+        beat.stop()
+
+
+def launch(app: Any, spec: Any) -> None:
+    """A task that the SuperNode gave away, by the token that is for it alone."""
+    from flwr.supercore.interceptors import (
+        RuntimeTokenHttpInterceptor,
+        RuntimeVersionHttpInterceptor,
     )
-    sys.argv[0] = "flwr-clientapp"
-    flwr_clientapp()
+    from flwr.supercore.retry import make_simple_http_retry_invoker
+    from flwr.supercore.runtime import RuntimeHttpClient
 
-
-if __name__ == "__main__":
-    main()
+    client = RuntimeHttpClient.from_server_address(
+        server_address=spec.runtime_api_address,
+        insecure=spec.insecure,
+        root_certificates=None,  # it is on this machine, and behind our gate
+        interceptors=[
+            RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
+            RuntimeTokenHttpInterceptor(spec.token),
+        ],
+        retry_invoker=make_simple_http_retry_invoker(),
+    )
+    try:
+        work(client, app)
+    finally:
+        client.close()

@@ -22,14 +22,16 @@ from fedvlm.errors import FederationError
 from fedvlm.storage.files import appending, write
 
 LINK = "fedvlm"  # the name of our connection in Flower's own settings
-POLL = "0.1"  # seconds between looks of a SuperExec for work
+POLL = "0.1"  # seconds between looks of a site's SuperExec for work, on its own machine
+SELDOM = "0.5"  # at the server, where work is a run
+TASKS = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 MORE_PORTS = "FLWR_INTERNAL_GRPC_"
 START = 60.0  # seconds a SuperLink has to come up
 
 
 def environment(home: Path, first: Path | None = None) -> dict[str, str]:
     """Flower's own folder, its telemetry off, and programs of `first` found before any others."""
-    own = {"FLWR_HOME": str(home.resolve()), "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": POLL}
+    own = {"FLWR_HOME": str(home.resolve()), TASKS: POLL}
     if first is not None:
         own["PATH"] = os.pathsep.join([str(first), os.environ.get("PATH", "")])
     # With these Flower opens two more ports, and nobody watches them.
@@ -98,7 +100,7 @@ def superlink(kit: ServerKit) -> Process:
     """Starts the server's SuperLink and waits until it answers; sites may connect from then on."""
     host, _, port = kit.address.rpartition(":")
     local = host in ("127.0.0.1", "localhost")
-    env = environment(home(kit))
+    env = environment(home(kit)) | {TASKS: SELDOM}
     if not (kit.folder / NAME).exists():  # of an `init` that made none
         secret(kit.folder / NAME, new_secret())
     command = [

@@ -1,4 +1,4 @@
-"""Flower's SuperExec: it starts our ServerApp or our ClientApp, and no other program."""
+"""Flower's SuperExec: it starts our ServerApp, or is our ClientApp, and starts no other program."""
 
 import os
 import subprocess
@@ -40,14 +40,33 @@ def start(kind: str) -> None:
 
 
 def at_server() -> None:
-    executor: Any = import_module("flwr.supercore.superexec.executor.subprocess_executor")
-    put(executor.SubprocessExecutor, launch=launch)
+    replace_executor(launch)
     start("SERVER_APP")
 
 
 def at_site() -> None:
-    """`flower-superexec` at a site, as its SuperNode calls it."""
+    """`flower-superexec` at a site, as its SuperNode calls it: it does the tasks itself, one after
+    the other, as the SuperNode hands them out."""
+    from flwr.supercore.superexec.executor import LaunchResult
+
+    from fedvlm.deploy.flower import client_app
+
+    app = client_app.client_app()
+
+    def here(self: Any, spec: Any) -> Any:
+        try:
+            client_app.launch(app, spec)
+        except Exception as error:  # the next task may fare better
+            return LaunchResult.failed(f"{type(error).__name__}: {error}")
+        return LaunchResult.accepted()
+
+    replace_executor(here)
     start("CLIENT_APP")
+
+
+def replace_executor(launch: Any) -> None:
+    executor: Any = import_module("flwr.supercore.superexec.executor.subprocess_executor")
+    put(executor.SubprocessExecutor, launch=launch)
 
 
 if __name__ == "__main__":

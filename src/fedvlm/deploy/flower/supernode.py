@@ -13,6 +13,8 @@ from fedvlm.engines.flower.api import QUIET
 from fedvlm.storage.files import write
 
 LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each
+NEAR = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
+LONG = 1.0  # Flower's naps above it are between requests to the server
 NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
 
@@ -23,7 +25,7 @@ class Time:
         return getattr(time, name)
 
     def sleep(self, seconds: float) -> None:
-        time.sleep(min(seconds, LOOK))
+        time.sleep(LOOK if seconds > LONG else NEAR)
 
 
 def returning(client: Any, note: Path) -> Any:

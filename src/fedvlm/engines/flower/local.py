@@ -20,7 +20,7 @@ from fedvlm.engines.flower.client import (
     unpack_versions,
 )
 from fedvlm.engines.flower.engine import Flower
-from fedvlm.engines.flower.wire import Parcel, from_records, seal, to_records, unseal
+from fedvlm.engines.flower.wire import Parcel, from_records, seal, state_of, to_records, unseal
 from fedvlm.errors import FedVLMError
 from fedvlm.tensors import difference
 
@@ -137,9 +137,7 @@ def local_grid(desks: Mapping[str, Answering]) -> Any:
 
 
 def read_state(context: Any) -> Parcel:
-    if "about" not in context.state:
-        return Parcel({})
-    return from_records(context.state, "the state of this client")
+    return state_of(context, "the state of this client")
 
 
 def write_state(context: Any, state: Parcel) -> None:

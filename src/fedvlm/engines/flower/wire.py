@@ -18,6 +18,7 @@ from fedvlm.errors import FederationError
 
 Arrays = dict[str, NDArray[Any]]
 POLL = 0.1  # seconds between looks for replies
+WHOLE = 4 << 20  # bytes of arrays up to which a parcel travels in one piece
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,11 @@ def unseal(parcel: Parcel, where: str) -> Parcel:
 
 
 def to_records(parcel: Parcel) -> Any:
+    """In one piece, because Flower asks for each piece by a request of its own; if it is large, in
+    the pieces that Flower makes of arrays."""
     app = flower()
+    if sum(np.asarray(one).nbytes for one in parcel.arrays.values()) <= WHOLE:
+        return app.RecordDict({"parcel": app.ConfigRecord({"bytes": to_bytes(parcel)})})
     arrays = app.ArrayRecord({key: app.Array(np.asarray(v)) for key, v in parcel.arrays.items()})
     return app.RecordDict(
         {"about": app.ConfigRecord({"json": json.dumps(parcel.about)}), "arrays": arrays}
@@ -68,15 +73,23 @@ def to_records(parcel: Parcel) -> Any:
 
 def from_records(records: Any, where: str) -> Parcel:
     try:
-        about = json.loads(records["about"]["json"])
-        arrays = {key: value.numpy() for key, value in records["arrays"].items()}
-        if not isinstance(about, dict):
+        if "parcel" in records:
+            parcel = from_bytes(records["parcel"]["bytes"])
+        else:
+            arrays = {key: value.numpy() for key, value in records["arrays"].items()}
+            parcel = Parcel(json.loads(records["about"]["json"]), arrays)
+        if not isinstance(parcel.about, dict):
             raise TypeError("its words are no table")
     except Exception as error:  # whatever the bytes of a stranger make numpy or JSON raise
         raise FederationError(
             f"{where}: the message cannot be read ({type(error).__name__}: {error}); it is left out"
         ) from error
-    return Parcel(about, arrays)
+    return parcel
+
+
+def state_of(context: Any, where: str) -> Parcel:
+    """What a ClientApp has kept of this run."""
+    return from_records(context.state, where) if context.state else Parcel({})
 
 
 def collect(
@@ -101,12 +114,16 @@ def to_bytes(parcel: Parcel) -> bytes:
     from safetensors.numpy import save
 
     whole = {key: np.asarray(value, order="C") for key, value in parcel.arrays.items()}
-    return save(whole, metadata={"about": json.dumps(parcel.about)})
+    words = json.dumps([parcel.about, list(whole)])  # one string: more come in any order
+    return save(whole, metadata={"about": words})
 
 
 def from_bytes(data: bytes) -> Parcel:
     from safetensors.numpy import load
 
     size = int.from_bytes(data[:8], "little")
-    about = json.loads(data[8 : 8 + size])["__metadata__"]["about"]
-    return Parcel(json.loads(about), load(data))
+    about, names = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["about"])
+    arrays = load(data)  # in an order of its own
+    if sorted(names) != sorted(arrays):
+        raise FederationError("the names of its arrays are not those it holds")
+    return Parcel(about, {name: arrays[name] for name in names})

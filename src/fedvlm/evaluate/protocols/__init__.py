@@ -1,6 +1,7 @@
 """The protocols, one file each: who trains, who stays unseen, what the hits add up to."""
 
 from fedvlm.evaluate.protocols import (
+    base_to_new,  # noqa: F401
     cross_device,  # noqa: F401
     leave_one_domain_out,  # noqa: F401
     own_test,  # noqa: F401

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from fedvlm.core.registry import enter, load_outside
 from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate.scores import Results, Table
+from fedvlm.outside import enter, load_outside
 
 Weights = Mapping[tuple[str, str], float]  # of (training, client) in a column
 Who = Mapping[str, tuple[Sequence[str], Sequence[str]]]  # by training: who trains, who is unseen

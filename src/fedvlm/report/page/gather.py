@@ -15,17 +15,15 @@ from fedvlm.report.names import generalises, label
 from fedvlm.report.page import apart, inside
 from fedvlm.report.page.pooled import pooled
 from fedvlm.report.page.published import beside_papers, counted
+from fedvlm.report.page.read import FORMAT, Model
 from fedvlm.report.page.verdict import badges, judge, sentences
 from fedvlm.report.tables import MAIN
-from fedvlm.runner.sweep import flat
 from fedvlm.storage.files import slug
+from fedvlm.storage.toml import flat
 
-FORMAT = "fedvlm report 2"
 CURVES = ("accuracy", "unseen", "clients F1", "clients balanced", "loss", "cosine")
 TOLD = ["identity", "data", "encoder", "rows", "classes", "dim", "trainings", "clients", "counts"]
 TOLD += ("duplicates_dropped", "reproduces", "notes", "versions", "started", "commit", "dirty")
-
-Model = dict[str, Any]
 
 
 def gather(

@@ -1,0 +1,176 @@
+"""CLIP with a ResNet image tower, from OpenAI's weights: RN50, RN101, RN50x4 and their kin.
+
+A folder holds the state dict as one .safetensors file, with the names of the original release, and
+the tokenizer.json that all of OpenAI's CLIP models have in common. A patch embedding is what the
+attention pool answers if that place of the last map asks, as the public code of FedOTP has it.
+"""
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.text import around, check_length, pieces, weights_hash
+from fedvlm.errors import EncoderError, nearest
+from fedvlm.maths import resnet
+from fedvlm.maths.prompts import Affine, Layer, TextTower
+from fedvlm.maths.resnet import Weights
+
+VISUAL = "visual."
+HEAD = 64  # numbers of a head of the text tower
+EPS = 1e-5  # of its layer norms
+ACTIVATION = "quick_gelu"
+
+
+class OpenAI:
+    """A frozen float32 model from a local folder or file."""
+
+    def __init__(self, source: str | Path) -> None:
+        self.name = f"openai:{source}"
+        file = find(self.name, Path(source).expanduser())
+        self._weights = read(self.name, file)
+        visual = {
+            k.removeprefix(VISUAL): v for k, v in self._weights.items() if k.startswith(VISUAL)
+        }
+        try:
+            self._shape = resnet.shape_of(visual)
+            self._visual = visual
+            self.dim = self._shape.dim
+            self.scale = float(self._weights["logit_scale"].exp())
+            size = self._shape.pixels
+            self.preprocess = Pixels(size, (size, size))
+            with torch.inference_mode():  # every weight that an image meets is there, and fits
+                resnet.embed(visual, self._shape, torch.zeros(1, 3, size, size), True)
+            self.offers = frozenset({"image", "patches"})
+            self._tokenizer = tokenizer(self.name, file.parent / "tokenizer.json")
+            if self._tokenizer is not None:
+                self.offers |= {"text", "text tower"}
+                self.embed_text(["a"])
+        except (KeyError, ValueError, RuntimeError, IndexError) as error:
+            raise EncoderError(
+                f"{self.name} is not a CLIP model with a ResNet, as OpenAI names its weights "
+                f"({type(error).__name__}: {error}); for a ViT take hf:openai/clip-vit-base-patch16"
+            ) from error
+        self.identity = {
+            "kind": "openai resnet",
+            "weights": weights_hash(self._weights),
+            "activation": ACTIVATION,
+            "dtype": "float32",
+            "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
+        }
+        if self._tokenizer is not None:
+            words = json.dumps(sorted(self._tokenizer.get_vocab().items()))
+            self.identity["tokenizer"] = sha256(words.encode()).hexdigest()
+
+    @torch.inference_mode()
+    def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
+        pixels = torch.from_numpy(np.stack([np.asarray(one, np.float32) for one in batch]))
+        found = resnet.embed(self._visual, self._shape, pixels, patches)
+        places = found[:, 1:].to(torch.float16).numpy() if patches else None
+        return Vectors(found[:, 0].numpy(), places)
+
+    @torch.inference_mode()
+    def embed_text(self, sentences: Sequence[str]) -> Tensor:
+        if "text" not in self.offers:
+            raise EncoderError(f"{self.name} has no text; put CLIP's tokenizer.json beside it")
+        rows = self._tokens(sentences)
+        check_length(self.name, sentences, rows, self._weights["positional_embedding"].shape[0])
+        tower = self._tower("{}", rows, 1)  # nothing stands before a sentence but its start
+        return tower.encode(torch.zeros(0, tower.width)).clone()
+
+    def text_tower(self, classes: Sequence[str], template: str) -> TextTower:
+        """The differentiable way from context vectors to the features of these classes."""
+        return self._tower(template, *around(self._tokens, classes, template))
+
+    def _tokens(self, sentences: Sequence[str]) -> list[list[int]]:
+        """SOS ... EOT each."""
+        return [one.ids for one in self._tokenizer.encode_batch(list(sentences))]
+
+    def _tower(self, template: str, tokens: Sequence[Sequence[int]], cut: int) -> TextTower:
+        weights = self._weights
+        blocks = [f"transformer.resblocks.{number}." for number in range(_count(weights))]
+        return TextTower(
+            **pieces(tokens, cut, weights["token_embedding.weight"]),
+            template=template,
+            positions=weights["positional_embedding"],
+            layers=tuple(_layer(weights, block) for block in blocks),
+            final=_affine(weights, "ln_final"),
+            projection=weights["text_projection"].mT,
+            heads=weights["text_projection"].shape[0] // HEAD,
+            eps=EPS,
+            activation=ACTIVATION,
+        )
+
+
+def find(name: str, path: Path) -> Path:
+    """The one file of weights in a folder, or the file that is named."""
+    if path.is_dir():
+        found = sorted(path.glob("*.safetensors"))
+        if len(found) == 1:
+            return found[0]
+        raise EncoderError(
+            f"{name}: {path} holds {len(found)} .safetensors files; put the state dict there as one"
+        )
+    if path.suffix != ".safetensors" or not path.is_file():
+        there = "is not a .safetensors file" if path.is_file() else "is not there"
+        raise EncoderError(
+            f"{name}: {path} {there}; {nearest(path)}a .pt is not read, as it may hold code: save "
+            "its state dict as .safetensors (docs/how-to/data.md)"
+        )
+    return path
+
+
+def read(name: str, file: Path) -> Weights:
+    """All weights in float32."""
+    from safetensors.torch import load_file
+
+    try:
+        weights = load_file(file)
+    except Exception as error:  # safetensors has an exception of its own for a broken header
+        raise EncoderError(f"{name}: {file} cannot be read ({error}); get it again") from error
+    return {key: one.float() if one.is_floating_point() else one for key, one in weights.items()}
+
+
+def tokenizer(name: str, file: Path) -> Any:
+    """That of the folder, or None."""
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        return None
+    try:
+        found = Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise EncoderError(f"{name}: {file} cannot be read ({error}); get it again") from error
+    found.no_padding()
+    found.no_truncation()
+    return found
+
+
+def _count(weights: Weights) -> int:
+    """Of the text tower's blocks."""
+    start = "transformer.resblocks."
+    return len({key.split(".")[2] for key in weights if key.startswith(start)})
+
+
+def _affine(weights: Weights, name: str) -> Affine:
+    return Affine(weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+def _layer(weights: Weights, block: str) -> Layer:
+    joint = Affine(weights[f"{block}attn.in_proj_weight"], weights[f"{block}attn.in_proj_bias"])
+    return Layer(
+        norm1=_affine(weights, f"{block}ln_1"),
+        qkv=joint,
+        out=_affine(weights, f"{block}attn.out_proj"),
+        norm2=_affine(weights, f"{block}ln_2"),
+        up=_affine(weights, f"{block}mlp.c_fc"),
+        down=_affine(weights, f"{block}mlp.c_proj"),
+    )

@@ -1,0 +1,41 @@
+"""Train on the first half of the classes, test on both halves, as papers on prompts do."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, even, register
+from fedvlm.evaluate.scores import Table, accuracy
+
+NEW = "new "  # before a client's id: its test rows of classes that nobody trained on
+
+
+@register
+@dataclass(frozen=True)
+class BaseToNew:
+    name = "base-to-new"
+    what = "train on the first half of the classes, test on them and on the others"
+    every_round = False
+
+    def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
+        return [Training("base", tuple(domains), ())]
+
+    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
+        ((training, scores),) = done.values()
+        base = accuracy(scores, training.train)
+        new = accuracy(scores, [NEW + id for id in training.train])
+        out: Table = {"base": base, "new": new, "harmonic": harmonic(base, new)}
+        for id in training.train:
+            out |= {f"base {id}": accuracy(scores, [id])}
+            out |= {f"new {id}": accuracy(scores, [NEW + id])}
+        return out
+
+    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
+        ((name, (train, _)),) = who.items()
+        return {"base": even(name, train)}
+
+
+def harmonic(a: float | None, b: float | None) -> float | None:
+    """The mean that is near the lower of the two; 0 if one is, None if one is not known."""
+    if a is None or b is None:
+        return None
+    return 2 * a * b / (a + b) if a and b else 0.0

@@ -1,0 +1,109 @@
+"""CLIP's ResNet image towers, as a function of a state dict with OpenAI's names.
+
+Three convolutions in place of one at the start, average pooling before every convolution that would
+stride, and at the end attention in place of a mean: the mean of the last map asks, all its places
+answer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool2d, batch_norm, conv2d, linear, relu
+
+Weights = Mapping[str, Tensor]
+STRIDE = 32  # pixels of a place of the last map, along an edge
+HEAD = 64  # numbers of an attention head
+STAGES = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a state dict says of its tower."""
+
+    blocks: tuple[int, ...]  # of each stage
+    width: int
+    edge: int  # places of the last map, along an edge
+    dim: int
+
+    @property
+    def pixels(self) -> int:
+        return STRIDE * self.edge
+
+    @property
+    def channels(self) -> int:
+        """Of the last map."""
+        return 32 * self.width
+
+
+def shape_of(weights: Weights) -> Shape:
+    """Raises KeyError on a name that is missing, and ValueError on a tower of another kind."""
+    blocks = []
+    for stage in STAGES:
+        own = {key.split(".")[1] for key in weights if key.startswith(f"layer{stage}.")}
+        if own != {str(number) for number in range(len(own))} or not own:
+            raise KeyError(f"layer{stage}.{len(own)}.conv1.weight")
+        blocks.append(len(own))
+    places = weights["attnpool.positional_embedding"].shape[0] - 1
+    edge = round(places**0.5)
+    width = weights["layer1.0.conv1.weight"].shape[0]
+    found = Shape(tuple(blocks), width, edge, weights["attnpool.c_proj.weight"].shape[0])
+    if edge**2 != places or weights["attnpool.q_proj.weight"].shape[0] != found.channels:
+        raise ValueError(f"its attention pool has {places} places and does not fit width {width}")
+    if found.channels % HEAD:
+        raise ValueError(f"its width {width} does not divide into heads of {HEAD} numbers")
+    return found
+
+
+def embed(weights: Weights, shape: Shape, pixels: Tensor, patches: bool) -> Tensor:
+    """(images, 1, dim) pooled, or (images, 1 + places, dim) with every place asking as well."""
+    x = pixels
+    for number, stride in ((1, 2), (2, 1), (3, 1)):
+        x = relu(_normed(weights, x, f"conv{number}", f"bn{number}", stride=stride, padding=1))
+    x = avg_pool2d(x, 2)
+    for stage, blocks in zip(STAGES, shape.blocks, strict=True):
+        for number in range(blocks):
+            stride = 2 if stage > 1 and number == 0 else 1
+            x = _block(weights, f"layer{stage}.{number}.", x, stride)
+    return _attention(weights, x.flatten(2).mT, shape.channels // HEAD, patches)
+
+
+def _normed(
+    weights: Weights, x: Tensor, conv: str, norm: str, stride: int = 1, padding: int = 0
+) -> Tensor:
+    """A convolution and the batch norm behind it, by the statistics it was trained with."""
+    x = conv2d(x, weights[f"{conv}.weight"], None, stride, padding)
+    means, spread = weights[f"{norm}.running_mean"], weights[f"{norm}.running_var"]
+    return batch_norm(x, means, spread, weights[f"{norm}.weight"], weights[f"{norm}.bias"])
+
+
+def _block(weights: Weights, name: str, x: Tensor, stride: int) -> Tensor:
+    inner = relu(_normed(weights, x, f"{name}conv1", f"{name}bn1"))
+    inner = relu(_normed(weights, inner, f"{name}conv2", f"{name}bn2", padding=1))
+    inner = avg_pool2d(inner, stride) if stride > 1 else inner
+    inner = _normed(weights, inner, f"{name}conv3", f"{name}bn3")
+    if f"{name}downsample.0.weight" in weights:
+        x = avg_pool2d(x, stride) if stride > 1 else x
+        x = _normed(weights, x, f"{name}downsample.0", f"{name}downsample.1")
+    return relu(x + inner)
+
+
+def _attention(weights: Weights, places: Tensor, heads: int, patches: bool) -> Tensor:
+    """(images, places, channels) -> (images, asking, dim)."""
+
+    def project(x: Tensor, part: str) -> Tensor:
+        return linear(x, weights[f"attnpool.{part}.weight"], weights[f"attnpool.{part}.bias"])
+
+    def split(x: Tensor) -> Tensor:
+        return torch.unflatten(x, -1, (heads, -1)).transpose(-2, -3)
+
+    tokens = torch.cat([places.mean(1, keepdim=True), places], dim=1)
+    tokens = tokens + weights["attnpool.positional_embedding"]
+    asking = tokens if patches else tokens[:, :1]
+    q, k, v = (
+        split(project(x, part))
+        for x, part in ((asking, "q_proj"), (tokens, "k_proj"), (tokens, "v_proj"))
+    )
+    seen = (q * HEAD**-0.5 @ k.mT).softmax(dim=-1) @ v
+    return project(seen.transpose(-2, -3).flatten(-2), "c_proj")

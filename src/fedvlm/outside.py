@@ -1,0 +1,54 @@
+"""Lists that outside packages add to, through groups of entry points."""
+
+from importlib.metadata import entry_points
+from threading import RLock
+from typing import TypeVar
+from warnings import warn
+
+from fedvlm.errors import OutsideWarning, SettingsError
+
+E = TypeVar("E")
+_LOADED: set[str] = set()  # entry-point groups: to look for them takes milliseconds
+_LOADING = RLock()
+
+
+def load_outside(group: str) -> None:
+    """Imports the modules that outside packages name in an entry-point group; they register.
+
+    Once per process. What cannot be loaded is warned of in a line, and the others are loaded.
+    """
+    with _LOADING:
+        if group in _LOADED:
+            return
+        _LOADED.add(group)  # now, because what is loaded may ask for the list itself
+        for point in entry_points(group=group):
+            try:
+                point.load()
+            except Exception as error:
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                warn(
+                    f"the entry point {point.name} = {point.value} of group {group} cannot be "
+                    f"loaded and is left out ({why}); repair or uninstall it",
+                    OutsideWarning,
+                    stacklevel=2,
+                )
+
+
+def enter(table: dict[str, E], what: str, name: str, one: E) -> None:
+    """Puts something under a name into a list that outside packages add to; a name is one's own."""
+    if not name or not name.isprintable() or ":" in name:
+        raise SettingsError(
+            f"{what} {name!r}: a name is in a line and has no colon; choose another"
+        )
+    if name in table and table[name] != one and not _again(table[name], one):
+        raise SettingsError(f"{what} {name!r}: the name is taken; choose another")
+    table[name] = one
+
+
+def _again(there: object, one: object) -> bool:
+    """Whether it is the same class or function, as when a cell of a notebook is run once more."""
+    return place_of(there) == place_of(one) and "<" not in place_of(one)[1]
+
+
+def place_of(one: object) -> tuple[str, str]:
+    return one.__module__, getattr(one, "__qualname__", "<")

@@ -1,0 +1,29 @@
+"""The experiments that come with fedvlm: one TOML file each, with what a paper printed beside."""
+
+from pathlib import Path
+
+from fedvlm.errors import unknown
+
+
+def folders() -> list[Path]:
+    """In an installed package they lie inside it, in a checkout beside `src`."""
+    package = Path(__file__).resolve().parents[1]
+    return [package / "experiment_files", package.parents[1] / "experiments"]
+
+
+def experiments() -> dict[str, Path]:
+    for folder in folders():
+        if files := sorted(folder.glob("*.toml")):
+            return {path.stem: path for path in files}
+    return {}
+
+
+def find(name: str) -> Path:
+    """A TOML file by its path, or an experiment by its name."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return path
+    known = experiments()
+    if name not in known:
+        raise unknown("experiment", name, known)
+    return known[name]

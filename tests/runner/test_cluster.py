@@ -1,0 +1,120 @@
+"""Trainings on a cluster of real processes leave the record that one machine leaves."""
+
+import subprocess
+import sys
+
+import pytest
+
+from fedvlm.encoders.store import save_store
+from fedvlm.errors import SettingsError
+from fedvlm.runner import cluster
+
+SCRIPT = '''
+import os, signal, sys, time
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+from fedvlm.core import make
+from fedvlm.runner import cluster
+from fedvlm.runner.run import together
+from fedvlm.runner.settings import Settings
+
+opened, killed = cluster._client, []
+
+
+@contextmanager
+def client(on):
+    with opened(on) as one:
+        assert one.scheduler.address.startswith("tls://127.0.0.1:")
+        pids = one.run(os.getpid)
+
+        def kill():
+            while not killed:
+                busy = [worker for worker, keys in one.processing().items() if keys]
+                if busy:
+                    os.kill(pids[busy[0]], signal.SIGKILL)
+                    killed.append(busy[0])
+                time.sleep(0.01)
+
+        thread = Thread(target=kill)
+        thread.start()
+        yield one
+        thread.join()
+
+
+def main():
+    store, out = sys.argv[1:]
+    cluster._client, cluster.cores = client, lambda: 2
+    asked = []
+    for where in ("here", "cluster", "address"):
+        each = [make("fedot", rounds=3, rate=1e-3), make("zero-shot")]
+        given = dict(encoder=f"store:{store}", seeds=(0, 1), workers=1)
+        asked.append([(Settings(one, **given), Path(out) / where / one.name) for one in each])
+    heard = [[], []]
+    together(asked[0], listen=lambda *line: heard[0].append(line))
+    for one in together(asked[1], listen=lambda *line: heard[1].append(line), on="dask"):
+        assert not isinstance(one, Exception), one
+    assert killed and len(heard[0]) == len(heard[1]) == 18
+    cluster._client = opened
+    by_address(asked[2][1:], Path(out))
+
+
+def by_address(asked, folder):
+    """As a person would who has certificates in files, and a scheduler."""
+    import dask
+    from distributed import LocalCluster, Security
+
+    made, files = Security.temporary(), {}
+    for name in ("tls_ca_file", "tls_client_cert", "tls_client_key"):
+        files[name] = folder / f"{name}.pem"
+        files[name].write_text(getattr(made, name))
+    tls = {"distributed.comm.tls.ca-file": str(files["tls_ca_file"])}
+    for who in ("client", "worker", "scheduler"):
+        tls[f"distributed.comm.tls.{who}.cert"] = str(files["tls_client_cert"])
+        tls[f"distributed.comm.tls.{who}.key"] = str(files["tls_client_key"])
+    with dask.config.set(tls):
+        options = dict(n_workers=1, threads_per_worker=1, dashboard_address=None)
+        with LocalCluster(host="127.0.0.1", protocol="tls", security=Security(), **options) as one:
+            on = one.scheduler_address.replace("tls://", "dask://")
+            (done,) = together(asked, on=on)
+            assert not isinstance(done, Exception), done
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.mark.deployed
+def test_a_cluster_gives_the_same_record_though_a_worker_is_killed(rows_like, files, tmp_path):
+    store = save_store(tmp_path / "rows.safetensors", rows_like())
+    script = tmp_path / "script.py"  # a worker reads it again, so it is a file
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, store, tmp_path], capture_output=True, text=True, timeout=240
+    )
+    assert not done.returncode, done.stderr
+    for name in ("fedot", "zero-shot"):
+        assert files(tmp_path / "cluster" / name) == files(tmp_path / "here" / name)
+    assert files(tmp_path / "address" / name) == files(tmp_path / "here" / name)
+
+
+@pytest.mark.parametrize("on", ["ray://x:1", "tcp://10.0.0.1:8786", "dask://", "somewhere"])
+def test_a_place_that_is_no_cluster_or_would_go_in_the_clear_is_refused(on):
+    with pytest.raises(SettingsError, match=r"name dask \(on this machine\), dask://HOST:PORT"):
+        cluster._address(on)
+
+
+def test_the_way_to_another_machine_is_tls():
+    assert cluster._address("dask://lab:8786") == cluster._address("tls://lab:8786")
+    assert cluster._address("dask://lab:8786") == "tls://lab:8786"
+    assert cluster._address("tcp://127.0.0.1:8786") == "tcp://127.0.0.1:8786"
+
+
+def test_tls_without_a_certificate_is_refused():
+    with (
+        pytest.raises(SettingsError, match="no certificate is named; set distributed.comm.tls"),
+        cluster._client("dask://127.0.0.1:1"),
+    ):
+        pass

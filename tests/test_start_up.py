@@ -1,0 +1,114 @@
+"""What a process does not import, because nobody waits for it gladly."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from fedvlm.cli import app
+from fedvlm.encoders.store import save_store
+
+GRADIENTS = """
+import sys
+import torch
+import fedvlm
+
+g = torch.Generator().manual_seed(0)
+def units(n):
+    return torch.nn.functional.normalize(torch.randn(n, 16, generator=g), dim=1)
+rows = {id: (units(24), torch.arange(24) % 3) for id in "ab"}
+told = dict(clients=rows, classes=("x", "y", "z"), text=units(3), rounds=2)
+for name in sys.argv[1:]:
+    for engine in ("batched", "single"):
+        fedvlm.run(name, engine=engine, **told)
+
+from fedvlm.runner import run
+
+def train(*given, usual=run.train):
+    found = usual(*given)
+    assert torch.get_num_threads() == 1 and "torch._dynamo" not in sys.modules
+    return found
+
+run.train = train
+fedvlm.run("fedgh", workers=2, seeds=[0, 1], **told)
+assert "torch._dynamo" not in sys.modules
+assert not torch._dynamo.is_compiling()
+assert torch._dynamo is sys.modules["torch._dynamo"]
+assert torch.func.grad(lambda x: (x * x).sum())(torch.ones(2)).tolist() == [2, 2]
+"""
+
+
+def run(script, *given, **more):
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, given)], capture_output=True, text=True, **more
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_a_gradient_imports_no_compiler_in_any_process_and_leaves_it_to_those_who_compile():
+    run(GRADIENTS, "fedadapter", "fedgh")
+
+
+COMMAND = """
+import sys
+from fedvlm.cli import app
+
+app(sys.argv[1:], standalone_mode=False)
+assert "numpy" in sys.modules
+assert "torch" not in sys.modules
+"""
+
+FILE = """
+title = "A table"
+encoder = "store:{store}"
+traffic = true
+bars = false
+
+[[methods]]
+name = "fedot"
+rounds = 2
+
+[[methods]]
+name = "tofa"
+"""
+
+
+@pytest.fixture
+def experiment(rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = save_store(tmp_path / "rows.safetensors", rows)
+    (tmp_path / "mine.toml").write_text(FILE.format(store=store))
+    return ["run", "mine.toml"]
+
+
+def shown(*words):
+    done = CliRunner().invoke(app, words)
+    assert not done.exit_code, done.output
+    return done.stdout
+
+
+def test_a_finished_experiment_is_shown_again_without_torch(experiment, tmp_path):
+    first = shown(*experiment)
+    assert "A table" in first and "fedot" in first and "report: " in first
+    assert run(COMMAND, *experiment) == first
+    assert run(COMMAND, *experiment, "--form", "csv") == shown(*experiment, "--form", "csv")
+
+
+@pytest.mark.parametrize("more", [[], ["--columns", "balanced,worst,method.rounds", "--all"]])
+def test_runs_are_compared_without_torch(more, experiment):
+    shown(*experiment)
+    assert run(COMMAND, "compare", "runs/mine", *more) == shown("compare", "runs/mine", *more)
+
+
+def test_what_was_shown_is_not_shown_for_another_question_or_other_records(experiment, tmp_path):
+    first = shown(*experiment)
+    assert shown(*experiment, "--set", "seeds=[1]") != first
+    assert shown(*experiment) == first  # and is asked for anew
+    text = (tmp_path / "mine.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace("rounds = 2", "rounds = 3"))
+    assert "rounds=3" in shown(*experiment)
+    for path in (tmp_path / "runs" / "mine").glob("fedot*/index.json"):
+        path.write_text("{}")
+    assert "rounds=3" in shown(*experiment)
