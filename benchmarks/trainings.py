@@ -89,10 +89,7 @@ def main() -> None:
             f"({spents:.1f} s of CPU); wall {wall / walls:.2f} times shorter, CPU "
             f"{spents / spent:.2f} times",
             case,
-            seconds_of_one=wall,
-            seconds_of_two=walls,
-            cpu_of_one=spent,
-            cpu_of_two=spents,
+            **{"one process s": wall, "two s": walls, "CPU s": spent, "CPU of two": spents},
         )
 
 

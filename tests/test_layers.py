@@ -14,6 +14,7 @@ ORDER = [
     "outside",
     "seeds",
     "machine",
+    "devices",
     "hub",
     "tensors",
     "storage",

@@ -3,6 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
+from fedvlm.devices import Device
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import EncoderError
 
@@ -16,5 +17,5 @@ def demo_directory() -> Path:
     return directory
 
 
-def demo() -> HuggingFace:
-    return HuggingFace(demo_directory(), name="demo")
+def demo(*, device: Device = "cpu") -> HuggingFace:
+    return HuggingFace(demo_directory(), name="demo", device=device)

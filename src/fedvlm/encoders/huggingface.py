@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
+from fedvlm.devices import Device, choose, moved
 from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.encoders.text import around, check_length, pieces, weights_hash
@@ -44,7 +45,9 @@ SCALE = 100.0  # of vision models, which have no logit scale: CLIP's
 class HuggingFace:
     """A frozen float32 model from a local directory or the Hub."""
 
-    def __init__(self, source: str | Path, name: str | None = None) -> None:
+    def __init__(
+        self, source: str | Path, name: str | None = None, *, device: Device = "cpu"
+    ) -> None:
         self.name = name or f"hf:{source}"
         kept = only_here(source)
         with quiet(), explained(self.name, source):
@@ -61,7 +64,9 @@ class HuggingFace:
         self.scale = float(self.model.logit_scale.exp()) if both else SCALE
         # SigLIP adds it to every logit before its sigmoid; a softmax over classes does not see it
         self.bias = float(self.model.logit_bias) if self.kind == "siglip" else 0.0
-        offers = {"image", "patches", "image tower"}
+        self.device = choose(device)
+        self.half = self.device.type != "cpu"  # on a GPU images and sentences go in float16
+        offers = {"image", "patches", *([] if self.half else ["image tower"])}
         if both and self.tokenizer is not None:
             offers.add("text")
             if self.kind == "clip" and config.text_config.hidden_act in ACTIVATIONS:
@@ -71,26 +76,31 @@ class HuggingFace:
             "kind": f"huggingface {self.kind}",
             "weights": weights_hash(self.model.state_dict()),
             "activation": vision.hidden_act,
-            "dtype": "float32",
+            "dtype": "float16" if self.half else "float32",
             "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
         }
         if self.tokenizer is not None:
             words = json.dumps(sorted(self.tokenizer.get_vocab().items()))
             self.identity["tokenizer"] = sha256(words.encode()).hexdigest()
+        self.model.to(self.device)
+
+    def halved(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.float16, enabled=self.half)
 
     @torch.inference_mode()
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
         pixels = torch.from_numpy(np.stack([np.asarray(one, np.float32) for one in batch]))
         try:
-            pooled, tokens = self._image(pixels)
+            with self.halved():
+                pooled, tokens = self._image(pixels.to(self.device))
+                wanted = self._patches(tokens) if patches else None
         except (ValueError, RuntimeError) as error:
             raise EncoderError(
                 f"{self.name} cannot take images of {tuple(pixels.shape[1:])} ({error}); "
                 "its preprocessor_config.json does not fit its config.json"
             ) from error
-        if not patches:
-            return Vectors(pooled.numpy(), None)
-        return Vectors(pooled.numpy(), self._patches(tokens).to(torch.float16).numpy())
+        every = None if wanted is None else wanted.to(torch.float16).cpu().numpy()
+        return Vectors(pooled.float().cpu().numpy(), every)
 
     def _image(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Pooled embeddings and the last hidden states of the patches."""
@@ -127,8 +137,9 @@ class HuggingFace:
         length = room if self.kind == "siglip" else max(len(row) for row in rows)
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
-        features = self.model.get_text_features(input_ids=ids).pooler_output
-        return normalize(features, dim=-1).clone()
+        with self.halved():
+            features = self.model.get_text_features(input_ids=ids.to(self.device)).pooler_output
+        return normalize(features.float(), dim=-1).cpu().clone()
 
     def image_tower(self) -> ImageTower:
         """The differentiable way from weights and pixels to pooled embeddings."""
@@ -140,7 +151,7 @@ class HuggingFace:
             raise EncoderError(f"{self.name} has no text tower for prompts; take a CLIP model")
         text, config = self.model.text_model, self.model.config.text_config
         tokens, cut = around(lambda said: self.tokenizer(said)["input_ids"], classes, template)
-        return TextTower(
+        tower = TextTower(
             **pieces(tokens, cut, text.embeddings.token_embedding.weight),
             template=template,
             positions=text.embeddings.position_embedding.weight,
@@ -151,6 +162,7 @@ class HuggingFace:
             eps=config.layer_norm_eps,
             activation=config.hidden_act,
         )
+        return moved(tower, torch.device("cpu")) if self.half else tower  # engines place it
 
 
 def load(source: str | Path, kept: bool) -> tuple[Any, Any, Any, Pixels]:

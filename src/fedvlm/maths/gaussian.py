@@ -180,21 +180,21 @@ def left_out(known: Moments, rule: Discriminant, x: Tensor, y: Tensor, weight: T
 
 
 @lru_cache(maxsize=8)
-def _places(dim: int) -> tuple[Tensor, Tensor]:
+def _places(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the upper triangle lies in a square, and where a square finds itself in a triangle."""
-    row, column = torch.triu_indices(dim, dim)
-    where = torch.zeros(dim, dim, dtype=torch.long)
-    where[row, column] = where[column, row] = torch.arange(len(row))
+    row, column = torch.triu_indices(dim, dim, device=device)
+    where = torch.zeros(dim, dim, dtype=torch.long, device=device)
+    where[row, column] = where[column, row] = torch.arange(len(row), device=device)
     return row * dim + column, where.reshape(-1)
 
 
 def pack(square: Tensor) -> Tensor:
     """One triangle of a symmetric (..., dim, dim), row by row: (..., dim (dim + 1) / 2)."""
-    return square.flatten(-2)[..., _places(square.shape[-1])[0]]
+    return square.flatten(-2)[..., _places(square.shape[-1], square.device)[0]]
 
 
 def unpack(triangle: Tensor, dim: int) -> Tensor:
-    return triangle[..., _places(dim)[1]].reshape(*triangle.shape[:-1], dim, dim)
+    return triangle[..., _places(dim, triangle.device)[1]].reshape(*triangle.shape[:-1], dim, dim)
 
 
 def definite(square: Tensor) -> Tensor:

@@ -84,7 +84,9 @@ class TextTower:
         if context.requires_grad or peek_interpreter_stack() is not None:  # in vmap or grad
             return self.encode(context)
         exact = f"{context.dtype} {tuple(context.shape)}".encode()
-        key = sha256(exact + context.contiguous().view(torch.uint8).numpy().tobytes()).digest()
+        key = sha256(
+            exact + context.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        ).digest()
         if key not in self.known:
             found = self.encode(context)
             while len(self.known) >= REMEMBERED:

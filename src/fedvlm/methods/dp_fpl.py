@@ -63,7 +63,7 @@ class DPFPL:
         prompt, own, steps = sent["prompt"], local["own"], local["noisy steps"]
         rank = min(self.rank, *own.shape)
         draw = seeds.numbers("factors", frozen.seed).standard_normal((own.shape[1], rank))
-        first = torch.from_numpy(draw).to(own.dtype)
+        first = torch.from_numpy(draw).to(own)
         for step in range(client.order.shape[0]):
             batch = parts.minibatch(client, step)
             left, right = factors(own, first)

@@ -23,6 +23,7 @@ from fedvlm.data.federation import Division, Listing, Member, divide
 from fedvlm.data.table import Embedded
 from fedvlm.engines.attack import mislabelled
 from fedvlm.engines.client import Terms, World, own_world
+from fedvlm.engines.placed import on
 from fedvlm.engines.state import POOLED
 from fedvlm.errors import DataError
 from fedvlm.evaluate import reference
@@ -103,7 +104,11 @@ class Prepared:
         """The same as the one-shot method that gives the first head sees it."""
         first = self.settings.warm_start
         assert first is not None
-        return replace(self.world(training), method=first, x=self.rows.view(first.traits.needs))
+        return replace(
+            self.world(training),
+            method=on(first, self.settings.device),
+            x=self.rows.view(first.traits.needs),
+        )
 
     def own_world(self, id: str, name: str = "", entropy: bool = False) -> World:
         """What one client works on, without a row of another; `name` is what it is called there."""
@@ -119,8 +124,9 @@ class Prepared:
     def _world(
         self, members: Mapping[str, Member], texts: Mapping[str, Tensor], reference: Ints
     ) -> World:
+        terms = terms_of(self.settings, self.frozen, self.seed)
         return World(
-            **vars(terms_of(self.settings, self.frozen, self.seed)),
+            **{**vars(terms), "method": on(terms.method, self.settings.device)},
             x=self.rows.view(self.settings.method.traits.needs),
             y=torch.from_numpy(self.rows.labels),
             members=members,

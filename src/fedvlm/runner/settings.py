@@ -41,6 +41,7 @@ class Settings:
     global_test: bool = False  # own-test: what is shared is also tested on all test rows
     centralised: bool = False  # all rows of the clients that train at one, and no federation
     engine: Literal["batched", "single", "flower"] = "batched"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method's verbs are worked out
     workers: int = within(0, AMOUNT)  # processes; 0 is as many as cores, if the run is long enough
     allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
@@ -62,6 +63,7 @@ class Settings:
         """What decides the numbers; two runs of the same identity are the same run."""
         whole = asdict(self)
         idle = ["workers", "access", "reproduces"]
+        idle += ["device"] if self.device == "cpu" else []
         idle += ["attack", "attackers", "strength"] if self.attack == "none" else []
         both = [one for one in (self.method, self.warm_start) if one is not None]
         if not (self.allow_small and any(one.traits.smallest for one in both)):
