@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import psutil
 import pytest
 from live_server import running
 from running import execute
@@ -100,17 +101,25 @@ def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(
         one = going(federation, settings, tmp_path / "run")
         one.wait_for(lambda lines: len(lines) >= 1)
         seen(chrome, "document.querySelectorAll('.light.answers').length === 3")
+        left = psutil.Process(federation.sites["photo"].child.pid).children(recursive=True)
         federation.kill(federation.sites["photo"])
         seen(chrome, "document.querySelectorAll('.light.missing').length === 1")
         seen(chrome, "document.body.textContent.includes('2 of 3 sites')")
         one.join(120)
         chrome.get("about:blank")
+    assert all(gone(one) for one in left)  # nothing of a killed site lives on
     since = federation.joined("photo")
     federation.sites["photo"] = federation.start("photo")
     federation.wait_for("photo", since)
     federation.rules(deadline=240.0)
     assert one.error is None and len(one.lines()) == 6
     assert sorted(one.lines()[-1]["clients"]) == ["art", "sketch"]
+
+
+def gone(process):
+    with suppress(psutil.NoSuchProcess):
+        process.wait(60)
+    return not process.is_running()
 
 
 def seen(chrome, script):

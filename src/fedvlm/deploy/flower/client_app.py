@@ -27,6 +27,7 @@ from fedvlm.errors import FederationError
 
 DESK = "FEDVLM_DESK"  # the variable that names the socket of the site's process
 SIZE = struct.Struct(">Q")
+TRIES = 3  # of a call to the SuperNode, which is on this machine
 
 
 def send_all(stream: socket.socket, parcels: Sequence[Parcel]) -> None:
@@ -120,6 +121,8 @@ def launch(app: Any, spec: Any) -> None:
     from flwr.supercore.retry import make_simple_http_retry_invoker
     from flwr.supercore.runtime import RuntimeHttpClient
 
+    again = make_simple_http_retry_invoker()
+    again.max_tries = TRIES  # else this process outlives its SuperNode, and asks for ever
     client = RuntimeHttpClient.from_server_address(
         server_address=spec.runtime_api_address,
         insecure=spec.insecure,
@@ -128,7 +131,7 @@ def launch(app: Any, spec: Any) -> None:
             RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
             RuntimeTokenHttpInterceptor(spec.token),
         ],
-        retry_invoker=make_simple_http_retry_invoker(),
+        retry_invoker=again,
     )
     try:
         work(client, app)
