@@ -21,3 +21,9 @@ def test_base_to_new_classes_are_refused_between_machines():
     kit = SimpleNamespace(rehearsal=True, folder=Path())
     with pytest.raises(SettingsError, match="'base-to-new' is for simulations"):
         ready(kit, build({"method": "promptfl", "protocol": "base-to-new"}))
+
+
+def test_a_server_does_not_choose_what_a_site_computes_on():
+    kit = SimpleNamespace(rehearsal=True, folder=Path())
+    with pytest.raises(SettingsError, match="'auto' is for simulations"):
+        ready(kit, build({"method": "fedavg", "device": "auto"}))

@@ -158,3 +158,11 @@ def test_mass_outside_zero_and_one_is_refused(gamma, strength):
 def test_strength_that_is_not_positive_is_refused(strength):
     with pytest.raises(SettingsError, match=r"not above 0; the paper's λ is 0\.1"):
         plan(cosines(2, 9), "unbalanced", 0.8, strength)
+
+
+@pytest.mark.parametrize("strength", [0.1, 0.2, 0.5])
+def test_the_usual_steps_are_enough_for_cosines_of_any_width(strength):
+    wide = 2 * torch.rand(64, 2, 49, generator=torch.Generator().manual_seed(0)) - 1
+    usual = plan(wide, "unbalanced", 0.8, strength)
+    exact = plan(wide.double(), "unbalanced", 0.8, strength, steps=60)
+    assert (usual - exact).abs().max() < 1e-4 * exact.max()

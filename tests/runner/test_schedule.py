@@ -20,7 +20,7 @@ from fedvlm.runner import run, schedule
 from fedvlm.runner import training as trainings
 from fedvlm.runner.run import together
 from fedvlm.runner.schedule import Piece, carry
-from fedvlm.runner.settings import Settings
+from fedvlm.runner.settings import Settings, build
 from fedvlm.storage.files import busy
 
 QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
@@ -237,3 +237,10 @@ def test_processes_end_with_the_one_that_began_them(end, rows, tmp_path):
         process.kill()
     assert len(workers) == 2
     assert not psutil.wait_procs(workers, 30)[1] and not busy(folder / ".lock")
+
+
+@pytest.mark.parametrize("name", ["engine", "device"])
+def test_what_a_forked_process_cannot_do_stays_in_this_one(name):
+    other = {"engine": "flower", "device": "auto"}[name]
+    assert not schedule.stays(build({"method": "fedavg"}))
+    assert schedule.stays(build({"method": "fedavg", name: other}))

@@ -62,6 +62,11 @@ def ready(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError(
             f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run"
         )
+    if settings.device != "cpu":
+        raise SettingsError(
+            f"device = {settings.device!r} is for simulations: what a site computes on is its own "
+            "affair; leave it out"
+        )
     if settings.protocol == BaseToNew.name:
         raise SettingsError(
             f"protocol = {settings.protocol!r} is for simulations: it leaves classes of the sites "

@@ -22,7 +22,7 @@ from fedvlm.errors import SettingsError
 Kind = Literal["unbalanced", "classical", "averaging"]
 SPAN = 60.0  # e to this power is far from the largest float32
 WIDE = 0.2  # λ that is reached in a few steps from anywhere
-WARM, LAST = 2, 5  # steps for each larger λ on the way, and for the last
+WARM, LAST = 2, 6  # steps for each larger λ on the way, and for the last
 NEAR = 6  # more steps where γ is above 0.9, and nearly every patch has to give all it has
 RIDGE = 1e-6  # of what a prompt takes: keeps the system regular where every patch gives all it has
 AT_ONCE = 100_000  # numbers whose intermediate results stay in a core's cache
@@ -84,7 +84,8 @@ def _solve(similarity: Tensor, gamma: float, strength: float, exact: bool, steps
             kernel = kernel.square() if plain else cost / level
             # λg is carried on; where e^g is the larger part of it, without what γ has in it.
             g = 2 * g - (log(gamma / prompts) if plain else 0)
-        last = steps + (not plain) + (NEAR if gamma > 0.9 and not exact else 0)
+        cold = len(levels) == 1  # no larger λ came before
+        last = steps + cold + (not plain) + (NEAR if gamma > 0.9 and not exact else 0)
         count = WARM if level > strength else last
         two = [one.contiguous() for one in kernel.unbind(-2)] if plain and prompts == 2 else []
         product = two[0] * two[1] if two else kernel

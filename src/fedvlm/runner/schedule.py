@@ -34,6 +34,7 @@ from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings
 
 SHORT = 4.0  # seconds of work that stay in one process, by forecast and by the clock
+FORKS = sys.platform == "linux"
 DIE = 1  # PR_SET_PDEATHSIG of Linux: a signal when the parent is gone
 
 
@@ -84,8 +85,10 @@ class Tally:
 
 
 def stays(settings: Settings) -> bool:
-    """Whether a training is not beside another: a tower fills the memory, Flower has threads."""
-    return settings.engine == "flower" or "image tower" in settings.method.traits.needs
+    """Whether a training is not beside another: a tower fills the memory, Flower has threads, a
+    GPU cannot be used in a forked process, and only Linux forks one safely."""
+    tower = "image tower" in settings.method.traits.needs
+    return tower or settings.engine == "flower" or settings.device != "cpu" or not FORKS
 
 
 def carry(pieces: Sequence[Piece]) -> None:
