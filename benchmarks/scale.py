@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from figures import say
 
 from fedvlm.core import Frozen, make
 from fedvlm.engines.batched import Batched
@@ -146,11 +147,13 @@ def main() -> None:
             command += ["--one", str(clients), folder]
             one = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         found.append(one)
-        print(
+        each = 1000 * one["seconds"] / one["participants"]
+        say(
             f"{clients:,} clients, {one['participants']:,} a round: {1000 * one['seconds']:.0f} ms "
-            f"a round ({1000 * one['seconds'] / one['participants']:.2f} ms each), at most "
-            f"{one['peak']:.0f} MB, rows of {one['on_disk']:.0f} MB on disk",
-            flush=True,
+            f"a round ({each:.2f} ms each), at most {one['peak']:.0f} MB, rows of "
+            f"{one['on_disk']:.0f} MB on disk",
+            f"{clients:,} clients, 1 % of them a round",
+            **{"ms a participant": each, "peak MB": one["peak"], "rows MB": one["on_disk"]},
         )
     if args.plot:
         draw(found, args.plot)

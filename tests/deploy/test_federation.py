@@ -79,6 +79,17 @@ def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_pat
     check_as_alone(federation, settings, deployed, tmp_path / "alone")
 
 
+@pytest.mark.slow
+def test_a_race_between_processes_chooses_as_in_one(federation, tmp_path):
+    settings = federation.settings({"name": "fedavg", "rounds": 2, "rate": 1e-4}, tune=["rate"])
+    deployed = run(federation.kit, settings, tmp_path / "deployed")
+    channel = bounded(settings.channel, settings.method)
+    alone = execute(replace(settings, engine="single", channel=channel), tmp_path / "alone")
+    mine, theirs = deployed.manifest["tuned"], alone.manifest["tuned"]
+    assert mine["chosen"] == theirs["chosen"] and mine["trials"] == theirs["trials"]
+    assert deployed.tables[0] == pytest.approx(alone.tables[0])
+
+
 def test_a_secure_sum_between_processes_is_the_mean_of_what_nobody_sees(federation, tmp_path):
     method = {"name": "fedavg", "rounds": 1, "rate": 1e-3}
     settings = federation.settings(method, channel={"clip": 0.5, "secure": True})

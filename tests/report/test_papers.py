@@ -239,7 +239,7 @@ def test_papers_and_experiments_are_shipped_in_the_wheel_where_they_are_looked_f
     made = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     shipped = made["targets"]["wheel"]["force-include"]
     assert shipped == {"experiments": "fedvlm/experiment_files", "papers": "fedvlm/paper_files"}
-    for place, code in (("papers", "report/papers.py"), ("experiments", "runner/experiments.py")):
+    for place, code in (("papers", "report/papers.py"), ("experiments", "runner/named.py")):
         assert any((root / place).iterdir())
         name = shipped[place].removeprefix("fedvlm/")
         assert f'"{name}"' in (root / "src/fedvlm" / code).read_text()

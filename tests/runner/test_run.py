@@ -71,7 +71,9 @@ def test_a_finished_run_is_not_run_again_unless_asked(rows, files, tmp_path, mon
     before = files(tmp_path / "a")
     calls = []
     real = trainings.train
-    monkeypatch.setattr(trainings, "train", lambda *all: calls.append(1) or real(*all))
+    monkeypatch.setattr(
+        trainings, "train", lambda *all, **more: calls.append(1) or real(*all, **more)
+    )
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     assert calls == []
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", again=True)

@@ -30,9 +30,12 @@ def placed(method: Method, device: torch.device) -> Method:
         )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS is not repeatable
     torch.use_deterministic_algorithms(True)
-    names = ["update", "predict", *(["update_many"] if stacked(method) else [])]
-    names += [] if type(method).adapt is nothing else ["adapt"]
-    verbs = {name: _verb(getattr(method, name), device) for name in names}
+    plain: dict[str, Callable[..., Any]] = {"update": method.update, "predict": method.predict}
+    if (fast := stacked(method)) is not None:
+        plain["update_many"] = fast.update_many
+    if type(method).adapt is not nothing:
+        plain["adapt"] = method.adapt
+    verbs: dict[str, Any] = {name: _verb(verb, device) for name, verb in plain.items()}
     verbs["__reduce__"] = lambda self: (placed, (method, device))  # to worker processes
     kind = type(type(method).__name__, (type(method),), verbs)
     other: Method = object.__new__(kind)
