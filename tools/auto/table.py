@@ -1,8 +1,8 @@
 """What tools.auto.measure found, as Markdown: accuracies, paired differences, and what it costs.
 
 python -m tools.auto.table --stores FOLDER [--work FOLDER]
-A row is over the seeds that all its methods have. Intervals are where 95 % of bootstrap draws over
-seeds and test rows have the difference.
+A row is over the seeds that auto has; a method without all of them is left out. Intervals are where
+95 % of bootstrap draws over seeds and test rows have the difference.
 """
 
 import argparse
@@ -45,15 +45,19 @@ Found = dict[str, dict[int, dict[str, Any]]]  # what was measured, by method and
 
 
 def found_in(work: Path, name: str) -> Found:
-    """The seeds that all methods measured on a set have."""
+    """The seeds that auto was measured by, of the methods that have them all."""
     found: Found = {}
     for method in METHODS:
         paths = sorted(work.glob(f"{file_name(name)}-{method}-*.json"))
         seeds = {int(path.stem.rpartition("-")[2]): json.loads(path.read_text()) for path in paths}
         if any(seeds.values()):
             found[method] = seeds
-    common = set.intersection(*(set(seeds) for seeds in found.values())) if found else set()
-    return {name: {s: seeds[s] for s in sorted(common)} for name, seeds in found.items() if common}
+    common = sorted(found.get("auto", {}))
+    return {
+        method: {seed: seeds[seed] for seed in common}
+        for method, seeds in found.items()
+        if common and seeds.keys() >= set(common)
+    }
 
 
 def groups_of(found: Found, column: str) -> dict[str, Groups]:
