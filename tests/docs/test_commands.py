@@ -17,7 +17,7 @@ PAGES = sorted(
     path for kind in ("start", "tutorials") for path in (ROOT / "docs" / kind).glob("*.md")
 )
 FIRST = {"hospitals": 1}  # how many blocks of "your own images" a page stands on
-SERVERS = {"hospitals": pytest.mark.long, "3-first-federation": pytest.mark.slow}  # in `test-all`
+SERVERS = ("hospitals", "3-first-federation")  # with real processes
 LIMIT = 900  # seconds; most of a page with servers is waiting
 
 
@@ -28,8 +28,8 @@ def blocks(page):
 
 
 def marks(page):
-    """Of the pages with servers the shorter one is in `make test-all`, the longer one by hand."""
-    kind = [SERVERS.get(page.stem, pytest.mark.slow)]
+    """All are in `make test-all`; pages with servers one after the other."""
+    kind = [pytest.mark.slow]
     kind += [pytest.mark.deployed] if page.stem in SERVERS else []
     return [*kind, pytest.mark.timeout(LIMIT + 60)]
 
