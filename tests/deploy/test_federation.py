@@ -79,7 +79,7 @@ def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_pat
     check_as_alone(federation, settings, deployed, tmp_path / "alone")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # a minute
 def test_a_race_between_processes_chooses_as_in_one(federation, tmp_path):
     settings = federation.settings({"name": "fedavg", "rounds": 2, "rate": 1e-4}, tune=["rate"])
     deployed = run(federation.kit, settings, tmp_path / "deployed")
