@@ -21,7 +21,7 @@ def told(seconds, total=100, what="fedavg", lines=()):
     watch = Lines(said.append, clock)
     for done in range(total + 1):
         for line in lines:
-            watch.hear("run", line)
+            watch.hear(what, line)
         watch(what, done, total)
         clock.now += seconds
     return said
@@ -72,6 +72,21 @@ def test_a_line_says_the_training_its_round_and_accuracy_on_validation_rows():
     )
 
 
+def test_methods_side_by_side_are_told_apart():
+    clock, said = Clock(), []
+    watch = Lines(said.append, clock)
+    for done in range(3):
+        for name in ("fedotp", "promptfl"):
+            watch.hear(name, {"training": f"0-{name}", "round": done, "validation": None})
+            watch(name, done, 10)
+        clock.now += SHORT
+    assert [one.split(": ")[:2] for one in said] == [
+        [name, f"training 0-{name}, round {done + 1}"]
+        for done in (1, 2)
+        for name in ("fedotp", "promptfl")
+    ]
+
+
 def test_a_bar_says_the_same_and_takes_names_as_they_are():
     clock, out = Clock(), io.StringIO()
     columns = (
@@ -85,7 +100,7 @@ def test_a_bar_says_the_same_and_takes_names_as_they_are():
     watch("fedavg", 1, 10)
     assert not bar.tasks  # not yet
     clock.now = 10.0
-    watch.hear("run", {"training": "0-[red]x", "round": 4, "validation": 0.5})
+    watch.hear("fedavg", {"training": "0-[red]x", "round": 4, "validation": 0.5})
     watch("fedavg", 5, 10)
     bar.stop()
     assert "fedavg: training 0-[red]x, round 5, 50.0 % of validation rows" in out.getvalue()

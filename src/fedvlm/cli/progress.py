@@ -19,29 +19,30 @@ class Watch(ABC):
         self.clock = clock
         self.begins: dict[str, tuple[float, int]] = {}
         self.last: dict[str, int] = {}
-        self.said = ""  # by the training that is at work
+        self.said: dict[str, str] = {}  # by the training that was heard last, of each method
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = self.clock()
         if done < self.last.get(what, done + 1):  # the first, or another run of the same name
-            self.begins[what], self.said = (now, done), ""
+            self.begins[what] = now, done
+            self.said.pop(what, None)
             self.fresh(what)
         self.last[what] = done
         begin, first = self.begins[what]
         if now - begin >= SHORT and done > first:
             self.show(what, done, total, now - begin, done - first)
 
-    def hear(self, run: str, line: Mapping[str, Any]) -> None:
-        """A line of a record: which training it is, its round, and its accuracy before it."""
+    def hear(self, what: str, line: Mapping[str, Any]) -> None:
+        """A line of a method's record: its training, its round, and its accuracy before it."""
         share = line.get("validation")
         so_far = "" if share is None else f", {100 * share:.1f} % of validation rows"
-        self.said = f"training {line['training']}, round {line['round'] + 1}{so_far}"
+        self.said[what] = f"training {line['training']}, round {line['round'] + 1}{so_far}"
 
     def fresh(self, what: str) -> None:  # noqa: B027 - a bar need not know
         """Something begins."""
 
     def title(self, what: str) -> str:
-        return what if what in UNITS or not self.said else f"{what}: {self.said}"
+        return what if what not in self.said else f"{what}: {self.said[what]}"
 
     @abstractmethod
     def show(self, what: str, done: int, total: int, elapsed: float, fresh: int) -> None: ...

@@ -237,12 +237,13 @@ def _all(
         typer.echo(note, err=True)
 
     places = _places(settings, home, out, bool(over))
+    names = {place.name: one.method.name for one, place in zip(settings, places, strict=True)}
     levels: list[tuple[Settings, Path]] = []
     trackers = Trackers(track)
     with progress() as report:
 
         def listen(run: str, line: Mapping[str, Any]) -> None:
-            report.hear(run, line)
+            report.hear(names[run], line)
             trackers(run, line)
 
         def go(all: "Sequence[Settings]", enduring: bool) -> "Sequence[Record | Exception]":
