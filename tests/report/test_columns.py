@@ -13,10 +13,11 @@ import fedvlm
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import metrics
 from fedvlm.evaluate.metrics import EDGES, area, auc, details, points
-from fedvlm.report.columns import COLUMNS, cells, curve, on_demand, written
+from fedvlm.report.columns import COLUMNS, cells, curve, on_demand
 from fedvlm.report.page.read import read_page
 from fedvlm.report.page.render import write_page
 from fedvlm.report.tables import FORMS, compare, grid, rows
+from fedvlm.report.units import written
 
 DIM, CLASSES = 16, 4  # of the rows
 

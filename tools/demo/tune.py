@@ -1,6 +1,6 @@
 """Chooses the rates of tables with the demo on validation rows; test rows are never looked at.
 
-python -m tools.demo.tune [unseen|shift|prompts|prompts-more|prompts-pathological|faa-clip|one-shot]
+python -m tools.demo.tune [unseen|shift|tofa|...]   (a word of GRIDS, without -demo)
 prints every candidate and the chosen ones; without a word, those of `fedvlm demo`'s two tables
 """
 
@@ -51,6 +51,7 @@ GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
         "fedakt": {"rate": RATES[:3]},
     },
     "one-shot-demo": {"promptfl": {"rate": RATES[:3]}},  # fedlpa, fedbens and fens have promptfl's
+    "tofa-demo": {name: {"rate": RATES[:3]} for name in ("promptfl", "fedavg", "fedot")},
 }
 EACH = ("cocoop", "dp-fpl")  # whose entries choose for themselves
 

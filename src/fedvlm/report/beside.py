@@ -10,7 +10,7 @@ from fedvlm.errors import SettingsError, unknown
 from fedvlm.evaluate import scores
 from fedvlm.record import Record
 from fedvlm.report import long
-from fedvlm.report.columns import on_demand, plain, printed, written
+from fedvlm.report.columns import on_demand
 from fedvlm.report.papers import (
     Number,
     Verdict,
@@ -22,6 +22,7 @@ from fedvlm.report.papers import (
     obstacle,
 )
 from fedvlm.report.tables import FORMS, render
+from fedvlm.report.units import plain, printed, written
 
 # How columns of the papers begin, and the name by which they are asked for.
 ASKED = {"kappa": "kappa", "kappa, target ": "kappa-per-target", "cosine": "cosine"}

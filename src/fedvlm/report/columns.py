@@ -1,6 +1,6 @@
 """Columns on demand: what a record knows beyond the table of its protocol, by name.
 
-Shares are fractions, as in a record's tables; columns of UNITS are not shares.
+Shares are fractions, as in a record's tables; columns of `units.UNITS` are not shares.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -14,37 +14,15 @@ from fedvlm.evaluate.metrics import METRICS, area, metrics, points
 from fedvlm.evaluate.scores import Table
 from fedvlm.record import Record
 from fedvlm.report.names import generalises
+from fedvlm.report.units import WHO
 from fedvlm.storage.files import slug
 from fedvlm.storage.toml import flat
 
 if TYPE_CHECKING:
     from fedvlm.core import Tensors
 
-# How columns begin that are no shares, and the digits they are written with.
-UNITS = {"kappa": 2, "cosine": 3, "dof": 0, "seconds": 3, "minutes": 3, "trained": 0, "rows": 0}
 KAPPA, FREEDOM = "condition number", "degrees of freedom"  # what methods call them
 CURVES = ("ROC", "PR")
-WHO = {"own": "train", "unseen": "unseen"}  # whom a metric's columns are of
-
-
-def plain(column: str) -> bool:
-    """Whether a column is not a share; a metric is one, whatever its name begins with."""
-    metric = column.endswith(tuple(f", {who}" for who in WHO))
-    return column.startswith(tuple(UNITS)) and not metric
-
-
-def printed(column: str, mean: float, deviation: float | None) -> tuple[float, float | None]:
-    """In the unit of a print, where 100 · 0.9468 is 94.68 and not a little below it."""
-    unit = 1 if plain(column) else 100
-    return round(unit * mean, 9), None if deviation is None else round(unit * deviation, 9)
-
-
-def written(column: str, value: float) -> str:
-    """A number as tables have it: shares in per cent."""
-    if not plain(column):
-        return f"{100 * value:.2f}"
-    digits = next(UNITS[key] for key in UNITS if column.startswith(key))
-    return f"{value:.{digits}f}"
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

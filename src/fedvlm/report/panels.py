@@ -6,8 +6,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fedvlm.record import Record
-from fedvlm.report.columns import plain
 from fedvlm.report.pictures import INK, canvas
+from fedvlm.report.units import plain
 from fedvlm.storage.toml import flat
 
 COLOURS = ("#1f6fb4", "#c2571a", "#2a8f6a", "#9a4ea3", "#b8860b", "#4d4d4d", "#d1467a", "#5aa9e6")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.columns import plain
+from fedvlm.report.units import plain
 from fedvlm.storage.toml import flat
 
 STATUS = ("ok", "void", "copied")

@@ -7,7 +7,7 @@ from typing import Any
 from fedvlm.errors import DataError, SettingsError, unknown
 from fedvlm.evaluate import scores
 from fedvlm.record import Record
-from fedvlm.report.columns import COLUMNS, on_demand, plain
+from fedvlm.report.columns import COLUMNS, on_demand
 from fedvlm.report.panels import (
     COLOURS,
     Asked,
@@ -21,6 +21,7 @@ from fedvlm.report.panels import (
 )
 from fedvlm.report.pictures import INK
 from fedvlm.report.tables import MAIN
+from fedvlm.report.units import plain
 from fedvlm.storage.files import slug
 from fedvlm.storage.toml import flat
 

@@ -8,8 +8,9 @@ from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
 from fedvlm.report import long
-from fedvlm.report.columns import on_demand, setting, settings_of, split, written
+from fedvlm.report.columns import on_demand, setting, settings_of, split
 from fedvlm.report.names import label
+from fedvlm.report.units import written
 
 FORMS = ("text", "markdown", "latex", *long.FORMS)
 TRAFFIC = ("exchanges", "kB per client")

@@ -1,7 +1,7 @@
 """The beginning of a run: its rows, its seeds prepared, and a record that says where it is from."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,18 +29,23 @@ SEEDED = (
 PARTS = ("train", "validation", "test")
 
 
-def begin(
-    settings: Settings,
-    record: Record,
-    again: bool,
-    embedded: Embedded | None,
-    load: Loader,
-    report: Progress,
-    say: Callable[[str], None],
-) -> list[Prepared]:
+@dataclass(frozen=True)
+class Need:
+    """What a run is begun with beside its settings."""
+
+    record: Record
+    again: bool
+    embedded: Embedded | None  # rows in memory
+    load: Loader
+    report: Progress
+    say: Callable[[str], None]
+
+
+def begin(settings: Settings, need: Need) -> list[Prepared]:
     """Every seed of a run, prepared; what it cannot do is refused before its record begins."""
+    record, embedded, report = need.record, need.embedded, need.report
     asked, memory = settings, embedded is not None
-    rows, notes = (embedded, []) if embedded is not None else load(settings, report)
+    rows, notes = (embedded, []) if embedded is not None else need.load(settings, report)
     if settings.smoke:
         settings, rows = thin(settings, rows)
     check_rows(settings, rows)
@@ -59,7 +64,7 @@ def begin(
         notes = [*notes, *look(rows, seeds[0].division)]
     notes = [*notes, *_notes(seeds)]
     for note in notes:
-        say(note)
+        need.say(note)
     apart = any(len(one.calibration) for one in seeds[0].division.members.values())
     parts = (*PARTS, "calibration") if apart else PARTS
     about = manifest(
@@ -76,7 +81,7 @@ def begin(
     about |= {"usual": usual(settings.method)}
     about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
     record.begin({"identity": asked.identity(), **about})
-    if again:
+    if need.again:
         record.clear()
     if rows.descriptions is not None:
         write_tensors(record.folder / DESCRIPTIONS, {"common": rows.descriptions}, {})

@@ -5,19 +5,18 @@ number is odd. Each half is dealt to clients by itself, in the same way; of the 
 test rows are looked at, and only when all training is over.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedvlm.core import Frozen, Method
 from fedvlm.data.clients import Clients
 from fedvlm.data.federation import Division, Listing, Member
 from fedvlm.data.table import Embedded
-from fedvlm.engines.client import World, predict
+from fedvlm.engines.client import World, measure
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate.protocols.base_to_new import NEW
 from fedvlm.record import Record
@@ -124,18 +123,12 @@ def _less(frozen: Frozen, classes: int) -> Frozen:
     )
 
 
-def scored(
-    world: World, record: Record, training: str, rows: Mapping[str, Ints]
-) -> dict[str, dict[str, int]]:
+def scored(world: World, record: Record, training: str) -> dict[str, dict[str, int]]:
     """Rows and hits of each client's new classes, by what a training ended with."""
     shared, local = record.outcome(training, world.seed)
     fresh = world.method.init(world.frozen)[1]
     out = {}
-    for id, mine in rows.items():
-        hits = 0
-        if len(mine):
-            sent = world.method.send(shared, id)
-            logits = predict(world, sent, local.get(id, fresh), mine)
-            hits = int((logits.argmax(dim=1) == world.y[torch.from_numpy(mine)]).sum())
-        out[NEW + id] = {"test_rows": len(mine), "test_hits": hits}
+    for id in world.members:
+        found = measure(world, world.method.send(shared, id), local.get(id, fresh), id)
+        out[NEW + id] = {key: found[key] for key in ("test_rows", "test_hits")}
     return out

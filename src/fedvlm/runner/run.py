@@ -14,7 +14,7 @@ from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record, read_manifest
 from fedvlm.runner import cluster, halves, schedule, tune
-from fedvlm.runner.begin import begin
+from fedvlm.runner.begin import Need, begin
 from fedvlm.runner.forecast import training_time
 from fedvlm.runner.load import Loader, Progress
 from fedvlm.runner.prepare import Prepared
@@ -69,7 +69,8 @@ def together(
                 record = Record(folder, listen)
                 own = locks.enter_context(ExitStack())
                 try:
-                    run = _open(settings, record, again, embedded, load, report, say, own)
+                    need = Need(record, again, embedded, load, report, say)
+                    run = _open(settings, need, own)
                     runs[folder] = run
                 except Exception as error:  # of any kind: the others are no worse for it
                     own.close()
@@ -145,8 +146,7 @@ class _Run:
             clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
             mine = {id: found[id] for id in clients if id in found}
             if prepared.new is not None:
-                tests = {id: one.test for id, one in prepared.new.members.items()}
-                mine |= halves.scored(prepared.new_world(), self.record, training.name, tests)
+                mine |= halves.scored(prepared.new_world(), self.record, training.name)
             done[training.name] = (training, mine)
         rules, domains = prepared.settings.rules(), prepared.division.domains
         return rules.table(domains, done, prepared.generalises)
@@ -160,17 +160,9 @@ class _Run:
         return self._failed[0] if self._failed else self.record
 
 
-def _open(
-    settings: Settings,
-    record: Record,
-    again: bool,
-    embedded: Embedded | None,
-    load: Loader,
-    report: Progress,
-    say: Callable[[str], None],
-    lock: ExitStack,
-) -> _Run | Record:
+def _open(settings: Settings, need: Need, lock: ExitStack) -> _Run | Record:
     """A run that has begun, or the record of one that is finished."""
+    record, embedded = need.record, need.embedded
     if embedded is not None and (settings.descriptions or settings.texts):
         raise SettingsError("rows in memory have their own descriptions and texts; set them there")
     if settings.tune:
@@ -178,16 +170,15 @@ def _open(
     lock.enter_context(record.lock())
     if settings.tune and (record.folder / "manifest.json").exists():
         settings = tune.known(settings, record.manifest)
-    if record.result() is not None and not again:
+    if record.result() is not None and not need.again:
         found: dict[str, Any] = {"identity": settings.identity()}
         if embedded is not None:
             found |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
         record.compare(found)
         lock.close()
-        say(f"already finished, read from {record.folder}; --again runs it")
+        need.say(f"already finished, read from {record.folder}; --again runs it")
         return record
-    seeds = begin(settings, record, again, embedded, load, report, say)
-    return _Run(record, seeds, lock)
+    return _Run(record, begin(settings, need), lock)
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Record:

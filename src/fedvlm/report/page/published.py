@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedvlm.evaluate import scores
-from fedvlm.report.columns import printed
 from fedvlm.report.papers import judge, matches, numbers
+from fedvlm.report.units import printed
 
 Beside = dict[str, Any]
 ORDER = ("met", "within noise", "differs", "void", "not comparable")
