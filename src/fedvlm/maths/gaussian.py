@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 NEVER = -1e4  # the logit of a class without a prototype: finite, and beaten by every other
+BLOCK = 128  # columns of a product of which only a triangle is asked for
 TINY = 1e-4  # scatter per row below which rows of a class count as one and the same
 
 
@@ -34,9 +35,15 @@ def withheld(y: Tensor, counts: Tensor, smallest: int) -> Tensor:
 
 def raw(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Counts, class sums and Σ x xᵀ: sums over rows, so clients' add up to those of all rows."""
-    one_hot = members(y, classes)
+    counts, sums, triangle = sums_over(x, y, classes)
+    return counts, sums, unpack(triangle, x.shape[1])
+
+
+def sums_over(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, with the last as a triangle."""
     rows = x.double() * (y >= 0)[:, None]
-    return one_hot.sum(0), one_hot.mT @ rows, rows.mT @ rows
+    sums = rows.new_zeros(classes, x.shape[1]).index_add(0, y.clamp(min=0), rows)
+    return members(y, classes).sum(0), sums, gram(rows)
 
 
 def centred(counts: Tensor, sums: Tensor, second: Tensor, step: float = 0.0) -> Moments:
@@ -59,7 +66,7 @@ def moments(
     """Class means, and per row the scatter around them or a given `centre`; both are packed."""
     means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
     if centre is None:
-        around = second - pack((means * counts[:, None]).mT @ means)
+        around = second - gram(means * counts.clamp(min=0).sqrt()[:, None])
     else:
         cross = sums.mT @ centre
         around = second - pack(cross + cross.mT - (centre * counts[:, None]).mT @ centre)
@@ -68,7 +75,7 @@ def moments(
 
 def sums_of(counts: Tensor, means: Tensor, scatter: Tensor) -> tuple[Tensor, Tensor]:
     """The sums, the second packed, that `moments` would say this of."""
-    second = pack((means * counts[:, None]).mT @ means) + counts.sum() * scatter
+    second = gram(means * counts.clamp(min=0).sqrt()[:, None]) + counts.sum() * scatter
     return means * counts[:, None], second
 
 
@@ -188,13 +195,32 @@ def _places(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return row * dim + column, where.reshape(-1)
 
 
+@lru_cache(maxsize=8)
+def _in_blocks(dim: int, device: torch.device) -> Tensor:
+    """Where `gram` finds the triangle in its products, one after the other."""
+    row, column = torch.triu_indices(dim, dim, device=device)
+    first = row - row % BLOCK
+    widths = dim - torch.arange(0, dim, BLOCK, device=device)
+    before = (BLOCK * widths).cumsum(0) - BLOCK * widths
+    return before[row // BLOCK] + (row - first) * (dim - first) + column - first
+
+
+def gram(x: Tensor) -> Tensor:
+    """xᵀx of (..., rows, dim) as `pack` has it, without most of what is below the diagonal."""
+    dim = x.shape[-1]
+    firsts = range(0, dim, BLOCK)
+    blocks = [(x[..., i : i + BLOCK].mT @ x[..., i:]).flatten(-2) for i in firsts]
+    return torch.cat(blocks, -1).index_select(-1, _in_blocks(dim, x.device))
+
+
 def pack(square: Tensor) -> Tensor:
     """One triangle of a symmetric (..., dim, dim), row by row: (..., dim (dim + 1) / 2)."""
-    return square.flatten(-2)[..., _places(square.shape[-1], square.device)[0]]
+    return square.flatten(-2).index_select(-1, _places(square.shape[-1], square.device)[0])
 
 
 def unpack(triangle: Tensor, dim: int) -> Tensor:
-    return triangle[..., _places(dim, triangle.device)[1]].reshape(*triangle.shape[:-1], dim, dim)
+    whole = triangle.index_select(-1, _places(dim, triangle.device)[1])
+    return whole.reshape(*triangle.shape[:-1], dim, dim)
 
 
 def definite(square: Tensor) -> Tensor:

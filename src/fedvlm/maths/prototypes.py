@@ -25,7 +25,7 @@ def numbers(classes: int, dim: int) -> int:
 def released(
     x: Tensor, y: Tensor, allowed: Tensor, smallest: int, multiplier: float, normal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts, class sums and Σ x xᵀ of the classes that may be uploaded, with their noise.
+    """Counts, class sums and the triangle of Σ x xᵀ of classes that may be uploaded, with noise.
 
     `allowed` (classes,) is 1 where a class may be. What is left out is chosen by the counts that
     are uploaded, noise and all, so the choice gives nothing away.
@@ -40,11 +40,11 @@ def released(
         x = x.double() / x.norm(dim=1, keepdim=True).clamp(min=1)
     counts = counts * allowed
     there = counts >= smallest
-    _, sums, second = gaussian.raw(x, gaussian.withheld(y, counts, smallest), classes)
+    _, sums, second = gaussian.sums_over(x, gaussian.withheld(y, counts, smallest), classes)
     if multiplier:
         sums = cover(sums, deviation, on_sums.reshape(classes, dim))
         sums = torch.where(there[:, None], sums, 0.0)
-        second = cover(second, deviation, gaussian.unpack(on_second, dim))
+        second = cover(second, deviation, on_second)
     return torch.where(there, counts, 0.0), sums, second
 
 
@@ -53,7 +53,7 @@ def packed(counts: Tensor, sums: Tensor, second: Tensor, most: int) -> Tensors:
     return {
         "counts": counts.to(torch.int32),
         "sums": gaussian.to_fixed(sums, most),
-        "moments": gaussian.to_fixed(gaussian.pack(second), most),
+        "moments": gaussian.to_fixed(second, most),
     }
 
 
