@@ -1,12 +1,12 @@
 """Small operations over flat dicts of tensors."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from math import inf, isnan
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,28 @@ class _Unloaded:
 
 if "torch._dynamo" not in sys.modules:
     vars(torch)["_dynamo"] = _Unloaded()
+
+
+T = TypeVar("T")
+
+
+def latest(function: Callable[..., T]) -> Callable[..., T]:
+    """Remembers what came of the tensors of the latest call: what all clients share is worked out
+    once in a process. Told by where they are and by their version, so in-place changes are seen.
+    """
+    held: list[Any] = []
+
+    def where(one: Tensor) -> Any:
+        return one.data_ptr(), one._version, one.shape, one.stride(), one.dtype, one.device
+
+    def remembering(*given: Tensor) -> T:
+        known = [where(one) for one in given]
+        if not held or held[0][0] != known:
+            held[:] = [(known, given, function(*given))]  # held, so that nothing takes their place
+        out: T = held[0][2]
+        return out
+
+    return remembering
 
 
 def stack(many: Sequence[Tensors]) -> Tensors:

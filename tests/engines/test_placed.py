@@ -28,6 +28,7 @@ PROMPTS = [name for name in OTHERS if "text tower" in make(name).traits.needs]
 # Verbs that look at values, which meta tensors have not, and why: these run on the CPU under the
 # same mode.
 ROWS = "leaves out steps in which nobody has a row"
+HELD = "multiplies texts with the means of classes a client has alone"
 CACHE = "remembers a prompt's features by its values"
 LOOKS = {
     **{(name, "update_many"): ROWS for name in PROMPTS if name not in ("cocoop", "dp-fpl")},
@@ -35,6 +36,7 @@ LOOKS = {
     **{(name, "update_many"): ROWS for name in ("faa-clip", "fedclip", "fedavg", "fedprox")},
     **{(name, "update_many"): ROWS for name in ("fedot", "fedot-all-global", "fedot-all-local")},
     **{(name, "update_many"): ROWS for name in ("scaffold", "fedrep")},
+    **{("tofa", verb): HELD for verb in ("update", "update_many")},
 }
 
 

@@ -125,7 +125,11 @@ def _side_by_side(
     def alone(sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return world.method.predict(world.frozen, sent, local, x)
 
+    # What all were sent stays one, so that a method works out once what it makes of it alone.
+    same = {key: value.stride(0) == 0 for key, value in sent.items()}
+    given = {key: value[0] if same[key] else value for key, value in sent.items()}
+    axes = {key: None if same[key] else 0 for key in sent}
     try:
-        return vmap(alone)(sent, local, x)[places >= 0]
+        return vmap(alone, (axes, 0, 0))(given, local, x)[places >= 0]
     except RuntimeError:  # a method that looks at values predicts client by client
         return None

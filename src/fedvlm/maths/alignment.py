@@ -7,28 +7,31 @@ text.
 import torch
 from torch import Tensor
 
-GONE = -1e4  # added to the score of a class that does not count
 LEAST = 1e-3  # ε: what a margin of zero or less counts as, because the score takes its logarithm
 
 
 def margins(means: Tensor, present: Tensor, texts: Tensor, scale: float) -> Tensor:
     """(classes, texts): u = p_c - max_{j≠c} p_j of a text of class c, over the classes present.
 
-    p is the softmax over classes j of s_t · z̄_j · Φ(t); -1 for a class that is not present.
+    p is the softmax over classes j of s_t · z̄_j · Φ(t); -1 for a class that is not present. Classes
+    that are not are left out of the product, which is most of what a client of few classes does.
     """
-    classes = len(means)
-    flat = texts.reshape(-1, texts.shape[-1])
-    scaled = (scale * means).to(texts.dtype)
-    scores = (scaled @ flat.mT).reshape(classes, *texts.shape[:2])
-    mine = scores.diagonal(dim1=0, dim2=1).mT.double()
-    # Not -inf: a client of one class has no others, and a maximum over nothing is NaN later.
-    absent = torch.where(present, 0.0, GONE)[:, None]
-    self_ = torch.zeros(classes, classes, dtype=scores.dtype, device=scores.device)
-    others = scores + (absent + self_.fill_diagonal_(GONE)).to(scores.dtype)[:, :, None]
-    best = others.amax(0)
-    all_others = best.double() + (others - best).exp().sum(0).double().log()
-    best, total = best.double(), torch.logaddexp(mine, all_others)
-    return torch.where(present[:, None], (mine - total).exp() - (best - total).exp(), -1.0)
+    held = present.nonzero()[:, 0]
+    if not len(held):
+        return texts.new_full(texts.shape[:2], -1.0, dtype=torch.float64)
+    few = 2 * len(held) < len(present)  # the texts of most are not worth a copy
+    some = texts[held] if few else texts
+    rank = torch.arange(len(held), device=held.device) if few else present.long().cumsum(0) - 1
+    shares = (scale * means[held]).to(texts.dtype) @ some.reshape(-1, texts.shape[-1]).mT
+    shares = shares.sub_(shares.amax(0)).exp_()
+    total = shares.sum(0).double()
+    own = rank.clamp(min=0).repeat_interleave(texts.shape[1])[None]
+    mine = shares.gather(0, own)[0].double()
+    best = shares.scatter_(0, own, 0.0).amax(0).double()
+    found = ((mine - best) / total).reshape(some.shape[:2])
+    if few:
+        return found.new_full(texts.shape[:2], -1.0).index_copy(0, held, found)
+    return torch.where(present[:, None], found, -1.0)
 
 
 def votes(margins: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:

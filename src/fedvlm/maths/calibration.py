@@ -12,19 +12,22 @@ HALVINGS = 24  # of that range: to 7e-7
 def heat(logits: Tensor, y: Tensor) -> Tensor:
     """log τ at which the mean confidence of softmax(logits/τ) is the accuracy; 0 without rows.
 
-    Rows of y = -1 are padding. The accuracy is kept off chance and, for n rows, below 1 - 1/(2n),
-    because no finite temperature is as sure as a perfect score.
+    One for every classifier of (..., rows, classes). Rows of y = -1 are padding. The accuracy is
+    kept off chance and, for n rows, below 1 - 1/(2n), because no finite temperature is as sure as
+    a perfect score.
     """
     real = y >= 0
     rows = real.sum().clamp(min=1)
-    hits = ((logits.argmax(1) == y) & real).sum()
-    chance = 1 / logits.shape[1]
+    best, guess = logits.max(-1)
+    hits = ((guess == y) & real).sum(-1)
+    chance = 1 / logits.shape[-1]
     accuracy = torch.minimum(hits / rows, 1 - 0.5 / rows).clamp(min=chance + 1e-3)
     low, high = torch.full_like(accuracy, COLDEST), torch.full_like(accuracy, HOTTEST)
+    below = logits - best[..., None]
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        sure = (logits / middle.exp()).softmax(1).amax(1)
-        too_sure = (sure * real).sum() / rows > accuracy
+        sure = (below * (-middle).exp()[..., None, None]).exp().sum(-1).reciprocal()
+        too_sure = (sure * real).sum(-1) / rows > accuracy
         low, high = torch.where(too_sure, middle, low), torch.where(too_sure, high, middle)
     return torch.where(real.any(), (low + high) / 2, 0.0)
 

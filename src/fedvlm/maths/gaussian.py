@@ -115,13 +115,24 @@ class Discriminant(NamedTuple):
 
 def ridge(known: Moments, shrinkage: float) -> Tensor:
     """λ tr(S)/(ν - 1), as CLIP-GDA shrinks; where S says nothing (one shot), from the means."""
-    rows = known.counts.sum()
-    within = known.scatter.diagonal(dim1=-2, dim2=-1).sum(-1)
-    _, offset, _ = _offsets(known)
-    between = (known.counts * offset.square().sum(-1)).sum()
-    spread = torch.where(within > TINY * rows, within, between)
+    return ridge_of(known.counts, offsets(known.counts, known.means)[1], trace(known), shrinkage)
+
+
+def ridge_of(counts: Tensor, offset: Tensor, within: Tensor, shrinkage: float) -> Tensor:
+    """The same by tr(S) and the class means around their mean."""
+    between = (counts * offset.square().sum(-1)).sum()
+    spread = torch.where(tells(counts, within), within, between)
     spread = torch.where(spread > 0, spread, torch.ones_like(spread))
-    return shrinkage * spread / (rows - 1).clamp(min=1)
+    return shrinkage * spread / (counts.sum() - 1).clamp(min=1)
+
+
+def trace(known: Moments) -> Tensor:
+    return known.scatter.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def tells(counts: Tensor, within: Tensor) -> Tensor:
+    """Whether a scatter of the trace `within` says anything."""
+    return within > TINY * counts.sum()
 
 
 def discriminant(known: Moments, ridge: Tensor) -> Discriminant:
@@ -130,59 +141,73 @@ def discriminant(known: Moments, ridge: Tensor) -> Discriminant:
     The uniform prior is left out. A class without rows has weight 0 and the bias NEVER.
     """
     dim = known.means.shape[-1]
-    rows = known.counts.sum()
-    there, offset, centre = _offsets(known)
-    within = known.scatter.diagonal(dim1=-2, dim2=-1).sum(-1)
-    scatter = torch.where(within > TINY * rows, known.scatter, 0.0)
+    there, offset, centre = offsets(known.counts, known.means)
+    scatter = torch.where(tells(known.counts, trace(known)), known.scatter, 0.0)
     eye = torch.eye(dim, dtype=scatter.dtype, device=scatter.device)
     root = torch.linalg.cholesky_ex(scatter + ridge * eye)[0]
-    scale = (rows + dim + 2).sqrt()
+    scale = (known.counts.sum() + dim + 2).sqrt()
     white = scale * torch.linalg.solve_triangular(root, offset.mT, upper=False)
     weight = scale * torch.linalg.solve_triangular(root.mT, white, upper=True)
     bias = -(weight.mT @ centre) - white.square().sum(0) / 2
     return Discriminant(weight.mT, torch.where(there, bias, NEVER), centre, root, white.mT)
 
 
-def _offsets(known: Moments) -> tuple[Tensor, Tensor, Tensor]:
+def offsets(counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Which classes have rows, their means around the mean of means, and that one."""
-    there = known.counts > 0
-    centre = known.means.sum(0) / there.sum().clamp(min=1)
-    return there, torch.where(there[:, None], known.means - centre, 0.0), centre
+    there = counts > 0
+    centre = means.sum(0) / there.sum().clamp(min=1)
+    return there, torch.where(there[:, None], means - centre, 0.0), centre
+
+
+class Apart(NamedTuple):
+    """Products by G, of rows less the mean of their class with them and with class means."""
+
+    size: Tensor  # (rows,) of a row with itself
+    cross: Tensor  # (rows, classes) with the class means around their mean
+    between: Tensor  # (classes, classes) of these with each other
 
 
 def left_out(known: Moments, rule: Discriminant, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """(rows, classes) logits of each row by the discriminant of all others, the ridge kept.
+    """(rows, classes) logits of each row by the discriminant of all others, the ridge kept."""
+    return without_each(apart(known, rule, x, y), known.counts, y, weight, x.shape[1])
 
-    `weight` (rows,) is what each counts in `known`: 1 + α if the prior has it as well.
-    Taking a row out changes the scatter by rank one and the mean of its class; the only row of a
-    class leaves it without a prototype.
-    """
-    x, weight = x.to(rule.root.dtype), weight.to(rule.root.dtype)
-    total, dim = known.counts.sum(), x.shape[1]
-    scale = total + dim + 2
-    label = y.clamp(min=0)
+
+def apart(known: Moments, rule: Discriminant, x: Tensor, y: Tensor) -> Apart:
+    x = x.to(rule.root.dtype)
+    scale = (known.counts.sum() + x.shape[1] + 2).sqrt()
     solved = torch.linalg.solve_triangular(rule.root, (x - rule.centre).mT, upper=False)
-    rows = scale.sqrt() * solved.mT
-    offset = rows - rule.white[label]  # row minus its class mean, in unit covariance
-    left = known.counts[label] - weight
+    offset = scale * solved.mT - rule.white[y.clamp(min=0)]  # in unit covariance
+    white = rule.white
+    return Apart(offset.square().sum(1), offset @ white.mT, white @ white.mT)
+
+
+def without_each(apart: Apart, counts: Tensor, y: Tensor, weight: Tensor, dim: int) -> Tensor:
+    """`left_out` by products: a row changes the scatter by rank one, and the mean of its class.
+
+    `weight` (rows,) is what each counts in `counts`: 1 + α if the prior has it as well. The only
+    row of a class leaves it without a prototype.
+    """
+    size, cross, between = apart
+    weight, label = weight.to(size.dtype), y.clamp(min=0)
+    scale = counts.sum() + dim + 2
+    many = counts[label]
+    left = many - weight
     alone = left < weight * 1e-6
     left = torch.where(alone, 1.0, left)
     pull = torch.where(alone, 0.0, weight / left)  # how far the class mean moves away
-    size = offset.square().sum(1)
-    drop = torch.where(alone, 0.0, weight * known.counts[label] / left) / scale
+    drop = torch.where(alone, 0.0, weight * many / left) / scale
     gain = drop / (1 - drop * size).clamp(min=1e-9)  # Sherman-Morrison
-    dots, norms = rows @ rule.white.mT, rule.white.square().sum(1)
-    cross = offset @ rule.white.mT
-    reach = (offset * rows).sum(1)
-    logits = dots + (gain * reach)[:, None] * cross - (norms + gain[:, None] * cross.square()) / 2
     mine = cross.gather(1, label[:, None])[:, 0]
+    reach = size + mine  # with the row itself
+    dots, norms = cross + between[label], between.diagonal()
+    logits = dots + (gain * reach)[:, None] * cross - (norms + gain[:, None] * cross.square()) / 2
     stretch = 1 + gain * size
     own = logits.gather(1, label[:, None])[:, 0]
     own = own - pull * stretch * reach + pull * stretch * mine - pull.square() * stretch * size / 2
     fewer = ((scale - weight) / scale)[:, None]
-    is_own = members(label, len(known.counts)) > 0
+    is_own = members(label, len(counts)) > 0
     logits = fewer * torch.where(is_own, own[:, None], logits)
-    gone = (known.counts <= 0) | (is_own & alone[:, None])
+    gone = (counts <= 0) | (is_own & alone[:, None])
     return torch.where(gone, NEVER, logits)
 
 

@@ -9,11 +9,14 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from fedvlm.maths import gaussian
-from fedvlm.maths.gaussian import Discriminant, Moments
+from fedvlm.maths import gaussian, lowrank
+from fedvlm.maths.gaussian import Moments
+from fedvlm.maths.lowrank import Basis, Own
 from fedvlm.maths.noise import cover
-from fedvlm.tensors import Tensors
+from fedvlm.tensors import Tensors, latest
 
+FEW = 2  # a client has few rows if there are so many times as many dimensions
+STEADY = 0.1  # the least ridge at which float32 leaves rows out that way as well as by a Cholesky
 REACH = 3**0.5  # what one row can change, over all statistics
 
 
@@ -100,17 +103,27 @@ def prior(total: Tensors, most: int, shrinkage: float) -> Tensors:
     return {key: value.float() for key, value in both.items()}
 
 
-def own(
-    prior: Tensors, x: Tensor, y: Tensor, alpha: float, shrinkage: float
-) -> tuple[Moments, Discriminant]:
+def own(prior: Tensors, x: Tensor, y: Tensor, alpha: float, shrinkage: float) -> Own:
     """A client's posterior, the prior's rows weighing α each, and its discriminant."""
-    scatter = gaussian.unpack(prior["scatter"], x.shape[1])
-    before = Moments(prior["counts"], prior["means"], scatter)
-    known = gaussian.posterior(before, x, y, alpha)
-    return known, gaussian.discriminant(known, gaussian.ridge(known, shrinkage))
+    if FEW * len(x) <= x.shape[1] and shrinkage >= STEADY:
+        held = [prior[key] for key in ("counts", "means", "scatter")]
+        return lowrank.own(_basis(*held), x, y, alpha, shrinkage)
+    known = gaussian.posterior(_moments(prior), x, y, alpha)
+    rule = gaussian.discriminant(known, gaussian.ridge(known, shrinkage))
+    return Own(known.counts, rule.weight, rule.bias, gaussian.apart(known, rule, x, y))
 
 
-def change(rule: Discriminant, prior: Tensors) -> Tensors:
+def _moments(prior: Tensors) -> Moments:
+    scatter = gaussian.unpack(prior["scatter"], prior["means"].shape[1])
+    return Moments(prior["counts"], prior["means"], scatter)
+
+
+@latest
+def _basis(counts: Tensor, means: Tensor, scatter: Tensor) -> Basis:
+    return lowrank.basis(_moments({"counts": counts, "means": means, "scatter": scatter}))
+
+
+def change(rule: Own, prior: Tensors) -> Tensors:
     """How a client's discriminant differs from the prior's."""
     new = {"weight": rule.weight, "bias": rule.bias}
     return {f"{key} change": value - prior[key] for key, value in new.items()}

@@ -39,12 +39,13 @@ def first_weights(frozen: Frozen, own: bool) -> Tensors:
 
 def scores(frozen: Frozen, sent: Tensors, counts: Tensor, sums: Tensor, scale: float) -> Tensors:
     """A client's terms of r over all texts, and on which classes it votes, as whole numbers."""
-    every = texts(frozen)
-    if "texts" in sent:
-        every = torch.cat([every, sent["texts"]], dim=1)
+    assert frozen.text is not None  # `init` has seen to it
+    groups = [frozen.text[:, None], frozen.descriptions, sent.get("texts")]
     present = counts > 0
     means = sums / counts.clamp(min=1)[:, None]
-    terms, voting = alignment.votes(alignment.margins(means, present, every, scale), present)
+    # Group by group, because all in one place would be a copy for every client.
+    each = [alignment.margins(means, present, one, scale) for one in groups if one is not None]
+    terms, voting = alignment.votes(torch.cat(each, dim=1), present)
     return {"scores": gaussian.to_fixed(terms, TERMS), "voters": voting.to(torch.int32)}
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedvlm import parts
+from fedvlm import parts, tensors
 from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, check_range, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import calibration, gaussian, prototypes
@@ -107,6 +107,21 @@ class TOFA:
             upload |= scores(frozen, sent, counts, sums, self.sharpness)
         return upload, local
 
+    def update_many(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+    ) -> tuple[Tensors, Tensors]:
+        """One after the other: a client's products fill a core, and it leaves out what it has not.
+
+        Stacked, classes that a client has no rows of would be multiplied too.
+        """
+        done = []
+        for i in range(len(clients.y)):
+            one = Client(*(part[i] for part in vars(clients).values()))
+            given = ({key: value[i] for key, value in both.items()} for both in (sent, local))
+            done.append(self.update(frozen, *given, one))
+        uploads, locals_ = zip(*done, strict=True)
+        return tensors.stack(uploads), tensors.stack(locals_)
+
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
     ) -> Tensors:
@@ -124,15 +139,17 @@ class TOFA:
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:
             return local
-        known, rule = prototypes.own(sent, client.x, client.y, self.alpha, self.shrinkage)
-        x, y, out = client.x, client.y, prototypes.change(rule, sent)
+        own = prototypes.own(sent, client.x, client.y, self.alpha, self.shrinkage)
+        x, y, out = client.x, client.y, prototypes.change(own, sent)
         if self.text and self.fusion:
-            logits = gaussian.left_out(known, rule, x, y, local["row weight"][y.clamp(min=0)])
             if self.calibration == "held-out" and client.held_x.shape[0]:
                 x, y = client.held_x, client.held_y
-                logits = rule.logits(x)
+                seen = x @ own.weight.mT + own.bias
+            else:
+                weight = local["row weight"][y.clamp(min=0)]
+                seen = gaussian.without_each(own.apart, own.counts, y, weight, x.shape[1])
             words = frozen.scale * x @ prompts(frozen, sent).mT
-            out["heat"] = torch.stack([calibration.heat(one, y) for one in (logits, words)])
+            out["heat"] = calibration.heat(torch.stack([seen, words]), y)
         return {**local, **out}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
