@@ -102,22 +102,22 @@ class Round:
         the signs hang on what all have sent, so that nobody can aim at them.
         """
         count, numbers = len(self.uploads), len(self.moved(0))
-        lengths = [
-            torch.linalg.vector_norm(self.moved(i), dtype=torch.float64) for i in range(count)
-        ]
-        norms = torch.stack(lengths)
         fold = count**2 * numbers > PRODUCTS and numbers > FOLDED
-        width = FOLDED if fold else numbers
-        drawn = seeds.generator("folded", *map(float.hex, norms.tolist()))
-        signs = torch.randint(0, 2, (numbers,), generator=drawn) if fold else torch.empty(0)
-        units = torch.zeros(count, width)
+        norms = torch.zeros(count, dtype=torch.float64)
+        units = torch.zeros(count, FOLDED if fold else numbers)
         for place in range(count):
-            unit = (self.moved(place) / norms[place].clamp(min=1e-300)).float()
-            if fold:
-                signed = torch.where(signs > 0, unit, -unit)
-                whole = torch.nn.functional.pad(signed, (0, -numbers % width))
-                unit = whole.reshape(-1, width).sum(0)
-            units[place] = unit
+            moved = self.moved(place)
+            norms[place] = torch.linalg.vector_norm(moved, dtype=torch.float64)
+            if not fold:
+                units[place] = moved / norms[place].clamp(min=1e-300)
+        if fold:  # in a second go: the signs hang on all norms, and all numbers are too many
+            drawn = seeds.generator("folded", *map(float.hex, norms.tolist()))
+            signs = torch.randint(0, 2, (numbers,), generator=drawn) > 0
+            for place in range(count):
+                unit = (self.moved(place) / norms[place].clamp(min=1e-300)).float()
+                signed = torch.where(signs, unit, -unit)
+                whole = torch.nn.functional.pad(signed, (0, -numbers % FOLDED))
+                units[place] = whole.reshape(-1, FOLDED).sum(0)
         return cosines(units) * norms[:, None] * norms
 
     def moved(self, place: int) -> Tensor:
@@ -132,11 +132,11 @@ class Round:
 
 def cosines(units: Tensor) -> Tensor:
     """(clients, clients) between vectors, each two multiplied once; 0 with one that is 0."""
-    units = torch.nn.functional.normalize(units, dim=1, eps=1e-30)
+    lengths = torch.linalg.vector_norm(units, dim=1).clamp(min=1e-30)
     out = torch.zeros(len(units), len(units))
     for first in range(0, len(units), FEW):
         rows = slice(first, first + FEW)
-        some = units[rows] @ units[first:].mT
+        some = units[rows] @ units[first:].mT / lengths[rows, None] / lengths[first:]
         out[rows, first:], out[first:, rows] = some, some.mT
     return out.clamp_(-1, 1).double()
 

@@ -216,15 +216,14 @@ def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS
     """
     import torch
 
-    rows, classes = p.shape
-    own = torch.nn.functional.one_hot(y, classes).bool()
-    out = []
-    for at in thresholds:
-        called = p >= at
-        right = (called & own).double().sum(0)
-        wrong = (called & ~own).double().sum(0)
-        out.append(((right - wrong * at / (1 - at)) / rows).mean())
-    return torch.stack(out)
+    edges = torch.tensor(thresholds, dtype=p.dtype)
+    place = torch.bucketize(p, edges, right=True)  # as many thresholds are no higher
+    bins = len(thresholds) + 1
+    own = torch.bincount(place.gather(1, y[:, None])[:, 0], minlength=bins)
+    every = torch.bincount(place.flatten(), minlength=bins)
+    right, called = (one.flip(0).cumsum(0).flip(0)[1:].double() for one in (own, every))
+    exact = torch.tensor(thresholds, dtype=torch.float64)
+    return (right - (called - right) * exact / (1 - exact)) / max(p.numel(), 1)
 
 
 Metric = Callable[["Tensor", "Tensor"], float]

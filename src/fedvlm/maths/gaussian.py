@@ -235,7 +235,8 @@ def gram(x: Tensor) -> Tensor:
     dim = x.shape[-1]
     firsts = range(0, dim, BLOCK)
     blocks = [(x[..., i : i + BLOCK].mT @ x[..., i:]).flatten(-2) for i in firsts]
-    return torch.cat(blocks, -1).index_select(-1, _in_blocks(dim, x.device))
+    out: Tensor = torch.cat(blocks, -1).index_select(-1, _in_blocks(dim, x.device))
+    return out
 
 
 def pack(square: Tensor) -> Tensor:

@@ -117,8 +117,8 @@ class TOFA:
         done = []
         for i in range(len(clients.y)):
             one = Client(*(part[i] for part in vars(clients).values()))
-            given = ({key: value[i] for key, value in both.items()} for both in (sent, local))
-            done.append(self.update(frozen, *given, one))
+            given, own = ({k: value[i] for k, value in both.items()} for both in (sent, local))
+            done.append(self.update(frozen, given, own, one))
         uploads, locals_ = zip(*done, strict=True)
         return tensors.stack(uploads), tensors.stack(locals_)
 
