@@ -1,4 +1,4 @@
-"""Worker processes of one thread each, fed with chunks over pipes.
+"""Worker processes of one thread each, fed with chunks over pipes and shared memory.
 
 They are forked, so they have the world (also a method written in a notebook) without a copy and
 start in milliseconds. That is safe here as in torch's own data loaders: a child of one thread
@@ -10,27 +10,33 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from mmap import mmap
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedvlm.core import Tensors
 from fedvlm.engines.client import Done, Task, World
 from fedvlm.errors import FederationError, FedVLMError
 
+ROOM = 64 << 20  # bytes of memory that a worker shares with us; what is more goes by the pipe
+ALIGNED = 64
+
 
 class Pool:
     def __init__(self, world: World, workers: int) -> None:
         context = get_context("fork")
-        self.connections: list[Connection[Any, Any]] = []
+        self.lines: dict[Connection[Any, Any], Line] = {}
         self.processes = []
         for _ in range(workers):
             ours, theirs = context.Pipe()
-            self.connections.append(ours)
+            room = mmap(-1, ROOM)
+            self.lines[ours] = Line(ours, room)
             process = context.Process(
-                target=serve, args=(theirs, list(self.connections), world), daemon=True
+                target=serve, args=(Line(theirs, room), list(self.lines), world), daemon=True
             )
             with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -45,19 +51,20 @@ class Pool:
         todo = list(reversed(chunks))
         busy: list[Connection[Any, Any]] = []
         done: dict[str, Done] = {}
-        for connection in self.connections:
+        for connection in self.lines:
             if todo:
                 busy.append(self._give(connection, number, todo.pop(), last))
         while busy:
             ready = wait(busy)
             for connection in [one for one in busy if one in ready]:
+                line = self.lines[connection]
                 try:
-                    kind, answer = connection.recv()
+                    kind, answer = line.take()
                 except (EOFError, OSError) as error:
                     raise lost(number) from error
                 if kind == "error":
                     raise answer
-                done.update({id: _from_arrays(one) for id, one in answer.items()})
+                done.update({id: _read(line, one) for id, one in answer.items()})
                 busy.remove(connection)
                 if todo:
                     busy.append(self._give(connection, number, todo.pop(), last))
@@ -66,22 +73,88 @@ class Pool:
     def _give(
         self, connection: "Connection[Any, Any]", number: int, tasks: Sequence[Task], last: bool
     ) -> "Connection[Any, Any]":
-        seen: dict[int, Any] = {}  # what several clients are sent travels once
-        bare = [replace(t, sent=_arrays(t.sent, seen), local=_arrays(t.own)) for t in tasks]
+        line = self.lines[connection]
+        bare = [replace(t, sent=line.new(t.sent), local=line.put(t.own)) for t in tasks]
         try:
-            connection.send((number, bare, last))
+            line.give((number, bare, last))
         except OSError as error:
             raise lost(number) from error
         return connection
 
     def close(self) -> None:
-        for connection in self.connections:
+        for connection in self.lines:
             connection.close()  # the worker reads the end of its pipe and leaves
         for process in self.processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+Place = tuple[int, torch.dtype, torch.Size]  # of a tensor in the room
+
+
+class Line:
+    """To one worker and back: words through a pipe, numbers through memory that both have.
+
+    A message is put together, given, taken and read before there is another one.
+    """
+
+    def __init__(self, connection: "Connection[Any, Any]", room: mmap) -> None:
+        self.connection, self.room = connection, room
+        self.sent: Tensors = {}  # of the latest task; the worker still has it
+        self.used = 0
+        self.places: dict[int, Place] = {}  # what several clients have travels once
+        self.read: dict[int, Tensor] = {}
+
+    def put(self, tensors: Tensors) -> Any:
+        """Where tensors are in the room; as arrays if it is full, or there is nothing to them."""
+        return {key: self._place(one) for key, one in tensors.items()}
+
+    def _place(self, one: Tensor) -> Any:
+        size = one.numel() * one.element_size()
+        if id(one) in self.places:
+            return self.places[id(one)]
+        if not size or self.used + size > ROOM:
+            return one.detach().numpy()
+        place = self.used, one.dtype, one.shape
+        self._at(place).copy_(one.detach())
+        self.used += -(-size // ALIGNED) * ALIGNED
+        self.places[id(one)] = place
+        return place
+
+    def _at(self, place: Place) -> Tensor:
+        start, kind, shape = place
+        count = shape.numel()
+        return torch.frombuffer(self.room, dtype=kind, count=count, offset=start).reshape(shape)
+
+    def new(self, sent: Tensors) -> Any:
+        """Where the tensors are that a task was sent, or None if the one before was sent them."""
+        known, self.sent = self.sent, sent
+        if sent.keys() == known.keys() and all(one is known[key] for key, one in sent.items()):
+            return None
+        return self.put(sent)
+
+    def give(self, message: Any) -> None:
+        self.used = 0
+        self.places.clear()
+        self.connection.send(message)
+
+    def take(self) -> Any:
+        self.read.clear()
+        return self.connection.recv()
+
+    def get(self, places: Any) -> Tensors:
+        """The tensors of a message that was taken."""
+        out: Tensors = {}
+        for key, one in places.items():
+            if not isinstance(one, tuple):
+                out[key] = torch.from_numpy(one)
+                continue
+            if one[0] not in self.read:
+                self.read[one[0]] = self._at(one).clone()
+            out[key] = self.read[one[0]]
+        return out
 
 
 def lost(number: int) -> FederationError:
@@ -91,9 +164,7 @@ def lost(number: int) -> FederationError:
     )
 
 
-def serve(
-    connection: "Connection[Any, Any]", others: "Sequence[Connection[Any, Any]]", world: World
-) -> None:
+def serve(line: Line, others: "Sequence[Connection[Any, Any]]", world: World) -> None:
     """A worker's life: take a chunk, answer, until the pipe closes."""
     from fedvlm.engines.batched import run_chunk
     from fedvlm.engines.single import last as adapted
@@ -104,37 +175,32 @@ def serve(
     torch.set_num_threads(1)
     while True:
         try:
-            number, bare, last = connection.recv()
+            number, bare, last = line.take()
         except (EOFError, OSError):
             return
-        tasks = [replace(t, sent=_tensors(t.sent), local=_tensors(t.own)) for t in bare]
+        tasks = []
+        for task in bare:
+            if task.sent is not None:
+                line.sent = line.get(task.sent)
+            tasks.append(replace(task, sent=line.sent, local=line.get(task.own)))
         try:
             if last:
                 done = {task.id: adapted(world, number, task) for task in tasks}
             else:
                 done = run_chunk(world, number, tasks)
-            connection.send(("done", {id: _to_arrays(one) for id, one in done.items()}))
+            line.give(("done", {id: _written(line, one) for id, one in done.items()}))
         except FedVLMError as error:
-            connection.send(("error", error))
+            line.give(("error", error))
         except Exception:
-            connection.send(("error", FederationError(traceback.format_exc())))
+            line.give(("error", FederationError(traceback.format_exc())))
 
 
-# Plain arrays on the wire: tensors would travel by file handles, which a long run exhausts.
-def _arrays(tensors: Tensors, seen: dict[int, Any] | None = None) -> Any:
-    known = {} if seen is None else seen
-    return {key: known.setdefault(id(value), value.numpy()) for key, value in tensors.items()}
+# Places or plain arrays: tensors would travel by file handles, which a long run exhausts.
+def _written(line: Line, done: Done) -> Any:
+    upload = None if done.upload is None else line.put(done.upload)
+    return upload, line.put(done.own), done.scores, done.rows
 
 
-def _tensors(arrays: Any) -> Tensors:
-    return {key: torch.from_numpy(value) for key, value in arrays.items()}
-
-
-def _to_arrays(done: Done) -> Any:
-    upload = None if done.upload is None else _arrays(done.upload)
-    return upload, _arrays(done.own), done.scores, done.rows
-
-
-def _from_arrays(answer: Any) -> Done:
+def _read(line: Line, answer: Any) -> Done:
     upload, local, *more = answer
-    return Done(None if upload is None else _tensors(upload), _tensors(local), *more)
+    return Done(None if upload is None else line.get(upload), line.get(local), *more)

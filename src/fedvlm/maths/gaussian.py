@@ -227,7 +227,8 @@ def _in_blocks(dim: int, device: torch.device) -> Tensor:
     first = row - row % BLOCK
     widths = dim - torch.arange(0, dim, BLOCK, device=device)
     before = (BLOCK * widths).cumsum(0) - BLOCK * widths
-    return before[row // BLOCK] + (row - first) * (dim - first) + column - first
+    out: Tensor = before[row // BLOCK] + (row - first) * (dim - first) + column - first
+    return out
 
 
 def gram(x: Tensor) -> Tensor:
