@@ -1,4 +1,8 @@
-"""Wall and processor time, memory and bytes of TOFA's whole adaptation, on embeddings it makes."""
+"""Wall and processor time, memory and bytes of TOFA's whole adaptation, on embeddings it makes.
+
+Rows are in a file that is mapped into memory, as the product has those of its cache and stores;
+local tensors are on disk where the product puts them there. Each case is a process of its own.
+"""
 
 import argparse
 import resource
@@ -9,40 +13,47 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from federation import Memory, made
+from federation import Memory
 from figures import say
 
 from fedvlm import tensors
-from fedvlm.core import make
+from fedvlm.core import Frozen, make
 from fedvlm.data.federation import Member
 from fedvlm.engines.client import World
 from fedvlm.engines.loop import finish, open_engine, start, train
-from fedvlm.engines.state import Plan
-from fedvlm.runner.prepare import frozen_of
+from fedvlm.engines.state import Plan, shelves
 from fedvlm.storage.shelf import Shelf
 
-CLASSES, ROWS, TESTED = 100, 160, 40
-STREAMED = 1000  # clients above which local tensors are on disk, and uploads summed as they come
+CLASSES, DIM, ROWS, TESTED = 100, 512, 160, 40
+CASES = ((100, 0), (100, 50), (1000, 50), (10_000, 50))  # clients and descriptions of a class
 
 
-def world_of(clients: int, texts: int) -> World:
-    rows = made({f"{i:04}": ROWS + TESTED for i in range(clients)}, CLASSES)
-    ready = frozen_of(rows, 0)
-    if texts:
-        noise = torch.randn(CLASSES, texts, ready.dim, generator=torch.Generator().manual_seed(1))
-        near = torch.nn.functional.normalize(ready.text[:, None] + 0.05 * noise, dim=-1)
-        ready = ready.__class__(**{**vars(ready), "descriptions": near})
-    index = torch.arange(len(rows.labels)).numpy().reshape(clients, -1)
+def world_of(clients: int, texts: int, folder: Path) -> World:
+    """Rows around class centres, every client with a shift of its own."""
+    draw, near = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
+    unit = torch.nn.functional.normalize
+    text = unit(torch.randn(CLASSES, DIM, generator=draw), dim=1)
+    each = ROWS + TESTED
+    y = torch.randint(CLASSES, (clients * each,), generator=draw)
+    with (folder / "rows").open("wb") as file:
+        for mine in y.split(each):
+            shift = 0.02 * torch.randn(DIM, generator=draw)
+            noise = 0.08 * torch.randn(each, DIM, generator=draw)
+            file.write(unit(text[mine] + shift + noise, dim=1).numpy().data)
+    x = torch.from_numpy(np.memmap(folder / "rows", np.float32, "c", shape=(len(y), DIM)))
+    noise = 0.05 * torch.randn(CLASSES, texts, DIM, generator=near)
+    told = unit(text[:, None] + noise, dim=-1) if texts else None
+    names = tuple(f"class {i}" for i in range(CLASSES))
+    frozen = Frozen(names, DIM, 100.0, text, descriptions=told)
     members = {
-        f"{i:04}": Member(f"{i:04}", "", one[:ROWS], one[:0], one[ROWS:])
-        for i, one in enumerate(index)
+        f"{i:05}": Member(f"{i:05}", "", one[:ROWS], one[:0], one[ROWS:])
+        for i, one in enumerate(np.arange(len(y)).reshape(clients, each))
     }
-    method = make("tofa", smallest=1)
-    y = torch.from_numpy(rows.labels)
-    return World(method, ready, 0, x=rows.x, y=y, members=members)
+    return World(make("tofa", smallest=1), frozen, 0, x=x, y=y, members=members)
 
 
 def spent() -> float:
@@ -53,17 +64,17 @@ def spent() -> float:
 
 def measure(clients: int, texts: int, workers: int) -> None:
     """From the clients' rows to every client's own classifier, measured on its test rows."""
-    world = world_of(clients, texts)
-    plan = Plan(tuple(world.members), ())
     sizes: list[int] = []
     with TemporaryDirectory() as place, Memory() as memory:
         folder = Path(place)
+        world = world_of(clients, texts, folder)
+        plan = Plan(tuple(world.members), ())
         begin, processor = perf_counter(), spent()
         engine = open_engine("batched", world, workers, 1)
         state, fresh = start(world)
-        if clients > STREAMED:
+        if shelves(plan, fresh):
             state = replace(state, local=Shelf(folder / "local", plan.train, fresh))
-        on_round = lambda state, line: sizes.append(line["clients"]["0000"]["bytes_up"])  # noqa: E731
+        on_round = lambda state, line: sizes.append(line["clients"]["00000"]["bytes_up"])  # noqa: E731
         state = train(world, engine, plan, state, fresh, on_round)
         outcome = finish(world, engine, plan, state, fresh)
         engine.close()
@@ -87,7 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
     if given.clients is None:  # each case in a process of its own, so that its peak is its own
-        for clients, texts in ((100, 0), (100, 50), (1000, 50)):
+        for clients, texts in CASES:
             command = [sys.executable, str(Path(__file__)), f"{clients}", "--texts", f"{texts}"]
             subprocess.run([*command, "--workers", f"{given.workers}"], check=True)
     else:
