@@ -255,6 +255,17 @@ def test_a_total_beyond_single_precision_leaves_the_comparison_finite():
     assert dots.diagonal().argmax() == 3
 
 
+def test_many_clients_may_send_the_largest_numbers_or_none():
+    now = heads(40)
+    uploads = [{"head": one["head"].double()} for one in now.uploads]
+    uploads[3] = {"head": 1e60 * uploads[3]["head"]}
+    found = replace(now, kind="total", uploads=uploads).about()
+    assert found.isfinite().all() and found.diagonal().argmax() == 3
+    held = [{"holders": torch.ones(5, dtype=torch.int32)}] * 40
+    none = Round(make("tofa", contributors=3, rounds=2), "total", held, [{}] * 40, torch.ones(40))
+    assert torch.equal(none.about(), torch.zeros(40, 40).double())
+
+
 def test_what_is_known_of_many_clients_is_what_is_known_of_few(monkeypatch):
     """Exact in single precision; of folded uploads the norms are exact, and nearly the cosines."""
     now = longer(heads(40), 3, -6.0)

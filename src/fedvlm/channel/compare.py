@@ -104,21 +104,21 @@ class Round:
         count, numbers = len(self.uploads), len(self.moved(0))
         fold = count**2 * numbers > PRODUCTS and numbers > FOLDED
         norms = torch.zeros(count, dtype=torch.float64)
-        units = torch.zeros(count, FOLDED if fold else numbers)
+        scaled = torch.zeros(count, FOLDED if fold else numbers)
         for place in range(count):
             moved = self.moved(place)
             norms[place] = torch.linalg.vector_norm(moved, dtype=torch.float64)
             if not fold:
-                units[place] = moved / norms[place].clamp(min=1e-300)
+                scaled[place] = moved / _size(moved)
         if fold:  # in a second go: the signs hang on all norms, and all numbers are too many
             drawn = seeds.generator("folded", *map(float.hex, norms.tolist()))
             signs = torch.randint(0, 2, (numbers,), generator=drawn) > 0
             for place in range(count):
-                unit = (self.moved(place) / norms[place].clamp(min=1e-300)).float()
-                signed = torch.where(signs, unit, -unit)
+                moved = self.moved(place)
+                signed = torch.where(signs, moved, -moved) / _size(moved)
                 whole = torch.nn.functional.pad(signed, (0, -numbers % FOLDED))
-                units[place] = whole.reshape(-1, FOLDED).sum(0)
-        return cosines(units) * norms[:, None] * norms
+                scaled[place] = whole.reshape(-1, FOLDED).sum(0)
+        return cosines(scaled) * norms[:, None] * norms
 
     def moved(self, place: int) -> Tensor:
         """(numbers,) one client's change, or what its totals say per row of what it has."""
@@ -127,16 +127,22 @@ class Round:
             return torch.cat([(upload[key] - self.first(place, key)).flatten() for key in upload])
         most = torch.finfo(torch.float32).max  # stands for what is larger
         said = self.said(place).values()
-        return torch.cat([(v * (n > 0)[:, None]).clamp(-most, most).flatten() for v, n in said])
+        parts = [(v * (n > 0)[:, None]).clamp(-most, most).float().flatten() for v, n in said]
+        return torch.cat(parts)
 
 
-def cosines(units: Tensor) -> Tensor:
+def _size(moved: Tensor) -> Tensor:
+    """The largest number, by which even the largest of float32 can be squared."""
+    return torch.cat([moved.abs(), moved.new_full((1,), 1e-30)]).amax()
+
+
+def cosines(many: Tensor) -> Tensor:
     """(clients, clients) between vectors, each two multiplied once; 0 with one that is 0."""
-    lengths = torch.linalg.vector_norm(units, dim=1).clamp(min=1e-30)
-    out = torch.zeros(len(units), len(units))
-    for first in range(0, len(units), FEW):
+    lengths = torch.linalg.vector_norm(many, dim=1).clamp(min=1e-30)
+    out = torch.zeros(len(many), len(many))
+    for first in range(0, len(many), FEW):
         rows = slice(first, first + FEW)
-        some = units[rows] @ units[first:].mT / lengths[rows, None] / lengths[first:]
+        some = many[rows] @ many[first:].mT / lengths[rows, None] / lengths[first:]
         out[rows, first:], out[first:, rows] = some, some.mT
     return out.clamp_(-1, 1).double()
 

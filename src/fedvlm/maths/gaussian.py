@@ -54,8 +54,12 @@ def centred(counts: Tensor, sums: Tensor, second: Tensor, step: float = 0.0) -> 
     """
     means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
     scatter = second - (means * counts[:, None]).mT @ means
-    values, vectors = torch.linalg.eigh((scatter + scatter.mT) / 2)
-    floor = 4 * step * (counts.sum() * len(values)) ** 0.5  # every row a client of its own
+    scatter = (scatter + scatter.mT) / 2
+    floor = 4 * step * (counts.sum() * len(scatter)) ** 0.5  # every row a client of its own
+    eye = torch.eye(len(scatter), dtype=scatter.dtype, device=scatter.device)
+    if not int(torch.linalg.cholesky_ex(scatter - floor * eye).info):  # nothing is empty
+        return Moments(counts, means, scatter)
+    values, vectors = torch.linalg.eigh(scatter)
     values = torch.where(values > floor, values, 0.0)
     return Moments(counts, means, (vectors * values) @ vectors.mT)
 
