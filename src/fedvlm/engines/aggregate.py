@@ -37,8 +37,9 @@ class Summed:
             self.weight += share
             for key, value in upload.items():
                 whole = self.kind == "total" and not value.is_floating_point()
-                more = value.long() if whole else share * value.double()
-                self.total[key] = self.total[key] + more if key in self.total else more
+                kind = torch.long if whole else torch.float64
+                sum_ = self.total.setdefault(key, torch.zeros(value.shape, dtype=kind))
+                sum_.add_(value if whole else value.double(), alpha=1 if whole else share)
                 self.types[key] = torch.long if whole else value.dtype
         self.sizes |= came.sizes
         self.kept |= came.kept

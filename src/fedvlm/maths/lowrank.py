@@ -51,7 +51,7 @@ def own(prior: Basis, x: Tensor, y: Tensor, alpha: float, shrinkage: float) -> O
     means = (before[:, None] * prior.means + sums) / safe[:, None]
     mean = sums / many.clamp(min=1)[:, None]
     apart = (before / safe).sqrt()[:, None] * (mean - prior.means)
-    parts = x + (apart - mean)[label] * real[:, None]  # as in `posterior`
+    parts = x + (apart - mean).index_select(0, label) * real[:, None]  # as in `posterior`
     there, offset, centre = offsets(counts, means)
     within = alpha * prior.values.sum() + parts.square().sum()
     ridge = ridge_of(counts, offset, within, shrinkage)
@@ -63,7 +63,7 @@ def own(prior: Basis, x: Tensor, y: Tensor, alpha: float, shrinkage: float) -> O
     inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(eye + parts @ parts.mT)[0])
     white = offset * root
     weight = scale * (white - (white @ parts.mT @ inverse) @ parts) * root
-    rows = x - means[label] * real[:, None]
+    rows = x - means.index_select(0, label) * real[:, None]
     near = rows * root
     onto = near @ parts.mT
     size = scale * (near.square().sum(1) - (onto @ inverse * onto).sum(1))
