@@ -89,3 +89,18 @@ def test_cosines_of_a_cone_without_a_scale_weigh_all_texts_the_same():
     cone = unit(means + 3, dim=1)
     flat, sharp = (b(cone, ALL, texts, sharpness=size) for size in (1.0, 100.0))
     assert flat.max() / flat.min() < 1.1 < sharp.max() / sharp.min()
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 800])
+def test_margins_are_those_of_a_softmax_over_the_classes_present(at_once, monkeypatch):
+    monkeypatch.setattr(alignment, "AT_ONCE", at_once)
+    draw = torch.Generator().manual_seed(3)
+    means, texts = torch.randn(9, 6, generator=draw).double(), torch.randn(9, 3, 6, generator=draw)
+    present = torch.tensor([True, False, True, True, True, False, True, True, False])
+    found = alignment.margins(means, present, texts, 2.0)
+    for c in range(9):
+        for m in range(3):
+            p = (2 * means[present] @ texts[c, m].double()).softmax(0)
+            others = torch.cat([p[: present[:c].sum()], p[present[: c + 1].sum() :]])
+            own = p[present[:c].sum()] - others.max() if present[c] else torch.tensor(-1.0)
+            assert float(found[c, m]) == pytest.approx(float(own), abs=1e-6)

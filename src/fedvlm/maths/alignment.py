@@ -7,6 +7,7 @@ text.
 import torch
 from torch import Tensor
 
+AT_ONCE = 800  # texts, whose scores then stay in a core's cache
 LEAST = 1e-3  # ε: what a margin of zero or less counts as, because the score takes its logarithm
 
 
@@ -16,22 +17,21 @@ def margins(means: Tensor, present: Tensor, texts: Tensor, scale: float) -> Tens
     p is the softmax over classes j of s_t · z̄_j · Φ(t); -1 for a class that is not present. Classes
     that are not are left out of the product, which is most of what a client of few classes does.
     """
-    held = present.nonzero()[:, 0]
-    if not len(held):
-        return texts.new_full(texts.shape[:2], -1.0, dtype=torch.float64)
-    few = 2 * len(held) < len(present)  # the texts of most are not worth a copy
-    some = texts[held] if few else texts
-    rank = torch.arange(len(held), device=held.device) if few else present.long().cumsum(0) - 1
-    shares = (scale * means[held]).to(texts.dtype) @ some.reshape(-1, texts.shape[-1]).mT
-    shares = shares.sub_(shares.amax(0)).exp_()
-    total = shares.sum(0).double()
-    own = rank.clamp(min=0).repeat_interleave(texts.shape[1])[None]
-    mine = shares.gather(0, own)[0].double()
-    best = shares.scatter_(0, own, 0.0).amax(0).double()
-    found = ((mine - best) / total).reshape(some.shape[:2])
-    if few:
-        return found.new_full(texts.shape[:2], -1.0).index_copy(0, held, found)
-    return torch.where(present[:, None], found, -1.0)
+    held, many = present.nonzero()[:, 0], texts.shape[1]
+    own = (scale * means[held]).to(texts.dtype)
+    out = means.new_full(texts.shape[:2], -1.0, dtype=torch.float64)
+    size = max(1, AT_ONCE // max(1, many))
+    for first in range(0, len(held), size):
+        some = held[first : first + size]
+        shares = own @ texts.index_select(0, some).flatten(0, 1).mT
+        shares = shares.sub_(shares.amax(0)).exp_()
+        total = shares.sum(0).double()
+        places = torch.arange(first, first + len(some), device=held.device)
+        places = places.repeat_interleave(many)[None]
+        mine = shares.gather(0, places)[0].double()
+        best = shares.scatter_(0, places, 0.0).amax(0).double()
+        out[some] = ((mine - best) / total).reshape(len(some), many)
+    return out
 
 
 def votes(margins: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
