@@ -58,9 +58,8 @@ def test_what_several_clients_have_travels_once():
     assert given == [False, True, False, False, True]
 
 
-@pytest.mark.parametrize("name", ["tofa", "fedot"])
-def test_the_size_of_the_room_changes_no_bit(name, monkeypatch):
-    world = toy_world(make(name))
+def test_the_size_of_the_room_changes_no_bit(monkeypatch):
+    world = toy_world(make("tofa"))
     reference = learn(world)
     monkeypatch.setattr(pool, "ROOM", 1 << 10)
     check_same(learn(world, workers=2), reference, 0.0, "the room changes the result")
