@@ -1,30 +1,24 @@
 """No verb of a method mixes devices: shown on the meta device, since no GPU is at hand."""
 
 import pickle
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from one_device import META, OneDevice
 from torch.utils._pytree import tree_leaves
 
 from fedvlm import tensors
 from fedvlm.core import make, methods, stacked
-from fedvlm.devices import choose, moved
-from fedvlm.encoders import open_encoder
+from fedvlm.devices import CPU, choose, moved
 from fedvlm.engines.client import client
 from fedvlm.engines.crowd import pad
 from fedvlm.engines.placed import away, on, placed
 from fedvlm.errors import SettingsError
 from fedvlm.testing import check_same, learn, short, toy_world
 
-META, CPU = torch.device("meta"), torch.device("cpu")
-TOWER = sorted(name for name in methods() if "image tower" in make(name).traits.needs)
-OTHERS = sorted(set(methods()) - set(TOWER))
-PROMPTS = [name for name in OTHERS if "text tower" in make(name).traits.needs]
+EVERY = sorted(methods())
+PROMPTS = [name for name in EVERY if "text tower" in make(name).traits.needs]
 # Verbs that look at values, which meta tensors have not, and why: these run on the CPU under the
 # same mode.
 ROWS = "leaves out steps in which nobody has a row"
@@ -36,19 +30,6 @@ LOOKS = {
     **{(name, "update_many"): ROWS for name in ("fedot", "fedot-all-global", "fedot-all-local")},
     **{(name, "update_many"): ROWS for name in ("scaffold", "fedrep")},
 }
-
-
-class OneDevice(TorchDispatchMode):
-    """Refuses an operation whose tensors live on different devices; meta alone lets some pass."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        found = {
-            one.device.type
-            for one in tree_leaves((args, kwargs or {}))
-            if isinstance(one, torch.Tensor)
-        }
-        assert len(found) <= 1, f"{operation} mixes {sorted(found)}"
-        return operation(*args, **(kwargs or {}))
 
 
 def verbs(method):
@@ -72,9 +53,16 @@ def on_meta(frozen):
     return there
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_no_verb_mixes_devices(name):
-    for verb, plain, frozen, rest in verbs(make(name)):
+CASES = [(name, {}) for name in EVERY] + [
+    ("lora", {"average": "products"}),
+    ("vpt", {"depth": 2}),
+    ("fedavg-tower", {"blocks": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
+def test_no_verb_mixes_devices(name, settings):
+    for verb, plain, frozen, rest in verbs(make(name, **settings)):
         if (name, verb) in LOOKS:
             with pytest.raises((RuntimeError, TypeError)):
                 away(plain, META, on_meta(frozen), *rest)
@@ -96,42 +84,6 @@ def test_a_race_of_maps_runs_under_the_same_mode():
             away(plain, CPU, frozen, *rest)
 
 
-def test_the_mode_refuses_what_meta_alone_lets_pass():
-    with OneDevice(), pytest.raises(AssertionError, match="mixes"):
-        torch.zeros(2, 3, device=META) @ torch.zeros(3, 2)
-
-
-def pixels_for(encoder):
-    size = encoder.model.config.vision_config.image_size
-    return np.random.default_rng(0).normal(size=(2, 3, size, size)).astype(np.float32)
-
-
-@pytest.mark.parametrize("verb", ["image", "patches", "text"])
-def test_an_encoder_does_not_mix_devices(verb, monkeypatch):
-    encoder = open_encoder("demo")
-    encoder.model.to(META)
-    encoder.device = META
-    monkeypatch.setattr(encoder, "halved", nullcontext)
-    # Everything is done there; only what meta tensors have not, values, cannot be brought back.
-    work = partial(encoder.embed, list(pixels_for(encoder)), verb == "patches")
-    if verb == "text":
-        work = partial(encoder.embed_text, ["a cat", "two cats"])
-    with OneDevice(), pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-        work()
-
-
-def test_an_encoder_in_half_precision_is_close_and_gives_float32():
-    encoder = open_encoder("demo")
-    batch, texts = list(pixels_for(encoder)), ["a cat", "two cats"]
-    plain, words = encoder.embed(batch, True), encoder.embed_text(texts)
-    encoder.half = True
-    half, near = encoder.embed(batch, True), encoder.embed_text(texts)
-    assert half.pooled.dtype == np.float32 and near.dtype == torch.float32
-    for a, b in ((plain.pooled, half.pooled), (plain.patches, half.patches), (words, near)):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert 0 < np.abs(a - b).max() < 0.02 * np.abs(a).max()
-
-
 @pytest.fixture
 def as_before():
     was = torch.are_deterministic_algorithms_enabled()
@@ -139,7 +91,7 @@ def as_before():
     torch.use_deterministic_algorithms(was)
 
 
-@pytest.mark.parametrize("name", ["fedot", "fedrep", "tofa", "fedotp", "promptfl-ft"])
+@pytest.mark.parametrize("name", ["fedot", "fedrep", "tofa", "fedotp", "promptfl-ft", "lora"])
 @pytest.mark.usefixtures("as_before")
 def test_a_placed_method_gives_the_same_and_is_deterministic(name):
     world = toy_world(short(make(name)))
@@ -148,11 +100,6 @@ def test_a_placed_method_gives_the_same_and_is_deterministic(name):
     assert (stacked(other.method) is None) == (stacked(world.method) is None)
     assert type(pickle.loads(pickle.dumps(other.method)).update) is type(other.method.update)  # noqa: S301
     check_same(learn(other), learn(world), 0.0, "a placed method differs")
-
-
-def test_the_image_tower_stays_on_the_cpu():
-    with pytest.raises(SettingsError, match="set device"):
-        placed(make(TOWER[0]), CPU)
 
 
 def test_auto_takes_the_gpu_that_is_there(monkeypatch):

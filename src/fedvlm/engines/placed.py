@@ -4,15 +4,13 @@ Rows and tensors go there for a verb and what comes of it comes back, so nothing
 No GPU was at hand when this was written: tests show on the meta device that no verb mixes devices.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fedvlm.core import Frozen, Method, stacked
-from fedvlm.devices import Device, choose, moved
-from fedvlm.errors import SettingsError
+from fedvlm.devices import CPU, Device, choose, moved, repeatable
 from fedvlm.parts import nothing
 
 
@@ -24,18 +22,14 @@ def on(method: Method, name: Device) -> Method:
 
 def placed(method: Method, device: torch.device) -> Method:
     """The method with update, update_many, predict and adapt on the device."""
-    if "image tower" in method.traits.needs:
-        raise SettingsError(
-            f'{method.name} trains the image tower, which runs on the CPU; set device = "cpu"'
-        )
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS is not repeatable
-    torch.use_deterministic_algorithms(True)
+    repeatable()
     plain: dict[str, Callable[..., Any]] = {"update": method.update, "predict": method.predict}
     if (fast := stacked(method)) is not None:
         plain["update_many"] = fast.update_many
     if type(method).adapt is not nothing:
         plain["adapt"] = method.adapt
-    verbs: dict[str, Any] = {name: _verb(verb, device) for name, verb in plain.items()}
+    last: list[Frozen] = []  # as it came and as it is on the device, of the latest call
+    verbs: dict[str, Any] = {name: _verb(verb, device, last) for name, verb in plain.items()}
     verbs["__reduce__"] = lambda self: (placed, (method, device))  # to worker processes
     kind = type(type(method).__name__, (type(method),), verbs)
     other: Method = object.__new__(kind)
@@ -43,13 +37,13 @@ def placed(method: Method, device: torch.device) -> Method:
     return other
 
 
-def _verb(plain: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    last: list[Frozen] = []  # as it came and as it is on the device, of the latest call
-
+def _verb(
+    plain: Callable[..., Any], device: torch.device, last: list[Frozen]
+) -> Callable[..., Any]:
     def verb(self: Method, frozen: Frozen, *rest: Any) -> Any:
         if not last or last[0] is not frozen:
             last[:] = [frozen, moved(frozen, device)]
-        return moved(away(plain, device, last[1], *rest), torch.device("cpu"))
+        return moved(away(plain, device, last[1], *rest), CPU)
 
     return verb
 

@@ -18,12 +18,11 @@ from fedvlm.encoders.cache.images import Images
 from fedvlm.encoders.cache.locks import Claims
 from fedvlm.encoders.cache.mapped import checked
 from fedvlm.encoders.cache.workers import Decoders, Prepared, refuse_in_start
-from fedvlm.encoders.interface import Encoder, Vectors
+from fedvlm.encoders.interface import BATCH, Encoder, Vectors
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.errors import EncoderError
 from fedvlm.machine import cores
 
-BATCH = 32  # images given to the encoder at once: also what a kill can cost
 FEW_BYTES = 16_000_000  # of images; they are decoded before worker processes have started
 
 Precision = Literal["float32", "float16"]
@@ -68,8 +67,9 @@ def embed(
         if workers is None:
             few = images.size(todo) < FEW_BYTES
             workers = 0 if few else min(8, max(1, cores() - 1))
-        run = _Run(images, encoder, tables, claims, progress or (lambda done, total: None))
-        with Decoders(encoder.preprocess, workers, ahead=2 * BATCH) as decoders:
+        batch = int(getattr(encoder, "batch", BATCH)) if todo else BATCH
+        run = _Run(images, encoder, tables, claims, progress or (lambda done, total: None), batch)
+        with Decoders(encoder.preprocess, workers, ahead=2 * batch) as decoders:
             run.all(todo, decoders)
         rows, skipped = images.sound(), images.skipped()
         content = [images.digests[row] for row in rows]
@@ -137,6 +137,7 @@ class _Run:
     tables: _Tables
     claims: Claims
     progress: Progress
+    size: int  # images given to the encoder at once: also what a kill can cost
     encoded: int = 0
     done: int = 0
 
@@ -146,7 +147,7 @@ class _Run:
         while todo:
             others: list[bytes] = []  # in the hands of other processes
             prepared = decoders.stream(self._ask(todo, others))
-            while batch := list(islice(prepared, BATCH)):
+            while batch := list(islice(prepared, self.size)):
                 self._encode(batch)
                 self.claims.release(one.digest for one in batch)
                 self.done += len(batch)
