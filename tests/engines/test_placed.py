@@ -8,13 +8,20 @@ import torch
 from one_device import META, OneDevice
 from torch.utils._pytree import tree_leaves
 
-from fedvlm import tensors
+from fedvlm import devices, tensors
 from fedvlm.core import make, methods, stacked
 from fedvlm.devices import CPU, choose, moved
-from fedvlm.engines.client import client
-from fedvlm.engines.crowd import pad
+from fedvlm.engines import batched
+from fedvlm.engines import placed as placing
+from fedvlm.engines.batched import Batched, chunks
+from fedvlm.engines.client import Task, client
+from fedvlm.engines.crowd import crowd, pad
 from fedvlm.engines.placed import away, on, placed
+from fedvlm.engines.single import Single
 from fedvlm.errors import SettingsError
+from fedvlm.runner import provenance
+from fedvlm.runner.provenance import places
+from fedvlm.runner.settings import build
 from fedvlm.testing import check_same, learn, short, toy_world
 
 EVERY = sorted(methods())
@@ -85,10 +92,132 @@ def test_a_race_of_maps_runs_under_the_same_mode():
 
 
 @pytest.fixture
-def as_before():
+def as_before(monkeypatch):
+    """Flags and the environment are put back; cuDNN and cuBLAS have theirs without a GPU too."""
     was = torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv(devices.CUBLAS, "")
+    monkeypatch.delenv(devices.CUBLAS)
+    flags = [
+        (torch.backends.cudnn, "deterministic"),
+        (torch.backends.cudnn, "benchmark"),
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32"),
+    ]
+    before = [getattr(*one) for one in flags]
+    placing._rows.clear()
     yield
+    placing._rows.clear()
+    for one, value in zip(flags, before, strict=True):
+        setattr(*one, value)
     torch.use_deterministic_algorithms(was)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_the_record_tells_device_name_flags_and_precision(monkeypatch):
+    settings = build({"method": "fedot"})
+    plain = {"training": {"device": "cpu"}}
+    assert places(settings, memory=True) == plain
+    assert places(settings, memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
+    assert places(replace(settings, encoder="store:x.npz"), memory=False) == plain
+    monkeypatch.setattr(provenance, "choose", lambda name: torch.device(name))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    found = places(replace(settings, device="cuda", access={"device": "mps"}), memory=False)
+    flags = {
+        "deterministic algorithms": True,
+        "cudnn.deterministic": True,
+        "cudnn.benchmark": False,
+        "TF32": False,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    assert found == {
+        "training": {"device": "cuda", "name": "a GPU", **flags},
+        "encoding": {"device": "mps", "name": "mps", **flags, "precision": "float16"},
+    }
+
+
+def test_free_memory_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 9))
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 20)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 8)
+    monkeypatch.setattr(devices, "free_memory", lambda: 5)
+    assert [devices.free(torch.device(one)) for one in ("cuda", "mps", "cpu")] == [7, 12, 5]
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 21)
+    assert devices.free(torch.device("mps")) == 0
+
+
+@pytest.mark.usefixtures("as_before")
+def test_rows_stay_on_the_device_where_they_fit_and_are_picked_there(monkeypatch):
+    world = toy_world(short(make("fedot")))
+    away_world = replace(world, method=placed(world.method, META))
+    monkeypatch.setattr(placing, "free", lambda device: 4 * world.x.nbytes - 1)
+    assert placing.resident(away_world).x is world.x
+    monkeypatch.setattr(placing, "free", lambda device: 4 * world.x.nbytes)
+    there = placing.resident(away_world)
+    assert there.x.device == META and there.y.device == CPU
+    assert Single(away_world).world.x is Batched(away_world).world.x is there.x
+    assert placing.resident(there) is there and placing.resident(world) is world
+    with OneDevice():
+        every = crowd(there, list(there.members), 0)
+        one = client(there, "client-0", 0)
+    assert every.x.device == every.held_x.device == one.x.device == META
+    assert every.y.device == one.y.device == CPU
+    plain = crowd(world, list(world.members), 0)
+    assert every.x.shape == plain.x.shape and torch.equal(every.y, plain.y)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_a_gpu_takes_larger_chunks_and_no_worker_processes(monkeypatch):
+    world = toy_world(short(make("fedot")))
+    room = 4 * 12 * batched.ROW_BYTES
+    monkeypatch.setattr(placing, "free", lambda device: room)
+    assert (Batched(world, 3).times, Batched(world, 3).workers) == (1, 3)
+    there = Batched(replace(world, method=placed(world.method, META)), 3)
+    assert (there.times, there.workers, there.eager) == (8, 1, False)
+    monkeypatch.setattr(batched, "MOST", 1)
+    shared, local = world.method.init(world.frozen)
+    tasks = [Task(id, shared, local, True) for id in world.members]
+    assert [len(chunks(world, tasks, times)) for times in (1, 2, 4)] == [4, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["fedot", "fedrep", "faa-clip", "fedgh", "promptfl"])
+def test_bits_do_not_follow_the_size_of_chunks(name, monkeypatch):
+    world = toy_world(short(make(name)))
+    whole = learn(world)
+    for most in (1, 3):
+        monkeypatch.setattr(batched, "MOST", most)
+        check_same(learn(world), whole, 0.0, f"chunks of {most} differ")
+
+
+class Pages:
+    """Rows that are read when they are asked for."""
+
+    def __init__(self, x):
+        self.x, self.shape = x, x.shape
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+    def take(self, index):
+        return Pages(self.x[index])
+
+
+def test_rows_that_are_read_on_demand_go_to_the_device_as_they_are_read():
+    world = toy_world(short(make("lora")))
+    one = client(replace(world, x=Pages(world.x)), "client-0", 0)
+    there = moved(one, META)
+    assert there.x.shape == one.x.shape and len(there.x) == len(one.x)
+    index = torch.tensor([2, 0])
+    assert there.x[index].device == there.x.take(index)[:1].device == META
+    shared, local = world.method.init(world.frozen)
+    here = replace(one, x=devices.Fetched(one.x, CPU))
+    found = [
+        world.method.update(world.frozen, shared, local, each)[0]
+        for each in (here, client(world, "client-0", 0))
+    ]
+    assert all(torch.equal(found[0][key], found[1][key]) for key in shared)
 
 
 @pytest.mark.parametrize("name", ["fedot", "fedrep", "tofa", "fedotp", "promptfl-ft", "lora"])

@@ -16,7 +16,7 @@ from fedvlm.runner.forecast import training_time
 from fedvlm.runner.load import Loader, Progress, thin
 from fedvlm.runner.look import look
 from fedvlm.runner.prepare import Prepared, check_rows, own_data, prepare, template_of
-from fedvlm.runner.provenance import provenance, usual
+from fedvlm.runner.provenance import places, provenance, usual
 from fedvlm.runner.schedule import Piece, Tally, carry, stays
 from fedvlm.runner.settings import Settings, attack_of
 from fedvlm.runner.withheld import withheld
@@ -78,7 +78,7 @@ def begin(settings: Settings, need: Need) -> list[Prepared]:
     )
     about["counts"] = counts(rows, seeds[0].division)
     about["domains"] = seeds[0].division.domains
-    about |= {"usual": usual(settings.method)}
+    about |= {"usual": usual(settings.method), "devices": places(settings, memory)}
     about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
     record.begin({"identity": asked.identity(), **about})
     if need.again:
