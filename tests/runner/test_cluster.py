@@ -12,6 +12,7 @@ from fedvlm.runner import cluster
 SCRIPT = '''
 import os, signal, sys, time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -53,10 +54,21 @@ def main():
         asked.append([(Settings(one, **given), Path(out) / where / one.name) for one in each])
     heard = [[], []]
     together(asked[0], listen=lambda *line: heard[0].append(line))
+    sent = cluster._Offer.thick
+    cluster._Offer.thick = None  # workers see the store, so no rows are sent
     for one in together(asked[1], listen=lambda *line: heard[1].append(line), on="dask"):
         assert not isinstance(one, Exception), one
     assert killed and len(heard[0]) == len(heard[1]) == 18
-    cluster._client = opened
+    assert not list(Path(out).glob("cluster/*/away"))
+    # One that finds other rows there is sent those of the run.
+    cluster._client, cluster._Offer.thick = opened, sent
+    apart = cluster.apart
+
+    def other(settings, rows):
+        bare, place = apart(settings, rows)
+        return bare, replace(place, digest="of other rows")
+
+    cluster.apart = other
     by_address(asked[2][1:], Path(out))
 
 

@@ -1,6 +1,6 @@
 """Data to embeddings through the cache: each image is encoded once, by whoever comes first."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.data.table import Dataset, Embedded
-from fedvlm.encoders.cache.folder import Entry, directory, use
+from fedvlm.encoders.cache.folder import Entry, directory, only, use
 from fedvlm.encoders.cache.images import Images
 from fedvlm.encoders.cache.locks import Claims
 from fedvlm.encoders.cache.mapped import checked
+from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.cache.workers import Decoders, Prepared, refuse_in_start
 from fedvlm.encoders.interface import BATCH, Encoder, Vectors
 from fedvlm.encoders.text import class_embeddings
@@ -89,14 +90,28 @@ def embed(
             content=[digest.hex() for digest in content],
             scale=encoder.scale,
             text=text,
-            patches=None
-            if grid is None
-            else checked(grid.mapped(content), grid.sums(content), grid.name),
+            patches=None if grid is None else _grid(grid, content),
             encoder=f"{encoder.name}@{fingerprint[:16]}",
             fingerprint="",
         )
     embedded = replace(embedded, fingerprint=_fingerprint(embedded, dataset.templates))
     return Outcome(embedded, run.encoded, skipped, rows)
+
+
+def read_again(
+    cache: Path, encoder: str, precision: Precision, patches: bool, content: Sequence[bytes]
+) -> tuple[Tensor, Any]:
+    """Rows that are in the cache, as `embed` gives them; an encoder by its fingerprint's beginning.
+
+    Raises KeyError where one is missing.
+    """
+    tables = only(cache, encoder).tables()
+    x = _unit(tables[f"pooled.{precision}"].read(content))
+    return x, _grid(tables["patches.float16"], content) if patches else None
+
+
+def _grid(table: RowFile, content: Sequence[bytes]) -> Any:
+    return checked(table.mapped(content), table.sums(content), table.name)
 
 
 class _Tables:
