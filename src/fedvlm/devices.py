@@ -31,6 +31,8 @@ def choose(name: Device) -> torch.device:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Tensors, and what is made of them, on a device."""
+    if isinstance(value, Tensor) and value.ndim and value.stride(0) == 0 and len(value) > 1:
+        return value[0].to(device).expand(value.shape)  # what all clients were sent, held once
     if isinstance(value, Tensor) or hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -92,8 +94,9 @@ def described(device: torch.device) -> dict[str, Any]:
 
 def free(device: torch.device) -> int | None:
     """Bytes of a device's memory that can still be taken; None where nobody says."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cuda":  # what torch holds and does not use is free too
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + idle)
     if device.type == "mps":
         most = torch.mps.recommended_max_memory()
         return max(0, int(most - torch.mps.current_allocated_memory()))

@@ -136,7 +136,9 @@ def test_the_record_tells_device_name_flags_and_precision(monkeypatch):
 
 
 def test_free_memory_is_that_of_the_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 9))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4, 9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 20)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 8)
     monkeypatch.setattr(devices, "free_memory", lambda: 5)
@@ -186,6 +188,13 @@ def test_bits_do_not_follow_the_size_of_chunks(name, monkeypatch):
     for most in (1, 3):
         monkeypatch.setattr(batched, "MOST", most)
         check_same(learn(world), whole, 0.0, f"chunks of {most} differ")
+
+
+def test_what_all_were_sent_goes_to_a_device_once():
+    many = torch.arange(6.0).reshape(2, 3).expand(5, 2, 3)
+    there = moved({"head": many}, META)["head"]
+    assert there.device == META and there.shape == many.shape and there.stride(0) == 0
+    assert torch.equal(moved(many, CPU), many) and moved(many[:1], CPU).shape == (1, 2, 3)
 
 
 class Pages:
