@@ -122,6 +122,20 @@ def test_one_machine_goes_on_with_what_a_lost_cluster_left(store, tmp_path, stop
     assert files(run) == files(made.folder)
 
 
+def test_trainings_on_images_stay_on_the_machine_of_the_command(rows, tmp_path, monkeypatch):
+    def nobody(on):
+        raise AssertionError("a cluster was asked")
+
+    monkeypatch.setattr(cluster, "_client", nobody)
+    found = []
+    order = Order(build({"method": "lora"}), replace(rows, images=object()), 0, "all")
+    piece = replace(
+        piece_of(Record(tmp_path), order), work=lambda *given: "trained", done=found.append
+    )
+    cluster.carry([piece], "dask")
+    assert found == ["trained"]
+
+
 def test_a_folder_of_another_run_is_not_worked_in(store, tmp_path):
     made, order = ordered(tmp_path / "here", store, METHOD, protocol="own-test")
     other = {**made.manifest, "rows": "others"}
