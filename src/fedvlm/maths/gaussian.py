@@ -70,7 +70,8 @@ def moments(
     """Class means, and per row the scatter around them or a given `centre`; both are packed."""
     means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
     if centre is None:
-        around = second - gram(means * counts.clamp(min=0).sqrt()[:, None])
+        there = counts > 0  # a client may have few of all classes
+        around = second - gram(means[there] * counts[there].sqrt()[:, None])
     else:
         cross = sums.mT @ centre
         around = second - pack(cross + cross.mT - (centre * counts[:, None]).mT @ centre)
