@@ -127,7 +127,7 @@ class Round:
             return torch.cat([(upload[key] - self.first(place, key)).flatten() for key in upload])
         most = torch.finfo(torch.float32).max  # stands for what is larger
         said = self.said(place).values()
-        parts = [(v * (n > 0)[:, None]).clamp(-most, most).float().flatten() for v, n in said]
+        parts = [v.float().clamp(-most, most).mul_((n > 0)[:, None]).flatten() for v, n in said]
         return torch.cat(parts)
 
 

@@ -139,7 +139,7 @@ def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done
         uploads, locals_ = vmap(update)(sent, local, *vars(batch).values())
     return {
         task.id: Done(
-            tensors.select(uploads, i),
+            {key: value[i] for key, value in uploads.items()},  # all are used, or none
             tensors.select(locals_, i),
             scores[i],
             len(world.members[task.id].train),

@@ -71,11 +71,11 @@ def moments(
     means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
     if centre is None:
         there = counts > 0  # a client may have few of all classes
-        around = second - gram(means[there] * counts[there].sqrt()[:, None])
+        around = gram(means[there] * counts[there].sqrt()[:, None]).neg_().add_(second)
     else:
         cross = sums.mT @ centre
         around = second - pack(cross + cross.mT - (centre * counts[:, None]).mT @ centre)
-    return means, around / counts.sum().clamp(min=1)
+    return means, around.div_(counts.sum().clamp(min=1))
 
 
 def sums_of(counts: Tensor, means: Tensor, scatter: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,4 +277,4 @@ def to_fixed(value: Tensor, most: int) -> Tensor:
 
 
 def from_fixed(value: Tensor, most: int) -> Tensor:
-    return value.double() * quantum(most)
+    return value.to(torch.float64, copy=True).mul_(quantum(most))
