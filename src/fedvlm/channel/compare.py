@@ -4,7 +4,7 @@ What is compared is a client's change of what it was sent; of uploaded totals, s
 they say per row, class by class among the clients that have the class.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,22 +103,20 @@ class Round:
         """
         count, numbers = len(self.uploads), len(self.moved(0))
         fold = count**2 * numbers > PRODUCTS and numbers > FOLDED
-        norms = torch.zeros(count, dtype=torch.float64)
-        scaled = torch.zeros(count, FOLDED if fold else numbers)
-        for place in range(count):
-            moved = self.moved(place)
-            norms[place] = torch.linalg.vector_norm(moved, dtype=torch.float64)
-            if not fold:
-                scaled[place] = moved / _size(moved)
-        if fold:  # in a second go: the signs hang on all norms, and all numbers are too many
+        every = torch.empty(count, FOLDED if fold else numbers)
+        if fold:  # in two goes: the signs hang on all norms, and all numbers are too many
+            norms = _lengths(self.moved(place) for place in range(count))
             drawn = seeds.generator("folded", *map(float.hex, norms.tolist()))
             signs = torch.randint(0, 2, (numbers,), generator=drawn) > 0
-            for place in range(count):
-                moved = self.moved(place)
-                signed = torch.where(signs, moved, -moved) / _size(moved)
+        for place in range(count):
+            moved = self.moved(place)
+            if fold:
+                signed = torch.where(signs, moved, -moved) / numbers  # no sum is too large
                 whole = torch.nn.functional.pad(signed, (0, -numbers % FOLDED))
-                scaled[place] = whole.reshape(-1, FOLDED).sum(0)
-        return cosines(scaled) * norms[:, None] * norms
+                moved = whole.reshape(-1, FOLDED).sum(0)
+            every[place] = moved
+        norms = norms if fold else _lengths(every)
+        return cosines(every) * norms[:, None] * norms
 
     def moved(self, place: int) -> Tensor:
         """(numbers,) one client's change, or what its totals say per row of what it has."""
@@ -131,13 +129,15 @@ class Round:
         return torch.cat(parts)
 
 
-def _size(moved: Tensor) -> Tensor:
-    """The largest number, by which even the largest of float32 can be squared."""
-    return torch.cat([moved.abs(), moved.new_full((1,), 1e-30)]).amax()
+def _lengths(many: Iterable[Tensor]) -> Tensor:
+    """One by one: of all at once torch would make a copy in float64."""
+    return torch.stack([torch.linalg.vector_norm(one, dtype=torch.float64) for one in many])
 
 
 def cosines(many: Tensor) -> Tensor:
     """(clients, clients) between vectors, each two multiplied once; 0 with one that is 0."""
+    if many.shape[1]:  # the caller's own are made short enough to be squared
+        many /= torch.maximum(many.amax(1), -many.amin(1)).clamp(min=1e-30)[:, None]
     lengths = torch.linalg.vector_norm(many, dim=1).clamp(min=1e-30)
     out = torch.zeros(len(many), len(many))
     for first in range(0, len(many), FEW):
@@ -287,10 +287,8 @@ def apart(
     if len(ids) < COMPARED:
         far[:] = False
     found = {"norm": ratio, "alike": alike, "cosine": cosines}
-    return {
-        id: {**{key: float(one[i]) for key, one in found.items()}, "far": bool(far[i])}
-        for i, id in enumerate(ids)
-    }
+    told = {key: one.tolist() for key, one in found.items()} | {"far": far.tolist()}
+    return {id: {key: one[i] for key, one in told.items()} for i, id in enumerate(ids)}
 
 
 def _alike(norms: Tensor, unit: Tensor) -> Tensor:
