@@ -58,6 +58,12 @@ def test_what_several_clients_have_travels_once():
     assert given == [False, True, False, False, True]
 
 
+def test_tensors_that_are_gone_once_they_are_put_are_not_taken_for_one_another():
+    ours, theirs = lines()
+    ours.give([ours.put({"a": torch.full((1000,), float(i))}) for i in range(20)])
+    assert [float(theirs.get(one)["a"][0]) for one in theirs.take()] == list(range(20))
+
+
 def test_the_size_of_the_room_changes_no_bit(monkeypatch):
     world = toy_world(make("tofa"))
     reference = learn(world)

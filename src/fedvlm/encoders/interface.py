@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from PIL.Image import Image
 if TYPE_CHECKING:  # decoder processes import this module and have no use for torch
     from torch import Tensor
 
-BATCH = 32  # images given to an encoder at once, unless it says otherwise (`batch`)
+BATCH = 32  # images given to an encoder at once, unless it says otherwise
 
 
 class Preprocess(Protocol):
@@ -47,3 +47,11 @@ class Encoder(Protocol):
     def embed_text(self, sentences: Sequence[str]) -> "Tensor":
         """(sentences, dim) unit-norm float32; only if "text" is offered."""
         ...
+
+
+@runtime_checkable
+class Batching(Protocol):
+    """An encoder that says how many images it takes at once."""
+
+    @property
+    def batch(self) -> int: ...

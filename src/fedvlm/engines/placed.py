@@ -26,6 +26,12 @@ def on(method: Method, name: Device) -> Method:
     return method if device.type == "cpu" else placed(method, device)
 
 
+class Away:
+    """What a placed method is besides."""
+
+    place: torch.device
+
+
 def placed(method: Method, device: torch.device) -> Method:
     """The method with update, update_many, predict and adapt on the device."""
     repeatable()
@@ -36,9 +42,9 @@ def placed(method: Method, device: torch.device) -> Method:
         plain["adapt"] = method.adapt
     last: list[Frozen] = []  # as it came and as it is on the device, of the latest call
     verbs: dict[str, Any] = {name: _verb(verb, device, last) for name, verb in plain.items()}
-    verbs["placed_on"] = device
+    verbs["place"] = device
     verbs["__reduce__"] = lambda self: (placed, (method, device))  # to worker processes
-    kind = type(type(method).__name__, (type(method),), verbs)
+    kind = type(type(method).__name__, (type(method), Away), verbs)
     other: Method = object.__new__(kind)
     other.__dict__.update(vars(method))
     return other
@@ -46,8 +52,7 @@ def placed(method: Method, device: torch.device) -> Method:
 
 def place_of(method: Method) -> torch.device:
     """Where a method's verbs are worked out."""
-    place: torch.device = getattr(method, "placed_on", CPU)
-    return place
+    return method.place if isinstance(method, Away) else CPU
 
 
 _rows: list[Tensor] = []  # as they came and as they are on a device, of the latest training

@@ -104,7 +104,8 @@ class Line:
         self.connection, self.room = connection, room
         self.sent: Tensors = {}  # of the latest task; the worker still has it
         self.used = 0
-        self.places: dict[int, Place] = {}  # what several clients have travels once
+        # what several clients have travels once; held, so that nobody else has its id meanwhile
+        self.places: dict[int, tuple[Tensor, Place]] = {}
         self.read: dict[int, Tensor] = {}
 
     def put(self, tensors: Tensors) -> Any:
@@ -114,13 +115,13 @@ class Line:
     def _place(self, one: Tensor) -> Any:
         size = one.numel() * one.element_size()
         if id(one) in self.places:
-            return self.places[id(one)]
+            return self.places[id(one)][1]
         if not size or self.used + size > ROOM:
             return one.detach().numpy()
         place = self.used, one.dtype, one.shape
         self._at(place).copy_(one.detach())
         self.used += -(-size // ALIGNED) * ALIGNED
-        self.places[id(one)] = place
+        self.places[id(one)] = one, place
         return place
 
     def _at(self, place: Place) -> Tensor:

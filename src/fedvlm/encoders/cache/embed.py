@@ -19,7 +19,7 @@ from fedvlm.encoders.cache.locks import Claims
 from fedvlm.encoders.cache.mapped import checked
 from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.cache.workers import Decoders, Prepared, refuse_in_start
-from fedvlm.encoders.interface import BATCH, Encoder, Vectors
+from fedvlm.encoders.interface import BATCH, Batching, Encoder, Vectors
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.errors import EncoderError
 from fedvlm.machine import cores
@@ -68,7 +68,7 @@ def embed(
         if workers is None:
             few = images.size(todo) < FEW_BYTES
             workers = 0 if few else min(8, max(1, cores() - 1))
-        batch = int(getattr(encoder, "batch", BATCH)) if todo else BATCH
+        batch = encoder.batch if todo and isinstance(encoder, Batching) else BATCH
         run = _Run(images, encoder, tables, claims, progress or (lambda done, total: None), batch)
         with Decoders(encoder.preprocess, workers, ahead=2 * batch) as decoders:
             run.all(todo, decoders)
