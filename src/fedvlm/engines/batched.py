@@ -15,10 +15,10 @@ from torch.func import vmap
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, stacked
-from fedvlm.engines.client import Answers, Done, Task, World
+from fedvlm.engines.client import CROWD, Answers, Done, Task, World
 from fedvlm.engines.crowd import crowd, measured, sent_to_all
 from fedvlm.engines.pool import Pool
-from fedvlm.engines.single import Single, failure, one, one_thread
+from fedvlm.engines.single import adapts, failure, last, one, one_thread
 from fedvlm.errors import FedVLMError
 from fedvlm.machine import cores
 
@@ -53,9 +53,14 @@ class Batched:
         return Answers(done)
 
     def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
+        parts = chunks(self.world, tasks)
         if self.pool is not None:
-            return Answers(self.pool.round(number, chunks(self.world, tasks), last=True))
-        return Single(self.world).adapt(number, tasks)
+            return Answers(self.pool.round(number, parts, last=True))
+        done: dict[str, Done] = {}
+        with one_thread():
+            for part in parts:
+                done.update(last_chunk(self.world, number, part))
+        return Answers(done)
 
     def close(self) -> None:
         if self.pool is not None:
@@ -112,6 +117,18 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Don
             one(world, number, task)
         ids = [task.id for task in tasks]
         raise failure(world, number, ids, traceback.format_exc()) from error
+
+
+def last_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    """The adaptation of a chunk's clients; of a crowd without one it is all in one product."""
+    if len(world.members) <= CROWD or adapts(world.method) or not isinstance(world.x, Tensor):
+        return {task.id: last(world, number, task) for task in tasks}
+    sent, local = sent_to_all(tasks), tensors.stack([task.own for task in tasks])
+    scores = measured(world, tasks, sent, local)
+    return {
+        task.id: Done(None, task.own, scores[i], len(world.members[task.id].train))
+        for i, task in enumerate(tasks)
+    }
 
 
 def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:

@@ -95,8 +95,7 @@ def serve(
     connection: "Connection[Any, Any]", others: "Sequence[Connection[Any, Any]]", world: World
 ) -> None:
     """A worker's life: take a chunk, answer, until the pipe closes."""
-    from fedvlm.engines.batched import run_chunk
-    from fedvlm.engines.single import last as adapted
+    from fedvlm.engines.batched import last_chunk, run_chunk
 
     for other in others:  # inherited ends would keep a pipe open after the server is gone
         other.close()
@@ -109,10 +108,7 @@ def serve(
             return
         tasks = [replace(t, sent=_tensors(t.sent), local=_tensors(t.own)) for t in bare]
         try:
-            if last:
-                done = {task.id: adapted(world, number, task) for task in tasks}
-            else:
-                done = run_chunk(world, number, tasks)
+            done = (last_chunk if last else run_chunk)(world, number, tasks)
             connection.send(("done", {id: _to_arrays(one) for id, one in done.items()}))
         except FedVLMError as error:
             connection.send(("error", error))

@@ -41,7 +41,7 @@ class Paged:
         cuts = np.flatnonzero(np.diff(wanted) > max(1, GAP // size)) + 1
         out = torch.empty(len(index), self.x.shape[1], dtype=self.x.dtype)
         first = 0
-        for end in (*cuts.tolist(), len(index)):
+        for end in (*cuts.tolist(), len(index)) if len(index) else ():
             low = int(wanted[first])
             block = torch.empty(int(wanted[end - 1]) + 1 - low, *out.shape[1:], dtype=out.dtype)
             self._read(block, self.place + low * size)
