@@ -53,9 +53,17 @@ class Digests(Sequence[str]):
 
 def ranks(content: Sequence[str]) -> NDArray[np.int64]:
     """(rows,) numbers that are equal and in order where the digests are."""
-    each = content.raw if isinstance(content, Digests) else np.asarray(content, dtype=np.str_)
-    numbers: NDArray[np.int64] = np.unique(each, return_inverse=True)[1].reshape(-1)
-    return numbers
+    if not isinstance(content, Digests):
+        words = np.asarray(content, dtype=np.str_)
+        return np.asarray(np.unique(words, return_inverse=True)[1], np.int64).reshape(-1)
+    columns = content.raw.view(">u8").reshape(len(content), -1).T  # sorted so, they take less room
+    order = np.lexsort(columns[::-1])
+    new = np.zeros(len(content), np.int64)
+    for column in columns:
+        new[1:] |= column[order][1:] != column[order][:-1]
+    out = np.empty_like(new)
+    out[order] = np.cumsum(new)
+    return out
 
 
 class Source(Protocol):

@@ -263,12 +263,17 @@ def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local)
     local: dict[str, Local] = {}
     maps: dict[str, Mapping[str, float]] = {}
     trains = set(plan.train)
+    untouched: Mapping[str, float] | None = None
     for first in range(0, len(everyone), max(1, size)):
         tasks = _tasks(method, state, fresh, everyone[first : first + size], trains)
         done = engine.adapt(method.rounds, tasks).done
         own = {id: done[id] for id in sorted(done) if id in trains}
         scores |= {id: done[id].scores for id in sorted(done)}
-        maps |= {id: _describe(terms, state.shared, one) for id, one in own.items()}
+        for id, one in own.items():
+            # those who never took part are all alike
+            known = untouched if one.local is fresh else None
+            maps[id] = _describe(terms, state.shared, one) if known is None else known
+            untouched = maps[id] if one.local is fresh else untouched
         new = {id: one.local for id, one in own.items()}
         if shelf is None:
             local |= new

@@ -18,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedvlm.errors import DataError
 from fedvlm.storage import files
 
 LARGE = 256 << 20  # bytes of rows from which they are not all in memory
 GAP = 16 << 10  # bytes between two rows that are read over rather than left out
 STRETCH = 32 << 20  # bytes of a pass that are in memory at once
+MOST = 500  # pieces of one call; systems take a thousand
 _unnamed: dict[int, int] = {}  # files without a name that are mapped: inode and descriptor
 
 
@@ -34,30 +36,46 @@ class Paged:
         finalize(self, os.close, file)
 
     def take(self, index: NDArray[np.int64]) -> Tensor:
-        """(index, width) a copy in memory; near rows are read together."""
-        order = np.argsort(index, kind="stable")
-        wanted = index[order]
-        size = self.x.shape[1] * self.x.element_size()
-        cuts = np.flatnonzero(np.diff(wanted) > max(1, GAP // size)) + 1
-        out = torch.empty(len(index), self.x.shape[1], dtype=self.x.dtype)
-        first = 0
-        for end in (*cuts.tolist(), len(index)) if len(index) else ():
-            low = int(wanted[first])
-            block = torch.empty(int(wanted[end - 1]) + 1 - low, *out.shape[1:], dtype=out.dtype)
-            self._read(block, self.place + low * size)
-            out[torch.from_numpy(order[first:end])] = block[
-                torch.from_numpy(wanted[first:end] - low)
-            ]
-            first = end
+        """(index, width) a copy in memory."""
+        rows, where = np.unique(index, return_inverse=True)
+        return self.read(rows).index_select(0, torch.from_numpy(where.reshape(-1)))
+
+    def read(self, rows: NDArray[np.int64]) -> Tensor:
+        """(rows, width) a copy in memory of rows in their order, none of them twice."""
+        out = torch.empty(len(rows), self.x.shape[1], dtype=self.x.dtype)
+        if not out.numel():
+            return out
+        size = out[0].nbytes
+        into = memoryview(out.view(torch.uint8).numpy().reshape(-1).data)
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(rows) > 1) + 1, [len(rows)]])
+        gaps = np.diff(rows)[starts[1:-1] - 1] - 1
+        asked: list[memoryview] = []
+        place, junk = int(rows[0]) * size, memoryview(bytearray(GAP))
+        for first, end, gap in zip(
+            starts[:-1].tolist(),
+            starts[1:].tolist(),
+            [*(gaps * size).tolist(), 2 * GAP],
+            strict=True,
+        ):
+            asked.append(into[first * size : end * size])
+            if gap <= GAP and len(asked) < MOST:
+                asked.append(junk[:gap])  # one call over a small gap is cheaper than two
+                continue
+            self._fill(asked, place)
+            place, asked = int(rows[end]) * size if end < len(rows) else 0, []
         return out
 
-    def _read(self, block: Tensor, place: int) -> None:
-        left = memoryview(block.view(torch.uint8).numpy().reshape(-1).data)
-        while left:
-            count = os.preadv(self.file, [left], place)
-            if not count:
-                raise OSError("the file of these rows has become shorter; write it again")
-            left, place = left[count:], place + count
+    def _fill(self, asked: list[memoryview], place: int) -> None:
+        wanted = sum(map(len, asked))
+        count = os.preadv(self.file, asked, self.place + place)
+        if count == wanted:
+            return
+        if not count:
+            raise DataError("the file of these rows has become shorter; write it again")
+        while count >= len(asked[0]):  # a call may give less than is asked for
+            count, place = count - len(asked[0]), place + len(asked[0])
+            asked = asked[1:]
+        self._fill([asked[0][count:], *asked[1:]], place + count)
 
 
 def paged(x: object) -> Paged | None:
