@@ -96,7 +96,8 @@ class World(Terms):
             return self
         each = [self.members[id] for id in ids]
         parts = [[one.train, one.validation, one.test, one.calibration] for one in each]
-        rows = np.unique(np.concatenate([part for many in parts for part in many]))
+        rows = np.sort(np.concatenate([part for many in parts for part in many]))
+        rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's
         members = {
             id: Part(*(np.searchsorted(rows, part) for part in many))
             for id, many in zip(ids, parts, strict=True)

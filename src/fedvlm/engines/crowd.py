@@ -50,7 +50,7 @@ def pad(clients: Sequence[Client]) -> Client:
             return first.expand(len(parts), *first.shape)
         sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
         out = first.new_full((len(parts), *sizes), empty)
-        for row, part in zip(out, parts, strict=True):
+        for row, part in zip(out, parts, strict=True) if out.numel() else ():
             row[tuple(slice(size) for size in part.shape)] = part
         return out
 
@@ -96,7 +96,8 @@ def measured(world: World, tasks: Sequence[Task], sent: Tensors, local: Tensors)
     y = world.y[torch.from_numpy(np.concatenate([rows for part in parts for rows in part]))]
     sizes = [len(rows) for part in parts for rows in part]
     losses = torch.split(torch.nn.functional.cross_entropy(logits, y, reduction="none"), sizes)
-    hits = [int(one.sum()) for one in torch.split(logits.argmax(1) == y, sizes)]
+    right = np.cumsum([0, *(logits.argmax(1) == y).tolist()])
+    hits = np.diff(right[np.cumsum([0, *sizes])]).tolist()
     return [
         counted(losses[i].mean().item(), sizes[i : i + 2], hits[i : i + 2])
         for i in range(0, len(sizes), 2)

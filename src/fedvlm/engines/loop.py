@@ -199,6 +199,8 @@ def _in_parts(
         total.add(came)
         tasks += [replace(task, local={}) for task in some]
         done |= {id: replace(one, upload=None, local={}) for id, one in answers.done.items()}
+        del some, answers, came
+        give_back()  # else what is freed in pieces adds up
     return tasks, Answers(done), total.whole(), local
 
 
