@@ -8,7 +8,6 @@ case in a process of its own, so that its peak is its own. One core, CPU time.
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from federation import made
-from figures import say
+from figures import peak, say
 
 import fedvlm
 from fedvlm.encoders.store import save_store
@@ -42,8 +41,7 @@ def measure(method: dict[str, Any], rounds: int, store: str, out: Path) -> dict[
         out=out,
         progress=lambda what, done, total: ends.append(process_time()),
     )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return {"ms": 1000 * (ends[rounds + 1] - ends[1]) / rounds, "peak": peak}
+    return {"ms": 1000 * (ends[rounds + 1] - ends[1]) / rounds, "peak": peak() / 1e3}
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ rounds, last measurement of every client and record are told apart. One core, CP
 
 import argparse
 import json
-import re
 import struct
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from figures import say
+from figures import peak, say
 
 import fedvlm
 
@@ -56,13 +55,6 @@ def write_rows(path: Path, clients: int) -> None:
         file.write(labels.numpy().tobytes())
         file.write(np.repeat(np.arange(clients, dtype=np.int32), EACH).tobytes())
         file.write(text.numpy().tobytes())
-
-
-def peak() -> float:
-    """MB at most since the last call."""
-    status = Path("/proc/self/status").read_text()
-    Path("/proc/self/clear_refs").write_text("5")
-    return int(re.findall(r"VmHWM:\s*(\d+)", status)[0]) / 1e3
 
 
 def measure(clients: int, rounds: int, folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.func import vmap
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, stacked
 from fedvlm.engines.client import Answers, Done, Task, World
-from fedvlm.engines.crowd import crowd, measured, sent_to_all
+from fedvlm.engines.crowd import crowd, measured, near, sent_to_all
 from fedvlm.engines.pool import Pool
 from fedvlm.engines.single import adapts, failure, last, one, one_thread
 from fedvlm.errors import FedVLMError
@@ -73,8 +73,9 @@ def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
     width = 4 * prod(world.x.shape[1:])
     out: list[list[Task]] = []
     longest = taken = 0
-    for task in sorted(tasks, key=lambda t: (not t.trains, -len(world.members[t.id].train), t.id)):
-        rows = max(1, len(world.members[task.id].train))
+    count = {task.id: len(world.members[task.id].train) for task in tasks}
+    for task in sorted(tasks, key=lambda t: (not t.trains, -count[t.id], t.id)):
+        rows = max(1, count[task.id])
         local = tensors.count_bytes(task.own)
         fits = (
             bool(out)
@@ -106,7 +107,7 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Don
     """One chunk; if it fails, its clients go one by one, so that the error can name the client."""
     # A tower fills a core by itself, and Adam makes much of what rounding leaves of a zero slope.
     alone = "image tower" in world.method.traits.needs or not isinstance(world.x, Tensor)
-    world = world.near([task.id for task in tasks])
+    world = near(world, [task.id for task in tasks])
     if not tasks[0].trains or alone:
         return {task.id: one(world, number, task) for task in tasks}
     try:
@@ -122,7 +123,7 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Don
 
 def last_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
     """The adaptation of a chunk's clients; of a crowd without one it is all in one product."""
-    world = world.near([task.id for task in tasks])
+    world = near(world, [task.id for task in tasks])
     if not world.crowded or adapts(world.method) or not isinstance(world.x, Tensor):
         return {task.id: last(world, number, task) for task in tasks}
     sent, local = sent_to_all(tasks), tensors.stack([task.own for task in tasks])

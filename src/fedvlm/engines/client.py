@@ -76,7 +76,7 @@ class World(Terms):
         return gather(self, self.reference)[0]
 
     @cached_property
-    def _paged(self) -> Paged | None:
+    def paged(self) -> Paged | None:
         return paged(self.x)
 
     def read(self, rows: NDArray[np.int64]) -> Tensor:
@@ -84,29 +84,11 @@ class World(Terms):
         index = torch.from_numpy(rows)
         if not isinstance(self.x, Tensor):
             return torch.as_tensor(self.x[index])
-        return self.x.index_select(0, index) if self._paged is None else self._paged.take(rows)
+        return self.x.index_select(0, index) if self.paged is None else self.paged.take(rows)
 
     @cached_property
     def crowded(self) -> bool:
         return len(self.members) > CROWD
-
-    def near(self, ids: Sequence[str]) -> "World":
-        """The same for some clients, whose rows are read at once where they are in a file."""
-        if self._paged is None:
-            return self
-        each = [self.members[id] for id in ids]
-        parts = [[one.train, one.validation, one.test, one.calibration] for one in each]
-        rows = np.sort(np.concatenate([part for many in parts for part in many]))
-        rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's
-        members = {
-            id: Part(*(np.searchsorted(rows, part) for part in many))
-            for id, many in zip(ids, parts, strict=True)
-        }
-        y = self.y[torch.from_numpy(rows)]
-        some = replace(self, x=self._paged.read(rows), y=y, members=members)
-        known = {"reference_x": self.reference_x, "crowded": self.crowded}
-        some.__dict__.update(known)  # in the place of what these rows would give
-        return some
 
     @cached_property
     def noises(self) -> int:

@@ -8,10 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
+from torch.nn.utils.rnn import pad_sequence
 
 from fedvlm.core import Client, Tensors, stacked
 from fedvlm.engines.client import (
     SLICE,
+    Part,
     Scores,
     Task,
     World,
@@ -40,6 +42,25 @@ def crowd(world: World, ids: Sequence[str], number: int) -> Client:
     return replace(bare, x=x, y=y, held_x=held_x, held_y=held_y)
 
 
+def near(world: World, ids: Sequence[str]) -> World:
+    """The same for some clients, whose rows are read at once where they are in a file."""
+    if world.paged is None:
+        return world
+    each = [world.members[id] for id in ids]
+    parts = [[one.train, one.validation, one.test, one.calibration] for one in each]
+    rows = np.sort(np.concatenate([part for many in parts for part in many]))
+    rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's
+    members = {
+        id: Part(*(np.searchsorted(rows, part) for part in many))
+        for id, many in zip(ids, parts, strict=True)
+    }
+    y = world.y[torch.from_numpy(rows)]
+    some = replace(world, x=world.paged.read(rows), y=y, members=members)
+    # in the place of what these rows would give
+    some.__dict__.update({"reference_x": world.reference_x, "crowded": world.crowded})
+    return some
+
+
 def pad(clients: Sequence[Client]) -> Client:
     """Clients of unequal size as one Client with a leading client axis."""
 
@@ -48,9 +69,11 @@ def pad(clients: Sequence[Client]) -> Client:
         first = parts[0]
         if all(part.data_ptr() == first.data_ptr() for part in parts) and first.numel():
             return first.expand(len(parts), *first.shape)
+        if first.ndim and all(part.shape[1:] == first.shape[1:] for part in parts):
+            return pad_sequence(parts, batch_first=True, padding_value=empty)
         sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
         out = first.new_full((len(parts), *sizes), empty)
-        for row, part in zip(out, parts, strict=True) if out.numel() else ():
+        for row, part in zip(out, parts, strict=True):
             row[tuple(slice(size) for size in part.shape)] = part
         return out
 

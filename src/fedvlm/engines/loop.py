@@ -24,7 +24,7 @@ from fedvlm.engines.client import (
     World,
     names,
 )
-from fedvlm.engines.lines import disagreement, line_of, means
+from fedvlm.engines.lines import Agreeing, disagreement, line_of, means
 from fedvlm.engines.single import Single, adapts, where
 from fedvlm.engines.state import POOLED, Plan, State, after, choose, chooses, counted
 from fedvlm.errors import SettingsError
@@ -109,9 +109,10 @@ def train(
         if chooses(method, plan) and adapts(method):
             state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
         everyone = (*known, *sorted(plan.unseen))
-        before = state.local
+        before: Mapping[str, Local] = state.local
+        told: dict[str, float] = {}
         if _bulky(terms, state, fresh, everyone):
-            tasks, answers, came, before = _in_parts(
+            tasks, answers, came, before, told = _in_parts(
                 terms, engine, passage, state, fresh, everyone, ids
             )
         else:
@@ -128,6 +129,7 @@ def train(
         if chooses(method, plan) and not adapts(method):
             state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
+        line |= told
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
             line |= disagreement(method, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
@@ -182,26 +184,31 @@ def _in_parts(
     fresh: Local,
     everyone: Sequence[str],
     ids: Sequence[str],
-) -> tuple[list[Task], Answers, Arrived, Mapping[str, Local]]:
+) -> tuple[list[Task], Answers, Arrived, Mapping[str, Local], dict[str, float]]:
     """A round of a large federation: uploads are summed as they come, and none is kept.
 
-    Clients are held against those of their part, and how far they disagree is not told.
+    Clients are held against those of their part, which are of like size: little is padded.
     """
-    tasks: list[Task] = []
+    sizes = terms.members if isinstance(terms, World) else {}
+    by_size = sorted(everyone, key=lambda id: -len(sizes[id].train)) if sizes else everyone
+    tasks: dict[str, Task] = {}
+    told = Agreeing(state.shared)
     done: dict[str, Done] = {}
     total = Summed(sums(terms.method))
     local = state.local
     for first in range(0, len(everyone), PART):
-        some = _tasks(terms.method, state, fresh, everyone[first : first + PART], ids)
+        some = _tasks(terms.method, state, fresh, by_size[first : first + PART], ids)
         answers = engine.round(state.round, some)
         came = _carry(terms, passage, state, state.round, some, answers)
         local = after(local, {id: answers.done[id].local for id in came.ids})
         total.add(came)
-        tasks += [replace(task, local={}) for task in some]
+        told.add(came.uploads)
+        tasks |= {task.id: replace(task, local={}) for task in some}
         done |= {id: replace(one, upload=None, local={}) for id, one in answers.done.items()}
         del some, answers, came
         give_back()  # else what is freed in pieces adds up
-    return tasks, Answers(done), total.whole(), local
+    in_order = [tasks[id] for id in everyone]
+    return in_order, Answers(done), total.whole(), local, told.told()
 
 
 def _carry(
