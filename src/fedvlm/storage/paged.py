@@ -54,7 +54,7 @@ class Paged:
         for first, end, gap in zip(
             starts[:-1].tolist(),
             starts[1:].tolist(),
-            [*(gaps * size).tolist(), 2 * GAP],
+            [*(gaps * size).tolist(), GAP + 1],
             strict=True,
         ):
             asked.append(into[first * size : end * size])
