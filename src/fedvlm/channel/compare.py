@@ -103,11 +103,17 @@ class Round:
         the signs hang on what all have sent, so that nobody can aim at them.
         """
         count, numbers = len(self.uploads), len(self.moved(0))
+        fold = count**2 * numbers > PRODUCTS and numbers > FOLDED
+        if not fold and count * numbers <= DOUBLES << 2:  # all at once, if it is not much
+            every = torch.stack([self.moved(i) for i in range(count)])
+            norms = torch.linalg.vector_norm(every, dim=1, dtype=torch.float64)
+            units = every.float().div_(norms.clamp(min=1e-30)[:, None].float())
+            dots: Tensor = cosines(units) * norms[:, None] * norms
+            return dots
         lengths = [
             torch.linalg.vector_norm(self.moved(i), dtype=torch.float64) for i in range(count)
         ]
         norms = torch.stack(lengths)
-        fold = count**2 * numbers > PRODUCTS and numbers > FOLDED
         width = FOLDED if fold else numbers
         drawn = seeds.generator("folded", *map(float.hex, norms.tolist()))
         signs = torch.randint(0, 2, (numbers,), generator=drawn) if fold else torch.empty(0)
@@ -282,10 +288,8 @@ def apart(
     if len(ids) < COMPARED:
         far[:] = False
     found = {"norm": ratio, "alike": alike, "cosine": cosines}
-    return {
-        id: {**{key: float(one[i]) for key, one in found.items()}, "far": bool(far[i])}
-        for i, id in enumerate(ids)
-    }
+    told = {key: one.tolist() for key, one in found.items()} | {"far": far.tolist()}
+    return {id: {key: one[i] for key, one in told.items()} for i, id in enumerate(ids)}
 
 
 def _alike(norms: Tensor, unit: Tensor) -> Tensor:
