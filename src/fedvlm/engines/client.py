@@ -81,10 +81,10 @@ class World(Terms):
 
     def read(self, rows: NDArray[np.int64]) -> Tensor:
         """(rows, ...) in memory, in the precision in which they are kept."""
-        index = torch.from_numpy(rows)
-        if not isinstance(self.x, Tensor):
-            return torch.as_tensor(self.x[index])
-        return self.x.index_select(0, index) if self.paged is None else self.paged.take(rows)
+        at, x = torch.from_numpy(rows), self.x
+        if not isinstance(x, Tensor):
+            return torch.as_tensor(x[at])
+        return self.paged.take(rows) if self.paged else x.index_select(0, at.to(x.device))
 
     @cached_property
     def crowded(self) -> bool:
@@ -277,9 +277,8 @@ def counted(loss: float, rows: Sequence[int], hits: Sequence[int]) -> Scores:
 def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
     """Loss on the validation rows (training rows if there are none), hits there and on the test.
 
-    At the `last` time also the metrics of the test rows, with what their diagrams are drawn from,
-    and in a simulation the rows' hits and the confusion matrix, which say much of few rows; but
-    not of a crowd.
+    At the `last` time also, but for a crowd, the metrics of the test rows, with what their diagrams
+    are drawn from, and in a simulation the rows' hits and the confusion matrix.
     """
     held, test = judged(world, id)
     rows = np.concatenate([held, test])

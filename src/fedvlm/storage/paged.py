@@ -80,7 +80,9 @@ class Paged:
 
 def paged(x: object) -> Paged | None:
     """How to read the rows of a large tensor that is a private map of a file; None for others."""
-    if not isinstance(x, Tensor) or x.ndim != 2 or x.nbytes <= LARGE or not x.is_contiguous():
+    if not isinstance(x, Tensor) or x.device.type != "cpu" or x.ndim != 2:
+        return None
+    if x.nbytes <= LARGE or not x.is_contiguous():
         return None
     for first, end, offset, inode, path in _maps():
         if first <= x.data_ptr() and x.data_ptr() + x.nbytes <= end:
