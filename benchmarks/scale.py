@@ -100,7 +100,10 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.8), layout="constrained")
     clients = [one["clients"] for one in found]
-    left.plot(clients, [one["peak"] for one in found], "o-", color="#0b6e99")
+    left.plot(clients, [one["peak"] for one in found], "o-", color="#0b6e99", label="rounds, end")
+    before = [one["before"] for one in found]
+    left.plot(clients, before, "o--", color="#7a7a7a", label="table of clients")
+    left.legend(frameon=False, loc="lower right")
     left.set(xscale="log", xlabel="clients", ylabel="peak memory (MB)")
     each = [1000 * one["seconds"] / one["participants"] for one in found]
     right.plot(clients, each, "o-", color="#b5541c")
