@@ -1,46 +1,47 @@
-"""CPU time of a round of many small clients, and the memory it takes, on embeddings it makes.
+"""CPU time of a round of many small clients, and the memory of the run, on embeddings it makes.
 
-python benchmarks/clients.py [--rounds 5] [--methods fedavg,fedprox]
+python benchmarks/clients.py [--rounds 5] [--methods fedavg,fedprox] [--crowds 100,1000]
 100 clients of 82 rows (50 to train on) in minibatches of 10, and 1,000 clients of 5 to 500 rows;
-ten classes, 512 numbers a row, all of them take part. One core, CPU time.
+ten classes, 512 numbers a row, all of them take part. `fedvlm.run` on a store of embeddings, each
+case in a process of its own, so that its peak is its own. One core, CPU time.
 """
 
 import argparse
-import resource
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from time import process_time
 from typing import Any
 
 import torch
 from federation import made
-from figures import say
+from figures import peak, say
 
-from fedvlm.engines.client import World
-from fedvlm.engines.loop import open_engine, start, train
-from fedvlm.engines.state import Plan
-from fedvlm.runner.prepare import prepare
-from fedvlm.runner.settings import build
+import fedvlm
+from fedvlm.encoders.store import save_store
 
-FEW = {f"{i:03}": 82 for i in range(100)}
-MANY = {f"{i:03}": 5 + (i * 331) % 496 for i in range(1000)}
-
-
-def opened(method: dict[str, Any], sizes: dict[str, int]) -> tuple[World, Plan]:
-    """Clients of these sizes, who all take part."""
-    rows = made(sizes, classes=10)
-    own = {"protocol": "own-test", "clients": {"by": "own"}}
-    prepared = prepare(build({"method": method, **own}), rows, 0)
-    [training] = prepared.trainings
-    return prepared.world(training), Plan(training.train, training.unseen)
+SIZES = {
+    "100": {f"{i:03}": 82 for i in range(100)},
+    "1000": {f"{i:03}": 5 + (i * 331) % 496 for i in range(1000)},
+}
 
 
-def round_of(method: dict[str, Any], sizes: dict[str, int], rounds: int) -> float:
-    """Seconds of CPU time of one round, the first left out."""
-    world, plan = opened({**method, "rounds": rounds + 1}, sizes)
-    engine = open_engine("batched", world, 1, rounds)
-    state, fresh = start(world)
+def measure(method: dict[str, Any], rounds: int, store: str, out: Path) -> dict[str, float]:
+    """Milliseconds of CPU time of one round, the first left out, and the peak of the whole run."""
+    torch.set_num_threads(1)
     ends: list[float] = []
-    train(world, engine, plan, state, fresh, lambda state, line: ends.append(process_time()))
-    return (ends[-1] - ends[0]) / rounds
+    fedvlm.run(
+        {**method, "rounds": rounds + 1},
+        encoder=f"store:{store}",
+        protocol="own-test",
+        clients={"by": "own"},
+        workers=1,
+        out=out,
+        progress=lambda what, done, total: ends.append(process_time()),
+    )
+    return {"ms": 1000 * (ends[rounds + 1] - ends[1]) / rounds, "peak": peak() / 1e3}
 
 
 def main() -> None:
@@ -48,19 +49,29 @@ def main() -> None:
     ask.add_argument("--rounds", type=int, default=5)
     ask.add_argument("--methods", default="fedavg,fedprox,scaffold,fedrep,fedot")
     ask.add_argument("--crowds", default="100,1000")
+    ask.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = ask.parse_args()
-    torch.set_num_threads(1)
-    for name in args.methods.split(","):
-        more = {"blocks": 16} if name == "fedot" else {}
-        for crowd in args.crowds.split(","):
-            sizes, batch = (FEW, 10) if crowd == "100" else (MANY, 32)
-            spent = round_of({"name": name, "batch": batch, **more}, sizes, args.rounds)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-            say(
-                f"{name}, {crowd} clients: {1000 * spent:.0f} ms a round, at most {peak:.2f} GB",
-                f"{name}, {crowd} clients",
-                **{"processor ms a round": 1000 * spent, "GB at most": peak},
-            )
+    if args.one:
+        method, store, out = args.one
+        print(json.dumps(measure(json.loads(method), args.rounds, store, Path(out))))
+        return
+    for crowd in args.crowds.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            store = save_store(f"{folder}/rows", made(SIZES[crowd], classes=10))
+            for name in args.methods.split(","):
+                method = {"name": name, "batch": 10 if crowd == "100" else 32}
+                method |= {"blocks": 16} if name == "fedot" else {}
+                command = [sys.executable, __file__, "--rounds", str(args.rounds), "--one"]
+                command += [json.dumps(method), str(store), f"{folder}/{name}"]
+                found = json.loads(
+                    subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+                )
+                case = f"{name}, {crowd} clients"
+                say(
+                    f"{case}: {found['ms']:.0f} ms a round, at most {found['peak']:.2f} GB",
+                    case,
+                    **{"processor ms a round": found["ms"], "GB at most": found["peak"]},
+                )
 
 
 if __name__ == "__main__":

@@ -1,111 +1,93 @@
-"""Memory and CPU time of a round as clients grow from 1,000 to 100,000, of which 1 % take part.
+"""Memory and CPU time of a run as clients grow from 1,000 to 100,000, of which 1 % take part.
 
-python benchmarks/scale.py [--rounds 4] [--plot docs/pictures/scale.svg]
-FedOT in 16 blocks: every client has a map of its own, 64 kB on disk. 20 rows a client, ten classes,
-512 numbers a row, in one file that is memory-mapped. Each size in a process of its own, so that its
-peak is its own. One core, CPU time; a checkpoint after every round is part of it.
+python benchmarks/scale.py [--rounds 4] [--clients 1000,100000] [--plot docs/pictures/scale.svg]
+`fedvlm.run` on a store of embeddings, FedOT in 16 blocks: every client has a map of its own, 64 kB
+on disk. 20 rows a client, ten classes, 512 numbers a row. Each size in a process of its own, so
+that its peak is its own; the peak before the first round (the table of clients is made) and that of
+rounds, last measurement of every client and record are told apart. One core, CPU time.
 """
 
 import argparse
 import json
-import mmap
-import resource
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
-from figures import say
+from figures import peak, say
 
-from fedvlm.core import Frozen, make
-from fedvlm.engines.batched import Batched
-from fedvlm.engines.client import Answers, Done, Part, Task, World
-from fedvlm.engines.loop import start, train
-from fedvlm.engines.state import Plan, State, pack
-from fedvlm.storage.sealed import write_tensors
-from fedvlm.storage.shelf import Shelf
+import fedvlm
 
-SIZES, SHARE = (1_000, 3_000, 10_000, 30_000, 100_000), 0.01
-ROWS, TESTED, CLASSES, DIM = 16, 4, 10, 512
-EACH, FEW = ROWS + TESTED, 16
-
-
-class Members(Mapping[str, Part]):
-    """Clients by number: who has which rows follows from it, and takes no memory."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __getitem__(self, id: str) -> Part:
-        rows = np.arange(int(id) * EACH, (int(id) + 1) * EACH)
-        return Part(rows[:ROWS], rows[:0], rows[ROWS:])
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"{i:06}" for i in range(self.count))
-
-    def __len__(self) -> int:
-        return self.count
-
-
-class Forgetting(Batched):
-    """Lets go of mapped rows after every few clients: the kernel maps far more than is read."""
-
-    rows: mmap.mmap
-
-    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
-        done: dict[str, Done] = {}
-        for first in range(0, len(tasks), FEW):
-            done |= super().round(number, tasks[first : first + FEW]).done
-            self.rows.madvise(mmap.MADV_DONTNEED)
-        return Answers(done)
+SIZES, SHARE = "1000,3000,10000,30000,100000", 0.01
+EACH, CLASSES, DIM = 20, 10, 512
 
 
 def write_rows(path: Path, clients: int) -> None:
-    """Rows around class centres, in half precision, a thousand clients at a time."""
+    """A store of rows around class centres, written a thousand clients at a time."""
     draw = torch.Generator().manual_seed(0)
     unit = torch.nn.functional.normalize
-    centres = unit(torch.randn(CLASSES, DIM, generator=draw), dim=1)
+    text = unit(torch.randn(CLASSES, DIM, generator=draw), dim=1)
+    rows = clients * EACH
+    shapes = {
+        "x": ("F32", [rows, DIM], 4 * rows * DIM),
+        "y": ("I64", [rows], 8 * rows),
+        "clients": ("I32", [rows], 4 * rows),
+        "text": ("F32", [CLASSES, DIM], 4 * CLASSES * DIM),
+    }
+    header, place = {}, 0
+    for name, (dtype, shape, size) in shapes.items():
+        ends = [place, place + size]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": ends}
+        place += size
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)
+    labels = torch.arange(rows) % CLASSES
     with path.open("wb") as file:
-        for first in range(0, clients * EACH, 1000 * EACH):
-            labels = torch.arange(first, min(first + 1000 * EACH, clients * EACH)) % CLASSES
-            noise = 0.08 * torch.randn(len(labels), DIM, generator=draw)
-            file.write(unit(centres[labels] + noise, dim=1).half().numpy().tobytes())
+        file.write(struct.pack("<Q", len(words)) + words)
+        for mine in labels.split(1000 * EACH):
+            noise = 0.08 * torch.randn(len(mine), DIM, generator=draw)
+            file.write(unit(text[mine] + noise, dim=1).numpy().tobytes())
+        file.write(labels.numpy().tobytes())
+        file.write(np.repeat(np.arange(clients, dtype=np.int32), EACH).tobytes())
+        file.write(text.numpy().tobytes())
 
 
 def measure(clients: int, rounds: int, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
-    with (folder / "rows").open("rb") as file:
-        rows = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=3)
-    x = torch.frombuffer(rows, dtype=torch.float16).reshape(-1, DIM)
-    y = torch.arange(len(x)) % CLASSES
-    text = torch.nn.functional.normalize(x[:CLASSES].float(), dim=1)
-    frozen = Frozen(tuple(f"class {i}" for i in range(CLASSES)), DIM, 100.0, text, 0)
-    method = make("fedot", blocks=16, rounds=rounds + 1, batch=8)
-    world = World(method, frozen, 0, x=x, y=y, members=Members(clients))
-    plan = Plan(tuple(world.members), (), fraction=SHARE)
-    state, fresh = start(world)
-    state = replace(state, local=Shelf(folder / "local", plan.train, fresh))
+    base = peak()
     ends: list[float] = []
+    before = []
 
-    def on_round(state: State, line: dict[str, Any]) -> None:
-        write_tensors(folder / "checkpoint", *pack(state))
+    def progress(what: str, done: int, total: int) -> None:
+        if not ends:
+            before.append(peak())
         ends.append(process_time())
 
-    engine = Forgetting(world, 1)
-    engine.rows = rows
-    train(world, engine, plan, state, fresh, on_round)
+    fedvlm.run(
+        {"name": "fedot", "blocks": 16, "rounds": rounds + 1, "batch": 8},
+        encoder=f"store:{folder / 'rows.safetensors'}",
+        protocol="own-test",
+        clients={"by": "own", "shares": [0.8, 0.0, 0.2]},
+        fraction=SHARE,
+        workers=1,
+        out=folder / "run",
+        progress=progress,
+    )
     return {
         "clients": clients,
         "participants": max(1, round(SHARE * clients)),
-        "seconds": (ends[-1] - ends[0]) / rounds,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-        "on_disk": (folder / "rows").stat().st_size / 1e6,
+        "seconds": (ends[rounds + 1] - ends[1]) / rounds,
+        "begin": ends[0],
+        "end": process_time() - ends[rounds + 1],
+        "base": base,
+        "before": before[0],
+        "peak": peak(),
+        "on_disk": (folder / "rows.safetensors").stat().st_size / 1e6,
     }
 
 
@@ -118,7 +100,10 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.8), layout="constrained")
     clients = [one["clients"] for one in found]
-    left.plot(clients, [one["peak"] for one in found], "o-", color="#0b6e99")
+    left.plot(clients, [one["peak"] for one in found], "o-", color="#0b6e99", label="rounds, end")
+    before = [one["before"] for one in found]
+    left.plot(clients, before, "o--", color="#7a7a7a", label="table of clients")
+    left.legend(frameon=False, loc="lower right")
     left.set(xscale="log", xlabel="clients", ylabel="peak memory (MB)")
     each = [1000 * one["seconds"] / one["participants"] for one in found]
     right.plot(clients, each, "o-", color="#b5541c")
@@ -133,6 +118,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__)
     ask.add_argument("--rounds", type=int, default=4)
+    ask.add_argument("--clients", default=SIZES)
     ask.add_argument("--plot", type=Path)
     ask.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = ask.parse_args()
@@ -140,9 +126,9 @@ def main() -> None:
         print(json.dumps(measure(int(args.one[0]), args.rounds, Path(args.one[1]))))
         return
     found = []
-    for clients in SIZES:
+    for clients in map(int, args.clients.split(",")):
         with tempfile.TemporaryDirectory() as folder:
-            write_rows(Path(folder) / "rows", clients)
+            write_rows(Path(folder) / "rows.safetensors", clients)
             command = [sys.executable, __file__, "--rounds", str(args.rounds)]
             command += ["--one", str(clients), folder]
             one = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
@@ -150,8 +136,10 @@ def main() -> None:
         each = 1000 * one["seconds"] / one["participants"]
         say(
             f"{clients:,} clients, {one['participants']:,} a round: {1000 * one['seconds']:.0f} ms "
-            f"a round ({each:.2f} ms each), at most {one['peak']:.0f} MB, rows of "
-            f"{one['on_disk']:.0f} MB on disk",
+            f"a round ({each:.2f} ms each), at most {one['peak']:.0f} MB ({one['base']:.0f} as it "
+            f"starts, {one['before']:.0f} while the table of clients is made), rows of "
+            f"{one['on_disk']:.0f} MB on disk; {one['begin']:.0f} s before the first round, "
+            f"{one['end']:.0f} s after the last",
             f"{clients:,} clients, 1 % of them a round",
             **{"ms a participant": each, "peak MB": one["peak"], "rows MB": one["on_disk"]},
         )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # most of a record is read without torch
 FORMAT = 1  # of what a run leaves on disk; another number is not read
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
 SETTLED = 1e-5  # a larger one is told; below it scikit-learn predicts the same: auto.md
+PLACES = "places"  # where the file beside has whose local tensors, if they are many
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 AUDIT = "audit.json"  # likewise
 AWAY = "away"  # folders of trainings that a cluster is at
@@ -142,31 +143,39 @@ class Record:
 
     def lines(self) -> list[dict[str, Any]]:
         """The whole lines; a line torn by a kill is left out."""
+        return list(self.each_line())
+
+    def each_line(self) -> Iterator[dict[str, Any]]:
+        """The same one by one: those of many clients are long."""
         if not self.lines_path.exists():
-            return []
-        out = []
-        for number, text in enumerate(self.lines_path.read_bytes().split(b"\n")[:-1], 1):
-            try:
-                out.append(unseal_json(text + b"\n", None))
-            except Damaged as error:
-                raise DataError(
-                    f"line {number} of {self.lines_path} is damaged: {error}; run again, into "
-                    "another directory"
-                ) from error
-        return out
+            return
+        with self.lines_path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
+                    return
+                try:
+                    yield unseal_json(text, None)
+                except Damaged as error:
+                    raise DataError(
+                        f"line {number} of {self.lines_path} is damaged: {error}; run again, into "
+                        "another directory"
+                    ) from error
 
     def keep_lines(self, training: str, rounds: int) -> None:
         """Forgets lines of a training that its checkpoint does not know: they will come again."""
-        lines = self.lines()
-        kept = [line for line in lines if line["training"] != training or line["round"] < rounds]
-        if len(kept) < len(lines) or not self.lines_path.exists():
-            self._write_lines(kept)
+
+        def known(line: Mapping[str, Any]) -> bool:
+            return bool(line["training"] != training or line["round"] < rounds)
+
+        if not self.lines_path.exists() or not all(map(known, self.each_line())):
+            self._write_lines(list(filter(known, self.each_line())))
 
     def sort_lines(self, trainings: Sequence[str]) -> None:
         """In the order of the trainings, whichever of them were side by side."""
-        lines, place = self.lines(), {name: number for number, name in enumerate(trainings)}
-        if (ordered := sorted(lines, key=lambda line: place[line["training"]])) != lines:
-            self._write_lines(ordered)
+        place = {name: number for number, name in enumerate(trainings)}
+        order = [place[line["training"]] for line in self.each_line()]
+        if order != sorted(order):
+            self._write_lines(sorted(self.lines(), key=lambda line: place[line["training"]]))
 
     def _write_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
         write(self.lines_path, b"".join(seal_json(line, None) for line in lines))
@@ -209,7 +218,7 @@ class Record:
         it starts from, so the last download stands for the first, which everyone has by `init`.
         """
         moved: dict[tuple[str, str], list[int]] = {}
-        for line in self.lines():
+        for line in self.each_line():
             for id, one in line["clients"].items():
                 if size := one["bytes_up"] + one["bytes_down"]:
                     moved.setdefault((line["training"], id), []).append(size)
@@ -220,7 +229,7 @@ class Record:
     @property
     def far(self) -> list[str]:
         """Which clients were far from the rest in most of their rounds, in words."""
-        return named(self.lines())
+        return named(self.each_line())
 
     @property
     def unsettled(self) -> list[str]:
@@ -243,28 +252,31 @@ class Record:
             for training in self.manifest["trainings"]
         }
 
-    def outcome(self, training: str, seed: int | None = None) -> tuple[Tensors, dict[str, Tensors]]:
+    def outcome(
+        self, training: str, seed: int | None = None
+    ) -> tuple[Tensors, Mapping[str, Tensors]]:
         """What a training ended with: the shared tensors, and the local ones of each client."""
-        tensors, about = read_tensors(self.path_of(training, seed, "safetensors"))
-
-        def group(name: str) -> Tensors:
-            return {k.removeprefix(name): v for k, v in tensors.items() if k.startswith(name)}
-
-        local = {id: group(f"local/{number}/") for number, id in enumerate(about["train"])}
-        return group("shared/"), local
-
-    def local(self, training: str | None = None, seed: int | None = None) -> dict[str, Tensors]:
-        """What each client that trained in a training (the first one if none) keeps at home."""
-        tensors, about = read_tensors(
-            self.path_of(training or self.manifest["trainings"][0], seed, "safetensors")
-        )
-        out: dict[str, Tensors] = {id: {} for id in about["train"]}
+        path = self.path_of(training, seed, "safetensors")
+        tensors, about = read_tensors(path)
+        groups: dict[str, Tensors] = {"shared": {}, "fresh": {}}
+        local: dict[str, Tensors] = {id: {} for id in about["train"]}
         for name, value in tensors.items():
             kind, _, rest = name.partition("/")
-            if kind == "local":
+            if kind in groups:
+                groups[kind][rest] = value
+            elif kind == "local":
                 number, _, key = rest.partition("/")
-                out[about["train"][int(number)]][key] = value
-        return out
+                local[about["train"][int(number)]][key] = value
+        if PLACES not in tensors:
+            return groups["shared"], local
+        from fedvlm.storage.shelf import Saved
+
+        many = path.with_suffix(".clients")
+        return groups["shared"], Saved(many, about["train"], groups["fresh"], tensors[PLACES])
+
+    def local(self, training: str | None = None, seed: int | None = None) -> Mapping[str, Tensors]:
+        """What each client that trained in a training (the first one if none) keeps at home."""
+        return self.outcome(training or self.manifest["trainings"][0], seed)[1]
 
     def path_of(self, training: str, seed: int | None, ending: str) -> Path:
         seeds: Sequence[int] = self.manifest["identity"]["seeds"]

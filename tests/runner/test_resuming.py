@@ -15,6 +15,7 @@ from fedvlm.engines import loop
 from fedvlm.engines import state as states
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner import training as trainings
+from fedvlm.tensors import difference
 
 QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
 
@@ -60,6 +61,7 @@ from fedvlm.engines import loop, state
 from fedvlm.runner import training
 folder, store, at, loop.PART = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 state.SHELVED, training.EVERY = 0, 2.5  # on disk; a checkpoint at the third time, then the sixth
+loop.BULK = 0
 put, times = state.Shelf.put, 0
 training.monotonic = lambda: times
 
@@ -73,6 +75,8 @@ def counted(self, many):
     put(self, many)
 
 state.Shelf.put = counted
+if not at:  # after the last round: local tensors are in the record, scores are not
+    training.write_json = lambda path, value: os.kill(os.getpid(), signal.SIGKILL)
 settings = dict(encoder=f"store:{store}", protocol="own-test", fraction=0.7, workers=1)
 fedvlm.run(dict(name="fedot", blocks=4, rounds=8, rate=1e-3), out=folder, **settings)
 """
@@ -86,16 +90,21 @@ def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round
     method = {"name": "fedot", "blocks": 4, "rounds": 8, "rate": 1e-3}
     settings = {"encoder": f"store:{store}", "protocol": "own-test", "fraction": 0.7, "workers": 1}
     monkeypatch.setattr(loop, "PART", part)
-    if part == 1:
-        monkeypatch.setattr(states, "SHELVED", 0)
+    monkeypatch.setattr(loop, "BULK", 0)
+    memory = fedvlm.run(method, out=tmp_path / "memory", **settings)
+    monkeypatch.setattr(states, "SHELVED", 0)
     fedvlm.run(method, out=tmp_path / "whole", **settings)
     command = [sys.executable, "-c", SHELVED, tmp_path / "torn", store]
-    for at in (5, 4):
+    for at in (5, 4, 0):
         assert subprocess.run([*command, str(at), str(part)]).returncode == -9
         assert (tmp_path / "torn" / "trainings").joinpath("0-all.local").exists()
-    monkeypatch.setattr(states, "SHELVED", 0)
     result = fedvlm.resume(tmp_path / "torn")
     assert files(result.folder) == files(tmp_path / "whole")
+    assert files(result.folder)[0] == files(memory.folder)[0]  # its rounds
+    (shared, local), (same, held) = (one.outcome("all") for one in (result, memory))
+    assert difference(shared, same) == 0 and list(local) == list(held)
+    assert all(difference(local[id], own) == 0 for id, own in held.items())
+    assert not list((result.folder / "trainings").glob("*.local"))
 
 
 def test_resume_of_rows_in_memory_says_what_to_do(rows, tmp_path):

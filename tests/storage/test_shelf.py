@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedvlm.errors import DataError
-from fedvlm.storage.shelf import Shelf
+from fedvlm.storage.shelf import Saved, Shelf
 
 LIKE = {"skew": torch.zeros(2, 3), "age": torch.zeros((), dtype=torch.long)}
 IDS = [f"client-{i}" for i in range(5)]
@@ -54,3 +54,26 @@ def test_tensors_of_other_shapes_are_refused_and_a_flipped_bit_is_seen(tmp_path)
         file.write(b"\x01")
     with pytest.raises(DataError, match="client-0"):
         shelf["client-0"]
+
+
+def test_what_is_saved_is_read_client_by_client_and_others_have_what_all_began_with(tmp_path):
+    shelf = Shelf(tmp_path / "local", [*IDS, "another"], LIKE)
+    shelf.put({"client-3": one(3), "client-0": one(7), "another": one(9)})
+    shelf.mark()
+    shelf.put({"client-0": one(8)})
+    order = IDS[::-1]
+    places = shelf.save(tmp_path / "saved", order)
+    saved = Saved(tmp_path / "saved", order, one(1), places)
+    assert list(saved) == order and len(saved) == 5
+    assert same(saved["client-0"], 8) and same(saved["client-3"], 3) and same(saved["client-1"], 1)
+    saved["client-1"]["skew"] += 1  # the caller's own
+    assert same(saved["client-1"], 1)
+    body = bytearray((tmp_path / "saved").read_bytes())
+    assert len(body) == 2 * shelf.size
+    body[4] ^= 1
+    (tmp_path / "saved").write_bytes(body)
+    with pytest.raises(DataError, match="client-3"):
+        saved["client-3"]
+    (tmp_path / "saved").unlink()
+    with pytest.raises(DataError, match="run again"):
+        saved["client-0"]

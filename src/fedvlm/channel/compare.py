@@ -19,6 +19,7 @@ from fedvlm.parts.robust import RULES, SHARES
 LONGEST = 2.0  # times the median norm: where "median" shortens a change
 DOUBLES = 1 << 22  # numbers that are compared at once: in float64 all would be large
 FEW = 32  # clients up to which every dot is exact
+BLOCK = 128  # of them that are multiplied with the others at once
 PRODUCTS = 1 << 33  # of two numbers, above which the numbers of many clients are folded
 FOLDED = 4096  # numbers that are left of a client then: a cosine is off by 0.016
 HEAVIEST = 4.0  # times the median row count: where it stops to count
@@ -140,8 +141,8 @@ def cosines(many: Tensor) -> Tensor:
         many /= torch.maximum(many.amax(1), -many.amin(1)).clamp(min=1e-30)[:, None]
     lengths = torch.linalg.vector_norm(many, dim=1).clamp(min=1e-30)
     out = torch.zeros(len(many), len(many))
-    for first in range(0, len(many), FEW):
-        rows = slice(first, first + FEW)
+    for first in range(0, len(many), BLOCK):
+        rows = slice(first, first + BLOCK)
         some = many[rows] @ many[first:].mT / lengths[rows, None] / lengths[first:]
         out[rows, first:], out[first:, rows] = some, some.mT
     return out.clamp_(-1, 1).double()

@@ -162,9 +162,9 @@ class Passage:
         for id, upload in uploads.items():
             with judging(id):
                 travels = upload
-                if id not in passed:
-                    if not self.channel.off:  # else all there is to it is what the inbox looks at
-                        validate(upload, self.inbox.local, where(id))
+                if id not in passed and not self.channel.off:
+                    # where it is off, all there is to it is what the inbox looks at
+                    validate(upload, self.inbox.local, where(id))
                     draw = seeded(seeds.generator("channel noise", self.seed, id, number))
                     travels, after[id] = leave(self.channel, upload, sent[id], after[id], draw)
                 whole[id] = arrive(self.channel, travels, sent[id])
@@ -173,6 +173,7 @@ class Passage:
         for id in list(whole):
             with judging(id):
                 self.inbox.check(whole[id], sent[id], rows[id], id, number, where(id))
+        self.inbox.latest = None  # it may be large
         whole = {id: one for id, one in whole.items() if id not in refused}
         ids = list(whole)
         after = {id: after[id] for id in ids}

@@ -71,6 +71,14 @@ class Inbox:
     taken: set[str] = field(default_factory=set)  # clients whose upload of this round has come
     round: int = -1
     first: dict[str, tuple[str, Schema]] = field(default_factory=dict)
+    latest: tuple[Tensors, Schema, str] | None = None  # all may be sent the same
+
+    def _given(self, sent: Tensors) -> tuple[Schema, str]:
+        """What was sent, and the same in one word."""
+        if self.latest is None or self.latest[0] is not sent:
+            known = schema(sent)
+            self.latest = sent, known, str(known)
+        return self.latest[1:]
 
     def take(self, data: bytes, client: str, number: int, where: str) -> tuple[Tensors, int]:
         """The tensors and the row count of a message, which is this client's and this round's."""
@@ -105,7 +113,7 @@ class Inbox:
         self._begin(number)
         groups: dict[str, dict[str, Schema]] = {}
         for id in sorted(uploads):
-            groups.setdefault(str(schema(sent[id])), {})[id] = self._even(uploads[id])
+            groups.setdefault(self._given(sent[id])[1], {})[id] = self._even(uploads[id])
         for given, found in groups.items():
             votes = Counter(str(one) for one in found.values())
             wanted = schema(sent[min(found)]).items()
@@ -143,8 +151,8 @@ class Inbox:
 
     def _like(self, upload: Tensors, sent: Tensors, client: str, where: str) -> None:
         """Who is sent the same uploads the same; a mean is of what was sent."""
-        given, found = schema(sent), self._even(upload)
-        other, first = self.first.setdefault(str(given), (client, found))
+        (given, word), found = self._given(sent), self._even(upload)
+        other, first = self.first.setdefault(word, (client, found))
         _compare(found, first, f"client {other}'s", where)
         if self.method is not None and sums(self.method) in ("rows", "clients") and found:
             _compare(found, {**found, **given}, "what was sent", where)

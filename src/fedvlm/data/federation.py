@@ -1,7 +1,7 @@
 """Rows become clients, each with its own train, validation and test rows."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
 from typing import Protocol
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from fedvlm.data import splits
 from fedvlm.data.clients import Clients
 from fedvlm.data.deals import owners as owners_of
+from fedvlm.data.members import Member, Members
 from fedvlm.data.splits import PARTS, Ints
-from fedvlm.data.table import Dataset, Strings
+from fedvlm.data.table import Dataset, Strings, ranks
 from fedvlm.errors import DataError, unknown
 from fedvlm.seeds import numbers
 
@@ -53,20 +54,8 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Member:
-    """One client of the federation, as row numbers of the table."""
-
-    id: str
-    domain: str  # empty if its rows come from several domains, or from none that is named
-    train: Ints
-    validation: Ints
-    test: Ints
-    calibration: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # nothing else's
-
-
-@dataclass(frozen=True)
 class Division:
-    members: dict[str, Member]  # by id, in order
+    members: Mapping[str, Member]  # by id, in order
     dropped: int  # rows dropped because an earlier part has the same image
     public: Ints  # rows set aside, nobody's
 
@@ -111,7 +100,7 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
     """
     table = _marked(table, whole)
     labels = _checked(table, clients)
-    content = np.asarray(table.content, dtype=np.str_)
+    content = ranks(table.content)
     order = np.lexsort([table.splits, table.clients, labels, table.domains, content])
     kept = _kept(table, clients, whole)
     order = order[kept[order]]
@@ -147,7 +136,8 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
     parts[later] = -1
     if clients.shots:
         _check_trained(table.classes, labels[kept & (parts == 0)])
-    made = {}
+    units = _units(content, groups) if clients.calibration else table.domains
+    made = Members()
     dealt = order[owners[order] >= 0]
     for name, mine in zip(names, _groups(dealt, owners, len(names)), strict=True):
         train, validation, test = (mine[parts[mine] == part] for part in range(len(PARTS)))
@@ -155,12 +145,12 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
         validation = _few(labels, validation, clients.held, "validation shots", seed, name)
         domains = sorted(set(table.domains[mine].tolist()))
         domain = domains[0] if len(domains) == 1 else ""
-        units = content if groups is None else np.where(groups == "", content, groups)
         apart = _apart(validation, clients.calibration or 0.0, units, seed, name)
-        validation = validation[~np.isin(validation, apart)]
-        made[name] = Member(name, domain, train, validation, test, apart)
+        validation = validation[~np.isin(validation, apart)] if len(apart) else validation
+        member = Member(name, domain, train, validation, test, apart)
         only = name.startswith(MARKED)  # rows of one part, and no other
-        _check_member(made[name], (0, 0, 1) if only else clients.shares, len(mine))
+        _check_member(member, (0, 0, 1) if only else clients.shares, len(mine))
+        made.add(member)
     for name in whole:
         if name not in made and name not in table.domains:
             raise unknown("domain or client", name, {*made, *table.domains.tolist()} - {""})
@@ -182,6 +172,12 @@ def _marked(table: Table, whole: Sequence[str]) -> Table:
         domains = np.where(mine, name, table.domains)
         table = Listing(table.classes, table.labels, domains, *columns)
     return table
+
+
+def _units(content: Ints, groups: Strings | None) -> Strings:
+    """(rows,) what stays together when some are set aside: a group, or equal images."""
+    alike = np.char.mod("\x1f%d", content)  # no name of a group begins so
+    return alike if groups is None else np.where(groups == "", alike, groups)
 
 
 def _apart(rows: Ints, share: float, units: Strings, seed: int, name: str) -> Ints:
@@ -263,7 +259,7 @@ def _pools(table: Table, clients: Clients, whole: Sequence[str]) -> Strings:
         return table.domains
     others = table.clients if clients.by == "own" else np.full(len(table.labels), "")
     apart = np.isin(table.domains, list(whole))
-    if both := set(whole) & set(others[~apart].tolist()):
+    if whole and (both := set(whole) & set(others[~apart].tolist())):
         raise DataError(f"{min(both)!r} is both a domain and a client; rename one of them")
     return np.where(apart, table.domains, others)
 

@@ -7,6 +7,7 @@ from a generator the caller has seeded by purpose, so that no file system has a 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import floor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,7 +161,7 @@ def first_of_each(labels: Ints, shots: int, rng: np.random.Generator) -> Ints:
     return np.sort(np.concatenate(chosen)) if chosen else mixed
 
 
-def repeated(content: NDArray[np.str_], parts: Ints) -> NDArray[np.bool_]:
+def repeated(content: NDArray[Any], parts: Ints) -> NDArray[np.bool_]:
     """True for rows whose image is also in an earlier part (train, validation, test)."""
     _, image = np.unique(content, return_inverse=True)
     first = np.full(len(parts), len(PARTS), dtype=np.int64)

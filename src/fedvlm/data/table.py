@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, overload
 from unicodedata import normalize
 
 import numpy as np
@@ -27,6 +27,43 @@ SPLITS = {  # the words people use for the three parts
     "test": "test",
     "testing": "test",
 }
+
+
+class Digests(Sequence[str]):
+    """Hex digests of many rows as an array of their bytes: a fifth of what words would take."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = np.frombuffer(raw, "S32")  # one of 32 bytes that ends in zeros is told apart
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    @overload
+    def __getitem__(self, row: int) -> str: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[str]: ...
+    def __getitem__(self, row: int | slice) -> str | list[str]:
+        if isinstance(row, slice):
+            return [self[one] for one in range(len(self))[row]]
+        return bytes(self.raw[row]).ljust(32, b"\0").hex()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+
+def ranks(content: Sequence[str]) -> NDArray[np.int64]:
+    """(rows,) numbers that are equal and in order where the digests are."""
+    if not isinstance(content, Digests):
+        words = np.asarray(content, dtype=np.str_)
+        return np.asarray(np.unique(words, return_inverse=True)[1], np.int64).reshape(-1)
+    columns = content.raw.view(">u8").reshape(len(content), -1).T  # sorted so, they take less room
+    order = np.lexsort(columns[::-1])
+    new = np.zeros(len(content), np.int64)
+    for column in columns:
+        new[1:] |= column[order][1:] != column[order][:-1]
+    out = np.empty_like(new)
+    out[order] = np.cumsum(new)
+    return out
 
 
 class Source(Protocol):

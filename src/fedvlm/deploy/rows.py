@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.federation import Member
+from fedvlm.data.members import Member
 from fedvlm.data.table import Dataset, Embedded, text
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.policy import Policy

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm.data.table import Strings
+from fedvlm.encoders.cache.folder import directory
 from fedvlm.errors import DataError, unknown
+from fedvlm.storage.paged import gathered, stretches
 
 Columns = dict[str, Any]
 ALIASES = {"features": "x", "labels": "y"}
@@ -80,8 +82,7 @@ def labelled(file: Path, columns: Columns, rows: int) -> tuple[tuple[str, ...], 
 
 def units(file: Path, key: str, values: Tensor, names: Sequence[Any] | None = None) -> Tensor:
     """Float32 rows of unit norm; a row that has no direction is named."""
-    values = values.to(torch.float32)
-    norms = values.norm(dim=1)
+    norms = torch.cat([part.to(torch.float32).norm(dim=1) for _, part in stretches(values)])
     bad = ~torch.isfinite(norms) | (norms == 0)
     if bad.any():
         row = int(bad.nonzero()[0])
@@ -92,11 +93,24 @@ def units(file: Path, key: str, values: Tensor, names: Sequence[Any] | None = No
             "drop or recompute them"
         )
     # keeps rows that are unit already as they are, memory-mapped and bit by bit
-    return values if bool((norms - 1).abs().max() < 1e-6) else normalize(values, dim=1)
+    as_they_are = bool((norms - 1).abs().max() < 1e-6)
+    if as_they_are and values.dtype == torch.float32:
+        return values
+    parts = (part.to(torch.float32) for _, part in stretches(values))
+    made = parts if as_they_are else (normalize(part, dim=1) for part in parts)
+    rows, dim = values.shape
+    return gathered(directory(), (rows, dim), made)
 
 
 def strings(values: Any, rows: int) -> Strings:
-    return np.array([str(one) for one in values] if values is not None else [""] * rows, np.str_)
+    """A column of words; one that says nothing takes no memory."""
+    if values is None:
+        return np.broadcast_to(np.array(""), rows)
+    given = np.asarray(values)
+    if given.dtype.kind not in "iu":
+        return np.array([str(one) for one in values], np.str_)
+    numbers, which = np.unique(given, return_inverse=True)
+    return np.array([str(one) for one in numbers.tolist()])[which]
 
 
 def patches_of(file: Path, values: Any, dim: int) -> Tensor | None:

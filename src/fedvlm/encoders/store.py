@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import Digests, Embedded
 from fedvlm.encoders.columns import (
     ALIASES,
     BY_ROW,
@@ -32,6 +32,7 @@ from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import DataError, EncoderError, nearest, unknown
 from fedvlm.machine import free_memory
 from fedvlm.storage.files import draft, write
+from fedvlm.storage.paged import stretches
 from fedvlm.storage.sealed import Damaged, seal_json, unseal_json
 
 UNPACKED = 64_000_000  # bytes that any .npz may unpack to
@@ -83,8 +84,7 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
         domains = [part[-3] if len(part) > 2 else "" for part in parts]
     content = columns.get("content")
     if content is None:
-        raw = x.numpy()
-        content = [sha256(raw[row].tobytes()).hexdigest() for row in range(rows)]
+        content = digests(x)
     unit = units(file, "x", x, columns.get("paths"))
     embedded = Embedded(
         name=str(columns.get("name", file.stem)),
@@ -94,7 +94,7 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
         domains=strings(domains, rows),
         clients=strings(columns.get("clients"), rows),
         splits=strings(columns.get("splits"), rows),
-        content=[str(one) for one in content],
+        content=content if isinstance(content, Digests) else [str(one) for one in content],
         scale=float(columns.get("scale", 100.0)),
         text=None,
         patches=patches_of(file, columns.get("patches"), unit.shape[1]),
@@ -102,6 +102,15 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
         fingerprint=str(columns.get("fingerprint", digest)),
     )
     return chosen(file, embedded, text_of(file, columns, names, unit.shape[1]), classes)
+
+
+def digests(x: Tensor) -> Digests:
+    """Of every row's own bytes."""
+    out = bytearray()
+    for _, part in stretches(x):
+        for row in part.numpy():
+            out += sha256(row.data).digest()
+    return Digests(bytes(out))
 
 
 def find(path: Path) -> Path:

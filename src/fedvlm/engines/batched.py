@@ -16,10 +16,10 @@ from torch.func import vmap
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, stacked
 from fedvlm.engines.client import Answers, Done, Task, World
-from fedvlm.engines.crowd import crowd, measured, sent_to_all
+from fedvlm.engines.crowd import crowd, measured, near, sent_to_all
 from fedvlm.engines.placed import larger, place_of, resident
 from fedvlm.engines.pool import Pool
-from fedvlm.engines.single import Single, failure, one, one_thread
+from fedvlm.engines.single import adapts, failure, last, one, one_thread
 from fedvlm.errors import FedVLMError
 from fedvlm.machine import cores
 
@@ -57,11 +57,14 @@ class Batched:
         return Answers(done)
 
     def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
+        parts = chunks(self.world, tasks, self.times)
         if self.pool is not None:
-            return Answers(
-                self.pool.round(number, chunks(self.world, tasks, self.times), last=True)
-            )
-        return Single(self.world).adapt(number, tasks)
+            return Answers(self.pool.round(number, parts, last=True))
+        done: dict[str, Done] = {}
+        with one_thread():
+            for part in parts:
+                done.update(last_chunk(self.world, number, part))
+        return Answers(done)
 
     def close(self) -> None:
         if self.pool is not None:
@@ -77,8 +80,9 @@ def chunks(world: World, tasks: Sequence[Task], times: int = 1) -> list[list[Tas
     width = 4 * prod(world.x.shape[1:])
     out: list[list[Task]] = []
     longest = taken = 0
-    for task in sorted(tasks, key=lambda t: (not t.trains, -len(world.members[t.id].train), t.id)):
-        rows = max(1, len(world.members[task.id].train))
+    count = {task.id: len(world.members[task.id].train) for task in tasks}
+    for task in sorted(tasks, key=lambda t: (not t.trains, -count[t.id], t.id)):
+        rows = max(1, count[task.id])
         local = tensors.count_bytes(task.own)
         fits = (
             bool(out)
@@ -110,6 +114,7 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Don
     """One chunk; if it fails, its clients go one by one, so that the error can name the client."""
     # A tower fills a core by itself, and Adam makes much of what rounding leaves of a zero slope.
     alone = "image tower" in world.method.traits.needs or not isinstance(world.x, Tensor)
+    world = near(world, [task.id for task in tasks])
     if not tasks[0].trains or alone:
         return {task.id: one(world, number, task) for task in tasks}
     try:
@@ -121,6 +126,19 @@ def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Don
             one(world, number, task)
         ids = [task.id for task in tasks]
         raise failure(world, number, ids, traceback.format_exc()) from error
+
+
+def last_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:
+    """The adaptation of a chunk's clients; of a crowd without one it is all in one product."""
+    world = near(world, [task.id for task in tasks])
+    if not world.crowded or adapts(world.method) or not isinstance(world.x, Tensor):
+        return {task.id: last(world, number, task) for task in tasks}
+    sent, local = sent_to_all(tasks), tensors.stack([task.own for task in tasks])
+    scores = measured(world, tasks, sent, local)
+    return {
+        task.id: Done(None, task.own, scores[i], len(world.members[task.id].train))
+        for i, task in enumerate(tasks)
+    }
 
 
 def together(world: World, number: int, tasks: Sequence[Task]) -> dict[str, Done]:

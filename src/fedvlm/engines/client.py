@@ -16,9 +16,11 @@ from fedvlm.core import Client, Frozen, Method, Noisy, Tensors, schedule
 from fedvlm.engines.attackers import Attack
 from fedvlm.evaluate.metrics import details, diagrams, every_metric
 from fedvlm.maths import noise
+from fedvlm.storage.paged import Paged, paged
 from fedvlm.tensors import full
 
 SLICE = 64 << 20  # bytes of rows that are predicted at once
+CROWD = 2000  # clients above which each one's scores are counts: their few rows give no curves
 
 
 class Member(Protocol):
@@ -72,6 +74,21 @@ class World(Terms):
     def reference_x(self) -> Any:
         """(references, ...) gathered once, because every client has the same."""
         return gather(self, self.reference)[0]
+
+    @cached_property
+    def paged(self) -> Paged | None:
+        return paged(self.x)
+
+    def read(self, rows: NDArray[np.int64]) -> Tensor:
+        """(rows, ...) in memory, in the precision in which they are kept."""
+        at, x = torch.from_numpy(rows), self.x
+        if not isinstance(x, Tensor):
+            return torch.as_tensor(x[at])
+        return self.paged.take(rows) if self.paged else x.index_select(0, at.to(x.device))
+
+    @cached_property
+    def crowded(self) -> bool:
+        return len(self.members) > CROWD
 
     @cached_property
     def noises(self) -> int:
@@ -166,13 +183,8 @@ def minibatches(world: World, id: str, number: int) -> Tensor:
 
 def gather(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
     index = torch.from_numpy(rows)
-    x = picked(world.x, index) if isinstance(world.x, Tensor) else world.x.take(index)
+    x = world.read(rows) if isinstance(world.x, Tensor) else world.x.take(index)
     return x, world.y[index]
-
-
-def picked(x: Tensor, index: Tensor) -> Tensor:
-    """Rows by number, which may be on a device."""
-    return x.index_select(0, index.to(x.device))
 
 
 def own_world(world: World, id: str) -> World:
@@ -233,18 +245,13 @@ def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tenso
     return torch.cat(drawn)[: order.numel()].reshape(order.shape)
 
 
-def _seen(x: Any, rows: NDArray[np.int64]) -> Any:
-    index = torch.from_numpy(rows)
-    return picked(x, index) if isinstance(x, Tensor) else x[index]
-
-
 def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]) -> Tensor:
     """(rows, classes) logits, computed in slices where rows are large."""
     width = int(np.prod(world.x.shape[1:]))
     size = max(1, SLICE // (4 * width))
     return torch.cat(
         [
-            world.method.predict(world.frozen, sent, local, full(_seen(world.x, part)))
+            world.method.predict(world.frozen, sent, local, full(world.read(part)))
             for part in np.split(rows, range(size, len(rows), size))
         ]
     )
@@ -270,8 +277,8 @@ def counted(loss: float, rows: Sequence[int], hits: Sequence[int]) -> Scores:
 def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = False) -> Scores:
     """Loss on the validation rows (training rows if there are none), hits there and on the test.
 
-    At the `last` time also the metrics of the test rows, with what their diagrams are drawn from,
-    and in a simulation the rows' hits and the confusion matrix, which say much of few rows.
+    At the `last` time also, but for a crowd, the metrics of the test rows, with what their diagrams
+    are drawn from, and in a simulation the rows' hits and the confusion matrix.
     """
     held, test = judged(world, id)
     rows = np.concatenate([held, test])
@@ -281,6 +288,7 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
     loss = torch.nn.functional.cross_entropy(logits[: len(held)], y[: len(held)])
     right = [int(hits[: len(held)].sum()), int(hits[len(held) :].sum())]
     scores = counted(loss.item(), [len(held), len(test)], right)
+    last = last and not world.crowded
     if len(test) and (last or world.metrics):
         p, truth = logits[len(held) :].softmax(dim=1), y[len(held) :]
         scores |= {key: one for key, one in every_metric(p, truth).items() if key != "accuracy"}

@@ -8,10 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
+from torch.nn.utils.rnn import pad_sequence
 
 from fedvlm.core import Client, Tensors, stacked
 from fedvlm.engines.client import (
     SLICE,
+    Part,
     Scores,
     Task,
     World,
@@ -19,7 +21,6 @@ from fedvlm.engines.client import (
     counted,
     judged,
     measure,
-    picked,
     predict,
 )
 from fedvlm.tensors import full
@@ -41,6 +42,25 @@ def crowd(world: World, ids: Sequence[str], number: int) -> Client:
     return replace(bare, x=x, y=y, held_x=held_x, held_y=held_y)
 
 
+def near(world: World, ids: Sequence[str]) -> World:
+    """The same for some clients, whose rows are read at once where they are in a file."""
+    if world.paged is None:
+        return world
+    each = [world.members[id] for id in ids]
+    parts = [[one.train, one.validation, one.test, one.calibration] for one in each]
+    rows = np.sort(np.concatenate([part for many in parts for part in many]))
+    rows = rows[np.diff(rows, prepend=-1) > 0]  # a client may have everyone's
+    members = {
+        id: Part(*(np.searchsorted(rows, part) for part in many))
+        for id, many in zip(ids, parts, strict=True)
+    }
+    y = world.y[torch.from_numpy(rows)]
+    some = replace(world, x=world.paged.read(rows), y=y, members=members)
+    # in the place of what these rows would give
+    some.__dict__.update({"reference_x": world.reference_x, "crowded": world.crowded})
+    return some
+
+
 def pad(clients: Sequence[Client]) -> Client:
     """Clients of unequal size as one Client with a leading client axis."""
 
@@ -49,6 +69,8 @@ def pad(clients: Sequence[Client]) -> Client:
         first = parts[0]
         if all(part.data_ptr() == first.data_ptr() for part in parts) and first.numel():
             return first.expand(len(parts), *first.shape)
+        if first.ndim and all(part.shape[1:] == first.shape[1:] for part in parts):
+            return pad_sequence(parts, batch_first=True, padding_value=empty)
         sizes = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
         out = first.new_full((len(parts), *sizes), empty)
         for row, part in zip(out, parts, strict=True):
@@ -67,7 +89,7 @@ def pad(clients: Sequence[Client]) -> Client:
 def filled(world: World, rows: Tensor) -> tuple[Tensor, Tensor]:
     """(clients, longest, ...) rows and their labels; 0 and -1 where numbers end in -1."""
     real, index = rows >= 0, rows.clamp(min=0).flatten()
-    x = picked(world.x, index).reshape(*rows.shape, *world.x.shape[1:])
+    x = world.read(index.numpy()).reshape(*rows.shape, *world.x.shape[1:])
     for one, count in zip(x, real.sum(1).tolist(), strict=True):
         one[count:] = 0
     return x, torch.where(real, world.y[index].reshape(rows.shape), -1)
@@ -97,7 +119,8 @@ def measured(world: World, tasks: Sequence[Task], sent: Tensors, local: Tensors)
     y = world.y[torch.from_numpy(np.concatenate([rows for part in parts for rows in part]))]
     sizes = [len(rows) for part in parts for rows in part]
     losses = torch.split(torch.nn.functional.cross_entropy(logits, y, reduction="none"), sizes)
-    hits = [int(one.sum()) for one in torch.split(logits.argmax(1) == y, sizes)]
+    right = np.cumsum([0, *(logits.argmax(1) == y).tolist()])
+    hits = np.diff(right[np.cumsum([0, *sizes])]).tolist()
     return [
         counted(losses[i].mean().item(), sizes[i : i + 2], hits[i : i + 2])
         for i in range(0, len(sizes), 2)

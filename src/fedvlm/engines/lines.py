@@ -9,7 +9,7 @@ from fedvlm.engines.client import Done, Scores, Task, here, steps
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
-from fedvlm.maths.conflict import difference_bound, largest_difference, mean_cosine
+from fedvlm.maths.conflict import Agreement, difference_bound, largest_difference, mean_cosine
 
 
 def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
@@ -28,6 +28,24 @@ def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
         "accuracy": accuracy(scores, train, "test"),
         "unseen": accuracy(scores, plan.unseen, "test"),
     }
+
+
+class Agreeing:
+    """The mean cosine of `disagreement`, of uploads that come one part after the other."""
+
+    def __init__(self, shared: Tensors) -> None:
+        self.shared = shared
+        self.keys = sorted(key for key in shared if shared[key].is_floating_point())
+        self.known = Agreement([shared[key] for key in self.keys])
+        self.able = bool(shared)
+
+    def add(self, uploads: Sequence[Tensors]) -> None:
+        self.able &= all(one.keys() == self.shared.keys() for one in uploads)
+        for one in uploads if self.able else ():
+            self.known.add([one[key] for key in self.keys])
+
+    def told(self) -> dict[str, float]:
+        return {"cosine": self.known.mean()} if self.able and self.known.clients > 1 else {}
 
 
 def disagreement(

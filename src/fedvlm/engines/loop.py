@@ -24,16 +24,15 @@ from fedvlm.engines.client import (
     World,
     names,
 )
-from fedvlm.engines.lines import disagreement, line_of, means
-from fedvlm.engines.single import Single, where
-from fedvlm.engines.state import POOLED, Plan, State, after, counted
+from fedvlm.engines.lines import Agreeing, disagreement, line_of, means
+from fedvlm.engines.single import Single, adapts, where
+from fedvlm.engines.state import POOLED, Plan, State, after, choose, chooses, counted
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.scores import accuracy
 from fedvlm.machine import give_back
-from fedvlm.parts import nothing
 from fedvlm.storage.shelf import Shelf
 
 PART = 128  # clients of a large federation whose tensors are in memory at once
+BULK = 64 << 20  # bytes of a round's uploads and local tensors above which it is large
 
 
 class Engine(Protocol):
@@ -110,8 +109,12 @@ def train(
         if chooses(method, plan) and adapts(method):
             state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
         everyone = (*known, *sorted(plan.unseen))
-        if isinstance(state.local, Shelf) and len(everyone) > PART and adds_up(terms):
-            tasks, answers, came = _in_parts(terms, engine, passage, state, fresh, everyone, ids)
+        before: Mapping[str, Local] = state.local
+        told: dict[str, float] = {}
+        if _bulky(terms, state, fresh, everyone):
+            tasks, answers, came, before, told = _in_parts(
+                terms, engine, passage, state, fresh, everyone, ids
+            )
         else:
             tasks = _tasks(method, state, fresh, everyone, ids)
             answers = attacked(terms, plan.train, number, tasks, engine.round(number, tasks))
@@ -126,6 +129,7 @@ def train(
         if chooses(method, plan) and not adapts(method):
             state = choose(plan, state, scores)
         line: dict[str, Any] = {"round": number, **means(plan, scores)}
+        line |= told
         if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
             line |= disagreement(method, state.shared, came.uploads, {id: done[id] for id in ids})
         line["clients"] = {
@@ -138,10 +142,10 @@ def train(
         kept = {**state.channel, **came.kept}
         if terms.channel.noise:
             line["epsilon"] = spent_epsilon(terms.channel, kept)
-        local = after(state.local, {id: done[id].local for id in ids if id not in came.settled})
+        local = after(before, {id: done[id].local for id in ids if id not in came.settled})
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
         # A tower of every client is large, a state is not.
-        del answers, done, tasks, came, shared, local
+        del answers, done, tasks, came, shared, local, before
         if "image tower" in method.traits.needs:
             give_back()
         on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
@@ -164,6 +168,14 @@ def _tasks(
     ]
 
 
+def _bulky(terms: Terms, state: State, fresh: Local, ids: Sequence[str]) -> bool:
+    """Whether what a round's clients hold and send is not to be in memory at once."""
+    if len(ids) <= PART or isinstance(fresh, Kept) or not adds_up(terms):
+        return False
+    each = tensors.count_bytes(state.shared) + 2 * tensors.count_bytes(fresh)
+    return each * len(ids) > BULK
+
+
 def _in_parts(
     terms: Terms,
     engine: Engine,
@@ -172,23 +184,31 @@ def _in_parts(
     fresh: Local,
     everyone: Sequence[str],
     ids: Sequence[str],
-) -> tuple[list[Task], Answers, Arrived]:
+) -> tuple[list[Task], Answers, Arrived, Mapping[str, Local], dict[str, float]]:
     """A round of a large federation: uploads are summed as they come, and none is kept.
 
-    Clients are held against those of their part, and how far they disagree is not told.
+    Clients are held against those of their part, which are of like size: little is padded.
     """
-    tasks: list[Task] = []
+    sizes = terms.members if isinstance(terms, World) else {}
+    by_size = sorted(everyone, key=lambda id: -len(sizes[id].train)) if sizes else everyone
+    tasks: dict[str, Task] = {}
+    told = Agreeing(state.shared)
     done: dict[str, Done] = {}
     total = Summed(sums(terms.method))
+    local = state.local
     for first in range(0, len(everyone), PART):
-        some = _tasks(terms.method, state, fresh, everyone[first : first + PART], ids)
+        some = _tasks(terms.method, state, fresh, by_size[first : first + PART], ids)
         answers = engine.round(state.round, some)
         came = _carry(terms, passage, state, state.round, some, answers)
-        after(state.local, {id: answers.done[id].local for id in came.ids})
+        local = after(local, {id: answers.done[id].local for id in came.ids})
         total.add(came)
-        tasks += [replace(task, local={}) for task in some]
+        told.add(came.uploads)
+        tasks |= {task.id: replace(task, local={}) for task in some}
         done |= {id: replace(one, upload=None, local={}) for id, one in answers.done.items()}
-    return tasks, Answers(done), total.whole()
+        del some, answers, came
+        give_back()  # else what is freed in pieces adds up
+    in_order = [tasks[id] for id in everyone]
+    return in_order, Answers(done), total.whole(), local, told.told()
 
 
 def _carry(
@@ -215,15 +235,6 @@ def _carry(
     )
 
 
-def chooses(method: Any, plan: Plan) -> bool:
-    """Whether there are rounds to choose between; a method of one exchange is not without it."""
-    return plan.selection != "last" and method.rounds > 1
-
-
-def adapts(method: Any) -> bool:
-    return type(method).adapt is not nothing
-
-
 def _reported(
     terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local
 ) -> dict[str, Scores]:
@@ -233,23 +244,6 @@ def _reported(
     verb, those = (engine.adapt, plan.train) if adapts(method) else (engine.round, ())
     answers = verb(method.rounds, _tasks(method, state, fresh, everyone, those))
     return {id: one.scores for id, one in answers.done.items()}
-
-
-def choose(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
-    """Keeps the state if it scores better than every one before it, as the selection says."""
-    if plan.selection == "validation":
-        score = accuracy(scores, plan.train, "validation") or 0.0
-    else:
-        score = accuracy(scores, {*plan.train, *plan.unseen}, "test") or 0.0
-    if score <= state.best:
-        return state
-    return replace(
-        state,
-        best=score,
-        best_round=state.round,
-        best_shared=state.shared,
-        best_local=dict(state.local),
-    )
 
 
 @dataclass(frozen=True)
@@ -278,16 +272,21 @@ def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local)
     local: dict[str, Local] = {}
     maps: dict[str, Mapping[str, float]] = {}
     trains = set(plan.train)
+    untouched: Mapping[str, float] | None = None
     for first in range(0, len(everyone), max(1, size)):
         tasks = _tasks(method, state, fresh, everyone[first : first + size], trains)
         done = engine.adapt(method.rounds, tasks).done
         own = {id: done[id] for id in sorted(done) if id in trains}
         scores |= {id: done[id].scores for id in sorted(done)}
-        maps |= {id: _describe(terms, state.shared, one) for id, one in own.items()}
+        for id, one in own.items():
+            # those who never took part are all alike
+            known = untouched if one.local is fresh else None
+            maps[id] = _describe(terms, state.shared, one) if known is None else known
+            untouched = maps[id] if one.local is fresh else untouched
         new = {id: one.local for id, one in own.items()}
         if shelf is None:
             local |= new
-        else:
+        elif adapts(method):
             after(shelf, new)
     return Outcome(state.round, state.shared, local if shelf is None else shelf, scores, maps)
 

@@ -167,8 +167,7 @@ def lost(number: int) -> FederationError:
 
 def serve(line: Line, others: "Sequence[Connection[Any, Any]]", world: World) -> None:
     """A worker's life: take a chunk, answer, until the pipe closes."""
-    from fedvlm.engines.batched import run_chunk
-    from fedvlm.engines.single import last as adapted
+    from fedvlm.engines.batched import last_chunk, run_chunk
 
     for other in others:  # inherited ends would keep a pipe open after the server is gone
         other.close()
@@ -185,10 +184,7 @@ def serve(line: Line, others: "Sequence[Connection[Any, Any]]", world: World) ->
                 line.sent = line.get(task.sent)
             tasks.append(replace(task, sent=line.sent, local=line.get(task.own)))
         try:
-            if last:
-                done = {task.id: adapted(world, number, task) for task in tasks}
-            else:
-                done = run_chunk(world, number, tasks)
+            done = (last_chunk if last else run_chunk)(world, number, tasks)
             line.give(("done", {id: _written(line, one) for id, one in done.items()}))
         except FedVLMError as error:
             line.give(("error", error))

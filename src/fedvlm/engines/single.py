@@ -6,10 +6,12 @@ from contextlib import contextmanager
 
 import torch
 
+from fedvlm.core import Method
 from fedvlm.engines.client import Answers, Done, Task, Terms, World, client, measure
 from fedvlm.engines.placed import resident
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import give_back
+from fedvlm.parts import nothing
 
 
 class Single:
@@ -60,11 +62,15 @@ def last(world: World, number: int, task: Task) -> Done:
     """A client's adaptation after the rounds, and how it fares then; an unseen one has none."""
     with naming(world, number, task.id):
         local = task.own
-        if task.trains:
+        if task.trains and adapts(world.method):
             own = client(world, task.id, number)
             local = world.method.adapt(world.frozen, task.sent, task.own, own)
         scores = measure(world, task.sent, local, task.id, last=True)
         return Done(None, local, scores, len(world.members[task.id].train))
+
+
+def adapts(method: Method) -> bool:
+    return type(method).adapt is not nothing
 
 
 @contextmanager

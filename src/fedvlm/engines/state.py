@@ -7,14 +7,15 @@ from typing import Any, Literal
 import torch
 
 from fedvlm.core import Method, Tensors
-from fedvlm.engines.client import Kept, Local, here
+from fedvlm.engines.client import Kept, Local, Scores, here
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.scores import accuracy
 from fedvlm.storage.shelf import Shelf
 from fedvlm.tensors import count_bytes
 
 PLACES = "places"  # where a shelf has what the state knows
 POOLED = "pooled"  # the client that has everyone's rows, where a run asks for it
-SHELVED = 1 << 30  # bytes of all clients' local tensors above which they are kept on disk
+SHELVED = 64 << 20  # bytes of all clients' local tensors above which they are kept on disk
 Selection = Literal["last", "validation", "oracle"]
 
 
@@ -54,6 +55,28 @@ def counted(method: Method, plan: Plan, state: State) -> State:
         )
     count = torch.full_like(state.shared[name], len(plan.train))
     return replace(state, shared={**state.shared, name: count})
+
+
+def chooses(method: Any, plan: Plan) -> bool:
+    """Whether there are rounds to choose between; a method of one exchange is not without it."""
+    return plan.selection != "last" and method.rounds > 1
+
+
+def choose(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
+    """Keeps the state if it scores better than every one before it, as the selection says."""
+    if plan.selection == "validation":
+        score = accuracy(scores, plan.train, "validation") or 0.0
+    else:
+        score = accuracy(scores, {*plan.train, *plan.unseen}, "test") or 0.0
+    if score <= state.best:
+        return state
+    return replace(
+        state,
+        best=score,
+        best_round=state.round,
+        best_shared=state.shared,
+        best_local=dict(state.local),
+    )
 
 
 def shelves(plan: Plan, fresh: Local) -> bool:

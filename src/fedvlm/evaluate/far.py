@@ -1,12 +1,12 @@
 """Who was far from the rest, of what a channel noted of every round; a record is read by it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 OFTEN = 0.7  # share of a client's rounds above which it is named
 
 
-def named(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+def named(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """Who was far from the rest in most of its rounds of a training, in words."""
     seen: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for line in lines:

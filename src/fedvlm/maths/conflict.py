@@ -31,6 +31,29 @@ def mean_cosine(start: Sequence[Tensor], ends: Sequence[Sequence[Tensor]]) -> fl
     return (square - moved) / pairs if pairs else float("nan")
 
 
+class Agreement:
+    """`mean_cosine` of clients that come one by one: no two of them have to be there at once."""
+
+    def __init__(self, start: Sequence[Tensor]) -> None:
+        self.start, self.clients, self.moved = start, 0, 0
+        # The sum of unit vectors has every pair in its square.
+        self.totals = [torch.zeros(one.shape, dtype=torch.float64) for one in start]
+
+    def add(self, end: Sequence[Tensor]) -> None:
+        moves = [_move(one, first) for one, first in zip(end, self.start, strict=True)]
+        length = sum(one.square().sum().item() for one in moves) ** 0.5
+        self.clients += 1
+        if length > 0:
+            self.moved += 1
+            for total, move in zip(self.totals, moves, strict=True):
+                total += move.div_(length)
+
+    def mean(self) -> float:
+        square = sum(one.square().sum().item() for one in self.totals)
+        pairs = self.clients * (self.clients - 1)
+        return (square - self.moved) / pairs if pairs else float("nan")
+
+
 def _move(end: Tensor, start: Tensor) -> Tensor:
     return (end - start).double()
 

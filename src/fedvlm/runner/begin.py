@@ -9,6 +9,7 @@ import numpy as np
 from fedvlm.data.federation import Division
 from fedvlm.data.table import Embedded
 from fedvlm.engines.attackers import attackers
+from fedvlm.machine import give_back
 from fedvlm.record import DESCRIPTIONS, Record
 from fedvlm.runner import memory as room
 from fedvlm.runner import tune
@@ -84,6 +85,7 @@ def begin(settings: Settings, need: Need) -> list[Prepared]:
         record.clear()
     if rows.descriptions is not None:
         write_tensors(record.folder / DESCRIPTIONS, {"common": rows.descriptions}, {})
+    give_back()  # of many rows, what dividing them took
     return seeds
 
 

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from fedvlm.core import Frozen, Method
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import Division, Listing, Member
-from fedvlm.data.table import Embedded
+from fedvlm.data.federation import Division, Listing
+from fedvlm.data.members import Member
+from fedvlm.data.table import Embedded, ranks
 from fedvlm.engines.client import World, measure
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate.protocols.base_to_new import NEW
@@ -85,7 +86,7 @@ def plain(clients: Clients) -> Clients:
 
 def tested(base: Embedded, new: Division, ids: Collection[str]) -> dict[str, Member]:
     """The new half's test rows of each client; no image of the base half is among them."""
-    content = np.asarray(base.content, dtype=np.str_)
+    content = ranks(base.content)
     known = np.unique(content[base.labels >= 0])
     none = np.zeros(0, np.int64)
     found = {}

@@ -5,7 +5,8 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from fedvlm.data.federation import Division, Member
+from fedvlm.data.federation import Division
+from fedvlm.data.members import Member
 from fedvlm.data.table import Embedded
 from fedvlm.errors import listing
 

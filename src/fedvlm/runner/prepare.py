@@ -19,7 +19,8 @@ from fedvlm.data.arrays import MEMORY
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import dealt
-from fedvlm.data.federation import Division, Listing, Member, divide
+from fedvlm.data.federation import Division, Listing, divide
+from fedvlm.data.members import Member
 from fedvlm.data.table import Embedded
 from fedvlm.engines.attack import mislabelled
 from fedvlm.engines.client import Terms, World, own_world
@@ -34,6 +35,7 @@ from fedvlm.evaluate.protocols.source_target import EACH
 from fedvlm.runner import halves, warm
 from fedvlm.runner.load import meet
 from fedvlm.runner.settings import Settings, attack_of
+from fedvlm.storage.paged import stretches
 
 Ints = NDArray[np.int64]
 THIRD = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by
@@ -77,13 +79,22 @@ class Prepared:
 
     def world(self, training: Training) -> World:
         """All that one training works on."""
-        members = {id: one for id, one in self.division.members.items() if id in training.train}
-        members |= {id: self._unseen(id) for id in training.unseen}
-        if self.centralised:
-            members[POOLED] = pooled([members[id] for id in training.train])
+        members = self._members(training)
         texts = dealt(self.rows.texts, self.division.members)
         world = self._world(members, texts, self.reference(training))
         return mislabelled(world, training.train)
+
+    def _members(self, training: Training) -> Mapping[str, Member]:
+        everyone = self.division.members
+        plain = not (training.unseen or self.centralised)
+        if plain and len(training.train) == len(everyone):
+            return everyone  # which many clients take no memory in
+        train = set(training.train)
+        members = {id: one for id, one in everyone.items() if id in train}
+        members |= {id: self._unseen(id) for id in training.unseen}
+        if self.centralised:
+            members[POOLED] = pooled([members[id] for id in training.train])
+        return members
 
     def new_world(self) -> World:
         """What the test rows of new classes are measured on, when all training is over."""
@@ -254,13 +265,14 @@ def template_of(rows: Frozen | Embedded) -> dict[str, str]:
 def check_rows(settings: Settings, rows: Embedded) -> None:
     """Refuses rows no method can use, before any work."""
     # A sum is finite only if all its numbers are, and takes no second copy of the rows.
-    bad = (~rows.x.sum(dim=1).isfinite()).nonzero().flatten().tolist()
+    sums = torch.cat([part.sum(dim=1) for _, part in stretches(rows.x)])
+    bad = (~sums.isfinite()).nonzero().flatten().tolist()
     if bad:
         raise DataError(
             f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
             "encode them again, or leave those rows out"
         )
-    outside = [i for i in set(rows.labels.tolist()) if not 0 <= i < len(rows.classes)]
+    outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < len(rows.classes)]
     if outside:
         raise DataError(
             f"label {outside[0]} is outside the {len(rows.classes)} classes (0 to "

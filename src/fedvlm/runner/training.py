@@ -14,7 +14,7 @@ from fedvlm.engines.loop import Engine, Outcome, finish, train, unheard
 from fedvlm.engines.state import Plan, State, after, pack, shelves, unpack
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
-from fedvlm.record import Record
+from fedvlm.record import PLACES, Record
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
@@ -62,7 +62,7 @@ def carry_out(
     with closing(engine):
         state = train(terms, engine, plan, state, fresh, on_round, on_sum=on_sum)
         outcome = finish(terms, engine, plan, state, fresh)
-    _save(record.folder / "trainings", name, training, outcome)
+    _save(record.folder / "trainings", name, training, outcome, fresh)
     checkpoint.unlink(missing_ok=True)
     if shelf is not None:
         shelf.close()
@@ -87,12 +87,22 @@ def finished(record: Record, name: str) -> scores.Results | None:
     return dict(read_json(final)["scores"]) if final.exists() else None
 
 
-def _save(folder: Path, name: str, training: Training, outcome: Outcome) -> None:
+def _save(folder: Path, name: str, training: Training, outcome: Outcome, fresh: Local) -> None:
     tensors = {f"shared/{key}": value for key, value in outcome.shared.items()}
+    if isinstance(outcome.local, Shelf):  # too many to be in memory at once
+        tensors[PLACES] = outcome.local.save(folder / f"{name}.clients", training.train)
+        tensors |= {f"fresh/{key}": value for key, value in here(fresh).items()}
+    else:
+        tensors |= _numbered(training, outcome)
+    about = {"round": outcome.round, "train": training.train, "unseen": training.unseen}
+    write_tensors(folder / f"{name}.safetensors", tensors, about)
+    write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})
+
+
+def _numbered(training: Training, outcome: Outcome) -> Tensors:
+    tensors: Tensors = {}
     for number, id in enumerate(training.train):  # numbered, because an id may hold anything
         own = outcome.local.get(id, {})  # none from a client that did not answer in the end
         if not isinstance(own, Kept):
             tensors |= {f"local/{number}/{key}": value for key, value in own.items()}
-    about = {"round": outcome.round, "train": training.train, "unseen": training.unseen}
-    write_tensors(folder / f"{name}.safetensors", tensors, about)
-    write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})
+    return tensors

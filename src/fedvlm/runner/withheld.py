@@ -15,6 +15,8 @@ def withheld(
 ) -> list[str]:
     """What stays at the clients because a class has too few rows there, for the run's owner."""
     least = (method.traits.smallest if method else None) or 1
+    if least <= 1:
+        return []
     counts = {id: np.bincount(labels[one.train], minlength=classes) for id, one in members.items()}
     small = {id: int(((one > 0) & (one < least)).sum()) for id, one in counts.items()}
     held = sum(int((one > 0).sum()) for one in counts.values())

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import file_digest, sha256
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from fedvlm.errors import DataError, nearest
-from fedvlm.storage.files import write
+from fedvlm.storage.files import draft, write
 
 if TYPE_CHECKING:  # what is JSON is read without torch
     from fedvlm.tensors import Tensors
 
+PIECES = 1 << 16  # of JSON that are written at once
 INDEX = "index.json"  # of a folder, with the digest of every other file
 
 
@@ -89,13 +91,29 @@ TAIL = re.compile(rb'"[^"]*": "[0-9a-f]{64}"\s*\}\s*$')
 
 def seal_json(value: Any, indent: int | None = 1) -> bytes:
     """As JSON, an object with a checksum over the text that it has without one."""
+    return b"".join(_sealed(value, indent))
 
-    def dump(one: Any) -> bytes:
-        return json.dumps(one, indent=indent, ensure_ascii=False).encode()
 
-    if isinstance(value, Mapping):
-        value = {**value, SEAL: sha256(dump(value)).hexdigest()}
-    return dump(value) + b"\n"
+def _sealed(value: Any, indent: int | None) -> Iterator[bytes]:
+    """The same in pieces: of many clients the whole is a multiple of what it tells."""
+    encoder = json.JSONEncoder(indent=indent, ensure_ascii=False)
+    if not isinstance(value, Mapping):
+        yield encoder.encode(value).encode() + b"\n"
+        return
+    total, end = sha256(), b"}" if indent is None or not value else b"\n}"
+    pieces = iter([encoder.encode(value)]) if indent is None else encoder.iterencode(value)
+    left = b""
+    while some := "".join(islice(pieces, PIECES)):
+        text = left + some.encode()
+        left = text[-len(end) :]
+        total.update(text[: -len(end)])
+        yield text[: -len(end)]
+    total.update(left)
+    seal = f'"{SEAL}": "{total.hexdigest()}"'.encode()
+    between, before = (b", ", b"") if indent is None else (b",\n" + b" " * indent, b"\n")
+    if not value:
+        between = between[1:] if before else b""
+    yield between + seal + before + b"}\n"
 
 
 def unseal_json(data: bytes, indent: int | None = 1) -> Any:
@@ -106,14 +124,26 @@ def unseal_json(data: bytes, indent: int | None = 1) -> Any:
         raise Damaged(str(error)) from error
     if not isinstance(value, dict):
         return value
-    sealed = value.pop(SEAL, None) is not None
-    if TAIL.search(data) if not sealed else data != seal_json(value, indent):
+    sealed = value.pop(SEAL, None)
+    if TAIL.search(data) if sealed is None else not _whole(data, str(sealed), not value, indent):
         raise Damaged("its checksum does not fit")
     return value
 
 
+def _whole(data: bytes, seal: str, bare: bool, indent: int | None) -> bool:
+    """Whether the text is what the seal at its end was taken of."""
+    if bare:
+        return data == seal_json({}, indent)
+    line, end = (b", ", b"}") if indent is None else (b",\n" + b" " * indent, b"\n}")
+    tail = line + f'"{SEAL}": "{seal}"'.encode() + end + b"\n"
+    total = sha256(memoryview(data)[: -len(tail)])
+    total.update(end)
+    return data.endswith(tail) and total.hexdigest() == seal
+
+
 def write_json(path: Path, value: Any) -> None:
-    write(path, seal_json(value))
+    with draft(path) as beside, beside.open("wb") as file:
+        file.writelines(_sealed(value, 1))
 
 
 def read_json(path: Path) -> Any:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedvlm.errors import DataError
-from fedvlm.storage.files import disk, folder
-from fedvlm.tensors import Tensors, count_bytes
+from fedvlm.storage.files import disk, draft, folder
+from fedvlm.tensors import Tensors, copy, count_bytes
 
 SEAL = 16  # bytes of a record's digest
 
@@ -38,15 +38,7 @@ class Shelf(Mapping[str, Tensors]):
         if not self.now[number]:
             raise KeyError(id)
         data = os.pread(self.file, self.size, self._place(number))
-        body = bytearray(data[:-SEAL])
-        if len(data) != self.size or _digest(id, body) != data[-SEAL:]:
-            raise DataError(f"{self.path} is damaged: the tensors of {id}; delete it and run again")
-        out, first = {}, 0
-        for key, one in self.like.items():
-            held = torch.frombuffer(body, dtype=one.dtype, count=one.numel(), offset=first)
-            out[key] = held.reshape(one.shape)
-            first += one.numel() * one.element_size()
-        return out
+        return _checked(self.path, id, data, self.like)
 
     def __iter__(self) -> Iterator[str]:
         return (id for id, number in self.number.items() if self.now[number])
@@ -72,6 +64,15 @@ class Shelf(Mapping[str, Tensors]):
         self.marked = marked.numpy().copy()
         self.now = self.marked.copy()
 
+    def save(self, path: Path, ids: Sequence[str]) -> Tensor:
+        """What these have into a file of the record; (ids,) whose is which of it, -1 for none."""
+        numbers = np.array([self.number[id] for id in ids], np.int64)
+        places = np.where(self.now[numbers] > 0, np.cumsum(self.now[numbers] > 0) - 1, -1)
+        with draft(path) as beside, beside.open("wb") as file:
+            for number in numbers[places >= 0].tolist():
+                file.write(os.pread(self.file, self.size, self._place(number)))
+        return torch.from_numpy(places)
+
     def close(self) -> None:
         """The file goes with it: what is to stay is in the training's outcome."""
         os.close(self.file)
@@ -91,6 +92,43 @@ class Shelf(Mapping[str, Tensors]):
             )
         arrays = (given[key].detach().contiguous().reshape(-1) for key in self.like)
         return b"".join(one.view(torch.uint8).numpy().tobytes() for one in arrays)
+
+
+class Saved(Mapping[str, Tensors]):
+    """What `save` wrote, read client by client; who is not in it has what everyone began with."""
+
+    def __init__(self, path: Path, ids: Sequence[str], fresh: Tensors, places: Tensor) -> None:
+        self.path, self.fresh = path, fresh
+        self.place = dict(zip(ids, places.tolist(), strict=True))
+
+    def __getitem__(self, id: str) -> Tensors:
+        place, size = self.place[id], count_bytes(self.fresh) + SEAL
+        if place < 0:
+            return copy(self.fresh)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(place * size)
+                return _checked(self.path, id, file.read(size), self.fresh)
+        except FileNotFoundError as error:
+            raise DataError(f"there is no {self.path}; run again") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.place)
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+
+def _checked(path: Path, id: str, data: bytes, like: Tensors) -> Tensors:
+    body = bytearray(data[:-SEAL])
+    if len(data) != count_bytes(like) + SEAL or _digest(id, body) != data[-SEAL:]:
+        raise DataError(f"{path} is damaged: the tensors of {id}; delete it and run again")
+    out, first = {}, 0
+    for key, one in like.items():
+        held = torch.frombuffer(body, dtype=one.dtype, count=one.numel(), offset=first)
+        out[key] = held.reshape(one.shape)
+        first += one.numel() * one.element_size()
+    return out
 
 
 def _digest(id: str, body: bytes | bytearray) -> bytes:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import Dataset, Embedded
+from fedvlm.data.table import Dataset, Digests, Embedded
 from fedvlm.encoders.cache.folder import Entry, directory, only, use
 from fedvlm.encoders.cache.images import Images
 from fedvlm.encoders.cache.locks import Claims
@@ -23,6 +23,7 @@ from fedvlm.encoders.interface import BATCH, Batching, Encoder, Vectors
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.errors import EncoderError
 from fedvlm.machine import cores
+from fedvlm.storage.paged import STRETCH, gathered
 
 FEW_BYTES = 16_000_000  # of images; they are decoded before worker processes have started
 
@@ -81,13 +82,13 @@ def embed(
         embedded = Embedded(
             name=dataset.name,
             classes=dataset.classes,
-            x=_unit(tables.pooled.read(content)),
+            x=_units(tables.pooled, content),
             labels=dataset.labels[rows],
             domains=dataset.domains[rows],
             clients=dataset.clients[rows],
             splits=dataset.splits[rows],
             groups=None if dataset.groups is None else dataset.groups[rows],
-            content=[digest.hex() for digest in content],
+            content=Digests(b"".join(content)),
             scale=encoder.scale,
             text=text,
             patches=None if grid is None else _grid(grid, content),
@@ -224,6 +225,15 @@ class _Run:
             f"{self.encoder.name} answered with {what} for {self.images.name(digest)}; "
             "the batches before it are kept: mend the encoder, or remove the image, and run again"
         )
+
+
+def _units(table: RowFile, content: list[bytes]) -> Tensor:
+    """(content, dim) of unit norm, each row checked; many are in a file, and not in memory."""
+    (dim,) = table.shape
+    size = max(1, STRETCH // (4 * dim))
+    starts = range(0, max(1, len(content)), size)
+    parts = (_unit(table.read(content[first : first + size])) for first in starts)
+    return gathered(table.folder, (len(content), dim), parts)
 
 
 def _unit(values: NDArray[Any]) -> Tensor:

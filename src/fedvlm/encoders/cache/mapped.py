@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.encoders.cache.table import check_sums
-
-LARGE = 256 << 20  # bytes from which rows are read one minibatch at a time
+from fedvlm.storage.paged import LARGE
 
 
 class Mapped:

@@ -45,7 +45,7 @@ class RowFile:
         self.dtype, self.shape = np.dtype(dtype).newbyteorder("<"), shape
         self.size = prod(shape) * self.dtype.itemsize  # bytes of one row
         self._rows, self._index = Path(f"{stem}.rows"), Path(f"{stem}.index")
-        self._lock = lock
+        self._lock, self.folder = lock, stem.parent
         self._known: dict[bytes, tuple[int, int]] = {}  # digest -> row, checksum of the row
         self._read = 0  # bytes of the index that are in `_known`
         self._end = 0  # one past the last row of a record
