@@ -35,6 +35,13 @@ def identity_like(blocks: Tensor) -> Tensor:
     return torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
 
 
+def plus_one(blocks: Tensor) -> Tensor:
+    """I + P of blocks P."""
+    out = blocks.clone()
+    out.diagonal(dim1=-2, dim2=-1).add_(1)
+    return out
+
+
 def split(x: Tensor, blocks: int) -> Tensor:
     """(..., rows, d) -> (..., r, rows, m)"""
     return x.reshape(*x.shape[:-1], blocks, -1).transpose(-3, -2)
@@ -92,8 +99,7 @@ def inverse(a: Tensor) -> Tensor:
     """
     size = a.shape[-1]
     if size <= SMALL:
-        result: Tensor = torch.linalg.inv(a)
-        return result
+        return small_inverse(a)
     half = size // 2
     corner = inverse(a[..., :half, :half])
     upper = corner @ a[..., :half, half:]
@@ -102,10 +108,20 @@ def inverse(a: Tensor) -> Tensor:
     down = rest @ lower
     out = torch.empty_like(a)
     out[..., half:, half:] = rest
-    out[..., half:, :half] = -down
-    out[..., :half, half:] = -(upper @ rest)
-    out[..., :half, :half] = corner + upper @ down
+    torch.neg(down, out=out[..., half:, :half])
+    torch.neg(upper @ rest, out=out[..., :half, half:])
+    torch.add(corner, upper @ down, out=out[..., :half, :half])
     return out
+
+
+def small_inverse(a: Tensor) -> Tensor:
+    """(..., m, m) inverse by LAPACK, which for more than 32 rows is faster from the right."""
+    if a.shape[-1] <= SMALL // 2:
+        result: Tensor = torch.linalg.inv_ex(a).inverse
+        return result
+    lu, pivots, _ = torch.linalg.lu_factor_ex(a)
+    solved: Tensor = torch.linalg.lu_solve(lu, pivots, identity_like(a).expand_as(a), left=False)
+    return solved
 
 
 def followed(back: Tensor, a: Tensor) -> Tensor:
