@@ -141,7 +141,7 @@ def stride(
     flip = torch.cat([-eye[rank:], eye[:rank]])  # J
     operands = skew.new_zeros(len(skew), 3 * rank, skew.shape[-1])
     first, factors = operands[:, :rank], operands[:, rank:]  # what becomes U, and L
-    sides = factors.unflatten(1, (2, rank)).transpose(0, 1)
+    sides = torch.unflatten(factors, 1, (2, rank)).transpose(0, 1)
     if last is not None:
         sides.copy_(last)
     back = inverse(plus_one(skew))
