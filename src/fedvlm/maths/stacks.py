@@ -22,14 +22,15 @@ class Shares(NamedTuple):
     """How much each row says to BatchNorm's statistics."""
 
     rows: Tensor  # (clients, rows): 1 / count where a row is real
-    total: Tensor  # (clients,) real rows
-    enough: Tensor  # (clients, 1, 1) whether they have a variance
+    enough: Tensor  # (clients, 1, 1) whether there are two real rows, which have a variance
+    unbiased: Tensor  # (clients, 1, 1): count / (count - 1)
 
 
 def shares(real: Tensor, dtype: torch.dtype) -> Shares:
     count = real.sum(1)
-    rows = real.to(dtype) / count.clamp(min=1)[:, None]
-    return Shares(rows, count, (count > 1)[:, None, None])
+    some = count.clamp(min=1).to(dtype)[:, None]
+    unbiased = some / (count[:, None] - 1).clamp(min=1)
+    return Shares(real / some, (count > 1)[:, None, None], unbiased[..., None])
 
 
 def forth(
@@ -58,9 +59,8 @@ def forth(
         kept.append((straight.mul_(scale), scale))
         x = torch.addcmul(bias, straight, weight[:, None])
         # Without enough rows both ends are the same, and nothing moves.
-        more = (by.total.clamp(min=1).to(x.dtype) / (by.total - 1).clamp(min=1))[:, None, None]
         new[f"{at}.mean"] = torch.lerp(old[0], mean, FRESH)[:, 0]
-        new[f"{at}.variance"] = torch.lerp(old[1], variance * more, FRESH)[:, 0]
+        new[f"{at}.variance"] = torch.lerp(old[1], variance * by.unbiased, FRESH)[:, 0]
     return x, kept, new
 
 
