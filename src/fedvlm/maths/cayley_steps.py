@@ -92,7 +92,8 @@ def walk_low_rank(
 ) -> tuple[Tensor, Tensor]:
     """One client: head (K, d), raw (r, m, m), x (rows, d), y (rows,), order (steps, batch)."""
     order = order[(order >= 0).any(1)]
-    both = torch.stack([split(head, len(raw))] * 2)
+    narrow = head.shape[0] <= order.shape[1]  # the smaller of K and B bears the rank
+    both = torch.stack([split(head, len(raw))] * (1 + narrow))
     speeds, skew, last = torch.zeros_like(both), odd(raw).div_(2), None
     pieces = torch.split(order, pace.refresh) if len(order) else ()
     for number, some in enumerate(pieces, 1):
@@ -106,9 +107,63 @@ def odd(blocks: Tensor) -> Tensor:
     return torch.stack([one - one.mT.contiguous() for one in blocks])
 
 
+class Follower:
+    """R = (I + P)^-1 that follows P's steps L^T J L, with L = [V; U] and J = [0, -I; I, 0].
+
+    By Woodbury it is R - (R L^T) B (L R) after a step, with B = (L R L^T - J)^-1. L R waits for the
+    next step, where one product with R gives it together with the next U: it is not needed before,
+    for z R after the step is (z - z (R L^T) B L) R.
+
+    With momentum μ, all that a gradient will ever do to P is its first push times 1 / (1 - μ); P
+    and R take that at once, and the tail gives back the μ-th part of the last push: the true R has
+    B + μ B J B in place of B. What is missing weighs μ² and less, under float32's rounding.
+    """
+
+    def __init__(self, skew: Tensor, rank: int, last: Tensor | None, momentum: float) -> None:
+        self.rank, self.momentum = rank, momentum
+        self.back = inverse(plus_one(skew))
+        eye = skew.new_zeros(2 * rank, 2 * rank).fill_diagonal_(1)
+        self.flip = torch.cat([-eye[rank:], eye[:rank]])  # J
+        self.operands = skew.new_zeros(len(skew), 3 * rank, skew.shape[-1])
+        self.first, self.factors = self.operands[:, :rank], self.operands[:, rank:]  # L
+        self.sides = torch.unflatten(self.factors, 1, (2, rank)).transpose(0, 1)  # V and U
+        if last is not None:
+            self.sides.copy_(last)
+        self.left = torch.bmm(self.factors, self.back.mT)  # R L^T
+        self.late = momentum * self.flip.expand(len(skew), -1, -1)  # B of R less that of the true R
+        self.bend, self.bent = torch.zeros_like(self.late), -self.late  # B of R, B of the true R
+
+    def settle(self) -> None:
+        """What P took in the last step is made ready for R."""
+        self.left = torch.bmm(self.factors, self.back.mT)
+        crossed = torch.baddbmm(self.flip, self.factors, self.left.mT, beta=-1)
+        self.bend = bend = small_inverse(crossed)
+        self.late = torch.baddbmm(bend, bend, self.flip @ bend, beta=0, alpha=-self.momentum)
+        self.bent = bend - self.late
+
+    def ahead(self, toward: Tensor) -> None:
+        """W R^T of the R before the last step becomes that of the true R after it."""
+        onto = torch.bmm(torch.bmm(toward, self.factors.mT), self.bent.mT)
+        toward.baddbmm_(onto, self.left, alpha=-1)
+
+    def right(self, thin: Tensor) -> Tensor:
+        """U: rows times the true R; R itself takes the last step."""
+        onto = torch.bmm(torch.bmm(thin, self.left.mT), self.bent)
+        torch.baddbmm(thin, onto, self.factors, alpha=-1, out=self.first)
+        found = torch.bmm(self.operands, self.back)
+        self.seen = found[:, self.rank :]  # L R
+        self.back.baddbmm_(self.left.mT, torch.bmm(self.bend, self.seen), alpha=-1)
+        return found[:, : self.rank]
+
+    def owe(self, turned: Tensor, rows: Tensor, sign: int) -> None:
+        """Adds to rows times R^T (sign 1) what they have by the true R, or takes it away (-1)."""
+        onto = torch.bmm(torch.bmm(rows, self.seen.mT), self.late.mT)
+        turned.baddbmm_(onto, self.left, alpha=sign)
+
+
 def stride(
-    both: Tensor,  # (2, r, K, m): W and M
-    speeds: Tensor,  # (2, r, K, m) of both
+    both: Tensor,  # (2, r, K, m): W and M = W R^T; where K > B it is W alone
+    speeds: Tensor,  # of both
     skew: Tensor,
     last: Tensor | None,  # (2, r, k, m): V and U of the step before
     x: Tensor,
@@ -119,71 +174,53 @@ def stride(
 ) -> tuple[Tensor, Tensor]:
     """The steps between two inverses; changes both and skew in place, returns speeds and last.
 
-    The gradient is V^T U - U^T V with V of M and U of tau N (see cayley.gradients), so that P moves
-    by L^T J L with L = [V; U], J = [0, -I; I, 0] and V times the rate. R = (I + P)^-1 follows by
-    Woodbury: R - (R L^T) B (L R) with B = (L R L^T - J)^-1. L R waits for the next step, where one
-    product with R gives it together with the next U: it is not needed before, for z R after the
-    step is (z - z (R L^T) B L) R.
-
-    With momentum μ, all that a gradient will ever do to P is its first push times 1 / (1 - μ); P
-    and R take that at once, and the tail gives back the μ-th part of the last push: for the true R
-    there is B + μ B J B in place of B. What is missing weighs μ² and less, under float32's
-    rounding.
+    The gradient is V^T U - U^T V with V of M and U of tau N (see cayley.gradients), and V times the
+    rate is what P takes at once. The smaller of K and B bears the rank: M follows W where that is
+    K, else the rows of the minibatch are turned instead of W.
     """
-    mu, classes, batch = pace.momentum, both.shape[2], order.shape[1]
-    narrow = classes <= batch  # the smaller of K and B bears the rank
-    rank = min(classes, batch)
     rows, real = order.clamp(min=0), order >= 0
-    target, share = lesson(y[rows].clamp(min=0), real, classes, both.dtype)
+    target, share = lesson(y[rows].clamp(min=0), real, both.shape[2], both.dtype)
     steps = split(full(x[rows]).mul_(pace.tau), len(skew)).contiguous()  # (steps, r, B, m)
-
-    eye = skew.new_zeros(2 * rank, 2 * rank).fill_diagonal_(1)
-    flip = torch.cat([-eye[rank:], eye[:rank]])  # J
-    operands = skew.new_zeros(len(skew), 3 * rank, skew.shape[-1])
-    first, factors = operands[:, :rank], operands[:, rank:]  # what becomes U, and L
-    sides = torch.unflatten(factors, 1, (2, rank)).transpose(0, 1)
-    if last is not None:
-        sides.copy_(last)
-    back = inverse(plus_one(skew))
-    head, toward = both
-    both[1], speeds[1] = head @ back.mT, speeds[0] @ back.mT
-    left = factors @ back.mT  # R L^T
-    late = mu * flip.expand(len(skew), -1, -1)  # what the true R has yet to take
-    bend, bent = torch.zeros_like(late), -late  # B, and B of the true R
-    toward.baddbmm_(toward @ factors.mT @ bent.mT, left, alpha=-1)
+    rank, far = min(both.shape[2], order.shape[1]), pace.rate / (1 - pace.momentum)
     taken = skew.new_empty(2, len(skew), len(order), rank, skew.shape[-1])  # V and U of all steps
+    follower = Follower(skew, rank, last, pace.momentum)
+    back, sides, head = follower.back, follower.sides, both[0]
+    if narrow := len(both) == 2:
+        toward = both[1]
+        both[1], speeds[1] = head @ back.mT, speeds[0] @ back.mT
 
-    for h, weight, wanted, kept in zip(steps, share, target, taken.unbind(2), strict=True):
-        logits = torch.bmm(h, torch.lerp(head, toward, 2).mT).sum(0)  # lerp: 2 M - W
-        error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
-        thin = error.mT @ h if narrow else h
-        onto = torch.bmm(torch.bmm(thin, left.mT), bent)
-        torch.baddbmm(thin, onto, factors, alpha=-1, out=first)
-        found = torch.bmm(operands, back)
-        u, seen = found[:, :rank], found[:, rank:]
-        back.baddbmm_(left.mT, torch.bmm(bend, seen), alpha=-1)
-        torch.mul(toward if narrow else error @ toward, pace.rate / (1 - mu), out=factors[:, :rank])
-        factors[:, rank:] = u
-        kept.copy_(sides)
-        # (2 u - thin) R^T is u, because R R^T = (R + R^T) / 2: the head's way to M is for free
-        moves = torch.stack([torch.lerp(thin, u, 2), u])
-        moves = moves if narrow else error.mT @ moves
-        speeds = moves.add_(speeds, alpha=mu).add_(both, alpha=pace.decay)
+    for number, (h, weight, wanted) in enumerate(zip(steps, share, target, strict=True)):
+        if number:
+            follower.settle()
+        if narrow:
+            follower.ahead(toward)
+            logits = torch.bmm(h, torch.lerp(head, toward, 2).mT).sum(0)  # lerp: 2 M - W
+            error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
+            thin = error.mT @ h
+            u = follower.right(thin)
+            torch.mul(toward, far, out=sides[0])
+            # (2 u - thin) R^T is u, because R R^T = (R + R^T) / 2: W's way to M is for free
+            moves = torch.stack([torch.lerp(thin, u, 2), u])
+        else:
+            u = follower.right(h)
+            turned = torch.lerp(h, u, 2)  # h Q
+            logits = torch.bmm(turned, head.mT).sum(0)
+            error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
+            pulled = (error @ head).mul_(far)
+            torch.bmm(pulled, back.mT, out=sides[0])
+            follower.owe(sides[0], pulled, 1)
+            moves = (error.mT @ turned)[None]
+        sides[1] = u
+        taken[:, :, number] = sides
+        speeds = moves.add_(speeds, alpha=pace.momentum).add_(both, alpha=pace.decay)
         both.sub_(speeds, alpha=pace.rate)
-        onto = torch.bmm(torch.bmm(head, seen.mT), late.mT)
-        toward.baddbmm_(onto, left, alpha=-1)
-
-        left = torch.bmm(factors, back.mT)
-        bend = small_inverse(torch.baddbmm(flip, factors, left.mT, beta=-1))
-        late = torch.baddbmm(bend, bend, flip @ bend, beta=0, alpha=-mu)
-        bent = bend - late
-        onto = torch.bmm(torch.bmm(toward, factors.mT), bent.mT)
-        toward.baddbmm_(onto, left, alpha=-1)
+        if narrow:
+            follower.owe(toward, head, -1)
 
     last = sides.clone()
     if over:  # the last push has not done all it will
-        taken[0][:, -1].mul_(1 - mu)
+        taken[0][:, -1].mul_(1 - pace.momentum)
     v, u = taken.flatten(2, 3)
-    keep = 1 - pace.rate * pace.decay / (1 - mu)
+    keep = 1 - far * pace.decay
     skew.mul_(keep ** len(order)).add_(odd(u.mT @ v), alpha=keep ** ((len(order) - 1) / 2))
     return speeds, last
