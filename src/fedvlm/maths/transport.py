@@ -140,7 +140,7 @@ def _newton_of_two(
     """`_newton` of the plain kernels of two prompts and their product, in few passes."""
     wish = -g.exp()  # all below 0, so that one `threshold` tells patches that give all they have
     total = torch.addcmul(one * wish[:, 0], other, wish[:, 1])
-    part = (total if exact else total.clamp(max=-1)).reciprocal()  # -1: a wish is granted
+    part = (total if exact else total.clamp(max=-1)).reciprocal_()  # -1: a wish is granted
     held = part if exact else threshold(part, -1.0, 0.0)
     dot = torch.linalg.vecdot
     whole = torch.stack([dot(one, part), dot(other, part)], -1)[..., None] * wish
