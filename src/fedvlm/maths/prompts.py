@@ -152,7 +152,7 @@ class TextTower:
     def _widened(self, x: Tensor, layer: Layer) -> Tensor:
         if self.activation != "quick_gelu":
             return linear(ACTIVATIONS[self.activation](linear(x, *layer.up)), *layer.down)
-        # x σ(1.702 x) is silu(1.702 x) / 1.702: one kernel each way, and the products do the scaling
+        # x σ(1.702 x) is silu(1.702 x) / 1.702: one kernel each way, and the products scale it
         wide = silu(scaled(QUICK, x, layer.up, QUICK))
         return scaled(1 / QUICK, wide, layer.down)
 
