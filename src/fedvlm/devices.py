@@ -1,15 +1,22 @@
 """Where tensors are worked on: the CPU, or a GPU of NVIDIA or Apple."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedvlm.errors import SettingsError
+from fedvlm.machine import free_memory
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+Answer = TypeVar("Answer")
+CPU = torch.device("cpu")
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+# what allocators say that raise a plain RuntimeError: Apple's, and the CPU's
+FULL = ("out of memory", "can't allocate memory")
 
 
 def choose(name: Device) -> torch.device:
@@ -24,7 +31,9 @@ def choose(name: Device) -> torch.device:
 
 def moved(value: Any, device: torch.device) -> Any:
     """Tensors, and what is made of them, on a device."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.ndim and value.stride(0) == 0 and len(value) > 1:
+        return value[0].to(device).expand(value.shape)  # what all clients were sent, held once
+    if isinstance(value, Tensor) or hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):
         return {key: moved(one, device) for key, one in value.items()}
@@ -34,4 +43,78 @@ def moved(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         parts = {one.name: moved(getattr(value, one.name), device) for one in fields(value)}
         return replace(value, **parts)
-    return value
+    return Fetched(value, device) if hasattr(value, "take") and device != CPU else value
+
+
+class Fetched:
+    """Rows that are read one minibatch at a time, and go to a device as they are asked for."""
+
+    def __init__(self, rows: Any, device: torch.device) -> None:
+        self.rows, self.device = rows, device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.rows.shape)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rows: Tensor = self.rows[moved(index, CPU)]
+        return rows.to(self.device)
+
+    def take(self, index: Any) -> "Fetched":
+        return Fetched(self.rows.take(moved(index, CPU)), self.device)
+
+
+def repeatable() -> None:
+    """One machine gives one result: no algorithm that sums in another order every time."""
+    os.environ.setdefault(CUBLAS, ":4096:8")  # else cuBLAS is not repeatable
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def described(device: torch.device) -> dict[str, Any]:
+    """What a record tells of a device, with the flags as they are."""
+    if device.type == "cpu":
+        return {"device": "cpu"}
+    return {
+        "device": device.type,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "TF32": torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32,
+        CUBLAS: os.environ.get(CUBLAS, ""),
+    }
+
+
+def free(device: torch.device) -> int | None:
+    """Bytes of a device's memory that can still be taken; None where nobody says."""
+    if device.type == "cuda":  # what torch holds and does not use is free too
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0] + idle)
+    if device.type == "mps":
+        most = torch.mps.recommended_max_memory()
+        return max(0, int(most - torch.mps.current_allocated_memory()))
+    return free_memory()
+
+
+def out_of_memory(error: Exception) -> bool:
+    plain = isinstance(error, RuntimeError) and any(word in str(error) for word in FULL)
+    return plain or isinstance(error, torch.OutOfMemoryError)
+
+
+def in_halves(work: Callable[[Tensor], Answer], rows: Tensor) -> list[Answer]:
+    """The work on all rows at once, or on halves of them where memory does not do for that."""
+    try:
+        return [work(rows)]
+    except RuntimeError as error:
+        if not out_of_memory(error) or len(rows) < 2:
+            raise
+    # out here what the failed attempt held is free again
+    half = len(rows) // 2
+    return in_halves(work, rows[:half]) + in_halves(work, rows[half:])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from fedvlm.errors import DataError, SettingsError, listing
@@ -34,6 +35,7 @@ SLOPE = "slope left"  # what a method calls the slope at which a convex fit of i
 SETTLED = 1e-5  # a larger one is told; below it scikit-learn predicts the same: auto.md
 DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
 AUDIT = "audit.json"  # likewise
+AWAY = "away"  # folders of trainings that a cluster is at
 # of a run's folder; a page, a table and bars may lie there too, and are written anew
 OWN = ("manifest.json", "result.json", "rounds.jsonl", "trainings", DESCRIPTIONS, AUDIT)
 
@@ -100,6 +102,7 @@ class Record:
         for path in (*(self.folder / "trainings").glob("*"), *ends):
             path.unlink(missing_ok=True)
         self.lines_path.unlink(missing_ok=True)
+        rmtree(self.folder / AWAY, ignore_errors=True)
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """A run that trains the image tower, from images on disk to its table."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import tiny_models
@@ -100,6 +102,23 @@ def test_what_does_not_fit_is_refused_before_the_work(model, images, tmp_path, m
         **settings_of(model, images),
         out=tmp_path / "other",
     )
+
+
+def test_on_a_gpu_what_trains_has_to_fit_there_and_the_rest_here(monkeypatch):
+    world = toy_world(make("fedavg-tower"), sizes=(3,))
+    given = (Settings(world.method, device="cuda"), world.frozen, world.x.shape[1:], 10)
+    wanted = room.estimate(*given)
+    assert wanted.processes == 1 and wanted.total == wanted.kept + wanted.busy
+    monkeypatch.setattr(room, "choose", torch.device)
+    for here, there, short in (
+        (wanted.kept, wanted.busy, ""),
+        (wanted.kept, wanted.busy - 1, "GB on cuda and"),
+        (wanted.kept - 1, wanted.busy, "GB and"),
+    ):
+        monkeypatch.setattr(room, "free_memory", lambda here=here: here)
+        monkeypatch.setattr(room, "free", lambda device, there=there: there)
+        with pytest.raises(SettingsError, match=short) if short else nullcontext():
+            room.check(*given)
 
 
 def estimate(name, clients=10, workers=1, **settings):

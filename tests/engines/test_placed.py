@@ -1,30 +1,31 @@
 """No verb of a method mixes devices: shown on the meta device, since no GPU is at hand."""
 
 import pickle
-from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from one_device import META, OneDevice
 from torch.utils._pytree import tree_leaves
 
-from fedvlm import tensors
+from fedvlm import devices, tensors
 from fedvlm.core import make, methods, stacked
-from fedvlm.devices import choose, moved
-from fedvlm.encoders import open_encoder
-from fedvlm.engines.client import client
-from fedvlm.engines.crowd import pad
+from fedvlm.devices import CPU, choose, moved
+from fedvlm.engines import batched
+from fedvlm.engines import placed as placing
+from fedvlm.engines.batched import Batched, chunks
+from fedvlm.engines.client import Task, client
+from fedvlm.engines.crowd import crowd, pad
 from fedvlm.engines.placed import away, on, placed
+from fedvlm.engines.single import Single
 from fedvlm.errors import SettingsError
+from fedvlm.runner import provenance
+from fedvlm.runner.provenance import places
+from fedvlm.runner.settings import build
 from fedvlm.testing import check_same, learn, short, toy_world
 
-META, CPU = torch.device("meta"), torch.device("cpu")
-TOWER = sorted(name for name in methods() if "image tower" in make(name).traits.needs)
-OTHERS = sorted(set(methods()) - set(TOWER))
-PROMPTS = [name for name in OTHERS if "text tower" in make(name).traits.needs]
+EVERY = sorted(methods())
+PROMPTS = [name for name in EVERY if "text tower" in make(name).traits.needs]
 # Verbs that look at values, which meta tensors have not, and why: these run on the CPU under the
 # same mode.
 ROWS = "leaves out steps in which nobody has a row"
@@ -36,19 +37,6 @@ LOOKS = {
     **{(name, "update_many"): ROWS for name in ("fedot", "fedot-all-global", "fedot-all-local")},
     **{(name, "update_many"): ROWS for name in ("scaffold", "fedrep")},
 }
-
-
-class OneDevice(TorchDispatchMode):
-    """Refuses an operation whose tensors live on different devices; meta alone lets some pass."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        found = {
-            one.device.type
-            for one in tree_leaves((args, kwargs or {}))
-            if isinstance(one, torch.Tensor)
-        }
-        assert len(found) <= 1, f"{operation} mixes {sorted(found)}"
-        return operation(*args, **(kwargs or {}))
 
 
 def verbs(method):
@@ -72,9 +60,16 @@ def on_meta(frozen):
     return there
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_no_verb_mixes_devices(name):
-    for verb, plain, frozen, rest in verbs(make(name)):
+CASES = [(name, {}) for name in EVERY] + [
+    ("lora", {"average": "products"}),
+    ("vpt", {"depth": 2}),
+    ("fedavg-tower", {"blocks": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
+def test_no_verb_mixes_devices(name, settings):
+    for verb, plain, frozen, rest in verbs(make(name, **settings)):
         if (name, verb) in LOOKS:
             with pytest.raises((RuntimeError, TypeError)):
                 away(plain, META, on_meta(frozen), *rest)
@@ -96,50 +91,145 @@ def test_a_race_of_maps_runs_under_the_same_mode():
             away(plain, CPU, frozen, *rest)
 
 
-def test_the_mode_refuses_what_meta_alone_lets_pass():
-    with OneDevice(), pytest.raises(AssertionError, match="mixes"):
-        torch.zeros(2, 3, device=META) @ torch.zeros(3, 2)
-
-
-def pixels_for(encoder):
-    size = encoder.model.config.vision_config.image_size
-    return np.random.default_rng(0).normal(size=(2, 3, size, size)).astype(np.float32)
-
-
-@pytest.mark.parametrize("verb", ["image", "patches", "text"])
-def test_an_encoder_does_not_mix_devices(verb, monkeypatch):
-    encoder = open_encoder("demo")
-    encoder.model.to(META)
-    encoder.device = META
-    monkeypatch.setattr(encoder, "halved", nullcontext)
-    # Everything is done there; only what meta tensors have not, values, cannot be brought back.
-    work = partial(encoder.embed, list(pixels_for(encoder)), verb == "patches")
-    if verb == "text":
-        work = partial(encoder.embed_text, ["a cat", "two cats"])
-    with OneDevice(), pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
-        work()
-
-
-def test_an_encoder_in_half_precision_is_close_and_gives_float32():
-    encoder = open_encoder("demo")
-    batch, texts = list(pixels_for(encoder)), ["a cat", "two cats"]
-    plain, words = encoder.embed(batch, True), encoder.embed_text(texts)
-    encoder.half = True
-    half, near = encoder.embed(batch, True), encoder.embed_text(texts)
-    assert half.pooled.dtype == np.float32 and near.dtype == torch.float32
-    for a, b in ((plain.pooled, half.pooled), (plain.patches, half.patches), (words, near)):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert 0 < np.abs(a - b).max() < 0.02 * np.abs(a).max()
-
-
 @pytest.fixture
-def as_before():
+def as_before(monkeypatch):
+    """Flags and the environment are put back; cuDNN and cuBLAS have theirs without a GPU too."""
     was = torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv(devices.CUBLAS, "")
+    monkeypatch.delenv(devices.CUBLAS)
+    flags = [
+        (torch.backends.cudnn, "deterministic"),
+        (torch.backends.cudnn, "benchmark"),
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32"),
+    ]
+    before = [getattr(*one) for one in flags]
+    placing._rows.clear()
     yield
+    placing._rows.clear()
+    for one, value in zip(flags, before, strict=True):
+        setattr(*one, value)
     torch.use_deterministic_algorithms(was)
 
 
-@pytest.mark.parametrize("name", ["fedot", "fedrep", "tofa", "fedotp", "promptfl-ft"])
+@pytest.mark.usefixtures("as_before")
+def test_the_record_tells_device_name_flags_and_precision(monkeypatch):
+    settings = build({"method": "fedot"})
+    plain = {"training": {"device": "cpu"}}
+    assert places(settings, memory=True) == plain
+    assert places(settings, memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
+    assert places(replace(settings, encoder="store:x.npz"), memory=False) == plain
+    monkeypatch.setattr(provenance, "choose", lambda name: torch.device(name))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    found = places(replace(settings, device="cuda", access={"device": "mps"}), memory=False)
+    flags = {
+        "deterministic algorithms": True,
+        "cudnn.deterministic": True,
+        "cudnn.benchmark": False,
+        "TF32": False,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    assert found == {
+        "training": {"device": "cuda", "name": "a GPU", **flags},
+        "encoding": {"device": "mps", "name": "mps", **flags, "precision": "float16"},
+    }
+
+
+def test_free_memory_is_that_of_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4, 9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 20)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 8)
+    monkeypatch.setattr(devices, "free_memory", lambda: 5)
+    assert [devices.free(torch.device(one)) for one in ("cuda", "mps", "cpu")] == [7, 12, 5]
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 21)
+    assert devices.free(torch.device("mps")) == 0
+
+
+@pytest.mark.usefixtures("as_before")
+def test_rows_stay_on_the_device_where_they_fit_and_are_picked_there(monkeypatch):
+    world = toy_world(short(make("fedot")))
+    away_world = replace(world, method=placed(world.method, META))
+    monkeypatch.setattr(placing, "free", lambda device: 4 * world.x.nbytes - 1)
+    assert placing.resident(away_world).x is world.x
+    monkeypatch.setattr(placing, "free", lambda device: 4 * world.x.nbytes)
+    there = placing.resident(away_world)
+    assert there.x.device == META and there.y.device == CPU
+    assert Single(away_world).world.x is Batched(away_world).world.x is there.x
+    assert placing.resident(there) is there and placing.resident(world) is world
+    with OneDevice():
+        every = crowd(there, list(there.members), 0)
+        one = client(there, "client-0", 0)
+    assert every.x.device == every.held_x.device == one.x.device == META
+    assert every.y.device == one.y.device == CPU
+    plain = crowd(world, list(world.members), 0)
+    assert every.x.shape == plain.x.shape and torch.equal(every.y, plain.y)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_a_gpu_takes_larger_chunks_and_no_worker_processes(monkeypatch):
+    world = toy_world(short(make("fedot")))
+    room = 4 * 12 * batched.ROW_BYTES
+    monkeypatch.setattr(placing, "free", lambda device: room)
+    assert (Batched(world, 3).times, Batched(world, 3).workers) == (1, 3)
+    there = Batched(replace(world, method=placed(world.method, META)), 3)
+    assert (there.times, there.workers, there.eager) == (8, 1, False)
+    monkeypatch.setattr(batched, "MOST", 1)
+    shared, local = world.method.init(world.frozen)
+    tasks = [Task(id, shared, local, True) for id in world.members]
+    assert [len(chunks(world, tasks, times)) for times in (1, 2, 4)] == [4, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["fedot", "fedrep", "faa-clip", "fedgh", "promptfl"])
+def test_bits_do_not_follow_the_size_of_chunks(name, monkeypatch):
+    world = toy_world(short(make(name)))
+    whole = learn(world)
+    for most in (1, 3):
+        monkeypatch.setattr(batched, "MOST", most)
+        check_same(learn(world), whole, 0.0, f"chunks of {most} differ")
+
+
+def test_what_all_were_sent_goes_to_a_device_once():
+    many = torch.arange(6.0).reshape(2, 3).expand(5, 2, 3)
+    there = moved({"head": many}, META)["head"]
+    assert there.device == META and there.shape == many.shape and there.stride(0) == 0
+    assert torch.equal(moved(many, CPU), many) and moved(many[:1], CPU).shape == (1, 2, 3)
+
+
+class Pages:
+    """Rows that are read when they are asked for."""
+
+    def __init__(self, x):
+        self.x, self.shape = x, x.shape
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+    def take(self, index):
+        return Pages(self.x[index])
+
+
+def test_rows_that_are_read_on_demand_go_to_the_device_as_they_are_read():
+    world = toy_world(short(make("lora")))
+    one = client(replace(world, x=Pages(world.x)), "client-0", 0)
+    there = moved(one, META)
+    assert there.x.shape == one.x.shape and len(there.x) == len(one.x)
+    index = torch.tensor([2, 0])
+    assert there.x[index].device == there.x.take(index)[:1].device == META
+    shared, local = world.method.init(world.frozen)
+    here = replace(one, x=devices.Fetched(one.x, CPU))
+    found = [
+        world.method.update(world.frozen, shared, local, each)[0]
+        for each in (here, client(world, "client-0", 0))
+    ]
+    assert all(torch.equal(found[0][key], found[1][key]) for key in shared)
+
+
+@pytest.mark.parametrize("name", ["fedot", "fedrep", "tofa", "fedotp", "promptfl-ft", "lora"])
 @pytest.mark.usefixtures("as_before")
 def test_a_placed_method_gives_the_same_and_is_deterministic(name):
     world = toy_world(short(make(name)))
@@ -148,11 +238,6 @@ def test_a_placed_method_gives_the_same_and_is_deterministic(name):
     assert (stacked(other.method) is None) == (stacked(world.method) is None)
     assert type(pickle.loads(pickle.dumps(other.method)).update) is type(other.method.update)  # noqa: S301
     check_same(learn(other), learn(world), 0.0, "a placed method differs")
-
-
-def test_the_image_tower_stays_on_the_cpu():
-    with pytest.raises(SettingsError, match="set device"):
-        placed(make(TOWER[0]), CPU)
 
 
 def test_auto_takes_the_gpu_that_is_there(monkeypatch):

@@ -1,6 +1,7 @@
 """The race for a rate: what it costs, what it looks at, and what the record says of it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,18 +12,33 @@ from fedvlm.channel.settings import Channel
 from fedvlm.channel.uploads import spent_epsilon
 from fedvlm.errors import SettingsError
 from fedvlm.maths.accounting import epsilon
+from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import prepare
+from fedvlm.runner.races import races
 from fedvlm.runner.settings import build
-from fedvlm.runner.tune import FACTORS, MOST, cost, plan, race
+from fedvlm.runner.tune import FACTORS, MOST, cost, plan
 
 ASKED = {"protocol": "own-test", "clients": "domain", "tune": ["rate"], "workers": 1}
 METHOD = {"name": "fedavg", "rate": 1e-3, "rounds": 8}
 
 
+def race(prepared, progress=lambda *_: None):
+    """The settings that a seed's race chose, and its record."""
+    about = races([prepared], Record(Path("nowhere")), progress)[0]
+    return tune.settled(prepared.settings, {"tuned": about}, 0), about
+
+
 def raced(rows, **more):
-    settings = build({**ASKED, "method": METHOD, **more})
-    return race(prepare(settings, rows, 0), lambda *_: None)
+    return race(prepare(build({**ASKED, "method": METHOD, **more}), rows, 0))
+
+
+def test_progress_tells_the_rounds_of_all_trials(rows):
+    told = []
+    settings = build({**ASKED, "method": METHOD, "workers": 2})
+    race(prepare(settings, rows, 0), lambda *said: told.append(said))
+    assert [done for _, done, _ in told] == [2, 4, 6, 8, 14, 20]
+    assert {(what, total) for what, _, total in told} == {("tuning", 20)}
 
 
 @pytest.mark.parametrize("rounds", range(1, 60))
@@ -72,7 +88,7 @@ def test_other_test_rows_do_not_change_the_race(rows):
     labels[test] = (labels[test] + 1) % 4
     x[torch.from_numpy(test)] = x[torch.from_numpy(test[::-1].copy())]
     after = replace(before, rows=replace(rows, labels=labels, x=x))
-    assert race(before, lambda *_: None)[1] == race(after, lambda *_: None)[1]
+    assert race(before)[1] == race(after)[1]
 
 
 def test_the_run_has_the_chosen_rate_and_the_table_says_how(rows, tmp_path):
@@ -86,7 +102,7 @@ def test_the_run_has_the_chosen_rate_and_the_table_says_how(rows, tmp_path):
 
 def test_a_finished_race_is_not_raced_again(rows, tmp_path, monkeypatch):
     fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **ASKED)
-    monkeypatch.setattr(tune, "race", None)
+    monkeypatch.setattr(tune, "heats", None)
     fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", again=True, **ASKED)
     assert fedvlm.resume(tmp_path / "r").manifest["tuned"]
 
@@ -109,7 +125,7 @@ def test_several_seeds_that_were_raced_go_on_and_are_found_again(rows, tmp_path,
     (tmp_path / "r" / "result.json").unlink()
     for path in (tmp_path / "r" / "trainings").glob("3-*"):
         path.unlink()
-    monkeypatch.setattr(tune, "race", None)
+    monkeypatch.setattr(tune, "heats", None)
     assert fedvlm.run(METHOD, **words).tables == tables
     assert fedvlm.run(METHOD, again=True, **words).tables == tables
 
@@ -152,7 +168,7 @@ def test_a_race_without_validation_rows_is_refused(rows):
     }
     bare = replace(before, division=replace(before.division, members=members))
     with pytest.raises(SettingsError, match="has validation rows"):
-        race(bare, lambda *_: None)
+        race(bare)
 
 
 @pytest.mark.parametrize(

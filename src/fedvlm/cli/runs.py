@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated
 
 import typer
@@ -105,10 +106,10 @@ def list_(
 
 
 def _narrow(body: list[list[str]]) -> list[list[str]]:
-    """Two columns that fit a screen; `list methods NAME` has what is cut off."""
+    """Two columns that fit a screen; a text goes on in a row below its name's."""
     first = max(len("method"), *(len(row[0]) for row in body))
-    room = COLUMNS - first - 2
     return [
-        [name, what if len(what) <= room else what[: room - 1].rstrip() + "…"]
+        [name if i == 0 else "", line]
         for name, what in body
+        for i, line in enumerate(wrap(what, COLUMNS - first - 2))
     ]

@@ -48,11 +48,24 @@ class Race:
             self.known = dict(read_json(self.folder / "scores.json"))
         trials, first = tune.line_up(self.settings)
         self._open(trials, first)
-        _, about = tune.compete(self.settings, self._advance, self.run.tell)
+        about = self._compete()
         write_json(result, about)
         for path in self.folder.glob("*.checkpoint"):
             path.unlink()
         return about
+
+    def _compete(self) -> dict[str, Any]:
+        """One trial after the other: sites do one thing at a time."""
+        heats, done = tune.heats(self.settings), 0
+        while True:
+            try:
+                legs = next(heats)
+            except StopIteration as over:
+                return dict(over.value)
+            for trial, until in legs:
+                done += until - trial.rounds
+                self._advance(trial, until)
+                self.run.tell("tuning", done, tune.total(self.settings))
 
     def _open(self, trials: list[tune.Trial], first: int) -> None:
         """Every trial at every site before any of them begins, so that a race over a site's budget

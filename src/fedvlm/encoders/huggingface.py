@@ -14,14 +14,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
-from fedvlm.devices import Device, choose, moved
-from fedvlm.encoders.interface import Vectors
+from fedvlm.devices import CPU, Device, in_halves, moved, out_of_memory
+from fedvlm.encoders.placed import Placed
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.encoders.text import around, check_length, pieces, weights_hash
 from fedvlm.errors import EncoderError
@@ -42,12 +40,13 @@ FAMILIES = {
 SCALE = 100.0  # of vision models, which have no logit scale: CLIP's
 
 
-class HuggingFace:
+class HuggingFace(Placed):
     """A frozen float32 model from a local directory or the Hub."""
 
     def __init__(
         self, source: str | Path, name: str | None = None, *, device: Device = "cpu"
     ) -> None:
+        super().__init__(device)
         self.name = name or f"hf:{source}"
         kept = only_here(source)
         with quiet(), explained(self.name, source):
@@ -64,9 +63,7 @@ class HuggingFace:
         self.scale = float(self.model.logit_scale.exp()) if both else SCALE
         # SigLIP adds it to every logit before its sigmoid; a softmax over classes does not see it
         self.bias = float(self.model.logit_bias) if self.kind == "siglip" else 0.0
-        self.device = choose(device)
-        self.half = self.device.type != "cpu"  # on a GPU images and sentences go in float16
-        offers = {"image", "patches", *([] if self.half else ["image tower"])}
+        offers = {"image", "patches", "image tower"}
         if both and self.tokenizer is not None:
             offers.add("text")
             if self.kind == "clip" and config.text_config.hidden_act in ACTIVATIONS:
@@ -76,7 +73,7 @@ class HuggingFace:
             "kind": f"huggingface {self.kind}",
             "weights": weights_hash(self.model.state_dict()),
             "activation": vision.hidden_act,
-            "dtype": "float16" if self.half else "float32",
+            "dtype": self.dtype,
             "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
         }
         if self.tokenizer is not None:
@@ -84,23 +81,21 @@ class HuggingFace:
             self.identity["tokenizer"] = sha256(words.encode()).hexdigest()
         self.model.to(self.device)
 
-    def halved(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.float16, enabled=self.half)
-
-    @torch.inference_mode()
-    def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
-        pixels = torch.from_numpy(np.stack([np.asarray(one, np.float32) for one in batch]))
+    def _vectors(self, pixels: Tensor, patches: bool) -> tuple[Tensor, Tensor | None]:
         try:
-            with self.halved():
-                pooled, tokens = self._image(pixels.to(self.device))
-                wanted = self._patches(tokens) if patches else None
+            pooled, tokens = self._image(pixels)
+            return pooled, self._patches(tokens) if patches else None
         except (ValueError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
             raise EncoderError(
                 f"{self.name} cannot take images of {tuple(pixels.shape[1:])} ({error}); "
                 "its preprocessor_config.json does not fit its config.json"
             ) from error
-        every = None if wanted is None else wanted.to(torch.float16).cpu().numpy()
-        return Vectors(pooled.float().cpu().numpy(), every)
+
+    def _side(self) -> tuple[int, int]:
+        side = self.preprocess.crop or self.preprocess.size
+        return side if isinstance(side, tuple) else (side or 224,) * 2
 
     def _image(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Pooled embeddings and the last hidden states of the patches."""
@@ -137,13 +132,17 @@ class HuggingFace:
         length = room if self.kind == "siglip" else max(len(row) for row in rows)
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
+        return torch.cat(in_halves(self._text, ids)).clone()
+
+    def _text(self, ids: Tensor) -> Tensor:
         with self.halved():
             features = self.model.get_text_features(input_ids=ids.to(self.device)).pooler_output
-        return normalize(features.float(), dim=-1).cpu().clone()
+        return normalize(features.float(), dim=-1).cpu()
 
     def image_tower(self) -> ImageTower:
         """The differentiable way from weights and pixels to pooled embeddings."""
-        return ImageTower(self.model, lambda pixels: self._image(pixels)[0])
+        tower = ImageTower(self.model, lambda pixels: self._image(pixels)[0])
+        return tower.to(CPU) if self.half else tower  # engines place it
 
     def text_tower(self, classes: Sequence[str], template: str) -> TextTower:
         """The differentiable way from context vectors to the features of these classes."""
@@ -162,7 +161,7 @@ class HuggingFace:
             eps=config.layer_norm_eps,
             activation=config.hidden_act,
         )
-        return moved(tower, torch.device("cpu")) if self.half else tower  # engines place it
+        return moved(tower, CPU) if self.half else tower
 
 
 def load(source: str | Path, kept: bool) -> tuple[Any, Any, Any, Pixels]:

@@ -11,6 +11,8 @@ from PIL.Image import Image
 if TYPE_CHECKING:  # decoder processes import this module and have no use for torch
     from torch import Tensor
 
+BATCH = 32  # images given to an encoder at once, unless it says otherwise (`batch`)
+
 
 class Preprocess(Protocol):
     """From a decoded RGB image to the array the encoder takes; pickled to decoder processes."""

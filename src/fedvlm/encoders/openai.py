@@ -11,12 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from fedvlm.encoders.interface import Vectors
+from fedvlm.devices import CPU, Device, moved
+from fedvlm.encoders.placed import Placed
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.encoders.text import around, check_length, pieces, weights_hash
 from fedvlm.errors import EncoderError, nearest
@@ -30,13 +30,15 @@ EPS = 1e-5  # of its layer norms
 ACTIVATION = "quick_gelu"
 
 
-class OpenAI:
+class OpenAI(Placed):
     """A frozen float32 model from a local folder or file."""
 
-    def __init__(self, source: str | Path) -> None:
+    def __init__(self, source: str | Path, *, device: Device = "cpu") -> None:
+        super().__init__(device)
         self.name = f"openai:{source}"
         file = find(self.name, Path(source).expanduser())
-        self._weights = read(self.name, file)
+        weights = read(self.name, file)
+        self._weights = moved(weights, self.device)
         visual = {
             k.removeprefix(VISUAL): v for k, v in self._weights.items() if k.startswith(VISUAL)
         }
@@ -47,8 +49,8 @@ class OpenAI:
             self.scale = float(self._weights["logit_scale"].exp())
             size = self._shape.pixels
             self.preprocess = Pixels(size, (size, size))
-            with torch.inference_mode():  # every weight that an image meets is there, and fits
-                resnet.embed(visual, self._shape, torch.zeros(1, 3, size, size), True)
+            # every weight that an image meets is there, and fits
+            self._embed(torch.zeros(1, 3, size, size), True)
             self.offers = frozenset({"image", "patches"})
             self._tokenizer = tokenizer(self.name, file.parent / "tokenizer.json")
             if self._tokenizer is not None:
@@ -61,21 +63,21 @@ class OpenAI:
             ) from error
         self.identity = {
             "kind": "openai resnet",
-            "weights": weights_hash(self._weights),
+            "weights": weights_hash(weights),
             "activation": ACTIVATION,
-            "dtype": "float32",
+            "dtype": self.dtype,
             "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
         }
         if self._tokenizer is not None:
             words = json.dumps(sorted(self._tokenizer.get_vocab().items()))
             self.identity["tokenizer"] = sha256(words.encode()).hexdigest()
 
-    @torch.inference_mode()
-    def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
-        pixels = torch.from_numpy(np.stack([np.asarray(one, np.float32) for one in batch]))
+    def _vectors(self, pixels: Tensor, patches: bool) -> tuple[Tensor, Tensor | None]:
         found = resnet.embed(self._visual, self._shape, pixels, patches)
-        places = found[:, 1:].to(torch.float16).numpy() if patches else None
-        return Vectors(found[:, 0].numpy(), places)
+        return found[:, 0], found[:, 1:] if patches else None
+
+    def _side(self) -> tuple[int, int]:
+        return self._shape.pixels, self._shape.pixels
 
     @torch.inference_mode()
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
@@ -84,11 +86,14 @@ class OpenAI:
         rows = self._tokens(sentences)
         check_length(self.name, sentences, rows, self._weights["positional_embedding"].shape[0])
         tower = self._tower("{}", rows, 1)  # nothing stands before a sentence but its start
-        return tower.encode(torch.zeros(0, tower.width)).clone()
+        with self.halved():
+            found = tower.encode(torch.zeros(0, tower.width, device=self.device))
+        return normalize(found.float(), dim=-1).cpu() if self.half else found.clone()
 
     def text_tower(self, classes: Sequence[str], template: str) -> TextTower:
         """The differentiable way from context vectors to the features of these classes."""
-        return self._tower(template, *around(self._tokens, classes, template))
+        tower = self._tower(template, *around(self._tokens, classes, template))
+        return moved(tower, CPU) if self.half else tower  # engines place it
 
     def _tokens(self, sentences: Sequence[str]) -> list[list[int]]:
         """SOS ... EOT each."""

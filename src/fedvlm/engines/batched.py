@@ -2,7 +2,7 @@
 
 The chunks depend on the clients alone, never on the processes or the order in which clients are
 named, and every process computes with one thread: so the bits of a result are the same for any
-number of workers.
+number of workers. On a GPU they are larger, as its free memory allows when a training begins.
 """
 
 import traceback
@@ -17,6 +17,7 @@ from fedvlm import tensors
 from fedvlm.core import Client, Tensors, stacked
 from fedvlm.engines.client import Answers, Done, Task, World
 from fedvlm.engines.crowd import crowd, measured, sent_to_all
+from fedvlm.engines.placed import larger, place_of, resident
 from fedvlm.engines.pool import Pool
 from fedvlm.engines.single import Single, failure, one, one_thread
 from fedvlm.errors import FedVLMError
@@ -31,14 +32,17 @@ WORTH = 10.0  # seconds a run must still take for worker processes to pay for th
 class Batched:
     def __init__(self, world: World, workers: int = 0, rounds: int = 1) -> None:
         """`workers` = 0: as many processes as cores, once the first round shows that they pay."""
-        self.world = world
+        self.world = resident(world)
         self.rounds = rounds
-        self.workers = workers or cores()
-        self.eager = workers > 1
+        place = place_of(world.method)
+        # a GPU works on clients side by side by itself, and cannot be used in a forked process
+        self.workers = (workers or cores()) if place.type == "cpu" else 1
+        self.eager = workers > 1 and self.workers > 1
+        self.times = larger(place, ROW_BYTES)
         self.pool: Pool | None = None
 
     def round(self, number: int, tasks: Sequence[Task]) -> Answers:
-        parts = chunks(self.world, tasks)
+        parts = chunks(self.world, tasks, self.times)
         if self.eager and self.pool is None and len(parts) > 1:
             self.pool = Pool(self.world, min(self.workers, len(parts)))
         if self.pool is not None:
@@ -54,7 +58,9 @@ class Batched:
 
     def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
         if self.pool is not None:
-            return Answers(self.pool.round(number, chunks(self.world, tasks), last=True))
+            return Answers(
+                self.pool.round(number, chunks(self.world, tasks, self.times), last=True)
+            )
         return Single(self.world).adapt(number, tasks)
 
     def close(self) -> None:
@@ -63,8 +69,11 @@ class Batched:
             self.pool = None
 
 
-def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks grouped by size, largest first, so that little is padded and processes end together."""
+def chunks(world: World, tasks: Sequence[Task], times: int = 1) -> list[list[Task]]:
+    """Tasks grouped by size, largest first, so that little is padded and processes end together.
+
+    `times` as much as suits the cache of a core may be together.
+    """
     width = 4 * prod(world.x.shape[1:])
     out: list[list[Task]] = []
     longest = taken = 0
@@ -75,9 +84,9 @@ def chunks(world: World, tasks: Sequence[Task]) -> list[list[Task]]:
             bool(out)
             and out[-1][0].trains == task.trains
             and alike(out[-1][0], task)
-            and len(out[-1]) < MOST
-            and (len(out[-1]) + 1) * longest * width <= ROW_BYTES
-            and taken + local <= LOCAL_BYTES
+            and len(out[-1]) < times * MOST
+            and (len(out[-1]) + 1) * longest * width <= times * ROW_BYTES
+            and taken + local <= times * LOCAL_BYTES
         )
         if fits:
             out[-1].append(task)

@@ -166,8 +166,13 @@ def minibatches(world: World, id: str, number: int) -> Tensor:
 
 def gather(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
     index = torch.from_numpy(rows)
-    x = world.x.index_select(0, index) if isinstance(world.x, Tensor) else world.x.take(index)
+    x = picked(world.x, index) if isinstance(world.x, Tensor) else world.x.take(index)
     return x, world.y[index]
+
+
+def picked(x: Tensor, index: Tensor) -> Tensor:
+    """Rows by number, which may be on a device."""
+    return x.index_select(0, index.to(x.device))
 
 
 def own_world(world: World, id: str) -> World:
@@ -230,7 +235,7 @@ def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tenso
 
 def _seen(x: Any, rows: NDArray[np.int64]) -> Any:
     index = torch.from_numpy(rows)
-    return x.index_select(0, index) if isinstance(x, Tensor) else x[index]
+    return picked(x, index) if isinstance(x, Tensor) else x[index]
 
 
 def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]) -> Tensor:

@@ -19,6 +19,7 @@ from fedvlm.engines.client import (
     counted,
     judged,
     measure,
+    picked,
     predict,
 )
 from fedvlm.tensors import full
@@ -66,7 +67,7 @@ def pad(clients: Sequence[Client]) -> Client:
 def filled(world: World, rows: Tensor) -> tuple[Tensor, Tensor]:
     """(clients, longest, ...) rows and their labels; 0 and -1 where numbers end in -1."""
     real, index = rows >= 0, rows.clamp(min=0).flatten()
-    x = world.x.index_select(0, index).reshape(*rows.shape, *world.x.shape[1:])
+    x = picked(world.x, index).reshape(*rows.shape, *world.x.shape[1:])
     for one, count in zip(x, real.sum(1).tolist(), strict=True):
         one[count:] = 0
     return x, torch.where(real, world.y[index].reshape(rows.shape), -1)

@@ -1,19 +1,23 @@
 """A method whose work is done on a GPU, while engines, channel and files keep to the CPU.
 
-Rows and tensors go there for a verb and what comes of it comes back, so nothing else has to know.
+Tensors go there for a verb and what comes of it comes back, so nothing else has to know; rows stay
+there where they fit.
 No GPU was at hand when this was written: tests show on the meta device that no verb mixes devices.
 """
 
-import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedvlm.core import Frozen, Method, stacked
-from fedvlm.devices import Device, choose, moved
-from fedvlm.errors import SettingsError
+from fedvlm.devices import CPU, Device, choose, free, moved, repeatable
+from fedvlm.engines.client import World
 from fedvlm.parts import nothing
+
+SHARE = 4  # the part of a device's free memory for the rows of all, and for those of a chunk
 
 
 def on(method: Method, name: Device) -> Method:
@@ -24,18 +28,15 @@ def on(method: Method, name: Device) -> Method:
 
 def placed(method: Method, device: torch.device) -> Method:
     """The method with update, update_many, predict and adapt on the device."""
-    if "image tower" in method.traits.needs:
-        raise SettingsError(
-            f'{method.name} trains the image tower, which runs on the CPU; set device = "cpu"'
-        )
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS is not repeatable
-    torch.use_deterministic_algorithms(True)
+    repeatable()
     plain: dict[str, Callable[..., Any]] = {"update": method.update, "predict": method.predict}
     if (fast := stacked(method)) is not None:
         plain["update_many"] = fast.update_many
     if type(method).adapt is not nothing:
         plain["adapt"] = method.adapt
-    verbs: dict[str, Any] = {name: _verb(verb, device) for name, verb in plain.items()}
+    last: list[Frozen] = []  # as it came and as it is on the device, of the latest call
+    verbs: dict[str, Any] = {name: _verb(verb, device, last) for name, verb in plain.items()}
+    verbs["placed_on"] = device
     verbs["__reduce__"] = lambda self: (placed, (method, device))  # to worker processes
     kind = type(type(method).__name__, (type(method),), verbs)
     other: Method = object.__new__(kind)
@@ -43,13 +44,45 @@ def placed(method: Method, device: torch.device) -> Method:
     return other
 
 
-def _verb(plain: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    last: list[Frozen] = []  # as it came and as it is on the device, of the latest call
+def place_of(method: Method) -> torch.device:
+    """Where a method's verbs are worked out."""
+    place: torch.device = getattr(method, "placed_on", CPU)
+    return place
 
+
+_rows: list[Tensor] = []  # as they came and as they are on a device, of the latest training
+
+
+def resident(world: World) -> World:
+    """With its rows on the method's device for all rounds, where they take little of its memory."""
+    device, x = place_of(world.method), world.x
+    if device.type == "cpu" or not isinstance(x, Tensor) or x.device == device:
+        return world
+    if not _rows or _rows[0] is not x or _rows[1].device != device:
+        _rows.clear()
+        room = free(device)
+        if room is None or x.nbytes > room // SHARE:
+            return world
+        _rows[:] = [x, x.to(device)]
+    return replace(world, x=_rows[1])
+
+
+def larger(device: torch.device, size: int) -> int:
+    """How often what suits a core's cache fits into a device's free memory, as a power of two.
+
+    A CPU gains nothing from more than once.
+    """
+    room = None if device.type == "cpu" else free(device)
+    return 1 if room is None else 1 << max(0, (room // SHARE // size).bit_length() - 1)
+
+
+def _verb(
+    plain: Callable[..., Any], device: torch.device, last: list[Frozen]
+) -> Callable[..., Any]:
     def verb(self: Method, frozen: Frozen, *rest: Any) -> Any:
         if not last or last[0] is not frozen:
             last[:] = [frozen, moved(frozen, device)]
-        return moved(away(plain, device, last[1], *rest), torch.device("cpu"))
+        return moved(away(plain, device, last[1], *rest), CPU)
 
     return verb
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from fedvlm.engines.client import Answers, Done, Task, Terms, World, client, measure
+from fedvlm.engines.placed import resident
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import give_back
 
@@ -15,7 +16,7 @@ class Single:
     """Runs the verbs exactly as the method wrote them."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world = resident(world)
 
     def round(self, number: int, tasks: Sequence[Task]) -> Answers:
         with one_thread():

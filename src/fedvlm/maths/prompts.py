@@ -193,8 +193,9 @@ def suffixes(tokens: Sequence[Sequence[int]], end: int, table: Tensor) -> tuple[
     """`TextTower.suffixes` and `.ends` of token ids; padding repeats EOT."""
     ends = [len(ids) for ids in tokens]
     longest = max(ends) + 1
-    ids = torch.tensor([[*ids, *[end] * (longest - len(ids))] for ids in tokens])
-    return table[ids], torch.tensor(ends)
+    rows = [[*ids, *[end] * (longest - len(ids))] for ids in tokens]
+    ids = torch.tensor(rows, device=table.device)
+    return table[ids], torch.tensor(ends, device=table.device)
 
 
 def in_common(many: Sequence[Sequence[int]]) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class ImageTower:
             for key, value in self._call.named_parameters()
             if not key.startswith(SKIPPED)
         }
+        self._own: Tensors = {}  # weights and buffers of an image's way, if not the model's own
         self.width: int = self.weights[self.matrices(["q"])[0]].shape[1]  # of a token
 
     def __call__(self, weights: Tensors, pixels: Tensor, prompts: Tensor | None = None) -> Tensor:
@@ -46,8 +48,16 @@ class ImageTower:
 
         They are gone before pooling, so that a class token or a pooling head sees what it knows.
         """
-        pooled: Tensor = functional_call(self._call, weights, (pixels, prompts))
+        pooled: Tensor = functional_call(self._call, {**self._own, **weights}, (pixels, prompts))
         return pooled
+
+    def to(self, device: torch.device) -> "ImageTower":
+        """The same tower on a device; the model itself stays where it is."""
+        other = copy(self)
+        other.weights = {key: value.to(device) for key, value in self.weights.items()}
+        buffers = {key: value.to(device) for key, value in self._call.named_buffers()}
+        other._own = {**buffers, **other.weights}
+        return other
 
     def last(self, blocks: int) -> list[str]:
         """Weights from the last blocks on to the embedding; 0 blocks stand for the whole tower."""

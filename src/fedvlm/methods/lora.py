@@ -52,7 +52,8 @@ class LoRA:
         out: Tensors = {}
         for key in sorted(tower.matrices(self.targets)):
             height, width = tower.weights[key].shape
-            out[f"{key} A"] = (2 * torch.rand(self.rank, width, generator=draw) - 1) * width**-0.5
+            drawn = torch.rand(self.rank, width, generator=draw, device=draw.device)
+            out[f"{key} A"] = ((2 * drawn - 1) * width**-0.5).to(tower.weights[key].device)
             out[f"{key} B"] = torch.zeros(height, self.rank)
         return out
 

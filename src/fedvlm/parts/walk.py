@@ -143,8 +143,8 @@ def descend(
         result = self.loss(frozen, shared, own, batch, sent)
         return result if isinstance(result, tuple) else (result, {})
 
-    eager = eager or "image tower" in self.traits.needs  # such clients go one by one
-    gradient_of = slopes_of(objective) if eager else grad_and_value(objective, has_aux=True)
+    plain = eager or "image tower" in self.traits.needs  # such clients go one by one
+    gradient_of = slopes_of(objective) if plain else grad_and_value(objective, has_aux=True)
     epochs = epoch_of(self, client.order)
     for index in range(client.order.shape[-2]):
         batch = batches(client, index)

@@ -12,12 +12,11 @@ from fedvlm.engines.attackers import attackers
 from fedvlm.record import DESCRIPTIONS, Record
 from fedvlm.runner import memory as room
 from fedvlm.runner import tune
-from fedvlm.runner.forecast import training_time
 from fedvlm.runner.load import Loader, Progress, thin
 from fedvlm.runner.look import look
 from fedvlm.runner.prepare import Prepared, check_rows, own_data, prepare, template_of
-from fedvlm.runner.provenance import provenance, usual
-from fedvlm.runner.schedule import Piece, Tally, carry, stays
+from fedvlm.runner.provenance import places, provenance, usual
+from fedvlm.runner.races import races
 from fedvlm.runner.settings import Settings, attack_of
 from fedvlm.runner.withheld import withheld
 from fedvlm.storage.sealed import write_tensors
@@ -55,7 +54,7 @@ def begin(settings: Settings, need: Need) -> list[Prepared]:
         one.check()
     tuned: dict[str, Any] = {}
     if settings.tune and not (record.folder / "manifest.json").exists():
-        tuned["tuned"] = tune.noted(_races(seeds, record, report))
+        tuned["tuned"] = tune.noted(races(seeds, record, report))
         asked = tune.known(asked, tuned)
     if settings.tune:
         known = tuned or record.manifest
@@ -78,7 +77,7 @@ def begin(settings: Settings, need: Need) -> list[Prepared]:
     )
     about["counts"] = counts(rows, seeds[0].division)
     about["domains"] = seeds[0].division.domains
-    about |= {"usual": usual(settings.method)}
+    about |= {"usual": usual(settings.method), "devices": places(settings, memory)}
     about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
     record.begin({"identity": asked.identity(), **about})
     if need.again:
@@ -86,39 +85,6 @@ def begin(settings: Settings, need: Need) -> list[Prepared]:
     if rows.descriptions is not None:
         write_tensors(record.folder / DESCRIPTIONS, {"common": rows.descriptions}, {})
     return seeds
-
-
-def _races(
-    seeds: Sequence[Prepared], record: Record, report: Progress
-) -> dict[int, dict[str, Any]]:
-    """The race of every seed, side by side as trainings are."""
-    found: dict[int, Any] = {}
-    tally = Tally(report)
-
-    def piece(prepared: Prepared) -> Piece:
-        settings = prepared.settings
-        trials, first = tune.line_up(settings)
-
-        def work(record: Record, workers: int, tell: Callable[[int], None]) -> dict[str, Any]:
-            here = replace(prepared, settings=replace(settings, workers=workers))
-            return tune.race(here, lambda what, done, total: tell(done))[1]
-
-        return Piece(
-            name=f"{settings.method.name}, tuning of seed {prepared.seed}",
-            record=record,
-            cost=tune.MOST * sum(training_time(prepared, one) for one in prepared.trainings),
-            workers=settings.workers,
-            alone=stays(settings),
-            work=work,
-            tell=tally.place("tuning", tune.cost(settings.method.rounds, len(trials), first)),
-            done=lambda came: found.update({prepared.seed: came}),
-        )
-
-    carry([piece(one) for one in seeds])
-    for came in found.values():
-        if isinstance(came, Exception):
-            raise came
-    return found
 
 
 def _notes(seeds: Sequence[Prepared]) -> list[str]:

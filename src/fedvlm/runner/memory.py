@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.core import Batch, Factored, Frozen, Method, Tensors, Trained, schedule
+from fedvlm.devices import choose, free
 from fedvlm.errors import SettingsError
 from fedvlm.machine import cores, free_memory
 from fedvlm.runner.settings import Settings
@@ -31,24 +32,40 @@ class Room:
     processes: int  # that train at once
 
     @property
-    def total(self) -> int:
-        piped = 2 * (self.shared + self.upload) if self.processes > 1 else 0
-        each = COPIES * self.trained + self.graph + piped
+    def kept(self) -> int:
+        """Of all clients, which is always in the machine's own memory."""
         kept = 2 * self.shared + self.takers * (self.upload + self.local)
-        return kept + self.clients * self.local + self.processes * each
+        return kept + self.clients * self.local
+
+    @property
+    def busy(self) -> int:
+        """Of those that train at once, which may be on a GPU."""
+        piped = 2 * (self.shared + self.upload) if self.processes > 1 else 0
+        return self.processes * (COPIES * self.trained + self.graph + piped)
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.busy
 
 
 def check(settings: Settings, frozen: Frozen, image: Sequence[int], clients: int) -> str:
     """Says what a training takes, or refuses it if it would not fit; an image is (3, h, w)."""
     room = estimate(settings, frozen, image, clients)
-    free, method = free_memory(), settings.method
-    if free is None or room.total <= free:
+    device, method = choose(settings.device), settings.method
+    asked = [(room.total, free_memory(), "")]
+    if device.type != "cpu":
+        asked = [(room.kept, free_memory(), ""), (room.busy, free(device), f" on {device}")]
+    short = [
+        (bytes, there, at) for bytes, there, at in asked if there is not None and bytes > there
+    ]
+    if not short:
         return (
             f"{method.name} trains {room.trained // 4:,} parameters and takes about "
             f"{_gb(room.total)} beside the encoder"
         )
+    wanted, there, at = short[0]
     raise SettingsError(
-        f"{method.name} would take about {_gb(room.total)} and {_gb(free)} are free: "
+        f"{method.name} would take about {_gb(wanted)}{at} and {_gb(there)} are free: "
         f"{room.takers} clients send {_gb(room.upload)} each, {room.processes} train at once on "
         f"{_gb(COPIES * room.trained)} of weights and {_gb(room.graph)} for batch = "
         f"{schedule(method).batch}; train fewer blocks (blocks = 2), use lora or vpt, a "
@@ -68,7 +85,7 @@ def estimate(settings: Settings, frozen: Frozen, image: Sequence[int], clients: 
     every = {**shared, **uploaded, **local}
     trained = {key: value for key, value in every.items() if key not in method.traits.memory}
     takers = max(1, round(settings.fraction * clients))
-    alone = settings.engine != "batched"
+    alone = settings.engine != "batched" or settings.device != "cpu"
     each = [graph_bytes(method, frozen, image, every, local, rows) for rows in (1, 2)]
     batch = schedule(method).batch
     return Room(

@@ -49,6 +49,12 @@ class Prepared:
     division: Division
     frozen: Frozen
     new: "New | None" = None  # base-to-new: the classes nobody trains on
+    every: Embedded | None = None  # base-to-new: the rows of all classes, as they were given
+
+    @property
+    def given(self) -> Embedded:
+        """The rows it was prepared from."""
+        return self.rows if self.every is None else self.every
 
     @cached_property
     def trainings(self) -> Sequence[Training]:
@@ -155,7 +161,7 @@ def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
         dealt_new = _half(other, halves.plain(clients), seed, ())
         members = halves.tested(base, dealt_new, division.members)
         new = New(other, frozen_of(other, seed), members)
-        return Prepared(settings, base, seed, division, frozen_of(base, seed), new)
+        return Prepared(settings, base, seed, division, frozen_of(base, seed), new, rows)
     division = divide(rows, clients, seed, whole(settings))
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
 

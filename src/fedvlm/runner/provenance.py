@@ -11,6 +11,10 @@ from typing import Any
 
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, make
+from fedvlm.devices import Device, choose, described, repeatable
+from fedvlm.runner.settings import Settings
+
+ON_DEVICE = ("demo", "hf", "openai")  # encoders that have access.device
 
 
 def provenance() -> dict[str, Any]:
@@ -24,6 +28,23 @@ def provenance() -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **commit(),
     }
+
+
+def places(settings: Settings, memory: bool) -> dict[str, Any]:
+    """Where a run computes and by which flags, and in which precision its images are encoded."""
+    out = {"training": device_of(settings.device)}
+    if not memory and settings.encoder.partition(":")[0] in ON_DEVICE:
+        found = device_of(settings.access.get("device", "cpu"))
+        half = found["device"] != "cpu"
+        out["encoding"] = found | {"precision": "float16" if half else "float32"}
+    return out
+
+
+def device_of(name: Device) -> dict[str, Any]:
+    device = choose(name)
+    if device.type != "cpu":
+        repeatable()
+    return described(device)
 
 
 def usual(method: Method) -> dict[str, Any]:

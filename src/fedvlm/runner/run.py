@@ -127,7 +127,7 @@ class _Run:
             work=work,
             tell=tell,
             done=done,
-            order=Order(settings, prepared.rows, prepared.seed, training.name),
+            order=Order(settings, prepared.given, prepared.seed, training.name),
         )
 
     def _finish(self) -> None:
@@ -178,7 +178,9 @@ def _open(settings: Settings, need: Need, lock: ExitStack) -> _Run | Record:
         lock.close()
         need.say(f"already finished, read from {record.folder}; --again runs it")
         return record
-    return _Run(record, begin(settings, need), lock)
+    seeds = begin(settings, need)
+    cluster.collect(record)
+    return _Run(record, seeds, lock)
 
 
 def resume(folder: str | Path, progress: Progress | None = None) -> Record:

@@ -7,12 +7,12 @@ hits on validation rows are looked at; clients that a training leaves out have n
 Every seed has a race of its own: what is a validation row by one seed is a test row by another.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,6 @@ from fedvlm.runner.settings import Settings
 FACTORS = (1.0, 10.0, 0.1, 100.0)  # of a setting's value, nearest first: a tie is the first one's
 MOST = 3  # runs that a race may cost, in client updates; the run itself is one more
 FINALISTS = 2
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass
@@ -43,6 +42,13 @@ class Trial:
     rounds: int = 0
     updates: int = 0  # of clients, over all trainings
     score: float = -1.0
+
+
+class Leg(NamedTuple):
+    """A part of a race: one candidate on to a round."""
+
+    trial: Trial
+    until: int
 
 
 def check(settings: Settings) -> None:
@@ -87,31 +93,22 @@ def cost(rounds: int, candidates: int, first: int) -> int:
     return candidates * first + min(FINALISTS, candidates) * (rounds - first)
 
 
-def race(prepared: Prepared, progress: Progress) -> tuple[Settings, dict[str, Any]]:
-    """The settings with the best values of one seed, and the record of the race."""
-    return compete(
-        prepared.settings, lambda trial, until: _advance(prepared, trial, until), progress
-    )
+def total(settings: Settings) -> int:
+    """Rounds of all trials of a race."""
+    trials, first = line_up(settings)
+    return cost(settings.method.rounds, len(trials), first)
 
 
-def compete(
-    settings: Settings, advance: Callable[[Trial, int], None], progress: Progress
-) -> tuple[Settings, dict[str, Any]]:
-    """The same wherever the trials are: `advance` takes one on to a round, and measures it."""
+def heats(settings: Settings) -> Generator[list[Leg], None, dict[str, Any]]:
+    """Who goes on to which round, as soon as those before have got there; the record in the end."""
     method = settings.method
     trials, first = line_up(settings)
-    asked = {name: asdict(method)[name] for name in settings.tune}
-    total = cost(method.rounds, len(trials), first)
-    for trial in trials:
-        advance(trial, first)
-        progress("tuning", sum(one.rounds for one in trials), total)
+    yield [Leg(one, first) for one in trials]
     ahead = sorted(trials, key=lambda one: -one.score)[:FINALISTS]  # a stable order
-    for trial in ahead:
-        advance(trial, method.rounds)
-        progress("tuning", sum(one.rounds for one in trials), total)
+    yield [Leg(one, method.rounds) for one in ahead]
     best = max(ahead, key=lambda one: one.score)
-    about = {
-        "asked": asked,
+    return {
+        "asked": {name: asdict(method)[name] for name in settings.tune},
         "chosen": best.values,
         "trials": [
             {"values": one.values, "rounds": one.rounds, "updates": one.updates, "score": one.score}
@@ -119,7 +116,6 @@ def compete(
         ],
         "spent": _spent(trials),
     }
-    return replace(settings, method=best.method), about
 
 
 def line_up(settings: Settings) -> tuple[list[Trial], int]:
@@ -135,7 +131,7 @@ def line_up(settings: Settings) -> tuple[list[Trial], int]:
     return trials, first
 
 
-def _advance(prepared: Prepared, trial: Trial, until: int) -> None:
+def advance(prepared: Prepared, trial: Trial, until: int) -> None:
     """Trains a candidate on to a round in every training, and asks the validation rows."""
     settings = replace(prepared.settings, method=trial.method)
     here = replace(prepared, settings=settings)

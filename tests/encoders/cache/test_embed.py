@@ -45,6 +45,18 @@ def test_embeddings_have_unit_norm_and_the_rows_of_the_data(tmp_path: Path) -> N
     assert got.encoder == f"counting@{FINGERPRINT[:16]}"
 
 
+def test_an_encoder_may_say_how_many_pictures_it_takes_at_once(tmp_path: Path) -> None:
+    class Large(Counting):
+        batch = 50
+
+    told: list[int] = []
+    for number, encoder in enumerate((Counting(), Large())):
+        told.clear()
+        more = {"progress": lambda done, total: told.append(done)}
+        run(numbered(70), encoder, tmp_path / str(number), **more)
+        assert sorted(set(told)) == ([0, 50, 70] if number else [0, 32, 64, 70])
+
+
 def test_second_run_encodes_nothing(tmp_path: Path) -> None:
     first = run(numbered(40), Counting(), tmp_path)
     again = Counting()

@@ -1,6 +1,6 @@
 """Data to embeddings through the cache: each image is encoded once, by whoever comes first."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.data.table import Dataset, Embedded
-from fedvlm.encoders.cache.folder import Entry, directory, use
+from fedvlm.encoders.cache.folder import Entry, directory, only, use
 from fedvlm.encoders.cache.images import Images
 from fedvlm.encoders.cache.locks import Claims
 from fedvlm.encoders.cache.mapped import checked
+from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.cache.workers import Decoders, Prepared, refuse_in_start
-from fedvlm.encoders.interface import Encoder, Vectors
+from fedvlm.encoders.interface import BATCH, Encoder, Vectors
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.errors import EncoderError
 from fedvlm.machine import cores
 
-BATCH = 32  # images given to the encoder at once: also what a kill can cost
 FEW_BYTES = 16_000_000  # of images; they are decoded before worker processes have started
 
 Precision = Literal["float32", "float16"]
@@ -68,8 +68,9 @@ def embed(
         if workers is None:
             few = images.size(todo) < FEW_BYTES
             workers = 0 if few else min(8, max(1, cores() - 1))
-        run = _Run(images, encoder, tables, claims, progress or (lambda done, total: None))
-        with Decoders(encoder.preprocess, workers, ahead=2 * BATCH) as decoders:
+        batch = int(getattr(encoder, "batch", BATCH)) if todo else BATCH
+        run = _Run(images, encoder, tables, claims, progress or (lambda done, total: None), batch)
+        with Decoders(encoder.preprocess, workers, ahead=2 * batch) as decoders:
             run.all(todo, decoders)
         rows, skipped = images.sound(), images.skipped()
         content = [images.digests[row] for row in rows]
@@ -89,14 +90,28 @@ def embed(
             content=[digest.hex() for digest in content],
             scale=encoder.scale,
             text=text,
-            patches=None
-            if grid is None
-            else checked(grid.mapped(content), grid.sums(content), grid.name),
+            patches=None if grid is None else _grid(grid, content),
             encoder=f"{encoder.name}@{fingerprint[:16]}",
             fingerprint="",
         )
     embedded = replace(embedded, fingerprint=_fingerprint(embedded, dataset.templates))
     return Outcome(embedded, run.encoded, skipped, rows)
+
+
+def read_again(
+    cache: Path, encoder: str, precision: Precision, patches: bool, content: Sequence[bytes]
+) -> tuple[Tensor, Any]:
+    """Rows that are in the cache, as `embed` gives them; an encoder by its fingerprint's beginning.
+
+    Raises KeyError where one is missing.
+    """
+    tables = only(cache, encoder).tables()
+    x = _unit(tables[f"pooled.{precision}"].read(content))
+    return x, _grid(tables["patches.float16"], content) if patches else None
+
+
+def _grid(table: RowFile, content: Sequence[bytes]) -> Any:
+    return checked(table.mapped(content), table.sums(content), table.name)
 
 
 class _Tables:
@@ -137,6 +152,7 @@ class _Run:
     tables: _Tables
     claims: Claims
     progress: Progress
+    size: int  # images given to the encoder at once: also what a kill can cost
     encoded: int = 0
     done: int = 0
 
@@ -146,7 +162,7 @@ class _Run:
         while todo:
             others: list[bytes] = []  # in the hands of other processes
             prepared = decoders.stream(self._ask(todo, others))
-            while batch := list(islice(prepared, BATCH)):
+            while batch := list(islice(prepared, self.size)):
                 self._encode(batch)
                 self.claims.release(one.digest for one in batch)
                 self.done += len(batch)

@@ -146,7 +146,7 @@ def _listed(entry: Entry) -> Listed:
 
 def rm(root: Path, prefix: str) -> Listed:
     """Removes the entry whose fingerprint begins so; says what it was."""
-    entry = _one(root, prefix)
+    entry = only(root, prefix)
     with _alone(root, entry):
         listed = _listed(entry)
         with writing(entry.folder):
@@ -159,7 +159,7 @@ def rm(root: Path, prefix: str) -> Listed:
 
 def verify(root: Path, prefix: str = "", drop: bool = False) -> dict[str, list[Bad]]:
     """The damaged rows of each entry whose fingerprint begins so; `drop` lets go of them."""
-    entries = [_one(root, prefix)] if prefix else _entries(root)
+    entries = [only(root, prefix)] if prefix else _entries(root)
     return {entry.fingerprint: _verify(root, entry, drop) for entry in entries}
 
 
@@ -181,7 +181,8 @@ def _entries(root: Path) -> list[Entry]:
     return [Entry(root, name) for name in names]
 
 
-def _one(root: Path, prefix: str) -> Entry:
+def only(root: Path, prefix: str) -> Entry:
+    """The entry whose fingerprint begins so."""
     found = [entry for entry in _entries(root) if entry.fingerprint.startswith(prefix)]
     if len(found) != 1:
         names = ", ".join(entry.fingerprint[:16] for entry in found or _entries(root)) or "none"

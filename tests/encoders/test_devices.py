@@ -1,0 +1,188 @@
+"""No encoder mixes devices: shown on the meta device, since no GPU is at hand."""
+
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import plain_resnet
+import pytest
+import tiny_models
+import torch
+from one_device import META, OneDevice
+from torch.utils._pytree import tree_leaves
+
+from fedvlm import devices
+from fedvlm.devices import moved
+from fedvlm.encoders import encoders, open_encoder, placed
+from fedvlm.encoders.interface import BATCH
+from fedvlm.errors import EncoderError
+from fedvlm.maths.prompts import TextTower
+
+VISION = ("vit", "deit", "dinov2", "dinov2_with_registers")
+SMALL = ("demo", "clip", "siglip", *VISION, "openai")
+# Kinds of encoders whose work torch does not do, and who does it.
+ELSEWHERE = {"http": "a server", "onnx": "onnxruntime on the CPU", "store": "done before"}
+WORDS = ["a cat", "a very long dog"]
+
+
+def test_every_kind_of_encoder_is_tested_or_computes_elsewhere():
+    assert set(encoders()) == {"demo", "hf", "openai", *ELSEWHERE}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    def small(kind):
+        if kind == "demo":
+            return open_encoder(kind)
+        if kind == "openai":
+            plain_resnet.save(tmp_path)
+            return open_encoder(f"openai:{tmp_path}")
+        if kind in VISION:
+            tiny_models.vision(tmp_path, kind)
+        else:
+            getattr(tiny_models, kind)(tmp_path)
+        return open_encoder(f"hf:{tmp_path}")
+
+    return small
+
+
+def pixels_for(encoder, count=2):
+    shape = (count, 3, *encoder._side())
+    return list(np.random.default_rng(0).normal(size=shape).astype(np.float32))
+
+
+def put_on_meta(encoder, monkeypatch):
+    encoder.device, encoder.half = META, True
+    encoder.halved = nullcontext  # autocast knows no meta device
+    if hasattr(encoder, "model"):
+        encoder.model.to(META)
+        return
+    # Where sentences end is looked up by value when a tower is made: it is found before.
+    tower = encoder._tower("{}", encoder._tokens(WORDS), 1)
+    monkeypatch.setattr(TextTower, "_tokens", moved(tower._tokens, META))
+    encoder._weights, encoder._visual = moved((encoder._weights, encoder._visual), META)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_no_encoder_mixes_devices(kind, opened, monkeypatch):
+    encoder = opened(kind)
+    batch = pixels_for(encoder)
+    work = [partial(encoder.embed, batch, patches) for patches in (False, True)]
+    if "text" in encoder.offers:
+        work.append(partial(encoder.embed_text, WORDS))
+    put_on_meta(encoder, monkeypatch)
+    for one in work:
+        # Everything is done there; only what meta tensors have not, values, cannot be brought back.
+        with (
+            OneDevice(),
+            pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"),
+        ):
+            one()
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "vit", "dinov2"])
+def test_an_image_tower_goes_to_a_device_and_its_model_stays(kind, opened):
+    encoder = opened(kind)
+    tower, pixels = encoder.image_tower(), torch.tensor(np.stack(pixels_for(encoder)))
+    there = tower.to(META)
+    with OneDevice():
+        found = there({}, pixels.to(META))
+    assert found.device == META and {one.device for one in there.weights.values()} == {META}
+    assert torch.equal(tower({}, pixels), tower.to(devices.CPU)({}, pixels))
+
+
+def test_towers_of_an_encoder_on_a_gpu_are_given_on_the_cpu(opened, monkeypatch):
+    encoder = opened("clip")
+    encoder.half = True
+    asked = []
+    monkeypatch.setattr("fedvlm.maths.towers.ImageTower.to", lambda self, to: asked.append(to))
+    encoder.image_tower()
+    assert asked == [devices.CPU] and {"image tower", "text tower"} <= encoder.offers
+    text = encoder.text_tower(["cat", "dog"], "a photo of a {}.")
+    tensors = [one for one in tree_leaves(vars(text)) if isinstance(one, torch.Tensor)]
+    assert {one.device for one in tensors} == {devices.CPU}
+
+
+@pytest.mark.parametrize("kind", ["demo", "siglip", "vit", "openai"])
+def test_an_encoder_in_half_precision_is_close_and_gives_float32(kind, opened):
+    encoder = opened(kind)
+    batch = pixels_for(encoder)
+    text = "text" in encoder.offers
+    assert encoder.identity["dtype"] == encoder.dtype == "float32"
+    plain, words = encoder.embed(batch, True), encoder.embed_text(WORDS) if text else None
+    encoder.half = True
+    half, near = encoder.embed(batch, True), encoder.embed_text(WORDS) if text else None
+    assert encoder.dtype == "float16" and half.pooled.dtype == np.float32
+    pairs = [(plain.pooled, half.pooled), (plain.patches, half.patches)]
+    if text:
+        assert near.dtype == torch.float32
+        pairs.append((words, near))
+    for a, b in pairs:
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert 0 < np.abs(a - b).max() < 0.02 * np.abs(a).max()
+
+
+def test_on_a_gpu_the_dtype_is_half_and_never_bfloat16(monkeypatch):
+    monkeypatch.setattr(placed, "choose", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(placed, "repeatable", lambda: None)
+    monkeypatch.setattr(torch, "autocast", lambda *given, **more: (given, more))
+    one = placed.Placed("cuda")
+    assert one.half and one.dtype == "float16"
+    assert one.halved() == (("cuda", torch.float16), {"enabled": True})
+
+
+def test_a_batch_follows_the_free_memory_of_a_gpu_and_never_that_of_the_cpu(opened, monkeypatch):
+    encoder = opened("vit")
+    each = encoder._each
+    monkeypatch.setattr(placed, "free", lambda device: 2 * 12 * each)
+    assert encoder.batch == BATCH
+    encoder.device = META
+    assert encoder.batch == 8
+    for room, wanted in ((0, 1), (each, 1), (1 << 50, placed.MOST), (None, BATCH)):
+        monkeypatch.setattr(placed, "free", lambda device, room=room: room)
+        assert encoder.batch == wanted
+
+
+@pytest.mark.parametrize("kind", ["clip", "openai"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("out of memory")])
+def test_a_batch_that_does_not_fit_is_halved(kind, error, opened, monkeypatch):
+    encoder = opened(kind)
+    batch = pixels_for(encoder, 5)
+    plain, seen, of = encoder.embed(batch, True), [], encoder._vectors
+
+    def tight(pixels, patches):
+        seen.append(len(pixels))
+        if len(pixels) > 2:
+            raise error
+        return of(pixels, patches)
+
+    monkeypatch.setattr(encoder, "_vectors", tight)
+    found = encoder.embed(batch, True)
+    assert seen == [5, 2, 3, 1, 2]
+    np.testing.assert_allclose(found.pooled, plain.pooled, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found.patches, plain.patches, rtol=1e-2, atol=1e-2)
+
+    def never(pixels, patches):
+        raise error
+
+    monkeypatch.setattr(encoder, "_vectors", never)
+    with pytest.raises(EncoderError, match="no memory for one image on cpu"):
+        encoder.embed(batch, True)
+
+
+def test_a_model_that_finds_no_memory_is_not_called_unfit(opened, monkeypatch):
+    encoder = opened("clip")
+
+    def full(**given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(encoder.model, "get_image_features", full)
+    with pytest.raises(EncoderError, match="no memory for one image"):
+        encoder.embed(pixels_for(encoder), False)
+
+
+def test_the_mode_refuses_what_meta_alone_lets_pass():
+    with OneDevice(), pytest.raises(AssertionError, match="mixes"):
+        torch.zeros(2, 3, device=META) @ torch.zeros(3, 2)
+    with OneDevice(), pytest.raises(AssertionError, match="draws on"), META:
+        torch.rand(2, generator=torch.Generator())

@@ -1,0 +1,21 @@
+"""A mode in which no operation takes tensors, or random numbers, of two devices."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+META = torch.device("meta")
+
+
+class OneDevice(TorchDispatchMode):
+    """Meta alone lets some pass, matmul and indexing among them."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        given = tree_leaves((args, kwargs or {}))
+        found = {one.device.type for one in given if isinstance(one, torch.Tensor)}
+        assert len(found) <= 1, f"{operation} mixes {sorted(found)}"
+        made = operation(*args, **(kwargs or {}))
+        drawn = {one.device.type for one in given if isinstance(one, torch.Generator)}
+        if drawn and isinstance(made, torch.Tensor):
+            assert drawn == {made.device.type}, f"{operation} draws on {drawn}, gives {made.device}"
+        return made
