@@ -25,7 +25,7 @@ WIDE = 0.2  # λ that is reached in a few steps from anywhere
 WARM, LAST = 2, 6  # steps for each larger λ on the way, and for the last
 NEAR = 6  # more steps where γ is above 0.9, and nearly every patch has to give all it has
 RIDGE = 1e-6  # of what a prompt takes: keeps the system regular where every patch gives all it has
-AT_ONCE = 400_000  # numbers: small enough for a core's cache, large enough for calls to be cheap
+AT_ONCE = 300_000  # numbers: small enough for a core's cache, large enough for calls to be cheap
 
 
 def plan(

@@ -99,7 +99,7 @@ def walk(
 
 def minibatches(clients: Client, index: int) -> Rows:
     order, others = clients.order[:, index], clients.reference_order[:, index].clamp(min=0)
-    who, rows = torch.arange(len(order))[:, None], order.clamp(min=0)
+    who, rows = torch.arange(len(order), device=order.device)[:, None], order.clamp(min=0)
     return Rows(
         full(clients.x[who, rows]),
         clients.y[who, rows].clamp(min=0),
@@ -152,7 +152,7 @@ def contrast(self: Any, frozen: Frozen, masked: Tensor, batch: Rows, share: Tens
     out = ~batch.real[:, None]  # (clients, 1, rows)
     across = out.mT
     if self.mask_duplicates:
-        own = torch.eye(logits.shape[1], dtype=torch.bool)
+        own = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
         same = (batch.y[:, :, None] == batch.y[:, None]) & ~own
         out, across = out | same, across | same
     there = softmax(logits.masked_fill(out, AWAY), 2).mul_(share)
