@@ -1,15 +1,17 @@
-"""What a step of FAA-CLIP costs beside its bare matrix products, and what a whole run takes.
+"""What FAA-CLIP costs: a step beside its bare matrix products, clients side by side, a whole run.
 
 Run with `python benchmarks/faa_clip.py`; `--run` also trains a federation of Office-Home's sizes.
 Both sides of the ratio run in turns in one process on one thread, so that noise hits both; figures
 are medians. A step's products are those of the mask (two layers, 2B rows) and of the judge (two
-layers, 2B rows), forth and back, and of B features with B texts.
+layers, 2B rows), forth and back, and of B features with B texts. Clients side by side are beside
+the same ones after each other, by our gradients and by autograd with the same fused Adam.
 """
 
 import argparse
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter, process_time
 
@@ -20,6 +22,7 @@ from figures import say
 import fedvlm
 from fedvlm import parts, tensors
 from fedvlm.core import Client, Frozen, make
+from fedvlm.parts import fused
 
 DIM, BATCH, CLASSES, STEPS = 512, 32, 65, 40
 OFFICE_HOME = {"Art": 2427, "Clipart": 4365, "Product": 4439, "Real World": 4357}
@@ -90,6 +93,58 @@ def step(repeats: int = 9) -> None:
     )
 
 
+def crowd(dim: int, count: int, steps: int = 8) -> tuple[Frozen, Client]:
+    """Clients side by side, each with full minibatches; one reference set for all."""
+    draw = torch.Generator().manual_seed(0)
+    rows = steps * BATCH
+
+    def unit(*shape: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(torch.randn(*shape, dim, generator=draw), dim=-1)
+
+    order = torch.randperm(rows, generator=draw).reshape(1, steps, BATCH).expand(count, -1, -1)
+    y = torch.randint(CLASSES, (count, rows), generator=draw)
+    texts, noise = torch.zeros(count, CLASSES, 0, dim), torch.zeros(count, steps, 0)
+    held, others = unit(count, 8), unit(rows).expand(count, -1, -1)
+    many = Client(unit(count, rows), y, order, held, y[:, :8], others, order, texts, noise)
+    return Frozen(tuple(map(str, range(CLASSES))), dim, 100.0, unit(CLASSES)), many
+
+
+def stacked(dim: int, count: int, repeats: int = 5) -> None:
+    """A round of clients side by side, one by one, and one by one through autograd."""
+    method = make("faa-clip")
+    frozen, many = crowd(dim, count)
+    shared, local = method.init(frozen)
+    sent = {key: value.expand(count, *value.shape) for key, value in shared.items()}
+    own = {key: value.expand(count, *value.shape) for key, value in local.items()}
+    each = [slice(i, i + 1) for i in range(count)]
+
+    def one_by_one(update: Callable[..., object]) -> None:
+        for some in each:
+            one = Client(*(value[some] for value in vars(many).values()))
+            update(frozen, *({k: v[some] for k, v in part.items()} for part in (sent, own)), one)
+
+    runs: dict[str, Callable[[], object]] = {
+        "together": lambda: method.update_many(frozen, sent, own, many),
+        "one by one": lambda: one_by_one(method.update_many),
+        "autograd": lambda: one_by_one(partial(fused.adam, method)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            begin = process_time()
+            run()
+            times[name].append(process_time() - begin)
+    cost = {name: median(some) for name, some in times.items()}
+    ratios = {name: cost[name] / cost["together"] for name in ("one by one", "autograd")}
+    said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    say(
+        f"FAA-CLIP, d={dim}, {count} clients: a round together {1e3 * cost['together']:.0f} ms; "
+        f"beside it {said}",
+        f"a round of {count} clients together, d = {dim}",
+        **{f"{name}: together": ratio for name, ratio in ratios.items()},
+    )
+
+
 def whole(rounds: int) -> None:
     rows = made(OFFICE_HOME, classes=CLASSES)
     with tempfile.TemporaryDirectory() as folder, Memory() as memory:
@@ -118,5 +173,7 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.set_num_threads(1)
     step()
+    for dim, count in ((512, 3), (512, 8), (512, 32), (64, 3), (64, 8), (64, 32)):
+        stacked(dim, count)
     if given.run:
         whole(given.rounds)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 from fedvlm.errors import SettingsError
+from fedvlm.maths import transport
 from fedvlm.maths.transport import plan
 
 MANY = 30  # steps for cosines much wider than CLIP's
@@ -126,7 +127,8 @@ def test_vanishing_mass_stays_finite_and_goes_to_the_nearest_patches():
         assert torch.equal(found.argmax(dim=-1), similarity.argmax(dim=-1))
 
 
-def test_an_image_does_not_see_the_others_of_its_batch():
+def test_an_image_does_not_see_the_others_of_its_batch(monkeypatch):
+    monkeypatch.setattr(transport, "AT_ONCE", 30_000)
     similarity = cosines(40, 6, 2, 196, dtype=torch.float32)  # more than are solved at once
     similarity[7] = cosines(6, 2, 196, spread=0.4, dtype=torch.float32)  # hard for the others
     together = plan(similarity, "unbalanced", 0.8, 0.03)

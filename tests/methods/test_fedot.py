@@ -120,8 +120,9 @@ def test_both_walks_are_tried_above() -> None:
     assert not cayley_steps.low_rank_pays(DIM, 3, 6, replace(tiny, decay=0.05))
 
 
-def test_fast_path_stays_with_float64_autograd_for_200_steps() -> None:
-    world, method = frozen(), make("fedot", rate=2e-4)
+@pytest.mark.parametrize("classes", [3, 20])  # fewer and more than rows in a minibatch
+def test_fast_path_stays_with_float64_autograd_for_200_steps(classes: int) -> None:
+    world, method = frozen(classes=classes), make("fedot", rate=2e-4)
     many = clients(world, count=1, steps=400)
     assert (many.order >= 0).any(-1).sum() == 199
     sent, local = (stacked(part, 1) for part in method.init(world))

@@ -35,6 +35,13 @@ def identity_like(blocks: Tensor) -> Tensor:
     return torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
 
 
+def plus_one(blocks: Tensor) -> Tensor:
+    """I + P of blocks P."""
+    out = blocks.clone()
+    out.diagonal(dim1=-2, dim2=-1).add_(1)
+    return out
+
+
 def split(x: Tensor, blocks: int) -> Tensor:
     """(..., rows, d) -> (..., r, rows, m)"""
     return x.reshape(*x.shape[:-1], blocks, -1).transpose(-3, -2)
@@ -90,22 +97,37 @@ def inverse(a: Tensor) -> Tensor:
     The symmetric part of I + P is I and that of every Schur complement is at least I, so no
     pivot is ever small; matrix products are 2-3 times faster than a pivoted inverse.
     """
-    size = a.shape[-1]
-    if size <= SMALL:
-        result: Tensor = torch.linalg.inv(a)
-        return result
-    half = size // 2
-    corner = inverse(a[..., :half, :half])
-    upper = corner @ a[..., :half, half:]
-    lower = a[..., half:, :half] @ corner
-    rest = inverse(a[..., half:, half:] - a[..., half:, :half] @ upper)
-    down = rest @ lower
-    out = torch.empty_like(a)
-    out[..., half:, half:] = rest
-    out[..., half:, :half] = -down
-    out[..., :half, half:] = -(upper @ rest)
-    out[..., :half, :half] = corner + upper @ down
+    if a.shape[-1] <= SMALL:
+        return small_inverse(a)
+    out = torch.empty_like(a, memory_format=torch.contiguous_format)
+    for one, found in zip(a.flatten(0, -3), out.flatten(0, -3), strict=True):
+        eliminate(one, found)
     return out
+
+
+def eliminate(a: Tensor, out: Tensor) -> None:
+    """Writes the inverse of one (m, m) matrix; its halves are inverted where they will stand."""
+    half = len(a) // 2
+    if len(a) <= SMALL:
+        out.copy_(small_inverse(a))
+        return
+    corner, rest = out[:half, :half], out[half:, half:]
+    eliminate(a[:half, :half], corner)
+    upper, lower = corner @ a[:half, half:], a[half:, :half] @ corner
+    eliminate(torch.addmm(a[half:, half:], a[half:, :half], upper, alpha=-1), rest)
+    for place, x, y in ((out[half:, :half], rest, lower), (out[:half, half:], upper, rest)):
+        torch.addmm(place, x, y, beta=0, alpha=-1, out=place)
+    corner.addmm_(upper, out[half:, :half], alpha=-1)
+
+
+def small_inverse(a: Tensor) -> Tensor:
+    """(..., m, m) inverse by LAPACK, which for more than 32 rows is faster from the right."""
+    if a.shape[-1] <= SMALL // 2:
+        result: Tensor = torch.linalg.inv_ex(a).inverse
+        return result
+    lu, pivots, _ = torch.linalg.lu_factor_ex(a)
+    solved: Tensor = torch.linalg.lu_solve(lu, pivots, identity_like(a).expand_as(a), left=False)
+    return solved
 
 
 def followed(back: Tensor, a: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from fedvlm.maths.cayley import (
     inverse,
     join,
     lesson,
+    plus_one,
     skew_part,
+    small_inverse,
     split,
 )
 from fedvlm.tensors import full
@@ -90,94 +92,136 @@ def walk_low_rank(
 ) -> tuple[Tensor, Tensor]:
     """One client: head (K, d), raw (r, m, m), x (rows, d), y (rows,), order (steps, batch)."""
     order = order[(order >= 0).any(1)]
-    head, skew = split(head, len(raw)).clone(), skew_part(raw)
-    x = split(pace.tau * full(x), len(raw)).contiguous()
-    speed = torch.zeros_like(head)
-    tail: Tail | None = None
-    for some in torch.split(order, pace.refresh) if len(order) else ():
-        skew, tail = stride(head, speed, skew, tail, x, y, some, pace)
-    if tail is not None:  # the last push has not done all it will
-        skew = skew - pace.momentum * tail.push
-    return join(head), skew
+    narrow = head.shape[0] <= order.shape[1]  # the smaller of K and B bears the rank
+    both = torch.stack([split(head, len(raw))] * (1 + narrow))
+    speeds, skew, last = torch.zeros_like(both), odd(raw).div_(2), None
+    pieces = torch.split(order, pace.refresh) if len(order) else ()
+    for number, some in enumerate(pieces, 1):
+        over = number == len(pieces)
+        speeds, last = stride(both, speeds, skew, last, x, y, some, pace, over)
+    return join(both[0]), skew
 
 
-@dataclass(frozen=True)
-class Tail:
-    """What momentum has yet to add after a step: P is P̂ - μ push, R about R̂ + left^T right."""
+def odd(blocks: Tensor) -> Tensor:
+    """X - X^T of (r, m, m), exactly skew; a copy of one transposed block is 3 times faster."""
+    return torch.stack([one - one.mT.contiguous() for one in blocks])
 
-    push: Tensor  # (r, m, m)
-    left: Tensor  # (r, 2k, m)
-    right: Tensor  # (r, 2k, m)
+
+class Follower:
+    """R = (I + P)^-1 that follows P's steps L^T J L, with L = [V; U] and J = [0, -I; I, 0].
+
+    By Woodbury it is R - (R L^T) B (L R) after a step, with B = (L R L^T - J)^-1. L R waits for the
+    next step, where one product with R gives it together with the next U: it is not needed before,
+    for z R after the step is (z - z (R L^T) B L) R.
+
+    With momentum μ, all that a gradient will ever do to P is its first push times 1 / (1 - μ); P
+    and R take that at once, and the tail gives back the μ-th part of the last push: the true R has
+    B + μ B J B in place of B. What is missing weighs μ² and less, under float32's rounding.
+    """
+
+    def __init__(self, skew: Tensor, rank: int, last: Tensor | None, momentum: float) -> None:
+        self.rank, self.momentum = rank, momentum
+        self.back = inverse(plus_one(skew))
+        eye = skew.new_zeros(2 * rank, 2 * rank).fill_diagonal_(1)
+        self.flip = torch.cat([-eye[rank:], eye[:rank]])  # J
+        self.operands = skew.new_zeros(len(skew), 3 * rank, skew.shape[-1])
+        self.first, self.factors = self.operands[:, :rank], self.operands[:, rank:]  # L
+        self.sides = torch.unflatten(self.factors, 1, (2, rank)).transpose(0, 1)  # V and U
+        if last is not None:
+            self.sides.copy_(last)
+        self.left = torch.bmm(self.factors, self.back.mT)  # R L^T
+        self.late = momentum * self.flip.expand(len(skew), -1, -1)  # B of R less that of the true R
+        self.bend, self.bent = torch.zeros_like(self.late), -self.late  # B of R, B of the true R
+
+    def settle(self) -> None:
+        """What P took in the last step is made ready for R."""
+        self.left = torch.bmm(self.factors, self.back.mT)
+        crossed = torch.baddbmm(self.flip, self.factors, self.left.mT, beta=-1)
+        self.bend = bend = small_inverse(crossed)
+        self.late = torch.baddbmm(bend, bend, self.flip @ bend, beta=0, alpha=-self.momentum)
+        self.bent = bend - self.late
+
+    def ahead(self, toward: Tensor) -> None:
+        """W R^T of the R before the last step becomes that of the true R after it."""
+        onto = torch.bmm(torch.bmm(toward, self.factors.mT), self.bent.mT)
+        toward.baddbmm_(onto, self.left, alpha=-1)
+
+    def right(self, thin: Tensor) -> Tensor:
+        """U: rows times the true R; R itself takes the last step."""
+        onto = torch.bmm(torch.bmm(thin, self.left.mT), self.bent)
+        torch.baddbmm(thin, onto, self.factors, alpha=-1, out=self.first)
+        found = torch.bmm(self.operands, self.back)
+        self.seen = found[:, self.rank :]  # L R
+        self.back.baddbmm_(self.left.mT, torch.bmm(self.bend, self.seen), alpha=-1)
+        return found[:, : self.rank]
+
+    def owe(self, turned: Tensor, rows: Tensor, sign: int) -> None:
+        """Adds to rows times R^T (sign 1) what they have by the true R, or takes it away (-1)."""
+        onto = torch.bmm(torch.bmm(rows, self.seen.mT), self.late.mT)
+        turned.baddbmm_(onto, self.left, alpha=sign)
 
 
 def stride(
-    head: Tensor,  # (r, K, m)
-    speed: Tensor,  # (r, K, m)
+    both: Tensor,  # (2, r, K, m): W and M = W R^T; where K > B it is W alone
+    speeds: Tensor,  # of both
     skew: Tensor,
-    tail: Tail | None,
-    x: Tensor,  # (r, rows, m), times tau
+    last: Tensor | None,  # (2, r, k, m): V and U of the step before
+    x: Tensor,
     y: Tensor,
     order: Tensor,
     pace: Pace,
-) -> tuple[Tensor, Tail | None]:
-    """The steps between two inverses; changes head and speed in place, returns the new skew.
+    over: bool,
+) -> tuple[Tensor, Tensor]:
+    """The steps between two inverses; changes both and skew in place, returns speeds and last.
 
-    The gradient is V^T U - U^T V with V of M and U of tau N (see cayley.gradients), so that P moves
-    by L^T T with L = [V; U], T = [-U; V], V times the rate, and R = (I + P)^-1 follows by Woodbury:
-    R - (R L^T) (I + T R L^T)^-1 (T R). With momentum μ, all that a gradient will ever do to P is
-    its first push times 1 / (1 - μ); P and R take that at once (P̂, R̂), and the tail gives back the
-    μ-th part of the last push. What is missing weighs μ² and less, under float32's rounding.
+    The gradient is V^T U - U^T V with V of M and U of tau N (see cayley.gradients), and V times the
+    rate is what P takes at once. The smaller of K and B bears the rank: M follows W where that is
+    K, else the rows of the minibatch are turned instead of W.
     """
-    mu = pace.momentum
-    back = inverse(identity_like(skew) + skew)
     rows, real = order.clamp(min=0), order >= 0
-    target, share = lesson(y[rows].clamp(min=0), real, head.shape[1], x.dtype)
-    narrow = head.shape[1] <= order.shape[1]  # the smaller of K and B bears the rank
-    rank = 2 * min(head.shape[1], order.shape[1])
-    eye = torch.eye(rank, dtype=x.dtype, device=x.device)
-    pushes = []
-    toward = head @ back.mT  # M
-    sway = speed @ back.mT  # what M takes over from the last velocity
-    left = right = None
-    if tail is not None:
-        left, right = tail.left, tail.right
-        toward = toward.baddbmm(head @ right.mT, left)
+    target, share = lesson(y[rows].clamp(min=0), real, both.shape[2], both.dtype)
+    seen = full(x.index_select(0, rows.flatten())).mul_(pace.tau)  # 6 times faster than x[rows]
+    steps = split(seen.reshape(*rows.shape, -1), len(skew)).contiguous()  # (steps, r, B, m)
+    rank, far = min(both.shape[2], order.shape[1]), pace.rate / (1 - pace.momentum)
+    taken = skew.new_empty(2, len(skew), len(order), rank, skew.shape[-1])  # V and U of all steps
+    follower = Follower(skew, rank, last, pace.momentum)
+    back, sides, head = follower.back, follower.sides, both[0]
+    if narrow := len(both) == 2:
+        toward = both[1]
+        both[1], speeds[1] = head @ back.mT, speeds[0] @ back.mT
 
-    for batch, weight, wanted in zip(rows, share, target, strict=True):
-        h = x.index_select(1, batch)
-        logits = torch.bmm(h, torch.lerp(head, toward, 2).mT).sum(0)  # lerp: 2 M - W
-        error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
-        thin = error.mT @ h if narrow else h
-        u = torch.bmm(thin, back)
-        if left is not None and right is not None:
-            u = u.baddbmm_(torch.bmm(thin, left.mT), right)
-        shift = torch.lerp(thin, u, 2)
-        v = (toward if narrow else error @ toward) * (pace.rate / (1 - mu))
-        speed.mul_(mu).add_(shift if narrow else error.mT @ shift).add_(head, alpha=pace.decay)
-        head.sub_(speed, alpha=pace.rate)
-        # (2 u - thin) R^T is u, because R R^T = (R + R^T) / 2: the head's way to M is for free
-        sway.mul_(mu).add_(u if narrow else error.mT @ u).add_(toward, alpha=pace.decay)
-        toward = toward.sub(sway, alpha=pace.rate)
-        if left is not None and right is not None:
-            toward = toward.baddbmm_(torch.bmm(head, right.mT), left, alpha=-1)
+    for number, (h, weight, wanted) in enumerate(zip(steps, share, target, strict=True)):
+        if number:
+            follower.settle()
+        if narrow:
+            follower.ahead(toward)
+            logits = torch.bmm(h, torch.lerp(head, toward, 2).mT).sum(0)  # lerp: 2 M - W
+            error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
+            thin = error.mT @ h
+            u = follower.right(thin)
+            torch.mul(toward, far, out=sides[0])
+            # (2 u - thin) R^T is u, because R R^T = (R + R^T) / 2: W's way to M is for free
+            moves = torch.stack([torch.lerp(thin, u, 2), u])
+        else:
+            u = follower.right(h)
+            turned = torch.lerp(h, u, 2)  # h Q
+            logits = torch.bmm(turned, head.mT).sum(0)
+            error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
+            pulled = (error @ head).mul_(far)
+            torch.bmm(pulled, back.mT, out=sides[0])
+            follower.owe(sides[0], pulled, 1)
+            moves = (error.mT @ turned)[None]
+        sides[1] = u
+        taken[:, :, number] = sides
+        speeds = moves.add_(speeds, alpha=pace.momentum).add_(both, alpha=pace.decay)
+        both.sub_(speeds, alpha=pace.rate)
+        if narrow:
+            follower.owe(toward, head, -1)
 
-        pushes.append((u, v))
-        both = torch.cat([v, u], 1)
-        left = torch.bmm(both, back.mT)
-        right = torch.bmm(torch.cat([-u, v], 1), back)
-        inner = torch.baddbmm(eye, right, both.mT)
-        bent = torch.linalg.inv_ex(inner).inverse
-        right = torch.bmm(bent, right)
-        back.baddbmm_(left.mT, right, alpha=-1)
-        owed = torch.baddbmm(right, bent, right, beta=0, alpha=mu)
-        toward = toward.baddbmm(torch.bmm(head, (right - owed).mT), left, alpha=-1)
-        right = owed
-
-    u, v = (torch.cat(side, 1) for side in zip(*pushes, strict=True))
-    half = u.mT @ v
-    keep, steps = 1 - pace.rate * pace.decay / (1 - mu), len(pushes)
-    skew = skew * keep**steps + keep ** ((steps - 1) / 2) * (half - half.mT)
-    if not mu or left is None or right is None:
-        return skew, None
-    half = pushes[-1][0].mT @ pushes[-1][1]
-    return skew, Tail(half - half.mT, left, right)
+    last = sides.clone()
+    if over:  # the last push has not done all it will
+        taken[0][:, -1].mul_(1 - pace.momentum)
+    v, u = taken.flatten(2, 3)
+    keep = 1 - far * pace.decay
+    skew.mul_(keep ** len(order)).add_(odd(u.mT @ v), alpha=keep ** ((len(order) - 1) / 2))
+    return speeds, last

@@ -18,13 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
-from torch.nn.functional import gelu, layer_norm, linear, normalize
+from torch.nn.functional import gelu, layer_norm, linear, normalize, silu
 
 from fedvlm.errors import SettingsError
 
 REMEMBERED = 32  # prompts whose features a tower keeps: the clients of a round, and little memory
+QUICK = 1.702  # of CLIP's quick GELU
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
     "gelu": gelu,
     "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
 }
@@ -111,27 +112,25 @@ class TextTower:
         head = 1 + vectors
         kept, spread, ends = self._tokens
         tail = (self.suffixes + self.positions[head : head + longest]).flatten(0, 1)[kept]
+        begin = (self.start + self.positions[0]).expand(*many, 1, width)
+        front = torch.cat([begin, context + self.positions[1:head]], dim=-2)
         # the common prefix once, then every class's suffix: (..., head + len(kept), width)
-        x = torch.cat(
-            [
-                (self.start + self.positions[0]).expand(*many, 1, width),
-                context + self.positions[1:head],
-                tail.expand(*many, *tail.shape),
-            ],
-            dim=-2,
-        )
+        x = torch.cat([front, tail.expand(*many, *tail.shape)], dim=-2)
         prefix = torch.arange(head, device=x.device)
         padded, packed = (torch.cat([prefix, head + some]) for some in (spread, kept))
         for layer in self.layers:
-            qkv = linear(self._norm(x, layer.norm1), *layer.qkv)
+            if layer is self.layers[0]:  # what is not trained needs no gradient, and no second pass
+                both = (linear(self._norm(part, layer.norm1), *layer.qkv) for part in (front, tail))
+                qkv = torch.cat([next(both), next(both).expand(*many, -1, -1)], dim=-2)
+            else:
+                qkv = linear(self._norm(x, layer.norm1), *layer.qkv)
             # only the attention has classes of one length: padding a row costs less than a layer
             q, k, v = self._heads(qkv.index_select(-2, padded))
             if layer is self.layers[-1]:  # after its attention only EOT is looked at
                 x, packed = x.index_select(-2, head + ends), head + kept[ends]
             seen = attend(q, k, v, head, classes).index_select(-2, packed)
             x = x + linear(seen.transpose(-2, -3).flatten(-2), *layer.out)
-            wide = ACTIVATIONS[self.activation](linear(self._norm(x, layer.norm2), *layer.up))
-            x = x + linear(wide, *layer.down)
+            x = x + self._widened(self._norm(x, layer.norm2), layer)
         return normalize(linear(self._norm(x, self.final), self.projection), dim=-1)
 
     @cached_property
@@ -150,10 +149,24 @@ class TextTower:
     def _norm(self, x: Tensor, by: Affine) -> Tensor:
         return layer_norm(x, (x.shape[-1],), by.weight, by.bias, self.eps)
 
+    def _widened(self, x: Tensor, layer: Layer) -> Tensor:
+        if self.activation != "quick_gelu":
+            return linear(ACTIVATIONS[self.activation](linear(x, *layer.up)), *layer.down)
+        # x σ(1.702 x) is silu(1.702 x) / 1.702: one kernel each way, and the products scale it
+        wide = silu(scaled(QUICK, x, layer.up, QUICK))
+        return scaled(1 / QUICK, wide, layer.down)
+
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """(..., tokens, 3 * width) -> queries, keys, values of (..., heads, tokens, size)."""
         parts = torch.unflatten(qkv, -1, (3, self.heads, -1))
         return parts.movedim(-4, -2).unbind(-4)
+
+
+def scaled(alpha: float, x: Tensor, by: Affine, beta: float = 1.0) -> Tensor:
+    """alpha times x W^T plus beta times the bias."""
+    bias = x.new_zeros(()) if by.bias is None else by.bias
+    out = torch.addmm(bias, x.flatten(0, -2), by.weight.mT, beta=beta, alpha=alpha)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, head: int, classes: int) -> Tensor:

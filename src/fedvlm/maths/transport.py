@@ -25,7 +25,7 @@ WIDE = 0.2  # λ that is reached in a few steps from anywhere
 WARM, LAST = 2, 6  # steps for each larger λ on the way, and for the last
 NEAR = 6  # more steps where γ is above 0.9, and nearly every patch has to give all it has
 RIDGE = 1e-6  # of what a prompt takes: keeps the system regular where every patch gives all it has
-AT_ONCE = 100_000  # numbers whose intermediate results stay in a core's cache
+AT_ONCE = 300_000  # numbers: small enough for a core's cache, large enough for calls to be cheap
 
 
 def plan(
@@ -70,8 +70,10 @@ def check_plan(gamma: float, strength: float) -> None:
 def _solve(similarity: Tensor, gamma: float, strength: float, exact: bool, steps: int) -> Tensor:
     _, prompts, patches = similarity.shape
     target = gamma * patches / prompts  # β in units of α
+    # One prompt after the other in memory, so that all that a prompt takes is one piece.
+    cost = similarity.transpose(0, 1).contiguous().transpose(0, 1)
     # A constant added to a prompt's row changes g and not T; with 0 as the largest no e overflows.
-    cost = similarity - similarity.amax(dim=-1, keepdim=True)
+    cost = cost - cost.amax(dim=-1, keepdim=True)
     levels = [strength]
     while levels[-1] < WIDE:
         levels.append(2 * levels[-1])
@@ -87,7 +89,7 @@ def _solve(similarity: Tensor, gamma: float, strength: float, exact: bool, steps
         cold = len(levels) == 1  # no larger λ came before
         last = steps + cold + (not plain) + (NEAR if gamma > 0.9 and not exact else 0)
         count = WARM if level > strength else last
-        two = [one.contiguous() for one in kernel.unbind(-2)] if plain and prompts == 2 else []
+        two = kernel.unbind(-2) if plain and prompts == 2 else ()
         product = two[0] * two[1] if two else kernel
         for _ in range(count):
             if two:
@@ -136,17 +138,16 @@ def _newton_of_two(
     one: Tensor, other: Tensor, product: Tensor, g: Tensor, target: float, exact: bool
 ) -> Tensor:
     """`_newton` of the plain kernels of two prompts and their product, in few passes."""
-    wish = g.exp()
+    wish = -g.exp()  # all below 0, so that one `threshold` tells patches that give all they have
     total = torch.addcmul(one * wish[:, 0], other, wish[:, 1])
-    part = (total if exact else total.clamp(min=1)).reciprocal()  # of a wish that is granted
-    # total * part is 1 where a patch gives all it has
-    held = part if exact else threshold(total, 1.0, 0.0).mul_(part).mul_(part)
+    part = (total if exact else total.clamp(max=-1)).reciprocal_()  # -1: a wish is granted
+    held = part if exact else threshold(part, -1.0, 0.0)
     dot = torch.linalg.vecdot
     whole = torch.stack([dot(one, part), dot(other, part)], -1)[..., None] * wish
     free = torch.full_like(whole, RIDGE * target)
     if not exact:
         free += whole - torch.stack([dot(one, held), dot(other, held)], -1)[..., None] * wish
-    shared = dot(product, held * part)[:, None, None] * wish.prod(dim=-2, keepdim=True)
+    shared = dot(product, held.square())[:, None, None] * wish.prod(dim=-2, keepdim=True)
     return _solved(free, shared, target - whole)
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
 from fedvlm.maths.contrast import contrastive
 from fedvlm.maths.layers import first_values, statistics, through
 from fedvlm.maths.reversal import reverse
-from fedvlm.parts import fused
+from fedvlm.methods._mask import Nets, together
 
 LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the ablation
     "full": ("linear", "norm", "leaky", "linear"),
@@ -112,6 +112,11 @@ class FAACLIP:
         theirs = softplus(says[rows:, 0]).sum() / max(1, len(says) - rows)
         return fit + self.weight * (ours + theirs) / 2, new | more
 
+    def update_many(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+    ) -> tuple[Tensors, Tensors]:
+        """`update` of many clients at once, by written gradients; equal to it but for rounding."""
+        return together(self, Nets(LAYERS[self.mask], JUDGE), frozen, sent, local, clients)
+
     name = "faa-clip"
     send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing
-    update_many = fused.adam

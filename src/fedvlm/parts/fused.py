@@ -7,10 +7,11 @@ copying of a functional optimiser, which costs more than the gradients.
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.adam import adam as fused_step
 
 from fedvlm import tensors
-from fedvlm.core import Client, Frozen, Tensors, schedule
+from fedvlm.core import Client, Frozen, Schedule, Tensors, schedule
 from fedvlm.parts.walk import Move, States, descend, moments, split_state
 
 
@@ -41,22 +42,33 @@ def in_place(self: Any) -> Move:
             begun = True
         names = [key for key in trained if turns[key]]
         kept = ([states[key][name] for key in names] for name in ("mean", "square", "count"))
-        means, squares, counts = kept
-        fused_step(
-            [trained[key] for key in names],
-            [slopes[key] for key in names],
-            means,
-            squares,
-            [],
-            counts,
-            fused=True,
-            amsgrad=False,
-            beta1=pace.betas[0],
-            beta2=pace.betas[1],
-            lr=pace.rate,
-            weight_decay=pace.decay,
-            eps=pace.eps,
-            maximize=False,
-        )
+        adam_step(pace, [trained[key] for key in names], [slopes[key] for key in names], *kept)
 
     return move
+
+
+def adam_step(
+    pace: Schedule,
+    values: list[Tensor],
+    slopes: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    counts: list[Tensor],
+) -> None:
+    """One step of Adam on all values, in place."""
+    fused_step(
+        values,
+        slopes,
+        means,
+        squares,
+        [],
+        counts,
+        fused=True,
+        amsgrad=False,
+        beta1=pace.betas[0],
+        beta2=pace.betas[1],
+        lr=pace.rate,
+        weight_decay=pace.decay,
+        eps=pace.eps,
+        maximize=False,
+    )

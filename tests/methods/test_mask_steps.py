@@ -1,0 +1,102 @@
+"""FAA-CLIP's written gradients are those of its loss, for clients side by side."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from fedvlm import parts, tensors
+from fedvlm.core import Batch, Client, Frozen, make
+from fedvlm.methods import _mask
+from fedvlm.methods.faa_clip import JUDGE, LAYERS, MEMORY
+
+DIM, CLASSES, CLIENTS, ROWS = 12, 5, 4, 6
+SETTINGS = [{"mask": mask} for mask in LAYERS]
+SETTINGS += [{"mask_duplicates": True, "local_norm": True}, {"adaptation": False}]
+SETTINGS += [{"shared_judge": True, "weight": 0.9}]
+
+
+def draw(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def unit(*shape, seed):
+    return normalize(draw(*shape, seed=seed), dim=-1)
+
+
+def world(method):
+    """Shared and local tensors of each client, all different, in float64."""
+    names = tuple(map(str, range(CLASSES)))
+    frozen = Frozen(names, DIM, 100.0, unit(CLASSES, DIM, seed=0))
+    first = [replace(frozen, seed=seed) for seed in range(CLIENTS)]
+    each = [tuple(map(doubled, method.init(one))) for one in first]
+    return frozen, each
+
+
+def doubled(part):
+    return {key: value.double() for key, value in part.items()}
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_written_gradients_and_statistics_are_those_of_autograd(settings):
+    method = make("faa-clip", **settings)
+    frozen, each = world(method)
+    real = torch.arange(ROWS) < torch.tensor([ROWS, 3, 1, 2])[:, None]  # one has a single row
+    y = torch.tensor([[0, 1, 1, 4, 2, 0]]).expand(CLIENTS, -1)
+    x, others = unit(CLIENTS, ROWS, DIM, seed=1), unit(CLIENTS, 5, DIM, seed=2)
+
+    stacked = tensors.stack([{**shared, **local} for shared, local in each])
+    slopes = {k: torch.zeros_like(v) for k, v in stacked.items() if k not in MEMORY}
+    nets = _mask.Nets(LAYERS[method.mask], JUDGE)
+    rows = _mask.Rows(x, y, real, others)
+    new = _mask.gradients(method, nets, frozen, stacked, rows, slopes)
+
+    for i, (shared, local) in enumerate(each):
+        leaves = {k: v.clone().requires_grad_() for k, v in {**shared, **local}.items()}
+        found, statistics = method.loss(
+            frozen,
+            {k: leaves[k] for k in shared},
+            {k: leaves[k] for k in local},
+            Batch(x[i], y[i], real[i], others[i]),
+            shared,
+        )
+        trained = [leaves[key] for key in slopes]
+        wanted = torch.autograd.grad(found, trained, materialize_grads=True)
+        for key, slope in zip(slopes, wanted, strict=True):
+            torch.testing.assert_close(slopes[key][i], slope, rtol=1e-8, atol=1e-10, msg=key)
+        assert statistics.keys() == new.keys()
+        for key, value in statistics.items():
+            torch.testing.assert_close(new[key][i], value.detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("persist", [False, True])
+def test_clients_side_by_side_take_the_steps_they_take_alone(persist, monkeypatch):
+    method = make("faa-clip", persist=persist, batch=ROWS)
+    frozen, each = world(method)
+    shared = tensors.stack([one for one, _ in each])
+    local = tensors.stack([own for _, own in each])
+    order = torch.arange(4 * ROWS).reshape(1, 4, ROWS).repeat(CLIENTS, 1, 1)
+    order[1, 2:], order[2, 1], order[0, 3, 2:] = -1, -1, -1  # fewer steps, a gap, a short one
+    y = torch.arange(4 * ROWS).expand(CLIENTS, -1) % CLASSES
+    x, others = unit(CLIENTS, 4 * ROWS, DIM, seed=1), unit(CLIENTS, 4 * ROWS, DIM, seed=2)
+    many = Client(
+        x, y, order, x[:, :2], y[:, :2], others, order.flip(1).clamp(min=0),
+        torch.zeros(CLIENTS, CLASSES, 0, DIM), torch.zeros(CLIENTS, 4, 0),
+    )  # fmt: skip
+    kept = tensors.copy(shared), tensors.copy(local)
+    together = method.update_many(frozen, shared, local, many)
+    monkeypatch.setattr(_mask, "AT_ONCE", 1)
+    apart = method.update_many(frozen, shared, local, many)
+    for i in range(CLIENTS):
+        client = Client(*(value[i] for value in vars(many).values()))
+        both = tensors.select(shared, i), tensors.select(local, i)
+        plain = parts.adam(method, frozen, *both, client)
+        for fast in (together, apart):
+            for found, wanted in zip(fast, plain, strict=True):
+                assert found.keys() == wanted.keys()
+                assert (
+                    tensors.difference(tensors.select(found, i), wanted) < 1e-7
+                )  # plain counts are float32
+    assert tensors.difference(kept[0], shared) == tensors.difference(kept[1], local) == 0
