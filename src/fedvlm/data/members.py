@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,9 +43,10 @@ class Members(Mapping[str, Member]):
     def __getitem__(self, id: str) -> Member:
         number = self._number[id]
         first = number * len(PLACES)
-        ends = self._ends[first : first + len(PLACES) + 1]
-        rows = np.frombuffer(self._rows, np.int64) if self._rows else np.zeros(0, np.int64)
-        parts = [rows[ends[i] : ends[i + 1]].copy() for i in range(len(PLACES))]
+        ends = self._ends[first : first + len(PLACES) + 1].tolist()
+        start = ends[0]
+        rows = np.array(self._rows[start : ends[-1]], np.int64)  # a copy, the caller's own
+        parts = [rows[a - start : b - start] for a, b in pairwise(ends)]
         return Member(id, self._domains[number], *parts)
 
     def __iter__(self) -> Iterator[str]:

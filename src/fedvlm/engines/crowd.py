@@ -67,7 +67,8 @@ def pad(clients: Sequence[Client]) -> Client:
     def stack(parts: Iterable[Tensor], empty: int) -> Tensor:
         parts = list(parts)
         first = parts[0]
-        if all(part.data_ptr() == first.data_ptr() for part in parts) and first.numel():
+        where = first.data_ptr(), first.shape
+        if all((part.data_ptr(), part.shape) == where for part in parts):  # or nothing, of nobody
             return first.expand(len(parts), *first.shape)
         if first.ndim and all(part.shape[1:] == first.shape[1:] for part in parts):
             return pad_sequence(parts, batch_first=True, padding_value=empty)

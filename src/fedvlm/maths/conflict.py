@@ -13,22 +13,10 @@ def mean_cosine(start: Sequence[Tensor], ends: Sequence[Sequence[Tensor]]) -> fl
     A client that did not move has no direction and agrees with none (0); fewer than two clients
     have no pairs (nan).
     """
-    lengths = [
-        sum(_move(one, first).square().sum().item() for one, first in zip(end, start, strict=True))
-        ** 0.5
-        for end in ends
-    ]
-    # The sum of unit vectors has every pair in its square: no copy of all clients at once.
-    square = 0.0
-    for number, first in enumerate(start):
-        total = torch.zeros(first.shape, dtype=torch.float64)
-        for end, length in zip(ends, lengths, strict=True):
-            if length > 0:
-                total += _move(end[number], first) / length
-        square += total.square().sum().item()
-    moved = sum(length > 0 for length in lengths)
-    pairs = len(ends) * (len(ends) - 1)
-    return (square - moved) / pairs if pairs else float("nan")
+    known = Agreement(start)
+    for end in ends:
+        known.add(end)
+    return known.mean()
 
 
 class Agreement:
