@@ -73,6 +73,10 @@ class Inbox:
     first: dict[str, tuple[str, Schema]] = field(default_factory=dict)
     latest: tuple[Tensors, Schema, str] | None = None  # all may be sent the same
 
+    def __post_init__(self) -> None:  # once, not for every upload
+        self.uneven = self.method.traits.uneven if self.method else frozenset[str]()
+        self.kind = sums(self.method) if self.method else None
+
     def _given(self, sent: Tensors) -> tuple[Schema, str]:
         """What was sent, and the same in one word."""
         if self.latest is None or self.latest[0] is not sent:
@@ -125,8 +129,7 @@ class Inbox:
             self.first[given] = (best, found[best])
 
     def _even(self, upload: Tensors) -> Schema:
-        uneven = self.method.traits.uneven if self.method else frozenset()
-        return {key: value for key, value in schema(upload).items() if key not in uneven}
+        return {key: value for key, value in schema(upload).items() if key not in self.uneven}
 
     def check(
         self, upload: Tensors, sent: Tensors, rows: Any, client: str, number: int, where: str
@@ -154,7 +157,7 @@ class Inbox:
         (given, word), found = self._given(sent), self._even(upload)
         other, first = self.first.setdefault(word, (client, found))
         _compare(found, first, f"client {other}'s", where)
-        if self.method is not None and sums(self.method) in ("rows", "clients") and found:
+        if self.kind in ("rows", "clients") and found:
             _compare(found, {**found, **given}, "what was sent", where)
 
     def _rows(self, rows: Any, client: str, where: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fedvlm.core import Method
+from fedvlm.core import Method, schedule
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Policy, Protection
 from fedvlm.deploy.reasons import Refused
@@ -106,7 +106,7 @@ def cost(method: Method, channel: Protection, rows: int) -> float:
     own = float(asdict(method).get("noise_multiplier", 0.0))
     if not own:
         return 0.0
-    epochs, each, _ = steps(method, rows)
+    epochs, each, _ = steps(schedule(method), rows)
     return epochs * each / own**2
 
 

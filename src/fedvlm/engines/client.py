@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedvlm import seeds
 from fedvlm.channel import Channel
-from fedvlm.core import Client, Frozen, Method, Noisy, Tensors, schedule
+from fedvlm.core import Client, Frozen, Method, Noisy, Schedule, Tensors, schedule
 from fedvlm.engines.attackers import Attack
 from fedvlm.evaluate.metrics import details, diagrams, every_metric
 from fedvlm.maths import noise
@@ -91,6 +91,10 @@ class World(Terms):
         return len(self.members) > CROWD
 
     @cached_property
+    def pace(self) -> Schedule:
+        return schedule(self.method)
+
+    @cached_property
     def noises(self) -> int:
         """Standard normal numbers that each step is given."""
         return self.method.noise(self.frozen) if isinstance(self.method, Noisy) else 0
@@ -164,16 +168,15 @@ class Answers:
     least: int = 0  # how many must be left if some are refused later
 
 
-def steps(method: Method, rows: int) -> tuple[int, int, int]:
+def steps(pace: Schedule, rows: int) -> tuple[int, int, int]:
     """Epochs, minibatches of each, and their size."""
-    pace = schedule(method)
     return pace.epochs, -(-rows // pace.batch), pace.batch
 
 
 def minibatches(world: World, id: str, number: int) -> Tensor:
     """(steps, batch) rows in this round's order; the last minibatch of an epoch may be short."""
     rows = len(world.members[id].train)
-    epochs, each, size = steps(world.method, rows)
+    epochs, each, size = steps(world.pace, rows)
     generator = seeds.generator("order", world.seed, id, number)
     order = torch.full((epochs, each * size), -1)
     for epoch in range(epochs):

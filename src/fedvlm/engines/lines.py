@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedvlm import tensors
-from fedvlm.core import Conditioned, Tensors
+from fedvlm.core import Conditioned, Tensors, schedule
 from fedvlm.engines.client import Done, Scores, Task, here, steps
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS
@@ -57,9 +57,10 @@ def disagreement(
     keys = sorted(key for key in shared if shared[key].is_floating_point())
     each = [[one[key] for key in keys] for one in (shared, *uploads)]
     out = {"cosine": mean_cosine(each[0], each[1:])}
-    counts = [steps(method, one.rows)[:2] for one in done.values()]
-    walked = [epochs * each for epochs, each in counts]
+    pace = schedule(method)
     if isinstance(method, Conditioned):
+        counts = [steps(pace, one.rows)[:2] for one in done.values()]
+        walked = [epochs * each for epochs, each in counts]
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         out["difference"] = largest_difference(start, ends, walked, method.rate)
         conditions = [
