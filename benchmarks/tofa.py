@@ -22,7 +22,7 @@ from figures import say
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, make
-from fedvlm.data.federation import Member
+from fedvlm.data.members import Member
 from fedvlm.engines.client import World
 from fedvlm.engines.loop import finish, open_engine, start, train
 from fedvlm.engines.state import Plan, shelves

@@ -14,7 +14,7 @@ from fedvlm.parts import join_state, split_state
 from fedvlm.parts.fused import adam_step
 from fedvlm.tensors import full
 
-AT_ONCE = 16 << 20  # bytes of clients' tensors; with slopes and moments four times as much
+AT_ONCE = 4 << 20  # bytes of clients' tensors; with slopes and moments four times as much
 LEAST = 1e-12  # by which a feature is divided at least, as by torch's `normalize`
 
 
