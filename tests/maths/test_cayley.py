@@ -120,13 +120,20 @@ def test_condition_number_of_a_stretch_is_its_ratio() -> None:
     assert cayley.condition_number(torch.diag(torch.tensor([4.0, 2.0, 1.0]))) == pytest.approx(4)
 
 
+def mean_cosine(start, ends):
+    known = conflict.Agreement(start)
+    for end in ends:
+        known.add(end)
+    return known.mean()
+
+
 def test_conflict_of_equal_opposite_and_square_moves() -> None:
     start, move, other = draw(2, 3), torch.eye(2, 3), torch.eye(2, 3).flip(0)
-    assert conflict.mean_cosine([start], [[start + move], [start + 3 * move]]) == pytest.approx(1)
-    assert conflict.mean_cosine([start], [[start + move], [start - move]]) == pytest.approx(-1)
-    assert conflict.mean_cosine([start], [[start + move], [start + other]]) == pytest.approx(0)
-    assert conflict.mean_cosine([start], [[start + move], [start]]) == pytest.approx(0, abs=1e-12)
-    assert math.isnan(conflict.mean_cosine([start], [[start]]))
+    assert mean_cosine([start], [[start + move], [start + 3 * move]]) == pytest.approx(1)
+    assert mean_cosine([start], [[start + move], [start - move]]) == pytest.approx(-1)
+    assert mean_cosine([start], [[start + move], [start + other]]) == pytest.approx(0)
+    assert mean_cosine([start], [[start + move], [start]]) == pytest.approx(0, abs=1e-12)
+    assert math.isnan(mean_cosine([start], [[start]]))
 
 
 def test_gradient_difference_is_per_step_and_its_bound_takes_the_two_worst() -> None:

@@ -164,6 +164,10 @@ class Schedule:
     betas: tuple[float, float] = said((0.9, 0.999), "of `parts.adam`")
     eps: float = said(1e-8, "of `parts.adam`")
 
+    def steps(self, rows: int) -> tuple[int, int, int]:
+        """Epochs of so many rows, minibatches of each, and their size."""
+        return self.epochs, -(-rows // self.batch), self.batch
+
 
 class Method(Protocol):
     """A frozen dataclass: its fields are its settings. `register` says what is missing."""

@@ -15,7 +15,6 @@ from fedvlm.core import Method, schedule
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Policy, Protection
 from fedvlm.deploy.reasons import Refused
-from fedvlm.engines.client import steps
 from fedvlm.engines.flower.wire import Arrays, Parcel, checksum, from_bytes, to_bytes
 from fedvlm.maths.accounting import epsilon
 from fedvlm.storage.files import write
@@ -106,7 +105,7 @@ def cost(method: Method, channel: Protection, rows: int) -> float:
     own = float(asdict(method).get("noise_multiplier", 0.0))
     if not own:
         return 0.0
-    epochs, each, _ = steps(schedule(method), rows)
+    epochs, each, _ = schedule(method).steps(rows)
     return epochs * each / own**2
 
 

@@ -168,15 +168,10 @@ class Answers:
     least: int = 0  # how many must be left if some are refused later
 
 
-def steps(pace: Schedule, rows: int) -> tuple[int, int, int]:
-    """Epochs, minibatches of each, and their size."""
-    return pace.epochs, -(-rows // pace.batch), pace.batch
-
-
 def minibatches(world: World, id: str, number: int) -> Tensor:
     """(steps, batch) rows in this round's order; the last minibatch of an epoch may be short."""
     rows = len(world.members[id].train)
-    epochs, each, size = steps(world.pace, rows)
+    epochs, each, size = world.pace.steps(rows)
     generator = seeds.generator("order", world.seed, id, number)
     order = torch.full((epochs, each * size), -1)
     for epoch in range(epochs):

@@ -5,11 +5,11 @@ from typing import Any
 
 from fedvlm import tensors
 from fedvlm.core import Conditioned, Tensors, schedule
-from fedvlm.engines.client import Done, Scores, Task, here, steps
+from fedvlm.engines.client import Done, Scores, Task, here
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
-from fedvlm.maths.conflict import Agreement, difference_bound, largest_difference, mean_cosine
+from fedvlm.maths.conflict import Agreement, difference_bound, largest_difference
 
 
 def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
@@ -31,7 +31,7 @@ def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
 
 
 class Agreeing:
-    """The mean cosine of `disagreement`, of uploads that come one part after the other."""
+    """The mean cosine of uploads that come one part after the other."""
 
     def __init__(self, shared: Tensors) -> None:
         self.shared = shared
@@ -52,14 +52,13 @@ def disagreement(
     method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
 ) -> dict[str, float]:
     """How far the clients pull what is shared apart; nothing where uploads are no new values."""
-    if len(done) < 2 or not shared or any(one.keys() != shared.keys() for one in uploads):
+    told = Agreeing(shared)
+    told.add(uploads)
+    out, pace = told.told(), schedule(method)
+    if not out:
         return {}
-    keys = sorted(key for key in shared if shared[key].is_floating_point())
-    each = [[one[key] for key in keys] for one in (shared, *uploads)]
-    out = {"cosine": mean_cosine(each[0], each[1:])}
-    pace = schedule(method)
     if isinstance(method, Conditioned):
-        counts = [steps(pace, one.rows)[:2] for one in done.values()]
+        counts = [pace.steps(one.rows)[:2] for one in done.values()]
         walked = [epochs * each for epochs, each in counts]
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
         out["difference"] = largest_difference(start, ends, walked, method.rate)

@@ -6,21 +6,13 @@ import torch
 from torch import Tensor
 
 
-def mean_cosine(start: Sequence[Tensor], ends: Sequence[Sequence[Tensor]]) -> float:
+class Agreement:
     """The mean cosine over pairs of clients of the pseudo-gradients ΔW_i = W_i - W.
 
     W is what all clients were sent, W_i what client i sends back, in as many tensors as it has.
-    A client that did not move has no direction and agrees with none (0); fewer than two clients
-    have no pairs (nan).
+    Clients come one by one: no two of them have to be there at once. One that did not move has no
+    direction and agrees with none (0); fewer than two clients have no pairs (nan).
     """
-    known = Agreement(start)
-    for end in ends:
-        known.add(end)
-    return known.mean()
-
-
-class Agreement:
-    """`mean_cosine` of clients that come one by one: no two of them have to be there at once."""
 
     def __init__(self, start: Sequence[Tensor]) -> None:
         self.start, self.clients, self.moved = start, 0, 0

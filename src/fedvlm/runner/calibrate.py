@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Tensors
-from fedvlm.engines.client import CROWD, World, predict
+from fedvlm.engines.client import World, predict
 from fedvlm.maths.conformal import Calibration, calibrate
 from fedvlm.record import Record
 from fedvlm.storage.sealed import read_json, write_json
@@ -34,7 +34,7 @@ def keep(record: Record, name: str, training: str, seed: int, world: World) -> N
 
     The clients of a crowd have too few rows to be calibrated by.
     """
-    if place(record, name).exists() or len(world.members) > CROWD:
+    if place(record, name).exists() or world.crowded:
         return
     shared, local = record.outcome(training, seed)
     send = world.method.send
