@@ -229,3 +229,19 @@ def test_sentences_around_a_class_are_those_of_the_papers_and_of_the_demo_model(
     assert PICTURE == ("a picture of a {}",)  # FedCLIP's, and of the demo's captions
     assert PHOTO == ("a photo of a {}.",)  # CoOp's
     assert open_dataset("demo").templates == PICTURE
+
+
+def test_groups_stay_with_their_rows_where_classes_are_left_out(tmp_path):
+    """A manifest may name lesions, and a data set of the catalogue be a part of its classes."""
+    names = [*(one for one in ENTRIES["domainnet-10"].classes), "xylophone"]
+    domains = ENTRIES["domainnet-10"].domains
+    paths = [f"{name}-{domain}.png" for name in reversed(names) for domain in domains]
+    plant(tmp_path, paths)
+    lines = [
+        f"{path},{path.rpartition('-')[0]},{path[:-4].rpartition('-')[2]},{path}" for path in paths
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(["path,label,domain,group", *lines]) + "\n")
+    data = open_dataset("domainnet-10", root=tmp_path / "rows.csv")
+    assert len(data.labels) == len(paths) - len(domains)
+    found = [data.source.name(row) for row in range(len(data.source))]
+    assert data.groups.tolist() == [str(paths.index(name)) for name in found]

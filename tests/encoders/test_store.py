@@ -38,6 +38,7 @@ def test_saved_rows_come_back_as_they_were(tmp_path):
         "domains": np.array(list("aabbcc")),
         "clients": np.array(["one"] * 6),
         "splits": np.array(["train", "test"] * 3),
+        "groups": np.array(list("112233")),
         "text": X[:3] * 3,
         "patches": DRAW.normal(size=(6, 2, 4)).astype(np.float16),
         "scale": 31.5,
@@ -48,7 +49,7 @@ def test_saved_rows_come_back_as_they_were(tmp_path):
     assert before.text is not None
     assert torch.equal(before.text, after.text)
     assert torch.equal(before.patches, after.patches)
-    for column in ("labels", "domains", "clients", "splits"):
+    for column in ("labels", "domains", "clients", "splits", "groups"):
         assert getattr(before, column).tolist() == getattr(after, column).tolist()
     for word in ("name", "classes", "content", "scale", "encoder", "fingerprint"):
         assert getattr(before, word) == getattr(after, word)
@@ -56,6 +57,12 @@ def test_saved_rows_come_back_as_they_were(tmp_path):
         "again.json",
         "again.safetensors",
     ]
+
+
+def test_groups_of_chosen_classes_are_those_of_their_rows(tmp_path):
+    path = store(tmp_path, x=X, y=Y, classes=CLASSES, groups=np.array(list("abcdef")))
+    assert open_store(path, ["owl", "cat"]).groups.tolist() == ["0", "2", "3", "5"]
+    assert open_store(store(tmp_path, x=X, y=Y)).groups is None
 
 
 def test_a_flipped_byte_is_noticed(tmp_path):

@@ -68,6 +68,20 @@ def test_a_group_of_a_manifest_is_in_one_part(tmp_path: Path) -> None:
             assert [len(part) for part in parts] == [36, 8, 12, 4]
 
 
+def test_a_group_is_not_both_public_and_somebody_s(tmp_path: Path) -> None:
+    lines = []
+    for number in range(120):
+        draw(tmp_path / f"{number}.png", number)
+        lines.append(f"{number}.png,{number % 2},a,patient {number // 4},")
+    table = rows_of(open_dataset(manifest(tmp_path, lines)))
+    for seed in range(5):
+        found = divide(table, Clients(by="own", public=0.2), seed)
+        held = [found.public, *vars(found.members["a"]).values()]
+        names = [set(table.groups[part].tolist()) for part in held if isinstance(part, np.ndarray)]
+        assert len(found.public) == 24
+        assert sum(map(len, names)) == len(set.union(*names)) == 30
+
+
 def test_a_group_in_two_places_is_refused_by_name(tmp_path: Path) -> None:
     for number in range(8):
         draw(tmp_path / f"{number}.png", number)

@@ -163,6 +163,7 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
         domains=np.array(domains, dtype=np.str_),
         clients=data.clients[kept],
         splits=data.splits[kept],
+        groups=None if data.groups is None else data.groups[kept],
         templates=entry.templates,
     )
 

@@ -117,10 +117,10 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
         title = f"{'client' if clients.by == 'own' else 'domain'} {pool!r}" if pool else "the data"
         alone = clients.by in ("domain", "own") or pool in whole
         if clients.public and pool not in whole:
-            open_rows = np.isin(table.splits[rows], ("", "train"))
-            mixed = numbers("public", seed, pool).permutation(rows[open_rows])
+            open_rows = rows[np.isin(table.splits[rows], ("", "train"))]
             size = int(Fraction(str(clients.public)) * len(rows))
-            parts[mixed[:size]] = len(PARTS)
+            drawn = numbers("public", seed, pool)
+            parts[_public(open_rows, size, groups, drawn)] = len(PARTS)
             rows = rows[parts[rows] < len(PARTS)]
         drawn = numbers("split", seed, pool)
         marks = table.splits[rows].tolist()
@@ -172,6 +172,15 @@ def _marked(table: Table, whole: Sequence[str]) -> Table:
         domains = np.where(mine, name, table.domains)
         table = Listing(table.classes, table.labels, domains, *columns)
     return table
+
+
+def _public(rows: Ints, size: int, groups: Strings | None, rng: np.random.Generator) -> Ints:
+    """As many of the rows, drawn at random; whole groups if there are any."""
+    if groups is None:
+        return rng.permutation(rows)[:size]
+    many = splits.together(rows, groups)
+    chosen = splits.first_units([many[i] for i in rng.permutation(len(many))], size)
+    return np.array([row for unit in chosen for row in unit], dtype=np.int64)
 
 
 def _units(content: Ints, groups: Strings | None) -> Strings:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.data.sources import Files
-from fedvlm.data.table import Dataset, Strings, column, tabulate
+from fedvlm.data.table import Dataset, nameless, tabulate
 from fedvlm.errors import DataError, listing, nearest
 
 NEEDED = ("path", "label")
@@ -39,14 +39,8 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
         classes,
         *(columns.get(key) for key in ("domain", "client", "split")),
     )
-    # Who a patient is stays here: a record and a fingerprint get a number.
     groups = columns.get("group")
-    return table if groups is None else replace(table, groups=_numbered(groups))
-
-
-def _numbered(names: Sequence[str]) -> Strings:
-    number = {name: str(index) for index, name in enumerate(dict.fromkeys(filter(None, names)))}
-    return column([number.get(name, "") for name in names], len(names))
+    return table if groups is None else replace(table, groups=nameless(groups))
 
 
 def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:

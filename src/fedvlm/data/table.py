@@ -223,6 +223,12 @@ def column(values: Sequence[str] | None, rows: int) -> Strings:
     return np.array([text(value) for value in values or [""] * rows], dtype=np.str_)
 
 
+def nameless(groups: Sequence[str]) -> Strings:
+    """Groups by number: who a patient is gets into no record, fingerprint or message."""
+    number = {name: str(index) for index, name in enumerate(dict.fromkeys(filter(None, groups)))}
+    return column([number.get(name, "") for name in groups], len(groups))
+
+
 def split_column(name: str, source: Source, values: Sequence[str] | None, rows: int) -> Strings:
     words = [value.strip().lower() for value in values or [""] * rows]
     for row, word in enumerate(words):

@@ -18,7 +18,7 @@ from fedvlm.storage.paged import gathered, stretches
 Columns = dict[str, Any]
 ALIASES = {"features": "x", "labels": "y"}
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
-BY_ROW = ("x", "y", "domains", "clients", "splits", "paths", "content", "patches")
+BY_ROW = ("x", "y", "domains", "clients", "splits", "groups", "paths", "content", "patches")
 MOST_CLASSES = 1 << 16  # three times the largest list of classes we know, ImageNet-21k
 WHOLE = ("classes", "text", "text_classes", "scale", "name", "encoder", "fingerprint", "sha256")
 

@@ -1,8 +1,9 @@
 """Embeddings computed before, in one file: no images, no encoder, the same runs.
 
 Arrays, in .npz or .safetensors (strings then in a .json of the same name beside it):
-x or features, y or labels, and optionally classes, domains, clients, splits, paths, content, text,
-text_classes, patches, scale; or one x and y per split as train_x, train_y, val_x, ..., test_y.
+x or features, y or labels, and optionally classes, domains, clients, splits, groups (what stays in
+one part: a patient), paths, content, text, text_classes, patches, scale; or one x and y per split
+as train_x, train_y, val_x, ..., test_y.
 """
 
 import zipfile
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.data.table import Digests, Embedded
+from fedvlm.data.table import Digests, Embedded, nameless
 from fedvlm.encoders.columns import (
     ALIASES,
     BY_ROW,
@@ -94,6 +95,7 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
         domains=strings(domains, rows),
         clients=strings(columns.get("clients"), rows),
         splits=strings(columns.get("splits"), rows),
+        groups=nameless(strings(columns["groups"], rows).tolist()) if "groups" in columns else None,
         content=content if isinstance(content, Digests) else [str(one) for one in content],
         scale=float(columns.get("scale", 100.0)),
         text=None,
@@ -209,6 +211,7 @@ def chosen(
         domains=all_of.domains[keep],
         clients=all_of.clients[keep],
         splits=all_of.splits[keep],
+        groups=None if all_of.groups is None else all_of.groups[keep],
         content=[all_of.content[row] for row in keep.tolist()],
         text=vectors,
         patches=None if all_of.patches is None else all_of.patches[keep],
@@ -241,5 +244,6 @@ def save_store(path: str | Path, embedded: Embedded) -> Path:
         "fingerprint": embedded.fingerprint,
         "sha256": digest,
     }
+    words |= {} if embedded.groups is None else {"groups": embedded.groups.tolist()}
     write(file.with_suffix(".json"), seal_json(words, None))
     return file
