@@ -120,7 +120,7 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
             open_rows = rows[np.isin(table.splits[rows], ("", "train"))]
             size = int(Fraction(str(clients.public)) * len(rows))
             drawn = numbers("public", seed, pool)
-            parts[_public(open_rows, size, groups, drawn)] = len(PARTS)
+            parts[splits.some(open_rows, size, groups, drawn)] = len(PARTS)
             rows = rows[parts[rows] < len(PARTS)]
         drawn = numbers("split", seed, pool)
         marks = table.splits[rows].tolist()
@@ -174,15 +174,6 @@ def _marked(table: Table, whole: Sequence[str]) -> Table:
     return table
 
 
-def _public(rows: Ints, size: int, groups: Strings | None, rng: np.random.Generator) -> Ints:
-    """As many of the rows, drawn at random; whole groups if there are any."""
-    if groups is None:
-        return rng.permutation(rows)[:size]
-    many = splits.together(rows, groups)
-    chosen = splits.first_units([many[i] for i in rng.permutation(len(many))], size)
-    return np.array([row for unit in chosen for row in unit], dtype=np.int64)
-
-
 def _units(content: Ints, groups: Strings | None) -> Strings:
     """(rows,) what stays together when some are set aside: a group, or equal images."""
     alike = np.char.mod("\x1f%d", content)  # no name of a group begins so
@@ -191,13 +182,11 @@ def _units(content: Ints, groups: Strings | None) -> Strings:
 
 def _apart(rows: Ints, share: float, units: Strings, seed: int, name: str) -> Ints:
     """A share of the validation rows, whole groups and equal images together."""
-    if not share:
+    if not share or len(set(units[rows].tolist())) < 2:
         return rows[:0]
-    many = splits.together(rows, units)
-    order = numbers("calibration", seed, name).permutation(len(many))
     size = int(Fraction(str(share)).limit_denominator(1000) * len(rows))
-    chosen = splits.first_units([many[i] for i in order], size) if len(many) > 1 else []
-    return rows[np.isin(rows, [row for unit in chosen for row in unit])]
+    chosen = splits.some(rows, size, units, numbers("calibration", seed, name))
+    return rows[np.isin(rows, chosen)]
 
 
 def _check_groups(groups: Strings, pools: Strings, kept: NDArray[np.bool_]) -> None:

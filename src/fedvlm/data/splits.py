@@ -78,6 +78,15 @@ def first_units(units: list[list[int]], size: int) -> list[list[int]]:
     return units[: max(count, 1) if size else 0]
 
 
+def some(rows: Ints, size: int, groups: NDArray[np.str_] | None, rng: np.random.Generator) -> Ints:
+    """So many of the rows, drawn at random; where there are groups, only whole ones."""
+    if groups is None:
+        return rng.permutation(rows)[:size]
+    units = together(rows, groups)
+    chosen = first_units([units[i] for i in rng.permutation(len(units))], size)
+    return np.array([row for unit in chosen for row in unit], dtype=np.int64)
+
+
 def _check_marks(marks: Sequence[str], groups: NDArray[np.str_], pool: str) -> None:
     seen: dict[str, str] = {}
     for name, mark in zip(groups.tolist(), marks, strict=True):
