@@ -1,11 +1,16 @@
 """All targets in turn, a test set of all clients, and all rows at one client."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import fedvlm
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols.own_test import EVERYONE
+from fedvlm.report.long import clients
+from fedvlm.report.names import generalises
 from fedvlm.report.tables import compare, label
 
 QUICK = {"name": "fedavg", "rounds": 2}
@@ -65,6 +70,32 @@ def test_what_is_shared_is_tested_on_the_test_rows_of_all(rows, tmp_path):
     for key in ("test_rows", "test_hits"):
         assert scores[EVERYONE][key] == sum(one[key] for one in own)
     assert both.tables[0]["global"] == scores[EVERYONE]["test_hits"] / scores[EVERYONE]["test_rows"]
+
+
+def test_the_client_of_all_test_rows_is_told_wherever_unseen_ones_are(rows, tmp_path):
+    both = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", global_test=True, **OWN)
+    told = [one for one in clients(both) if one["unseen"]]
+    assert [one["client"] for one in told] == [EVERYONE]
+    assert told[0]["accuracy"] == both.tables[0]["global"]
+
+
+def test_a_site_s_name_makes_no_run_one_of_unseen_clients(rows, tmp_path):
+    named = replace(rows, domains=np.char.replace(rows.domains, "art", "tartu"))
+    found = fedvlm.run(QUICK, embedded=named, out=tmp_path / "a", **OWN)
+    assert not generalises(found)
+
+
+def test_a_record_of_a_client_without_training_rows_is_json_for_everybody(rows, tmp_path):
+    found = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", global_test=True, **OWN)
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    for path in sorted(found.folder.rglob("*.json*")):
+        for text in (
+            path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        ):
+            json.loads(text, parse_constant=refuse)
 
 
 def test_a_method_that_shares_nothing_has_no_global_test(rows, tmp_path):

@@ -126,3 +126,12 @@ def test_every_protocol_says_what_it_is_and_names_its_clients_once():
         assert rules.what and rules.name == name
     found = make("own-test").trainings(DOMAINS, 0)
     assert found == [Training("all", tuple(DOMAINS), ())]
+
+
+def test_a_client_called_as_a_column_does_not_take_its_place():
+    crowd = {"own": "", "global": "", "b": ""}
+    rules = make("own-test", global_test=True)
+    (training,) = rules.trainings(crowd, 0)
+    scores = hits(own=1, b=5, everyone=7) | hits(**{"global": 3})
+    found = rules.table(crowd, {"all": (training, scores)}, True)
+    assert found == {"own": pytest.approx(0.3), "global": 0.7, "b": 0.5}

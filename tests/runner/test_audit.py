@@ -160,6 +160,25 @@ def test_command_prints_a_table_or_json(rows, tmp_path, monkeypatch, capsys):
     assert [line["client"] for line in lines] == ["art", "photo", "sketch"]
 
 
+def test_epsilon_is_that_of_the_training_and_the_seed(rows, tmp_path):
+    """By chance a client takes part more often in one training than any does in another."""
+    run = {"fraction": 0.5, "channel": {"clip": 1.0, "noise": 2.0}, "seeds": [0, 1]}
+    method = {"name": "fedavg", "rounds": 5}
+    done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)
+    last = {line["training"]: line["epsilon"] for line in done.rounds}
+    assert len(set(last.values())) > 1
+    for seed in (0, 1):
+        for training in ("art", "photo", "sketch"):
+            lines = audit(done.folder, training, seed, embedded=rows)
+            assert {line["epsilon"] for line in lines} == {last[f"{seed}-{training}"]}
+
+
+def test_an_epsilon_of_nothing_is_no_infinite_one(rows, tmp_path):
+    done = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", protocol="own-test")
+    lines = [{**line, "epsilon": 0.0} for line in audit(done.folder, embedded=rows)]
+    assert table(lines).splitlines()[-1].endswith("0.00")
+
+
 def test_every_client_is_audited_through_the_channel(rows, tmp_path):
     method = {"name": "fedavg", "rounds": 2, "rate": 0.1}
     run = {"protocol": "own-test", "channel": {"clip": 1.0, "noise": 0.5}}

@@ -262,9 +262,9 @@ def judged(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def counted(loss: float, rows: Sequence[int], hits: Sequence[int]) -> Scores:
-    """As it is recorded; rows and hits are of validation and test."""
+    """As it is recorded; rows and hits are of validation and test. Of no rows there is no loss."""
     return {
-        "loss": loss,
+        **({"loss": loss} if rows[0] else {}),
         "validation_rows": rows[0],
         "validation_hits": hits[0],
         "test_rows": rows[1],

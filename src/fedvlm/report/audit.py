@@ -35,7 +35,10 @@ def table(lines: list[Line], form: str = "text") -> str:
         return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
     body = [
-        [*(cell(line[key]) for key in (*names, *areas)), cell(line["epsilon"] or "inf")]
+        [
+            *(cell(line[key]) for key in (*names, *areas)),
+            cell("inf" if line["epsilon"] is None else line["epsilon"]),
+        ]
         for line in lines
     ]
     return "\n".join(

@@ -6,6 +6,8 @@ from typing import Any
 from fedvlm.errors import listing
 from fedvlm.record import Record
 
+UNSEEN = ("target ", "unseen")  # how columns of unseen clients begin, beside G and global
+
 
 def label(result: Record, besides: Collection[str] = ()) -> str:
     """The method, with the settings in which it differs from its defaults, but for some."""
@@ -67,5 +69,6 @@ def _raced(tuned: Mapping[str, Any]) -> list[str]:
 
 def generalises(result: Record) -> bool:
     """Whether a run has numbers of unseen clients; a method that shares nothing has none."""
-    unseen = [key for key in result.tables[0] if key[:2] in ("G", "ta", "un")]
-    return any(result.tables[0][key] is not None for key in unseen)
+    table = result.tables[0]
+    told = [key for key in table if key in ("G", "global") or key.startswith(UNSEEN)]
+    return any(table[key] is not None for key in told)

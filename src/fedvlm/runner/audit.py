@@ -121,7 +121,8 @@ def _epsilons(result: Record, training: str, seed: int) -> dict[str, float]:
     """ε by client as the record has it, from the method or from the channel; no noise, no entry."""
     maps = result.trainings(seed)[training]["maps"]
     out = {id: float(one["epsilon"]) for id, one in maps.items() if "epsilon" in one}
-    noised = [line for line in result.lines() if "epsilon" in line]
+    mine = result.path_of(training, seed, "json").stem
+    noised = [one for one in result.lines() if one["training"] == mine and "epsilon" in one]
     return out or ({id: float(noised[-1]["epsilon"]) for id in maps} if noised else {})
 
 
