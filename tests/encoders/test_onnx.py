@@ -110,6 +110,22 @@ def test_fingerprint_follows_weights_and_settings(tmp_path):
     assert len({first, second, fingerprint(open_encoder(f"onnx:{file}"))}) == 3
 
 
+def test_fingerprint_follows_how_sentences_become_tokens(tmp_path):
+    """Else the cache would give the texts of before after a tokenizer was put right."""
+    folder = tmp_path / "both"
+    image_tower(folder / "image.onnx")
+    text_tower(folder / "text.onnx")
+    tiny_models.tokens(folder, start=True)
+    found = [fingerprint(open_encoder(f"onnx:{folder}"))]
+    for words in ({"length": 9}, {"length": 9, "pad": 1}):
+        (folder / "encoder.json").write_text(json.dumps(words))
+        found.append(fingerprint(open_encoder(f"onnx:{folder}")))
+    tiny_models.tokens(folder, start=False)
+    found.append(fingerprint(open_encoder(f"onnx:{folder}")))
+    assert len(set(found)) == 4
+    assert found[-1] == fingerprint(open_encoder(f"onnx:{folder}"))
+
+
 def test_fingerprint_covers_every_file_of_weights_whatever_its_name(tmp_path):
     found = []
     for number in range(2):

@@ -30,6 +30,17 @@ def test_figure_is_one_panel_with_lines(bad_runs, kind):
     assert panel.lines
 
 
+def test_figure_does_without_a_client_that_did_not_answer_in_the_end(bad_runs, monkeypatch):
+    """As a site of a deployed run that was gone when all were asked to adapt."""
+    found = bad_runs[1].trainings()
+    name = next(iter(found))
+    lost = found[name]["train"][0]
+    scores = {id: one for id, one in found[name]["scores"].items() if id != lost}
+    less = {**found, name: {**found[name], "scores": scores}}
+    monkeypatch.setattr(type(bad_runs[1]), "trainings", lambda self, seed=None: less)
+    assert bad_runs[1].figure("reliability", name).axes[0].lines
+
+
 def test_unknown_figure_is_refused(bad_runs):
     with pytest.raises(SettingsError, match="did you mean 'rounds'"):
         bad_runs[1].figure("round")

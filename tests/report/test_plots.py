@@ -81,6 +81,15 @@ def test_lines_over_the_rounds_end_as_the_record_does(runs):
     assert line.get_ydata()[-1] == pytest.approx(100 * np.mean(shares))
 
 
+@pytest.mark.parametrize("column", ["cosine", "loss", "difference", "seconds"])
+def test_lines_of_what_is_no_share_are_not_in_per_cent(runs, column):
+    panel = several.rounds(runs[:1], Asked((column,))).axes[0]
+    (line,) = panel.get_lines()
+    told = [one[column] for one in runs[0].lines() if one["round"] == 2]
+    assert line.get_ydata()[-1] == pytest.approx(np.mean(told))
+    assert panel.get_ylabel() == column
+
+
 def test_lines_over_a_setting_go_through_the_columns_of_the_tables(runs):
     figure = several.sweep(runs[::-1], Asked(("P", "dof")))
     for panel, scale in zip(figure.axes, (100, 1), strict=True):

@@ -1,6 +1,6 @@
 """How a saved classifier does on labelled images it has never met."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,24 @@ def score(
     window = {} if classifier.window is None else {"window": list(classifier.window)}
     dataset = open_data(data, {**window, **(source or {})})
     found = of_sources(classifier, [(dataset.source, "")], encoder, access, progress, coverage)
-    names = [text(name) for name in found.classes]
-    known = {name.replace("_", " ").casefold(): index for index, name in enumerate(names)}
-    for name in dataset.classes:
-        if name.casefold() not in known:
-            raise DataError(f"{data} has the class {name!r}; the classifier has {listing(names)}")
-    number = [known[name.casefold()] for name in dataset.classes]
+    number = numbers(data, dataset.classes, found.classes)
     truth = {dataset.source.name(row): number[y] for row, y in enumerate(dataset.labels.tolist())}
     y = torch.tensor([truth[one.file] for one in found.rows])
     if not len(y):
         raise DataError(f"no image of {data} could be read; {found.skipped[0][1]}")
     return _scored(found, y, coverage)
+
+
+def numbers(data: str, names: Sequence[str], classes: Sequence[str]) -> list[int]:
+    """Which class of the classifier each of the data is; case counts only where it tells two."""
+    exact = {text(name).replace("_", " "): index for index, name in enumerate(classes)}
+    loose = {name.casefold(): index for name, index in exact.items()}
+    for name in names:
+        if name not in exact and name.casefold() not in loose:
+            raise DataError(
+                f"{data} has the class {name!r}; the classifier has {listing(list(exact))}"
+            )
+    return [exact.get(name, loose.get(name.casefold(), -1)) for name in names]
 
 
 def _scored(found: Predictions, y: torch.Tensor, coverage: float | None) -> Score:

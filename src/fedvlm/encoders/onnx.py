@@ -7,7 +7,7 @@ and crop in the middle, or "squash"), resample, mean, std, scale, and for text: 
 
 import json
 from collections.abc import Iterator, Sequence
-from hashlib import file_digest
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,9 @@ class Onnx:
             self._text = Tower(path / "text.onnx")
             self._tokenizer = _tokenizer(path, settings)
             self.identity["text"] = self._text.digest
+            words = (path / "tokenizer.json").read_bytes()
+            padding = f"{settings['length']} {settings['pad']}"
+            self.identity["tokenizer"] = f"{sha256(words).hexdigest()} {padding}"
             offers.add("text")
         self.offers = frozenset(offers)
 

@@ -46,7 +46,8 @@ def diagram(
     panels = dict(zip(kinds, figure.subplots(1, len(kinds), squeeze=False)[0], strict=True))
     measured = False
     for label, key, colour in KINDS:
-        scores = [about["scores"][id] for id in about[key] if "decision" in about["scores"][id]]
+        there = [about["scores"].get(id, {}) for id in about[key]]
+        scores = [one for one in there if "decision" in one]
         measured |= bool(scores)
         if scores and "reliability" in panels:
             reliability_panel(panels["reliability"], scores, label, colour)

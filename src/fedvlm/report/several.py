@@ -27,6 +27,7 @@ from fedvlm.storage.toml import flat
 
 WIDE = 8  # times the smallest value: the axis of a swept setting is logarithmic
 SAID = {"data": "data", "encoder": "encoder"}  # settings that bars are grouped by, if they differ
+PLAIN = ("loss", "difference", "epsilon")  # of a round's line, beside what tables have
 ROUNDS = {"P": "accuracy", "own": "accuracy", "G": "unseen", "global": "unseen"}
 
 
@@ -60,13 +61,14 @@ def rounds(results: Sequence[Record], asked: Asked) -> Any:
             many = [[one[place] for one in each if place in one] for place in places]
             middle, wide = middle_of(many)
             band(panel, places, middle, wide, number, name, mark="")
-        panel.set(xlabel="round", ylabel=unit(column), title=column)
+        said = "per cent" if _share(column) else column
+        panel.set(xlabel="round", ylabel=said, title=column)
     return finish(figure, panels)
 
 
 def _over_rounds(result: Record, column: str) -> list[dict[int, float]]:
-    """By seed, the mean over its trainings of a column in every round, in per cent."""
-    out = []
+    """By seed, the mean over its trainings of a column in every round; shares in per cent."""
+    out, scale = [], 100 if _share(column) else 1
     lines = result.lines()
     for seed in result.manifest["identity"]["seeds"]:
         mine = {f"{seed}-{slug(name)}" for name in result.manifest["trainings"]}
@@ -75,12 +77,17 @@ def _over_rounds(result: Record, column: str) -> list[dict[int, float]]:
             if line["training"] in mine:
                 found = _at(line, column)
                 if found is not None:
-                    many.setdefault(line["round"], []).append(100 * found)
+                    many.setdefault(line["round"], []).append(scale * found)
         out.append({place: fmean(each) for place, each in many.items()})
     if not any(out):
         known = {key for line in lines for key in line if isinstance(line[key], float)}
         raise unknown("curve over the rounds", column, known | {"C"})
     return out
+
+
+def _share(column: str) -> bool:
+    """Whether a number of a round's line is a share of hits, or made of such."""
+    return not plain(column) and not column.startswith(PLAIN)
 
 
 def _at(line: Mapping[str, Any], column: str) -> float | None:
