@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +139,18 @@ def test_a_refused_run_leaves_no_directory(tmp_path):
     with pytest.raises(ValueError, match="refused"), Record(tmp_path / "run").lock():
         raise ValueError("refused")
     assert os.listdir(tmp_path) == []
+
+
+def test_who_comes_at_the_same_moment_does_not_take_the_directory_away(tmp_path, monkeypatch):
+    with Record(tmp_path / "run").lock():
+        with monkeypatch.context() as both:
+            both.setattr(Path, "exists", lambda path: False)  # as it was when both looked
+            with (
+                pytest.raises(DataError, match="another process is working in"),
+                Record(tmp_path / "run").lock(),
+            ):
+                pass
+        assert (tmp_path / "run" / ".lock").exists()
 
 
 @pytest.mark.parametrize("there", [0, 2, None])

@@ -29,6 +29,11 @@ def choose(name: Device) -> torch.device:
     return torch.device(name)
 
 
+def on_cpu(name: Device) -> bool:
+    """Whether the device of this name is the CPU, as `auto` is where there is no other."""
+    return name == "cpu" or (name == "auto" and choose(name) == CPU)
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """Tensors, and what is made of them, on a device."""
     if isinstance(value, Tensor) and value.ndim and value.stride(0) == 0 and len(value) > 1:

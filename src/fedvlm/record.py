@@ -109,9 +109,8 @@ class Record:
     def lock(self) -> Iterator[None]:
         """One process at a time works in a run directory; the lock goes with the process."""
         manifest, lock = self.folder / "manifest.json", self.folder / ".lock"
-        new = not self.folder.exists()
         with disk(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            new = self._make()
             others = [path.name for path in self.folder.iterdir() if path.name[0] != "."]
             if others and not manifest.exists():
                 raise SettingsError(
@@ -126,6 +125,17 @@ class Record:
             if new and not manifest.exists():  # refused before anything was written
                 lock.unlink(missing_ok=True)
                 self.folder.rmdir()
+
+    def _make(self) -> bool:
+        """Whether the folder is new: of two that come at once it is for one, who may remove it."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir()
+        except FileExistsError:
+            if not self.folder.is_dir():
+                raise
+            return False
+        return True
 
     def _tidy(self) -> None:
         for folder in (self.folder, self.folder / "trainings"):

@@ -140,7 +140,8 @@ def run(
         if passing is not None:
             shutil.rmtree(passing, ignore_errors=True)
         raise
-    trackers.close()
+    finally:
+        trackers.close()
     for note in trackers.notes:
         warn(note, stacklevel=2)
     result = Result(done.folder)

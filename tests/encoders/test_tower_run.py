@@ -127,6 +127,14 @@ def estimate(name, clients=10, workers=1, **settings):
     return room.estimate(run, world.frozen, world.x.shape[1:], clients)
 
 
+def test_auto_counts_the_processes_of_a_cpu_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    world = toy_world(make("fedavg-tower"), sizes=(3,))
+    run = Settings(world.method, workers=3, device="auto")
+    assert room.estimate(run, world.frozen, world.x.shape[1:], 10).processes == 3
+
+
 def test_the_estimate_grows_with_what_is_held():
     whole, part = estimate("fedavg-tower"), estimate("fedavg-tower", blocks=1)
     assert part.trained < whole.trained and part.graph < whole.graph

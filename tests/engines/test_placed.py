@@ -1,6 +1,7 @@
 """No verb of a method mixes devices: shown on the meta device, since no GPU is at hand."""
 
 import pickle
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -106,9 +107,7 @@ def as_before(monkeypatch):
         (torch.backends.cuda.matmul, "allow_tf32"),
     ]
     before = [getattr(*one) for one in flags]
-    placing._rows.clear()
     yield
-    placing._rows.clear()
     for one, value in zip(flags, before, strict=True):
         setattr(*one, value)
     torch.use_deterministic_algorithms(was)
@@ -160,6 +159,10 @@ def test_rows_stay_on_the_device_where_they_fit_and_are_picked_there(monkeypatch
     assert there.x.device == META and there.y.device == CPU
     assert Single(away_world).world.x is Batched(away_world).world.x is there.x
     assert placing.resident(there) is there and placing.resident(world) is world
+    seen = weakref.ref(there.x)
+    del away_world, there
+    assert seen() is None  # nothing holds a GPU's memory once a training is over
+    there = placing.resident(replace(world, method=placed(world.method, META)))
     with OneDevice():
         every = crowd(there, list(there.members), 0)
         one = client(there, "client-0", 0)

@@ -10,6 +10,7 @@ from time import sleep
 
 import psutil
 import pytest
+import torch
 
 import fedvlm
 from fedvlm.core import make
@@ -241,6 +242,14 @@ def test_processes_end_with_the_one_that_began_them(end, rows, tmp_path):
 
 @pytest.mark.parametrize("name", ["engine", "device"])
 def test_what_a_forked_process_cannot_do_stays_in_this_one(name):
-    other = {"engine": "flower", "device": "auto"}[name]
+    other = {"engine": "flower", "device": "cuda"}[name]
     assert not schedule.stays(build({"method": "fedavg"}))
     assert schedule.stays(build({"method": "fedavg", name: other}))
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
+    auto = build({"method": "fedavg", "device": "auto"})
+    for there in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+        assert schedule.stays(auto) is there

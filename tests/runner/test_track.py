@@ -1,10 +1,13 @@
 """Trackers get the record's lines, and a broken one stops nothing."""
 
+import sys
 import warnings
 
 import pytest
 
 import fedvlm
+from fedvlm import cli
+from fedvlm.encoders.store import save_store
 from fedvlm.errors import SettingsError
 from fedvlm.runner.track import Trackers, numbers
 
@@ -50,6 +53,30 @@ def test_broken_tracker_is_left_out_with_a_note_and_the_run_is_the_same(rows, tm
     fedvlm.run(METHOD, embedded=rows, out=tmp_path / "b")
     assert files(tmp_path / "a") == files(tmp_path / "b")
     assert len(seen) == 9
+
+
+def test_trackers_are_closed_whatever_becomes_of_the_run(rows, tmp_path, monkeypatch, capsys):
+    closed = []
+
+    class Noted:
+        def __init__(self, place):
+            self.place = place
+
+        def line(self, run, line):
+            raise KeyboardInterrupt
+
+        def close(self):
+            closed.append(self.place)
+
+    monkeypatch.setattr("fedvlm.runner.track.KINDS", {"noted": Noted})
+    with pytest.raises(KeyboardInterrupt):
+        fedvlm.run(METHOD, embedded=rows, out=tmp_path / "a", track=["noted:api"])
+    store = f"store:{save_store(tmp_path / 'rows', rows)}"
+    call = ["run", "--encoder", store, "--method", "fedavg", "--out", f"{tmp_path / 'b'}"]
+    monkeypatch.setattr(sys, "argv", ["fedvlm", *call, "--track", "noted:command"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert closed == ["api", "command"]
 
 
 def test_unknown_tracker_is_refused_before_any_work():

@@ -14,7 +14,7 @@ from fedvlm.data.table import Embedded
 from fedvlm.encoders.store import open_store
 from fedvlm.engines.client import client
 from fedvlm.errors import DataError, SettingsError, unknown
-from fedvlm.parts import nothing
+from fedvlm.parts import adapts
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.calibrate import calibration
@@ -62,7 +62,7 @@ def join(
     prepared = alone(result, rows, client_id, common, share)
     own = prepared.division.members[client_id]
     labels = torch.from_numpy(rows.labels)
-    adapted = type(method).adapt is not nothing
+    adapted = adapts(method)
     local = common.local
     sent, world = method.send(common.shared, client_id), prepared.own_world(client_id)
     if adapted:

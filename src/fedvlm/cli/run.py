@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -240,7 +241,7 @@ def _all(
     names = {place.name: one.method.name for one, place in zip(settings, places, strict=True)}
     levels: list[tuple[Settings, Path]] = []
     trackers = Trackers(track)
-    with progress() as report:
+    with progress() as report, closing(trackers):
 
         def listen(run: str, line: Mapping[str, Any]) -> None:
             report.hear(names[run], line)
@@ -259,7 +260,6 @@ def _all(
             (),
             lambda all, enduring: together(levels, again, progress=report, on=on),
         )[0]
-    trackers.close()
     for note in trackers.notes:
         say(note)
     return results, failed, marks

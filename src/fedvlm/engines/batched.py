@@ -19,9 +19,10 @@ from fedvlm.engines.client import Answers, Done, Task, World
 from fedvlm.engines.crowd import crowd, measured, near, sent_to_all
 from fedvlm.engines.placed import larger, place_of, resident
 from fedvlm.engines.pool import Pool
-from fedvlm.engines.single import adapts, failure, last, one, one_thread
+from fedvlm.engines.single import failure, last, one, one_thread
 from fedvlm.errors import FedVLMError
 from fedvlm.machine import cores
+from fedvlm.parts import adapts
 
 ROW_BYTES = 8 << 20  # padded rows of a chunk
 LOCAL_BYTES = 1 << 20  # local tensors of a chunk: large ones gain nothing from stacking

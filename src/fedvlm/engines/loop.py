@@ -25,10 +25,11 @@ from fedvlm.engines.client import (
     names,
 )
 from fedvlm.engines.lines import Agreeing, disagreement, line_of, means
-from fedvlm.engines.single import Single, adapts, where
+from fedvlm.engines.single import Single, where
 from fedvlm.engines.state import POOLED, Plan, State, after, choose, chooses, counted
 from fedvlm.errors import SettingsError
 from fedvlm.machine import give_back
+from fedvlm.parts import adapts
 from fedvlm.storage.shelf import Shelf
 
 PART = 128  # clients of a large federation whose tensors are in memory at once

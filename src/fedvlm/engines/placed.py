@@ -15,8 +15,9 @@ from torch import Tensor
 from fedvlm.core import Frozen, Method, stacked
 from fedvlm.devices import CPU, Device, choose, free, moved, repeatable
 from fedvlm.engines.client import World
-from fedvlm.parts import nothing
+from fedvlm.parts import adapts
 
+RESIDENT = "resident"  # where a world remembers itself with its rows on a device
 SHARE = 4  # the part of a device's free memory for the rows of all, and for those of a chunk
 
 
@@ -38,7 +39,7 @@ def placed(method: Method, device: torch.device) -> Method:
     plain: dict[str, Callable[..., Any]] = {"update": method.update, "predict": method.predict}
     if (fast := stacked(method)) is not None:
         plain["update_many"] = fast.update_many
-    if type(method).adapt is not nothing:
+    if adapts(method):
         plain["adapt"] = method.adapt
     last: list[Frozen] = []  # as it came and as it is on the device, of the latest call
     verbs: dict[str, Any] = {name: _verb(verb, device, last) for name, verb in plain.items()}
@@ -55,21 +56,21 @@ def place_of(method: Method) -> torch.device:
     return method.place if isinstance(method, Away) else CPU
 
 
-_rows: list[Tensor] = []  # as they came and as they are on a device, of the latest training
-
-
 def resident(world: World) -> World:
-    """With its rows on the method's device for all rounds, where they take little of its memory."""
+    """With its rows on the method's device for all rounds, where they take little of its memory.
+
+    They go there once, and are gone with the world.
+    """
     device, x = place_of(world.method), world.x
     if device.type == "cpu" or not isinstance(x, Tensor) or x.device == device:
         return world
-    if not _rows or _rows[0] is not x or _rows[1].device != device:
-        _rows.clear()
+    if RESIDENT not in vars(world):
         room = free(device)
         if room is None or x.nbytes > room // SHARE:
             return world
-        _rows[:] = [x, x.to(device)]
-    return replace(world, x=_rows[1])
+        vars(world)[RESIDENT] = replace(world, x=x.to(device))
+    there: World = vars(world)[RESIDENT]
+    return there
 
 
 def larger(device: torch.device, size: int) -> int:

@@ -6,12 +6,11 @@ from contextlib import contextmanager
 
 import torch
 
-from fedvlm.core import Method
 from fedvlm.engines.client import Answers, Done, Task, Terms, World, client, measure
 from fedvlm.engines.placed import resident
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import give_back
-from fedvlm.parts import nothing
+from fedvlm.parts import adapts
 
 
 class Single:
@@ -67,10 +66,6 @@ def last(world: World, number: int, task: Task) -> Done:
             local = world.method.adapt(world.frozen, task.sent, task.own, own)
         scores = measure(world, task.sent, local, task.id, last=True)
         return Done(None, local, scores, len(world.members[task.id].train))
-
-
-def adapts(method: Method) -> bool:
-    return type(method).adapt is not nothing
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Client, Frozen, Tensors, a_sum_of
+from fedvlm.core import Batch, Client, Frozen, Method, Tensors, a_sum_of
 from fedvlm.maths.gaussian import withheld
 from fedvlm.tensors import full
 
@@ -56,6 +56,11 @@ def everything(self: Any, shared: Tensors, id: str) -> Tensors:
 def nothing(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
     """adapt: what the rounds taught is kept as it is."""
     return local
+
+
+def adapts(method: Method) -> bool:
+    """Whether a method does anything after the rounds."""
+    return type(method).adapt is not nothing
 
 
 @a_sum_of("rows")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.core import Batch, Factored, Frozen, Method, Tensors, Trained, schedule
-from fedvlm.devices import choose, free
+from fedvlm.devices import choose, free, on_cpu
 from fedvlm.errors import SettingsError
 from fedvlm.machine import cores, free_memory
 from fedvlm.runner.settings import Settings
@@ -85,7 +85,7 @@ def estimate(settings: Settings, frozen: Frozen, image: Sequence[int], clients: 
     every = {**shared, **uploaded, **local}
     trained = {key: value for key, value in every.items() if key not in method.traits.memory}
     takers = max(1, round(settings.fraction * clients))
-    alone = settings.engine != "batched" or settings.device != "cpu"
+    alone = settings.engine != "batched" or not on_cpu(settings.device)
     each = [graph_bytes(method, frozen, image, every, local, rows) for rows in (1, 2)]
     batch = schedule(method).batch
     return Room(

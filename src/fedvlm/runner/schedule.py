@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fedvlm.data.table import Embedded
+from fedvlm.devices import on_cpu
 from fedvlm.engines.single import one_thread
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import cores
@@ -88,7 +89,7 @@ def stays(settings: Settings) -> bool:
     """Whether a training is not beside another: a tower fills the memory, Flower has threads, a
     GPU cannot be used in a forked process, and only Linux forks one safely."""
     tower = "image tower" in settings.method.traits.needs
-    return tower or settings.engine == "flower" or settings.device != "cpu" or not FORKS
+    return tower or settings.engine == "flower" or not on_cpu(settings.device) or not FORKS
 
 
 def carry(pieces: Sequence[Piece]) -> None:

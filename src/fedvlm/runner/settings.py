@@ -15,7 +15,7 @@ from fedvlm.errors import SettingsError, nearest, unknown
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
-from fedvlm.parts import nothing
+from fedvlm.parts import adapts
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _checked(settings: Settings) -> Settings:
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
         raise SettingsError(f"seeds = {list(settings.seeds)}; name one or more, each once")
     check_channel(settings.channel, settings.method)
-    if settings.centralised and type(settings.method).adapt is not nothing:
+    if settings.centralised and adapts(settings.method):
         raise SettingsError(
             f"centralised = true: {settings.method.name} adapts to every client in the end, which "
             "is not all rows at one; choose another method"

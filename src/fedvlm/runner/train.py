@@ -24,8 +24,7 @@ def train(
     state, fresh = start(world)
     state = replace(state, channel=tune.begun(record.manifest, training.name, prepared.seed))
     if settings.warm_start is not None:
-        before = prepared.warm_world(training)
-        state = warm.begin(settings, training, before, world, state, record)
+        state = warm.begin(settings, training, prepared.warm_world(training), world, state, record)
     engine = open_engine(settings.engine, world, settings.workers, settings.method.rounds)
     taught = prepared.taught(training)
     found = carry_out(settings, taught, world, engine, state, fresh, record, tell)
