@@ -65,6 +65,18 @@ def test_a_file_that_became_shorter_is_refused_and_one_that_is_gone_is_not_looke
     assert paged.paged(rows["named"]) is None
 
 
+def test_files_of_two_disks_with_one_inode_are_told_apart(rows, tmp_path, monkeypatch):
+    """As if the file without a name, on another disk, had the inode of the one with a name."""
+    shared = (tmp_path / "rows.safetensors").stat().st_ino
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    os.write(other, b"\0" * 2 * X.nbytes)
+    monkeypatch.setitem(paged._unnamed, shared, other)
+    index = np.arange(0, len(X), 7)
+    for one in rows.values():
+        assert torch.equal(paged.paged(one).take(index), X[index])
+    os.close(other)
+
+
 def test_a_file_without_a_name_goes_with_its_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(paged, "LARGE", 1000)
     before = dict(paged._unnamed)

@@ -25,7 +25,9 @@ LARGE = 256 << 20  # bytes of rows from which they are not all in memory
 GAP = 16 << 10  # bytes between two rows that are read over rather than left out
 STRETCH = 32 << 20  # bytes of a pass that are in memory at once
 MOST = 500  # pieces of one call; systems take a thousand
-_unnamed: dict[int, int] = {}  # files without a name that are mapped: inode and descriptor
+# Files without a name that are mapped: where the map begins, and a descriptor. An inode would not
+# tell them apart: two disks have the same ones.
+_unnamed: dict[int, int] = {}
 
 
 class Paged:
@@ -86,7 +88,7 @@ def paged(x: object) -> Paged | None:
         return None
     for first, end, offset, inode, path in _maps():
         if first <= x.data_ptr() and x.data_ptr() + x.nbytes <= end:
-            file = _opened(inode, path)
+            file = os.dup(_unnamed[first]) if first in _unnamed else _opened(inode, path)
             return None if file is None else Paged(x, file, offset + x.data_ptr() - first)
     return None
 
@@ -107,7 +109,7 @@ def _maps() -> Iterator[tuple[int, int, int, int, str]]:
 def _opened(inode: int, path: str) -> int | None:
     """A descriptor of the very file that is mapped, if it is to be had still."""
     try:
-        file = os.dup(_unnamed[inode]) if inode in _unnamed else os.open(path, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY)
     except OSError:
         return None
     if os.fstat(file).st_ino == inode:
@@ -158,11 +160,11 @@ def _written(folder: Path, shape: tuple[int, int], parts: Iterable[Tensor]) -> T
         file.flush()
         array = np.memmap(file, np.float32, "c", shape=shape)
         own = os.dup(file.fileno())
-    inode = os.fstat(own).st_ino
-    _unnamed[inode] = own
-    finalize(array, _close, inode)
+    begin = array.ctypes.data
+    _unnamed[begin] = own
+    finalize(array, _close, begin)
     return torch.from_numpy(array)
 
 
-def _close(inode: int) -> None:
-    os.close(_unnamed.pop(inode))
+def _close(begin: int) -> None:
+    os.close(_unnamed.pop(begin))
