@@ -72,14 +72,13 @@ def of_sources(
     if coverage is not None:  # refused before any image is read
         classifier.sets(torch.zeros(0, len(classifier.frozen.classes)).double(), coverage)
     box: Encoder = reopen(classifier.encoder, encoder, access)
-    total, done = sum(len(one) for one, _ in sources), 0
+    total = sum(len(one) for one, _ in sources)
     out = Predictions([], [], classifier.warnings(), classifier.frozen.classes)
     images = _images(sources, box, out.skipped)
     while batch := list(islice(images, BATCH)):
         out.rows.extend(_batch(classifier, box, batch, out.skipped, coverage))
-        done += len(batch)
         if progress is not None:
-            progress(done + len(out.skipped), total)
+            progress(len(out.rows) + len(out.skipped), total)
     return out
 
 

@@ -31,7 +31,7 @@ LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
 
 
 class Http:
-    """The client of `fedvlm serve-encoder`, or of anything that answers as wire.py says.
+    """The client of `fedvlm serve-encoder`, or of anything that answers as arrays.py says.
 
     `drift` is how far the same image's two embeddings were apart; None before the first batch.
     """

@@ -1,1 +1,1 @@
-"""Where a method runs: batched (default), single."""
+"""Where a method runs: batched (default), single, flower."""

@@ -79,7 +79,7 @@ class Settings:
 def build(values: Mapping[str, Any]) -> Settings:
     """Settings from nested values; every unknown name and misfit is refused."""
     known = {one.name for one in fields(Settings)}
-    for key in values.keys() - known:
+    for key in sorted(values.keys() - known):
         _refuse(key, values.get("method"), known)
     if "method" not in values:
         raise SettingsError('no method is chosen; add method = "fedot" (`fedvlm list methods`)')

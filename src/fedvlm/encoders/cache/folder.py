@@ -1,6 +1,6 @@
 """The embedding cache: what an encoder said about an image, found by the two fingerprints.
 
-`DIR/<encoder fingerprint>/` holds `meta.json` and tables of rows (see rows.py), each found by the
+`DIR/<encoder fingerprint>/` holds `meta.json` and tables of rows (see table.py), each found by the
 SHA-256 of an image's bytes or of a sentence. The locks lie beside the entries, so that an entry
 can be removed while its locks are held.
 """

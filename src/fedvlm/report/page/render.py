@@ -19,6 +19,7 @@ from fedvlm.report.page.svg import colour
 from fedvlm.report.tables import cell
 from fedvlm.storage.files import write
 from fedvlm.storage.sealed import SEAL
+from fedvlm.storage.toml import flat
 
 
 def write_page(
@@ -125,17 +126,10 @@ def rows(model: Model) -> list[dict[str, Any]]:
 
 def odd(model: Model) -> list[tuple[str, list[str]]]:
     """Settings in which the runs differ from each other."""
-    flat = [_flat(run["identity"]) for run in model["runs"]]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    said = {key: [one.get(key, "-") for one in flat] for key in keys}
+    every = [
+        {key: one if isinstance(one, str) else json.dumps(one) for key, one in flat(told).items()}
+        for told in (run["identity"] for run in model["runs"])
+    ]
+    keys = dict.fromkeys(key for one in every for key in one)
+    said = {key: [one.get(key, "-") for one in every] for key in keys}
     return [(key, each) for key, each in said.items() if len(set(each)) > 1]
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    out: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            out |= _flat(value, f"{before}{key}.")
-        else:
-            out[before + key] = value if isinstance(value, str) else json.dumps(value)
-    return out
