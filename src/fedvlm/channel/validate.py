@@ -11,7 +11,6 @@ from fedvlm.channel.quantise import LOSS
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, Tensors, sums
 from fedvlm.errors import FederationError
-from fedvlm.storage.sealed import Damaged, seal, unseal
 
 Schema = Mapping[str, str]
 
@@ -66,7 +65,6 @@ class Inbox:
     channel: Channel
     local: Collection[str]  # names that may never arrive
     method: Method | None = None
-    run: str = ""  # a message of another run is refused
     rows: dict[str, int] = field(default_factory=dict)  # as each client said the first time
     taken: set[str] = field(default_factory=set)  # clients whose upload of this round has come
     round: int = -1
@@ -83,25 +81,6 @@ class Inbox:
             known = schema(sent)
             self.latest = sent, known, str(known)
         return self.latest[1:]
-
-    def take(self, data: bytes, client: str, number: int, where: str) -> tuple[Tensors, int]:
-        """The tensors and the row count of a message, which is this client's and this round's."""
-        try:
-            tensors, about = unseal(data)
-        except Damaged as error:
-            raise FederationError(
-                f"{where}: its message was damaged on the way ({error}) and is not used; "
-                "it must be sent again"
-            ) from error
-        wanted: dict[str, Any] = {"run": self.run, "client": client, "round": number}
-        for key, value in wanted.items():
-            if not isinstance(about, dict) or about.get(key) != value:
-                said = about.get(key) if isinstance(about, dict) else about
-                raise FederationError(
-                    f"{where}: its message says {key} {said!r}, but {value!r} is expected; "
-                    "it is old, or not from this client, and is not used"
-                )
-        return tensors, about.get("rows")
 
     def _begin(self, number: int) -> None:
         if number != self.round:
@@ -176,8 +155,3 @@ def _compare(found: Schema, wanted: Schema, whose: str, where: str) -> None:
                 f"{wanted.get(key, 'missing')} in {whose}; it runs another version or "
                 "other settings"
             )
-
-
-def message(tensors: Tensors, run: str, client: str, number: int, rows: int) -> bytes:
-    """An upload as it travels between machines; `Inbox.take` opens it."""
-    return seal(tensors, {"run": run, "client": client, "round": number, "rows": rows})
