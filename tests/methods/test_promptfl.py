@@ -13,6 +13,7 @@ from fedvlm.engines.loop import start, train
 from fedvlm.engines.single import Single
 from fedvlm.engines.state import Plan, pack, unpack
 from fedvlm.errors import SettingsError
+from fedvlm.maths import prompts
 from fedvlm.maths.prompts import TextTower
 from fedvlm.methods import _prompt as prompt_steps
 from fedvlm.methods.promptfl_fedamp import HELD
@@ -216,6 +217,17 @@ def test_a_prompt_is_encoded_once_however_often_it_is_measured(monkeypatch):
     for number in range(100):
         tower(shared["prompt"] + number)
     assert len(tower.known) <= 32
+
+
+def test_what_a_tower_remembers_of_many_images_prompts_is_bounded(monkeypatch):
+    tower = toy_text_tower(4, 16)
+    monkeypatch.setattr(prompts, "MOST", 10_000)
+    for number in range(40):
+        tower(torch.full((20, 2, 8), float(number)))  # as CoCoOp asks: a prompt for every image
+        assert sum(one.nbytes for one in tower.known.values()) <= 10_000
+    assert tower.known
+    tower(torch.zeros(500, 2, 8))
+    assert len(tower.known) == 1  # more than there is room for stands alone
 
 
 @pytest.mark.parametrize("name", ["promptfl", "fedotp", "promptfl-fedper", "promptfolio"])

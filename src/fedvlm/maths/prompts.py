@@ -22,7 +22,8 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize, silu
 
 from fedvlm.errors import SettingsError
 
-REMEMBERED = 32  # prompts whose features a tower keeps: the clients of a round, and little memory
+REMEMBERED = 32  # prompts whose features a tower keeps: the clients of a round
+MOST = 64 << 20  # bytes of them: CoCoOp has a prompt for every image
 QUICK = 1.702  # of CLIP's quick GELU
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
@@ -88,12 +89,18 @@ class TextTower:
         key = sha256(
             exact + context.contiguous().view(torch.uint8).cpu().numpy().tobytes()
         ).digest()
-        if key not in self.known:
+        found = self.known.get(key)
+        if found is None:
             found = self.encode(context)
-            while len(self.known) >= REMEMBERED:
-                del self.known[next(iter(self.known))]
-            self.known[key] = found
-        return self.known[key]
+            self._remember(key, found)
+        return found
+
+    def _remember(self, key: bytes, features: Tensor) -> None:
+        """In the place of the oldest, where there is no room."""
+        held = sum(one.nbytes for one in self.known.values()) + features.nbytes
+        while self.known and (len(self.known) >= REMEMBERED or held > MOST):
+            held -= self.known.pop(next(iter(self.known))).nbytes
+        self.known[key] = features
 
     def encode(self, context: Tensor) -> Tensor:
         """The features of a prompt, computed."""
