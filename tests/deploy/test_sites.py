@@ -46,6 +46,7 @@ def test_sites_with_their_own_rows_give_what_one_process_gives(place):
 
 def test_no_site_tells_row_by_row_what_it_hit(place):
     for about in place.run().trainings().values():
+        assert about["scores"].keys() >= set(about["train"])
         for scores in about["scores"].values():
             assert not {"hits", "confusion", "recall", "scores"} & scores.keys()
 

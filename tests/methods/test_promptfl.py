@@ -189,6 +189,7 @@ def test_bytes_up_and_down_are_those_of_the_shared_prompt_alone(name, fields, co
     state, fresh = start(world)
     plan = Plan(("client-0", "client-1"), ())
     train(world, Single(world), plan, state, fresh, lambda state, line: lines.append(line))
+    assert [len(line["clients"]) for line in lines] == [2] * world.method.rounds
     for line in lines:
         for told in line["clients"].values():
             assert told["bytes_up"] == told["bytes_down"] == count

@@ -1,11 +1,14 @@
 """What lies in a folder of one person is that person's alone, whatever the umask."""
 
+import fcntl
 import os
 import stat
 
 import pytest
 
-from fedvlm.storage.files import alone, appending, private, write
+from fedvlm.errors import DataError
+from fedvlm.storage import files
+from fedvlm.storage.files import alone, appending, busy, private, write
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +48,15 @@ def test_files_in_an_open_folder_are_as_the_umask_says(tmp_path):
     os.umask(0o077)
     write(tmp_path / "all" / "other", b"1")
     assert mode(tmp_path / "all" / "other") == 0o600
+
+
+def test_who_only_looks_at_a_lock_keeps_nobody_out(tmp_path, monkeypatch):
+    """As `status` does every second: it has the lock for the moment of looking."""
+    looks = [os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)]
+    fcntl.flock(looks[0], fcntl.LOCK_SH)
+    monkeypatch.setattr(files, "sleep", lambda seconds: os.close(looks.pop()) if looks else None)
+    with alone(tmp_path / "lock", "taken"):
+        assert busy(tmp_path / "lock")
+        with pytest.raises(DataError, match="taken"), alone(tmp_path / "lock", "taken"):
+            pass
+    assert not busy(tmp_path / "lock")

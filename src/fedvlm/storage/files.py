@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from time import sleep
 from typing import IO
 
 from fedvlm.errors import DataError
@@ -114,14 +115,21 @@ def _regular(path: Path, mode: int) -> None:
         raise NoFile(f"{path} is {what} and no file, and was not opened; remove it")
 
 
+TRIES, MOMENT = 4, 0.02  # at a lock, and seconds between: `busy` has it while it looks
+
+
 @contextmanager
 def alone(lock: Path, busy: str) -> Iterator[None]:
     """One process at a time; `busy` is what another is told. The lock goes with the process."""
     with appending(lock) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(busy) from error
+        for left in reversed(range(TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if not left:
+                    raise DataError(busy) from error
+                sleep(MOMENT)
         try:
             yield
         finally:  # also of a child process that has the file open still

@@ -135,6 +135,7 @@ def test_who_does_not_answer_in_time_is_left_out_and_named():
     lines = []
     engine = Faulty(world, lose(1001), quorum=0.5, deadline=0.0)
     learn(world, engine, lines)
+    assert len(lines) == 2
     for line in lines:
         assert list(line["missing"]) == ["client-1"] and "within 0 s" in line["missing"]["client-1"]
         assert sorted(line["clients"]) == ["client-0", "client-2", "client-3"]
