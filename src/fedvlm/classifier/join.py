@@ -14,7 +14,7 @@ from fedvlm.data.table import Embedded
 from fedvlm.encoders.store import open_store
 from fedvlm.engines.client import client
 from fedvlm.errors import DataError, SettingsError, unknown
-from fedvlm.parts import adapts
+from fedvlm.parts.bodies import adapts
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.calibrate import calibration

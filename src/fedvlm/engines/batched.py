@@ -22,7 +22,7 @@ from fedvlm.engines.pool import Pool
 from fedvlm.engines.single import failure, last, one, one_thread
 from fedvlm.errors import FedVLMError
 from fedvlm.machine import cores
-from fedvlm.parts import adapts
+from fedvlm.parts.bodies import adapts
 
 ROW_BYTES = 8 << 20  # padded rows of a chunk
 LOCAL_BYTES = 1 << 20  # local tensors of a chunk: large ones gain nothing from stacking

@@ -29,7 +29,7 @@ from fedvlm.engines.single import Single, where
 from fedvlm.engines.state import POOLED, Plan, State, after, choose, chooses, counted
 from fedvlm.errors import SettingsError
 from fedvlm.machine import give_back
-from fedvlm.parts import adapts
+from fedvlm.parts.bodies import adapts
 from fedvlm.storage.shelf import Shelf
 
 PART = 128  # clients of a large federation whose tensors are in memory at once

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedvlm.core import Frozen, Method, stacked
 from fedvlm.devices import CPU, Device, choose, free, moved, repeatable
 from fedvlm.engines.client import World
-from fedvlm.parts import adapts
+from fedvlm.parts.bodies import adapts
 
 RESIDENT = "resident"  # where a world remembers itself with its rows on a device
 SHARE = 4  # the part of a device's free memory for the rows of all, and for those of a chunk

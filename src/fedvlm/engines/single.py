@@ -10,7 +10,7 @@ from fedvlm.engines.client import Answers, Done, Task, Terms, World, client, mea
 from fedvlm.engines.placed import resident
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import give_back
-from fedvlm.parts import adapts
+from fedvlm.parts.bodies import adapts
 
 
 class Single:

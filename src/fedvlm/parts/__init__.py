@@ -1,7 +1,6 @@
 """Standard bodies a method names: `update = parts.sgd`, `aggregate = parts.mean`, ..."""
 
 from fedvlm.parts.bodies import (
-    adapts,
     cross_entropy,
     everything,
     idle,
@@ -28,7 +27,6 @@ from fedvlm.parts.walk import (
 __all__ = [
     "Stepper",
     "adam",
-    "adapts",
     "cross_entropy",
     "descend",
     "each",

@@ -15,7 +15,7 @@ from fedvlm.errors import SettingsError, nearest, unknown
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
-from fedvlm.parts import adapts
+from fedvlm.parts.bodies import adapts
 
 
 @dataclass(frozen=True)
