@@ -10,7 +10,7 @@ import pytest
 
 from fedvlm.classifier.export import export
 from fedvlm.classifier.predict import predict
-from fedvlm.classifier.score import numbers, score
+from fedvlm.classifier.score import score
 from fedvlm.errors import DataError
 
 
@@ -59,10 +59,3 @@ def test_score_measures_labelled_images(runs, folder, tmp_path, call):
     copy(next((folder / "site-0" / "red").iterdir()), tmp_path / "odd" / "green" / "a.png")
     with pytest.raises(DataError, match="class 'green'"):
         score(tmp_path / "c", str(tmp_path / "odd"))
-
-
-def test_classes_that_differ_in_case_alone_are_two():
-    assert numbers("d", ["a", "B"], ["A", "a", "b"]) == [1, 2]
-    assert numbers("d", ["alarm clock"], ["Alarm_Clock"]) == [0]
-    with pytest.raises(DataError, match="class 'c'"):
-        numbers("d", ["c"], ["A", "a", "b"])

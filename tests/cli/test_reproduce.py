@@ -161,6 +161,8 @@ def test_the_time_foreseen_is_near_what_was_measured(values, measured):
 def test_the_demo_has_a_time_too(monkeypatch):
     monkeypatch.setattr("fedvlm.runner.forecast._speed", lambda: 1e11)
     assert "4 trainings: roughly 2 seconds" in needs([build({"method": "zero-shot"})])[-1]
+    turns = build({"method": "zero-shot", "protocol": "source-target", "target": "each"})
+    assert "4 trainings" in needs([turns])[-1]
 
 
 def test_a_time_is_in_its_largest_unit():

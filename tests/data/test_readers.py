@@ -15,6 +15,8 @@ from trees import grid, image, make_zip, plant
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
 from fedvlm.data.federation import divide, rows_of
+from fedvlm.data.table import matched
+from fedvlm.deploy.rows import _labels as own_labels
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 
 PATHS = grid(["art", "photo"], ["cat", "dog"])
@@ -267,3 +269,16 @@ def test_a_stray_json_beside_the_pictures_does_not_make_a_folder_leaf(tmp_path):
         Image.new("RGB", (4, 4)).save(tmp_path / label / "a.png")
     (tmp_path / "notes.json").write_text('{"made": "by hand"}')
     assert open_dataset(str(tmp_path)).classes == ("cat", "dog")
+
+
+def test_classes_that_differ_in_case_alone_are_two_and_others_are_found_in_any_case():
+    assert matched(["a", "B"], ["A", "a", "b"]) == [1, 2]
+    assert matched(["alarm_clock", "c"], ["Alarm_Clock"]) == [0, -1]
+
+
+def test_a_site_labels_characters_that_differ_in_case_alone_as_the_experiment_counts_them(tmp_path):
+    writer = {"x": [[0.5] * 784] * 3, "y": [10, 36, 10]}  # A, a and A once more
+    (tmp_path / "all_data.json").write_text(json.dumps({"user_data": {"f1": writer}}))
+    data = open_dataset(f"leaf:{tmp_path}")
+    assert data.classes == ("A", "a")
+    assert own_labels(data, ["a", "A"], "site").tolist() == [1, 0, 1]

@@ -3,6 +3,7 @@
 import pytest
 
 from fedvlm.data.catalogue import catalogue
+from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols import Training
 from fedvlm.report.lists import list_experiments
 from fedvlm.runner.experiments import runs
@@ -79,3 +80,9 @@ def test_the_list_shows_the_title_of_every_experiment():
     assert set(FEDOT) < set(FILES)
     assert all(titles.values())
     assert len(set(titles.values())) == len(titles)
+
+
+def test_a_settings_file_that_cannot_be_read_is_said(tmp_path):
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(SettingsError, match="folder.toml cannot be read"):
+        read_toml(tmp_path / "folder.toml")

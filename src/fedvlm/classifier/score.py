@@ -1,6 +1,6 @@
 """How a saved classifier does on labelled images it has never met."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.classifier.predict import Predictions, of_sources
-from fedvlm.data.table import text
+from fedvlm.data.table import matched
 from fedvlm.errors import DataError, listing
 from fedvlm.evaluate.metrics import details, every_metric
 from fedvlm.runner.load import open_data
@@ -42,24 +42,17 @@ def score(
     window = {} if classifier.window is None else {"window": list(classifier.window)}
     dataset = open_data(data, {**window, **(source or {})})
     found = of_sources(classifier, [(dataset.source, "")], encoder, access, progress, coverage)
-    number = numbers(data, dataset.classes, found.classes)
+    number = matched(dataset.classes, found.classes)
+    if -1 in number:
+        name = dataset.classes[number.index(-1)]
+        raise DataError(
+            f"{data} has the class {name!r}; the classifier has {listing(found.classes)}"
+        )
     truth = {dataset.source.name(row): number[y] for row, y in enumerate(dataset.labels.tolist())}
     y = torch.tensor([truth[one.file] for one in found.rows])
     if not len(y):
         raise DataError(f"no image of {data} could be read; {found.skipped[0][1]}")
     return _scored(found, y, coverage)
-
-
-def numbers(data: str, names: Sequence[str], classes: Sequence[str]) -> list[int]:
-    """Which class of the classifier each of the data is; case counts only where it tells two."""
-    exact = {text(name).replace("_", " "): index for index, name in enumerate(classes)}
-    loose = {name.casefold(): index for name, index in exact.items()}
-    for name in names:
-        if name not in exact and name.casefold() not in loose:
-            raise DataError(
-                f"{data} has the class {name!r}; the classifier has {listing(list(exact))}"
-            )
-    return [exact.get(name, loose.get(name.casefold(), -1)) for name in names]
 
 
 def _scored(found: Predictions, y: torch.Tensor, coverage: float | None) -> Score:

@@ -243,3 +243,11 @@ def split_column(name: str, source: Source, values: Sequence[str] | None, rows: 
 def clean(name: str) -> str:
     """`Alarm_Clock` as it would be said: "alarm clock"; camelCase is left alone but for case."""
     return " ".join(name.replace("_", " ").split()).lower()
+
+
+def matched(names: Sequence[str], classes: Sequence[str]) -> list[int]:
+    """The number of the class that each name is, -1 for none; case only tells two classes apart."""
+    exact = {text(name).replace("_", " "): index for index, name in enumerate(classes)}
+    loose = {name.casefold(): index for name, index in exact.items()}
+    asked = [text(name).replace("_", " ") for name in names]
+    return [exact.get(name, loose.get(name.casefold(), -1)) for name in asked]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.data.members import Member
-from fedvlm.data.table import Dataset, Embedded, text
+from fedvlm.data.table import Dataset, Embedded, matched, text
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.policy import Policy
 from fedvlm.deploy.reasons import Said
@@ -159,15 +159,14 @@ def named(name: str) -> str:
 
 def _labels(dataset: Dataset | Embedded, classes: list[str], site: str) -> NDArray[np.int64]:
     """The site's labels as the experiment counts them; a site need not have every class."""
-    place = {named(name).casefold(): index for index, name in enumerate(classes)}
-    if strange := [name for name in dataset.classes if named(name).casefold() not in place]:
+    number = np.array(matched(dataset.classes, classes), dtype=np.int64)
+    if strange := [dataset.classes[i] for i in np.flatnonzero(number < 0).tolist()]:
         raise Said(
             "classes",
             f"site {site} has images of {strange[0]!r}, which is no class of this experiment; "
             f"its classes are {listing(classes)}",
             count=len(strange),
         )
-    number = np.array([place[named(name).casefold()] for name in dataset.classes], dtype=np.int64)
     out: NDArray[np.int64] = number[dataset.labels]
     return out
 

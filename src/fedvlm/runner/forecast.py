@@ -10,6 +10,7 @@ from fedvlm.core import schedule
 from fedvlm.data.catalogue import Entry, catalogue
 from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
+from fedvlm.evaluate.protocols.source_target import EACH as EVERY_TARGET
 from fedvlm.runner.load import FEW_CLIENTS, FEW_OF_CLASS, FEW_ROUNDS, FEW_ROWS
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
@@ -71,7 +72,7 @@ def _data(entry: Entry, root: str) -> str:
 
 
 def _trainings(one: Settings, entry: Entry | None) -> int:
-    if one.protocol == "leave-one-domain-out":
+    if one.protocol == "leave-one-domain-out" or one.target == (EVERY_TARGET,):
         return max(1, len(entry.domains)) if entry else 1
     return max(1, len(one.counts))
 

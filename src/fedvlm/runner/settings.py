@@ -225,11 +225,15 @@ def _check_seeds(value: Any) -> None:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise SettingsError(
             f"there is no settings file {path}; {nearest(path)}name a .toml file, or an experiment "
             "(`fedvlm list experiments`)"
+        ) from error
+    except OSError as error:
+        raise SettingsError(
+            f"{path} cannot be read ({error.strerror}); name a .toml file that can"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not valid TOML: {error}") from error
