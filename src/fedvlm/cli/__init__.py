@@ -91,6 +91,10 @@ def main() -> None:
     except FedVLMError as error:
         typer.echo(f"fedvlm: {error}", err=True)
         sys.exit(2)
+    except OSError as error:  # a disk that is read-only or full, a folder in a file's place
+        place = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"fedvlm: {place}{error.strerror or error}; choose another place", err=True)
+        sys.exit(2)
     except SystemExit as end:
         if end.code == STOPPED:
             typer.echo("fedvlm: stopped; the same command goes on where a run was", err=True)

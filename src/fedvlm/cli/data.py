@@ -57,7 +57,9 @@ def partition(
         list[str] | None, typer.Option("--set", help="a.b=value, as a run takes it.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The first of `seeds` if left out.")] = None,
-    image: Annotated[Path | None, typer.Option(help="PNG of rows per class and client.")] = None,
+    image: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="PNG of rows per class and client.")
+    ] = None,
     near_duplicates: Annotated[
         bool, typer.Option(help="Also name images that are nearly the same in two parts.")
     ] = False,
