@@ -120,6 +120,8 @@ def run(
     functions of the run's name and a line of its record.
     """
     here = are_arrays(settings.get("clients"))
+    if settings.get("clients") == {}:
+        raise DataError('clients = {} holds no rows; give arrays, as {"a": (x, y), …}')
     if here:
         embedded = from_arrays(settings.pop("clients"), classes, text, scale)
         settings = {"clients": {"by": "own"}, "protocol": "own-test", **settings}
