@@ -2,6 +2,7 @@
 
 import errno
 
+import numpy as np
 import pytest
 
 
@@ -37,3 +38,49 @@ def test_an_operating_system_error_without_a_path_is_told_too(refused, images, m
 def test_a_folder_is_no_place_for_a_file(refused, tmp_path, words):
     text = refused(*words.split(), "--out", tmp_path)
     assert "--out" in text and "is a directory" in text
+
+
+def test_a_folder_mistyped_without_a_slash_is_asked_for_too(refused, images, monkeypatch):
+    monkeypatch.chdir(images.parent)
+    assert "did you mean images?" in refused("run", "--data", "imagse")
+    assert "did you mean 'demo'?" in refused("run", "--data", "dmeo")
+
+
+def test_a_command_mistyped_is_asked_for_once(refused):
+    assert refused("rn").count("Did you mean 'run'?") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "--data", "rows.npz"),
+        ("run", "--data", "store:rows.npz"),
+        ("run", "--encoder", "rows.npz"),
+    ],
+)
+def test_a_file_of_embeddings_is_sent_to_its_place(refused, tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.npz").write_bytes(b"")
+    assert "--encoder store:rows.npz" in refused(*words)
+
+
+def test_rows_with_clients_and_no_domains_are_told_the_two_settings(refused, tmp_path):
+    x, y = np.eye(4)[np.arange(40) % 4], np.arange(40) % 4
+    np.savez(tmp_path / "rows.npz", x=x, y=y, clients=np.array(["a", "b"])[np.arange(40) // 20])
+    text = refused("run", "--encoder", f"store:{tmp_path / 'rows.npz'}")
+    assert "--set clients.by=own --set protocol=own-test" in text
+
+
+def test_a_site_that_is_too_small_is_told_how_to_be_left_out(refused, images):
+    for name in ("cat", "dog"):
+        (images / "south" / name).mkdir(parents=True)
+        (images / "south" / name / "0.png").write_text(f"south {name}")
+    assert "--set 'clients.domains=[…]'" in refused("partition", images)
+
+
+def test_an_experiment_is_told_from_a_run_that_can_be_resumed(refused, tmp_path):
+    (tmp_path / "mine" / "0-auto").mkdir(parents=True)
+    (tmp_path / "mine" / "mine.toml").write_text("")
+    (tmp_path / "mine" / "0-auto" / "manifest.json").write_text("{}")
+    text = refused("resume", tmp_path / "mine")
+    assert "is an experiment" in text and str(tmp_path / "mine" / "0-auto") in text

@@ -24,6 +24,7 @@ typer.core.HAS_RICH = False  # typer escapes brackets for rich also where help i
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    suggest_commands=False,  # click asks whether another was meant, and once is enough
     rich_markup_mode=None,
     pretty_exceptions_enable=False,  # nor local variables in what a crash prints: rows, keys
     pretty_exceptions_show_locals=False,
