@@ -3,6 +3,7 @@
 Arrays, in .npz or .safetensors (strings then in a .json of the same name beside it):
 x or features, y or labels, and optionally classes, domains, clients, splits, paths, content, text,
 text_classes, patches, scale; or one x and y per split as train_x, train_y, val_x, ..., test_y.
+A .csv or .parquet has a line per image instead: see fedvlm/encoders/tables.py.
 """
 
 import zipfile
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from fedvlm.data.table import Digests, Embedded
 from fedvlm.encoders.columns import (
-    ALIASES,
     BY_ROW,
     Columns,
     joined,
@@ -29,6 +29,7 @@ from fedvlm.encoders.columns import (
     units,
 )
 from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders.tables import ALIASES, TABLES, read_table
 from fedvlm.errors import DataError, EncoderError, nearest, unknown
 from fedvlm.machine import free_memory
 from fedvlm.storage.files import draft, write
@@ -123,10 +124,12 @@ def find(path: Path) -> Path:
         return found[0]
     if not path.is_file():
         raise DataError(
-            f"there is no store {path}; {nearest(path)}give a .npz or .safetensors file"
+            f"there is no store {path}; {nearest(path)}give a .npz, .safetensors, .csv or .parquet"
         )
-    if path.suffix not in (".npz", ".safetensors"):
-        raise DataError(f"{path} is not a store; it takes a .npz or .safetensors file")
+    if path.suffix not in (".npz", ".safetensors", *TABLES):
+        raise DataError(
+            f"{path} is not a store; it takes a .npz, .safetensors, .csv or .parquet file"
+        )
     return path
 
 
@@ -134,6 +137,8 @@ def read(file: Path) -> tuple[Columns, str]:
     """All columns as they are stored, and the digest of the file (and of its strings)."""
     with file.open("rb") as stream:
         digest = file_digest(stream, "sha256").hexdigest()
+    if file.suffix in TABLES:
+        return read_table(file), digest
     try:
         if file.suffix == ".npz":
             check_size(file)
@@ -158,7 +163,10 @@ def read(file: Path) -> tuple[Columns, str]:
     except Damaged as error:
         raise DataError(f"{file.with_suffix('.json')} is damaged ({error}); save again") from error
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file} cannot be read ({error}); write it again") from error
+        objects = "; save strings as such, by y.astype(str)" if "pickle" in str(error) else ""
+        raise DataError(
+            f"{file} cannot be read ({error}){objects or '; write it again'}"
+        ) from error
     except Exception as error:  # safetensors has an exception of its own for a broken header
         if type(error).__name__ != "SafetensorError":
             raise
