@@ -28,7 +28,9 @@ Promise = Annotated[
 
 def predict(
     folder: Folder,
-    images: Annotated[list[Path], typer.Argument(help="Images, folders or .zip archives.")],
+    images: Annotated[
+        list[Path], typer.Argument(help="Images, folders, .zip archives, or tables of embeddings.")
+    ],
     encoder: Where = "",
     access: Access = None,
     top: Annotated[int, typer.Option(min=1, help="A line for each of the likeliest classes.")] = 1,

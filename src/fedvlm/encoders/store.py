@@ -36,6 +36,7 @@ from fedvlm.storage.files import draft, write
 from fedvlm.storage.paged import stretches
 from fedvlm.storage.sealed import Damaged, seal_json, unseal_json
 
+STORES = (".npz", ".safetensors", *TABLES)
 UNPACKED = 64_000_000  # bytes that any .npz may unpack to
 RATIO = 100  # and for each of its own bytes: embeddings hardly shrink, zeros shrink a thousandfold
 
@@ -67,13 +68,7 @@ class Store:
 def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedded:
     """The rows of a store, checked and of unit norm; of some classes only, if they are named."""
     file = find(Path(path).expanduser())
-    columns, digest = read(file)
-    columns = joined(file, {ALIASES.get(key, key): value for key, value in columns.items()})
-    if "x" not in columns:
-        raise DataError(f"{file} has no embeddings; call the array x or features")
-    x = torch.from_numpy(columns["x"]) if isinstance(columns["x"], np.ndarray) else columns["x"]
-    if x.ndim != 2 or not x.is_floating_point() or 0 in x.shape:
-        raise DataError(f"{file}: x is {x.dtype} of {tuple(x.shape)}; it takes (rows, dim) floats")
+    columns, x, digest = checked(file)
     rows = x.shape[0]
     for key in BY_ROW:
         if key in columns and len(columns[key]) != rows:
@@ -105,6 +100,26 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
     return chosen(file, embedded, text_of(file, columns, names, unit.shape[1]), classes)
 
 
+def checked(file: Path) -> tuple[Columns, Tensor, str]:
+    """The columns of a file under the names of a store, its embeddings, and its digest."""
+    columns, digest = read(file)
+    columns = joined(file, {ALIASES.get(key, key): value for key, value in columns.items()})
+    if "x" not in columns:
+        raise DataError(f"{file} has no embeddings; call the array x or features")
+    x = torch.from_numpy(columns["x"]) if isinstance(columns["x"], np.ndarray) else columns["x"]
+    if x.ndim != 2 or not x.is_floating_point() or 0 in x.shape:
+        raise DataError(f"{file}: x is {x.dtype} of {tuple(x.shape)}; it takes (rows, dim) floats")
+    return columns, x, digest
+
+
+def unlabelled(file: Path) -> tuple[list[str], Tensor]:
+    """What each row of a store is called, its path or its number, and the embeddings."""
+    columns, x, _ = checked(file)
+    paths = columns.get("paths")
+    names = [f"{file}[{row}]" for row in range(len(x))] if paths is None else map(str, paths)
+    return list(names), x
+
+
 def digests(x: Tensor) -> Digests:
     """Of every row's own bytes."""
     out = bytearray()
@@ -126,7 +141,7 @@ def find(path: Path) -> Path:
         raise DataError(
             f"there is no store {path}; {nearest(path)}give a .npz, .safetensors, .csv or .parquet"
         )
-    if path.suffix not in (".npz", ".safetensors", *TABLES):
+    if path.suffix not in STORES:
         raise DataError(
             f"{path} is not a store; it takes a .npz, .safetensors, .csv or .parquet file"
         )
