@@ -125,3 +125,17 @@ def test_rows_in_memory_without_text_are_told_how_to_get_on() -> None:
     with pytest.raises(SettingsError) as refusal:
         fedvlm.run("zero-shot", clients={"a": rows(0)})
     assert "head = 'random'" not in str(refusal.value)
+
+
+def test_whoever_has_a_test_set_sets_no_rows_aside_for_one() -> None:
+    pairs = {"a": rows(0), "b": rows(1)}
+    result = fedvlm.run("alone", clients=pairs, shares=[0.75, 0.25, 0])
+    assert result.manifest["clients"]["a"] == {
+        "train": 45,
+        "validation": 10,
+        "test": 0,
+        "calibration": 5,
+    }
+    assert result.personalised("a").score(*rows(2)) > 0.9
+    with pytest.raises(DataError, match=r'clients=\{"shares": …\}'):
+        fedvlm.run("alone", shares=[0.75, 0.25, 0])
