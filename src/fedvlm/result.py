@@ -99,7 +99,7 @@ def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any
 
 
 def run(
-    method: Any = "fedot",
+    method: Any = "auto",
     *,
     out: str | Path | None = None,
     again: bool = False,

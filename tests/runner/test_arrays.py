@@ -139,3 +139,8 @@ def test_whoever_has_a_test_set_sets_no_rows_aside_for_one() -> None:
     assert result.personalised("a").score(*rows(2)) > 0.9
     with pytest.raises(DataError, match=r'clients=\{"shares": …\}'):
         fedvlm.run("alone", shares=[0.75, 0.25, 0])
+
+
+def test_no_method_is_auto_as_on_the_command_line() -> None:
+    result = fedvlm.run(clients={"a": rows(0), "b": rows(1)})
+    assert result.manifest["identity"]["method"]["name"] == "auto"
