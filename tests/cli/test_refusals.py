@@ -55,13 +55,15 @@ def test_a_command_mistyped_is_asked_for_once(refused):
     [
         ("run", "--data", "rows.npz"),
         ("run", "--data", "store:rows.npz"),
+        ("run", "--data", "rows.csv"),
         ("run", "--encoder", "rows.npz"),
     ],
 )
 def test_a_file_of_embeddings_is_sent_to_its_place(refused, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.npz").write_bytes(b"")
-    assert "--encoder store:rows.npz" in refused(*words)
+    (tmp_path / "rows.csv").write_text("e0,e1,label\n1,2,cat\n")
+    assert f"--encoder store:{words[-1].removeprefix('store:')}" in refused(*words)
 
 
 def test_rows_with_clients_and_no_domains_are_told_the_two_settings(refused, tmp_path):

@@ -29,7 +29,8 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
         if needed not in columns:
             raise DataError(
                 f"the manifest {file} has no column {needed!r}; it has {listing(list(columns))}; "
-                f"it needs {' and '.join(NEEDED)}, and may have {', '.join(OPTIONAL)}"
+                f"it needs {' and '.join(NEEDED)}, and may have {', '.join(OPTIONAL)}; "
+                f"if it holds embeddings: --encoder store:{file}"
             )
     names = _paths(file, file.parent, columns["path"])
     table = tabulate(
