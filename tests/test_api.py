@@ -36,3 +36,9 @@ def test_an_example_imports_nothing_that_is_not_public(path):
             assert node.module in PUBLIC, f"{path.name} imports from {node.module}"
             offered = {*import_module(node.module).__all__, *(one.split(".")[-1] for one in PUBLIC)}
             assert {one.name for one in node.names} <= offered
+
+
+def test_the_package_lists_its_names_before_they_are_used():
+    fedvlm = import_module("fedvlm")
+    assert set(fedvlm.__all__) <= set(dir(fedvlm))
+    assert not {"import_module", "Any", "TYPE_CHECKING"} & set(dir(fedvlm))

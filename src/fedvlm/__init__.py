@@ -36,6 +36,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fedvlm' has no attribute {name!r}")

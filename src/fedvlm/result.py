@@ -99,7 +99,7 @@ def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any
 
 
 def run(
-    method: Any = "fedot",
+    method: Any = "auto",
     *,
     out: str | Path | None = None,
     again: bool = False,
@@ -107,6 +107,7 @@ def run(
     classes: Sequence[str] | None = None,
     text: Any = None,
     scale: float = 100.0,
+    shares: Sequence[float] | None = None,
     progress: Progress | None = None,
     track: Sequence[str | Callable[[str, Any], None]] = (),
     **settings: Any,
@@ -114,15 +115,22 @@ def run(
     """Runs a method by name or as an object; keyword arguments are settings of run or method.
 
     `clients` may be rows in memory: {"a": (x, y), …} of arrays or tensors, with the names of the
-    `classes`, their `text` embeddings and its logit `scale`; without `out` nothing stays on disk.
+    `classes`, their `text` embeddings and its logit `scale`; `shares` of them are for training,
+    validation and test, the last 0 if there is a test set elsewhere. Then nothing stays on disk
+    without `out`.
     `embedded` takes rows of a table in memory. A finished run of the same settings is not run again
     unless `again`; an unfinished one goes on. `track` names trackers, as "tensorboard:DIR", or
     functions of the run's name and a line of its record.
     """
     here = are_arrays(settings.get("clients"))
+    if settings.get("clients") == {}:
+        raise DataError('clients = {} holds no rows; give arrays, as {"a": (x, y), …}')
     if here:
         embedded = from_arrays(settings.pop("clients"), classes, text, scale)
-        settings = {"clients": {"by": "own"}, "protocol": "own-test", **settings}
+        dealt = {"by": "own"} | ({} if shares is None else {"shares": list(shares)})
+        settings = {"clients": dealt, "protocol": "own-test", **settings}
+    elif shares is not None:
+        raise DataError('shares go with rows in memory; for other data write clients={"shares": …}')
     elif classes is not None or text is not None:
         raise DataError('classes and text go with rows in memory: clients={"a": (x, y), …}')
     if embedded is not None and not isinstance(embedded, Embedded):

@@ -40,20 +40,6 @@ def ok(capsys):
     return invoke
 
 
-@pytest.fixture
-def refused(monkeypatch, capsys):
-    """Runs a command as `main` does and returns the error; the exit code must be 2."""
-
-    def invoke(*words):
-        monkeypatch.setattr(sys, "argv", ["fedvlm", *map(str, words)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert stop.value.code == 2
-        return capsys.readouterr().err
-
-    return invoke
-
-
 def test_help_does_not_wait_for_torch():
     code = (
         "import sys, fedvlm.cli; sys.exit('torch' in sys.modules or 'rich.progress' in sys.modules)"

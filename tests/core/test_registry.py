@@ -114,8 +114,8 @@ def test_registration_refuses_a_field_without_a_default():
     [
         ("fedto", {}, "no method is called 'fedto'; did you mean 'fedot'"),
         ("fedot", {"bloks": 4}, "no setting of fedot is called 'bloks'; did you mean 'blocks'"),
-        ("fedot", {"rate": "fast"}, "fedot.rate = 'fast' does not fit; it takes a float"),
-        ("fedot", {"rounds": 1.5}, "fedot.rounds = 1.5 does not fit; it takes a int"),
+        ("fedot", {"rate": "fast"}, "fedot.rate = 'fast' does not fit; it takes a number"),
+        ("fedot", {"rounds": 1.5}, "fedot.rounds = 1.5 does not fit; it takes a whole number"),
         ("fedot", {"rounds": True}, "fedot.rounds = True does not fit"),
         ("fedot", {"head": "txt"}, "it takes 'text' or 'random'"),
         ("fedot", {"rounds": -1}, "fedot.rounds = -1 does not fit; it takes 0 or more"),

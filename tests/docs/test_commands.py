@@ -11,6 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from fedvlm import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -85,3 +88,28 @@ def end_group(pid):
     """What a page left running, servers too, ends with it."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGTERM)
+
+
+def shown_commands():
+    """Every `fedvlm …` of a fenced block of any page, with the page's name."""
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        for _, text in blocks(page):
+            whole = re.sub(r"\\\n\s*", "", text)
+            for line in re.findall(r"(?m)^(?:\$ |[A-Z_]+=\S+ )*(fedvlm .*)$", whole):
+                yield page.name, line.partition("  #")[0]
+
+
+def test_every_command_of_every_page_exists_with_its_options():
+    app = get_command(cli.app)
+    found = list(shown_commands())
+    assert len(found) > 100
+    for page, line in found:
+        command, words = app, line.split()[1:]
+        while words and hasattr(command, "commands") and not words[0].startswith("-"):
+            assert words[0] in command.commands, f"{page}: {line}"
+            command = command.commands[words.pop(0)]
+        known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+        for word in words:
+            option = word.partition("=")[0]
+            if option.startswith("--"):
+                assert option in {*known, "--help"}, f"{page}: {line}"

@@ -82,6 +82,12 @@ def test_reprs_are_short(tmp_path: Path) -> None:
         ((np.ones((3, 8)), [0, 1, 7]), "label 7 is outside the 3 classes"),
         ((np.ones((3, 8)), ["cat", "dog", "emu"]), "'emu' is no class"),
         ((np.ones((3, 5)), [0, 1, 2]), "unequal length"),
+        ((np.ones(8), [0]), r"embeddings of shape \(8,\).*takes \(rows, dim\)"),
+        ((np.ones((3, 8, 1)), [0, 1, 2]), r"embeddings of shape \(3, 8, 1\)"),
+        ((np.ones((3, 8)), [0, 1, 2], [0]), r"3 arrays.*\(x, y\)"),
+        ((np.ones((3, 8)), [0.0, 1.5, 2.0]), "label 1.5"),
+        ((np.ones((3, 8)), [0.0, np.nan, 2.0]), "label nan"),
+        ((np.ones((3, 8)), ["cat", None, "dog"]), "label None"),
     ],
 )
 def test_unfit_arrays_are_refused_by_name(pair: object, words: str, tmp_path: Path) -> None:
@@ -93,3 +99,48 @@ def test_unfit_arrays_are_refused_by_name(pair: object, words: str, tmp_path: Pa
 def test_a_dict_as_embedded_is_sent_to_clients() -> None:
     with pytest.raises(DataError, match="clients="):
         fedvlm.run("alone", embedded={"a": rows(0)})
+
+
+def test_labels_that_a_table_made_floats_are_the_numbers_they_were() -> None:
+    pairs = {"a": rows(0), "b": rows(1)}
+    floats = {id: (x, y.astype(float)) for id, (x, y) in pairs.items()}
+    tables = [fedvlm.run("alone", clients=one).tables for one in (pairs, floats)]
+    assert tables[0] == tables[1]
+
+
+def test_no_clients_are_no_rows_and_never_the_demo() -> None:
+    with pytest.raises(DataError, match="clients = {} holds no rows"):
+        fedvlm.run("alone", clients={})
+
+
+def test_one_class_is_refused_before_any_training() -> None:
+    x, y = rows(0)
+    with pytest.raises(DataError, match="one class only, '0'"):
+        fedvlm.run("auto", clients={"a": (x[y == 0], y[y == 0])})
+
+
+def test_rows_in_memory_without_text_are_told_how_to_get_on() -> None:
+    with pytest.raises(SettingsError, match=r"give text=.*or set head = 'random'"):
+        fedvlm.run("fedavg", clients={"a": rows(0)})
+    with pytest.raises(SettingsError) as refusal:
+        fedvlm.run("zero-shot", clients={"a": rows(0)})
+    assert "head = 'random'" not in str(refusal.value)
+
+
+def test_whoever_has_a_test_set_sets_no_rows_aside_for_one() -> None:
+    pairs = {"a": rows(0), "b": rows(1)}
+    result = fedvlm.run("alone", clients=pairs, shares=[0.75, 0.25, 0])
+    assert result.manifest["clients"]["a"] == {
+        "train": 45,
+        "validation": 10,
+        "test": 0,
+        "calibration": 5,
+    }
+    assert result.personalised("a").score(*rows(2)) > 0.9
+    with pytest.raises(DataError, match=r'clients=\{"shares": …\}'):
+        fedvlm.run("alone", shares=[0.75, 0.25, 0])
+
+
+def test_no_method_is_auto_as_on_the_command_line() -> None:
+    result = fedvlm.run(clients={"a": rows(0), "b": rows(1)})
+    assert result.manifest["identity"]["method"]["name"] == "auto"

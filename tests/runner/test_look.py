@@ -35,7 +35,7 @@ def test_oddities_of_a_folder_are_said_before_the_run_and_a_finished_one_is_name
     record = execute(settings, tmp_path / "r", say=said.append)
     assert said == record.manifest["notes"]
     for words in (
-        "1 files that are no images are passed over: a/notes.txt",
+        "passed over, as they are no images: a/notes.txt",
         "domain 'empty' has no images and is left out",
         "client 'c' has one class only, 'normal'",
         "10 or fewer validation rows to choose by at a (4), b (4), c (4)",

@@ -71,7 +71,7 @@ On {story.rows} test rows of this client it was right {story.hits} times
 
 ## Use
 ```
-fedvlm predict {name} IMAGES
+fedvlm predict {name} {"IMAGES" if "@" in classifier.encoder else "TABLE  # of embeddings"}
 ```
 ```python
 from fedvlm import Personalised

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import Frozen, Method, Tensors, make
-from fedvlm.data.arrays import numbered
+from fedvlm.data.arrays import numbered, whole_numbers
 from fedvlm.data.clinical import Window, window_of
 from fedvlm.encoders import fingerprint, open_encoder
-from fedvlm.errors import DataError, FedVLMError, SettingsError, nearest
+from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, nearest
 from fedvlm.maths.conformal import Calibration, limits
 from fedvlm.record import Record
 from fedvlm.runner.calibrate import as_json, kept, read
@@ -121,7 +121,7 @@ class Personalised:
 
     def score(self, x: Any, y: Any) -> float:
         """The share of rows whose class is right; labels are numbers or names."""
-        labels = np.asarray(y)
+        labels = whole_numbers("the labels", np.asarray(y))
         if labels.shape != (len(x),) or not len(x):
             raise DataError(f"{len(x)} rows and labels of shape {labels.shape}; one label per row")
         found = self.logits(x).argmax(dim=1).numpy()
@@ -182,6 +182,11 @@ def reopen(encoder: str, where: str = "", access: Mapping[str, Any] | None = Non
     `where` is what it is called now, if that has changed.
     """
     name, _, wanted = encoder.rpartition("@")
+    if not (name or where):
+        raise EncoderError(
+            f"{encoder} holds embeddings and sees no images; ask with a table of embeddings of the "
+            "same origin, or name with --encoder what made them"
+        )
     try:
         box = open_encoder(where or name, **(access or {}))
     except FedVLMError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedvlm.classifier.personalised import Personalised, reopen
 from fedvlm.data.clinical import Developed, Window
@@ -16,6 +17,7 @@ from fedvlm.data.sources import Archive, Files, is_picture, list_archive, list_f
 from fedvlm.data.table import Source
 from fedvlm.encoders.cache.workers import prepare
 from fedvlm.encoders.interface import Encoder
+from fedvlm.encoders.store import STORES, unlabelled
 from fedvlm.errors import DataError, nearest
 
 BATCH = 32
@@ -51,14 +53,21 @@ def predict(
     progress: Callable[[int, int], None] | None = None,
     coverage: float | None = None,
 ) -> Predictions:
-    """The likeliest class of every image in files, folders and archives.
+    """The likeliest class of every image in files, folders and archives, and row of a table.
 
     `encoder` says where the encoder is now, if not where it was; another one is refused. With
     `coverage` each image also gets the classes that hold the true one as often as that.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
-    sources = [_source(Path(one), classifier.window) for one in images]
-    return of_sources(classifier, sources, encoder, access, progress, coverage)
+    tables = [Path(one) for one in images if Path(one).suffix in STORES and Path(one).is_file()]
+    sources = [_source(Path(one), classifier.window) for one in images if Path(one) not in tables]
+    found = of_sources(classifier, sources, encoder, access, progress, coverage)
+    for file in tables:
+        names, x = unlabelled(file)
+        found.notes.append(f"the rows of {file} are taken as those of {classifier.encoder}")
+        fault = f"its row of {file} is NaN, infinite or zero"
+        found.rows.extend(_answers(classifier, names, x.numpy(), fault, found.skipped, coverage))
+    return found
 
 
 def of_sources(
@@ -71,9 +80,11 @@ def of_sources(
 ) -> Predictions:
     if coverage is not None:  # refused before any image is read
         classifier.sets(torch.zeros(0, len(classifier.frozen.classes)).double(), coverage)
-    box: Encoder = reopen(classifier.encoder, encoder, access)
     total = sum(len(one) for one, _ in sources)
     out = Predictions([], [], classifier.warnings(), classifier.frozen.classes)
+    if not sources:
+        return out
+    box: Encoder = reopen(classifier.encoder, encoder, access)
     images = _images(sources, box, out.skipped)
     while batch := list(islice(images, BATCH)):
         out.rows.extend(_batch(classifier, box, batch, out.skipped, coverage))
@@ -131,12 +142,25 @@ def _batch(
         patches = "patches" in classifier.method.traits.needs
         answer = box.embed([image for _, image in batch], patches)
         values = np.asarray(answer.patches if patches else answer.pooled)
+    fault = f"{box.name} answered with NaN, infinity or zeros"
+    return _answers(classifier, [name for name, _ in batch], values, fault, skipped, coverage)
+
+
+def _answers(
+    classifier: Personalised,
+    names: Sequence[str],
+    values: NDArray[Any],
+    fault: str,
+    skipped: list[tuple[str, str]],
+    coverage: float | None,
+) -> list[Prediction]:
+    """A prediction for each row that has a direction; the others are passed over for the fault."""
     sound = []
-    for row, (name, _) in enumerate(batch):
+    for row, name in enumerate(names):
         if np.isfinite(values[row]).all() and values[row].any():
             sound.append(row)
         else:
-            skipped.append((name, f"{box.name} answered with NaN, infinity or zeros"))
+            skipped.append((name, fault))
     if not sound:
         return []
     chances = classifier.chances(classifier.logits(torch.from_numpy(values[sound]).float()))
@@ -149,5 +173,5 @@ def _batch(
         every = tuple(
             (classifier.frozen.classes[i], chance) for i, chance in zip(order, found, strict=True)
         )
-        out.append(Prediction(batch[row][0], *every[0], every, within))
+        out.append(Prediction(names[row], *every[0], every, within))
     return out

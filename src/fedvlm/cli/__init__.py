@@ -24,6 +24,7 @@ typer.core.HAS_RICH = False  # typer escapes brackets for rich also where help i
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    suggest_commands=False,  # click asks whether another was meant, and once is enough
     rich_markup_mode=None,
     pretty_exceptions_enable=False,  # nor local variables in what a crash prints: rows, keys
     pretty_exceptions_show_locals=False,
@@ -90,6 +91,10 @@ def main() -> None:
         app()
     except FedVLMError as error:
         typer.echo(f"fedvlm: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:  # a disk that is read-only or full, a folder in a file's place
+        place = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"fedvlm: {place}{error.strerror or error}; choose another place", err=True)
         sys.exit(2)
     except SystemExit as end:
         if end.code == STOPPED:

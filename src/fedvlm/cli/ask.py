@@ -28,14 +28,18 @@ Promise = Annotated[
 
 def predict(
     folder: Folder,
-    images: Annotated[list[Path], typer.Argument(help="Images, folders or .zip archives.")],
+    images: Annotated[
+        list[Path], typer.Argument(help="Images, folders, .zip archives, or tables of embeddings.")
+    ],
     encoder: Where = "",
     access: Access = None,
     top: Annotated[int, typer.Option(min=1, help="A line for each of the likeliest classes.")] = 1,
     every: Annotated[bool, typer.Option("--all", help="A line for each class.")] = False,
     coverage: Promise = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of CSV.")] = False,
-    out: Annotated[Path | None, typer.Option(help="A file instead of the screen.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="A file instead of the screen.")
+    ] = None,
 ) -> None:
     """The likeliest class of each image, as CSV; exit code 1 if an image could not be read.
 

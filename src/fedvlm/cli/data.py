@@ -57,14 +57,19 @@ def partition(
         list[str] | None, typer.Option("--set", help="a.b=value, as a run takes it.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The first of `seeds` if left out.")] = None,
-    image: Annotated[Path | None, typer.Option(help="PNG of rows per class and client.")] = None,
+    image: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="PNG of rows per class and client.")
+    ] = None,
     near_duplicates: Annotated[
         bool, typer.Option(help="Also name images that are nearly the same in two parts.")
     ] = False,
 ) -> None:
     """Rows per class and client, before anything is encoded."""
-    from fedvlm.data.federation import divide, rows_of
+    from fedvlm.data.federation import Listing, divide, rows_of
     from fedvlm.data.partition import count_table
+    from fedvlm.data.table import Embedded
+    from fedvlm.encoders.store import open_store
+    from fedvlm.errors import SettingsError
     from fedvlm.report.partition import draw
     from fedvlm.report.tables import render
     from fedvlm.runner.load import open_data, sample
@@ -73,9 +78,15 @@ def partition(
 
     values = {"method": "zero-shot", "data": data, "source": options(source)}
     settings = build(override(values, set_ or []))
-    dataset = open_data(settings.data, settings.source)
-    dataset = sample(dataset) if settings.smoke else dataset
-    rows = rows_of(dataset)
+    rows: Embedded | Listing
+    if settings.data.startswith("store:"):
+        if near_duplicates:
+            raise SettingsError("near-duplicates are looked for in images; a store has none")
+        rows = open_store(settings.data.removeprefix("store:"), **settings.source)
+    else:
+        dataset = open_data(settings.data, settings.source)
+        dataset = sample(dataset) if settings.smoke else dataset
+        rows = rows_of(dataset)
     first = settings.seeds[0] if seed is None else seed
     division = divide(rows, settings.clients, first, whole(settings))
     counts = count_table(division, rows)

@@ -20,7 +20,7 @@ def explain(
         bool, typer.Option("--prompts", help="A map of the clients' prompts instead.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The PNG file.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The PNG file.")] = None,
 ) -> None:
     """Draw what the global and a local prompt look at in an image, or a map of local prompts."""
     from fedvlm.errors import SettingsError

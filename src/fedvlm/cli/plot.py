@@ -24,7 +24,7 @@ def plot(
     image: Annotated[Path | None, typer.Option(help="What prompts look at, for heat.")] = None,
     name: Annotated[str | None, typer.Option("--class", help="A class, for heat.")] = None,
     client: Annotated[str | None, typer.Option(help="Whose local prompt, for heat.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The .png or .svg file.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The .png or .svg file.")] = None,
 ) -> None:
     """Draw a run, or several in one picture."""
     from fedvlm.errors import SettingsError

@@ -14,7 +14,7 @@ COLUMNS = 100  # of a list of methods
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Runs or experiments.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The HTML file.")] = None,
     title: Annotated[str, typer.Option(help="What the page is called.")] = "",
 ) -> None:
     """Write runs as one page that needs no network: tables, curves, clients, how it was run."""

@@ -55,7 +55,7 @@ def join(
 def describe(
     data: Annotated[str, typer.Argument(help="`fedvlm list datasets`, or a path.")],
     model: Annotated[Path, typer.Option(help="Folder of a text-generation model.")],
-    out: Annotated[Path, typer.Option(help="The JSON file of sentences by class.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The JSON file of sentences by class.")],
     source: Source = None,
     about: Annotated[str, typer.Option(help="What the data are, in a few words.")] = "",
     questions: Annotated[int, typer.Option(help="How many the model asks itself.")] = 4,

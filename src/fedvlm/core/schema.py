@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from fedvlm.errors import SettingsError, unknown
 
 T = TypeVar("T")
+ONE = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 MANY = {str: "names, as ['a', 'b']", int: "whole numbers, as [0, 1]", float: "numbers, as [0.1]"}
 
 
@@ -42,7 +43,7 @@ def check_type(key: str, value: Any, wanted: Any) -> None:
             if kind is float and whole:
                 return
             how_many = MANY[inner[0]] if any_number else f"{len(inner)} values"
-            said.append(how_many if inner else f"a {kind.__name__}")
+            said.append(how_many if inner else ONE.get(kind, f"a {kind.__name__}"))
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise SettingsError(f"{key} = {value!r} does not fit; {hint}it takes {' or '.join(said)}")
 

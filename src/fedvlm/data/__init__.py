@@ -1,6 +1,7 @@
 """Data sets, splits, few-shot and the federation made of them."""
 
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,10 @@ def open_dataset(name: str, **options: Any) -> Dataset:
         kind, place = found
         return _developed(call(kind, kinds()[kind], place, options), window)
     written = [f"{kind}:..." for kind in kinds()]
-    if "/" in name or "." in name:
+    if name.startswith("store:"):
+        raise DataError(f"embeddings take the place of data and encoder; write --encoder {name}")
+    path_meant = nearest(Path(name)) and not get_close_matches(name, entries)
+    if "/" in name or "." in name or path_meant:
         raise DataError(
             f"there is no {name}; {nearest(Path(name))}name a folder, a .zip, a manifest, "
             f"a data set of the catalogue, or one of {', '.join(written)}"

@@ -21,7 +21,7 @@ def are_arrays(clients: Any) -> bool:
         isinstance(clients, Mapping)
         and bool(clients)
         and all(
-            isinstance(one, tuple | list) and len(one) == 2 and np.ndim(one[0]) == 2
+            isinstance(one, tuple | list) and len(one) > 0 and np.ndim(one[0]) > 0
             for one in clients.values()
         )
     )
@@ -37,6 +37,9 @@ def from_arrays(
 
     `text` is (classes, dim) of the class names, if there is a text tower, `scale` its logit scale.
     """
+    for id, one in clients.items():
+        if len(one) != 2:
+            raise DataError(f"client {str(id)!r} has {len(one)} arrays; give the pair (x, y)")
     rows = {str(id): _rows(str(id), *one) for id, one in clients.items()}
     dims = {id: x.shape[1] for id, (x, _) in rows.items()}
     if len(set(dims.values())) > 1:
@@ -73,7 +76,11 @@ def from_arrays(
 
 def _rows(id: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
     values = _tensor(f"client {id!r}", x)
-    labels = np.asarray(y)
+    if values.ndim != 2:
+        raise DataError(
+            f"client {id!r} has embeddings of shape {tuple(values.shape)}; it takes (rows, dim)"
+        )
+    labels = whole_numbers(f"client {id!r}", np.asarray(y))
     if labels.shape != (len(values),):
         raise DataError(
             f"client {id!r} has {len(values)} rows and labels of shape {labels.shape}; give one "
@@ -112,6 +119,18 @@ def _classes(
     if every.dtype.kind in "iu" and every.min() >= 0:
         return tuple(map(str, range(int(every.max()) + 1 if text is None else len(text))))
     return tuple(in_order(map(str, every.tolist())))
+
+
+def whole_numbers(whose: str, y: NDArray[Any]) -> NDArray[Any]:
+    """Labels as they are; floats that a table made of whole numbers as those; no missing ones."""
+    kind = y.dtype.kind
+    missing = (
+        [one for one in y.ravel().tolist() if one is None or one != one] if kind in "fO" else []
+    )
+    odd = y[y != np.round(y)].tolist() if kind == "f" else []
+    if wrong := [*missing, *odd]:
+        raise DataError(f"{whose}: the label {wrong[0]} names no class; correct it or drop the row")
+    return y.astype(np.int64) if kind == "f" else y
 
 
 def numbered(whose: str, y: NDArray[Any], classes: tuple[str, ...]) -> NDArray[np.int64]:

@@ -237,7 +237,9 @@ def _checked(table: Table, clients: Clients) -> Ints:
         empty = table.classes[int(np.argmin(counts))]
         raise DataError(f"class {empty!r} has no rows; add images or leave it out of the classes")
     if clients.by in ("domain", "domain-dirichlet"):
-        _check_column("domain", table.domains, clients.by, '"own", "dirichlet" or "pathological"')
+        own = "own" if (np.asarray(table.clients) != "").all() else "dirichlet"
+        others = f"{own}: --set clients.by={own} --set protocol=own-test"
+        _check_column("domain", table.domains, clients.by, others)
     if clients.by == "own":
         _check_column("client", table.clients, clients.by, '"domain", "dirichlet", "pathological"')
     return labels
@@ -288,5 +290,6 @@ def _check_member(member: Member, shares: tuple[float, float, float], rows: int)
         if share and not len(getattr(member, part)):
             raise DataError(
                 f"client {member.id!r} has no {part} rows ({rows} rows in all, shares "
-                f"{list(shares)}); give it more images, set other shares, or make fewer clients"
+                f"{list(shares)}); give it more images, set other shares, make fewer clients, or "
+                "leave it out by naming the others: --set 'clients.domains=[…]'"
             )

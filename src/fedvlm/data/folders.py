@@ -74,7 +74,7 @@ def _notes(
     """Files that are no images, and sites without one."""
     notes = []
     if other := sources.passed_over(root):
-        notes.append(f"{len(other)} files that are no images are passed over: {listing(other, 3)}")
+        notes.append(f"passed over, as they are no images: {listing(other, 3)}")
     site = next((word for word in ("client", "domain") if word in words), None)
     if site is not None:
         level = skipped + words.index(site)

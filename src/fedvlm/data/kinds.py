@@ -48,6 +48,11 @@ def kind_of(name: str) -> tuple[str, str] | None:
         return ("leaf" if leaf.is_leaf(path) else "folder"), name
     if not path.is_file():
         return None
+    if path.suffix.lower() in (".npz", ".safetensors"):
+        raise DataError(
+            f"{path} holds no images; embeddings take the place of data and encoder: "
+            f"--encoder store:{path}"
+        )
     if path.suffix.lower() not in SUFFIXES:
         raise DataError(
             f"{path} is of no kind that is known; a data set is a folder or ends in "

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
     file = Path(path)
     if not file.is_file():
         raise DataError(f"there is no manifest {file}; {nearest(file)}name a .csv or .parquet file")
-    columns = _parquet(file) if file.suffix.lower() == ".parquet" else _csv(file)
+    columns = _columns(file)
     for needed in NEEDED:
         if needed not in columns:
             raise DataError(
                 f"the manifest {file} has no column {needed!r}; it has {listing(list(columns))}; "
-                f"it needs {' and '.join(NEEDED)}, and may have {', '.join(OPTIONAL)}"
+                f"it needs {' and '.join(NEEDED)}, and may have {', '.join(OPTIONAL)}; "
+                f"if it holds embeddings: --encoder store:{file}"
             )
     names = _paths(file, file.parent, columns["path"])
     table = tabulate(
@@ -87,26 +88,31 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     )
 
 
-def _csv(file: Path) -> dict[str, list[str]]:
+def csv_lines(file: Path, what: str) -> Iterator[list[str]]:
+    """The header of a CSV in small letters, then its lines, cells without blanks around them."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            lines = list(csv.reader(stream, strict=True))
+            first = stream.readline()
+            stream.seek(0)
+            # spreadsheets write the separator of their country
+            lines = csv.reader(stream, delimiter=max(",;\t", key=first.count), strict=True)
+            header = [title.strip().lower() for title in next(lines, [])]
+            if not header:
+                raise DataError(f"the {what} {file} is empty; its first line names its columns")
+            yield header
+            for row, line in enumerate((line for line in lines if line), start=1):
+                if len(line) != len(header):
+                    raise DataError(
+                        f"the {what} {file}: row {row} has {len(line)} cells and the header "
+                        f"{len(header)}; quote cells that hold a comma"
+                    )
+                yield [cell.strip() for cell in line]
     except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"the manifest {file} is no CSV in UTF-8 ({error}); save it so") from error
-    if not lines:
-        raise DataError(f"the manifest {file} is empty; it needs the columns {', '.join(NEEDED)}")
-    header = [title.strip().lower() for title in lines[0]]
-    rows = [line for line in lines[1:] if line]
-    for row, line in enumerate(rows):
-        if len(line) != len(header):
-            raise DataError(
-                f"the manifest {file}: row {row + 1} has {len(line)} cells and the header "
-                f"{len(header)}; quote cells that hold a comma"
-            )
-    return {title: [line[index].strip() for line in rows] for index, title in enumerate(header)}
+        raise DataError(f"the {what} {file} is no CSV in UTF-8 ({error}); save it so") from error
 
 
-def _parquet(file: Path) -> dict[str, list[str]]:
+def parquet_columns(file: Path, what: str) -> dict[str, list[Any]]:
+    """The columns of a Parquet file by their titles in small letters."""
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -116,13 +122,18 @@ def _parquet(file: Path) -> dict[str, list[str]]:
     try:
         columns: dict[str, list[Any]] = parquet.read_table(file).to_pydict()
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"the manifest {file} is no Parquet file ({error}); get it again"
-        ) from error
-    return {
-        title.strip().lower(): ["" if cell is None else str(cell).strip() for cell in cells]
-        for title, cells in columns.items()
-    }
+        raise DataError(f"the {what} {file} is no Parquet file ({error}); get it again") from error
+    return {title.strip().lower(): cells for title, cells in columns.items()}
+
+
+def _columns(file: Path) -> dict[str, list[str]]:
+    if file.suffix.lower() == ".parquet":
+        return {
+            title: ["" if cell is None else str(cell).strip() for cell in cells]
+            for title, cells in parquet_columns(file, "manifest").items()
+        }
+    header, *lines = csv_lines(file, "manifest")
+    return {title: [line[index] for line in lines] for index, title in enumerate(header)}
 
 
 def _paths(file: Path, root: Path, names: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from fedvlm.encoders.interface import Encoder, Preprocess, Vectors
@@ -104,6 +105,8 @@ def open_encoder(name: str, **options: Any) -> Encoder:
     if word == "https" or rest.startswith("//"):
         word, rest = "http", name
     known = encoders()
+    if word not in known and Path(name).is_file():
+        raise SettingsError(f"{name} is a file; if it holds embeddings: --encoder store:{name}")
     if word not in known:
         raise unknown("encoder", word, known)
     kind = known[word]

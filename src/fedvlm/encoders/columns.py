@@ -16,7 +16,6 @@ from fedvlm.errors import DataError, unknown
 from fedvlm.storage.paged import gathered, stretches
 
 Columns = dict[str, Any]
-ALIASES = {"features": "x", "labels": "y"}
 SPLITS = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}
 BY_ROW = ("x", "y", "domains", "clients", "splits", "groups", "paths", "content", "patches")
 MOST_CLASSES = 1 << 16  # three times the largest list of classes we know, ImageNet-21k
@@ -29,7 +28,7 @@ def joined(file: Path, columns: Columns) -> Columns:
     if strange := sorted(set(columns) - known - set(BY_ROW) - set(WHOLE)):
         raise DataError(
             f"{file} has arrays nobody knows: {', '.join(strange)}; "
-            f"known are {', '.join(sorted({*BY_ROW, *WHOLE, *ALIASES}))} and train_x, train_y, ..."
+            f"known are {', '.join(sorted({*BY_ROW, *WHOLE}))} and train_x, train_y, ..."
         )
     parts = [split for split in SPLITS if f"{split}_x" in columns]
     if not parts:
@@ -68,6 +67,7 @@ def labelled(file: Path, columns: Columns, rows: int) -> tuple[tuple[str, ...], 
             raise DataError(f"{file}: row {row} has label {ids[row]}, there are {count} classes")
         names = names or tuple(f"class {one}" for one in range(count))
     elif y.dtype.kind == "U":
+        y = np.char.strip(y)  # a blank behind a name makes no other class
         names = tuple(str(one) for one in (named if named is not None else np.unique(y)))
         index = {name: one for one, name in enumerate(names)}
         if strange := sorted({str(one) for one in y} - set(names)):

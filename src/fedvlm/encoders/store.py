@@ -4,6 +4,7 @@ Arrays, in .npz or .safetensors (strings then in a .json of the same name beside
 x or features, y or labels, and optionally classes, domains, clients, splits, groups (what stays in
 one part: a patient), paths, content, text, text_classes, patches, scale; or one x and y per split
 as train_x, train_y, val_x, ..., test_y.
+A .csv or .parquet has a line per image instead: see fedvlm/encoders/tables.py.
 """
 
 import zipfile
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from fedvlm.data.table import Digests, Embedded, nameless
 from fedvlm.encoders.columns import (
-    ALIASES,
     BY_ROW,
     Columns,
     joined,
@@ -30,12 +30,14 @@ from fedvlm.encoders.columns import (
     units,
 )
 from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders.tables import ALIASES, TABLES, read_table
 from fedvlm.errors import DataError, EncoderError, nearest, unknown
 from fedvlm.machine import free_memory
 from fedvlm.storage.files import draft, write
 from fedvlm.storage.paged import stretches
 from fedvlm.storage.sealed import Damaged, seal_json, unseal_json
 
+STORES = (".npz", ".safetensors", *TABLES)
 UNPACKED = 64_000_000  # bytes that any .npz may unpack to
 RATIO = 100  # and for each of its own bytes: embeddings hardly shrink, zeros shrink a thousandfold
 
@@ -67,13 +69,7 @@ class Store:
 def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedded:
     """The rows of a store, checked and of unit norm; of some classes only, if they are named."""
     file = find(Path(path).expanduser())
-    columns, digest = read(file)
-    columns = joined(file, {ALIASES.get(key, key): value for key, value in columns.items()})
-    if "x" not in columns:
-        raise DataError(f"{file} has no embeddings; call the array x or features")
-    x = torch.from_numpy(columns["x"]) if isinstance(columns["x"], np.ndarray) else columns["x"]
-    if x.ndim != 2 or not x.is_floating_point() or 0 in x.shape:
-        raise DataError(f"{file}: x is {x.dtype} of {tuple(x.shape)}; it takes (rows, dim) floats")
+    columns, x, digest = checked(file)
     rows = x.shape[0]
     for key in BY_ROW:
         if key in columns and len(columns[key]) != rows:
@@ -106,6 +102,26 @@ def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedd
     return chosen(file, embedded, text_of(file, columns, names, unit.shape[1]), classes)
 
 
+def checked(file: Path) -> tuple[Columns, Tensor, str]:
+    """The columns of a file under the names of a store, its embeddings, and its digest."""
+    columns, digest = read(file)
+    columns = joined(file, {ALIASES.get(key, key): value for key, value in columns.items()})
+    if "x" not in columns:
+        raise DataError(f"{file} has no embeddings; call the array x or features")
+    x = torch.from_numpy(columns["x"]) if isinstance(columns["x"], np.ndarray) else columns["x"]
+    if x.ndim != 2 or not x.is_floating_point() or 0 in x.shape:
+        raise DataError(f"{file}: x is {x.dtype} of {tuple(x.shape)}; it takes (rows, dim) floats")
+    return columns, x, digest
+
+
+def unlabelled(file: Path) -> tuple[list[str], Tensor]:
+    """What each row of a store is called, its path or its number, and the embeddings."""
+    columns, x, _ = checked(file)
+    paths = columns.get("paths")
+    names = [f"{file}[{row}]" for row in range(len(x))] if paths is None else map(str, paths)
+    return list(names), x
+
+
 def digests(x: Tensor) -> Digests:
     """Of every row's own bytes."""
     out = bytearray()
@@ -125,10 +141,12 @@ def find(path: Path) -> Path:
         return found[0]
     if not path.is_file():
         raise DataError(
-            f"there is no store {path}; {nearest(path)}give a .npz or .safetensors file"
+            f"there is no store {path}; {nearest(path)}give a .npz, .safetensors, .csv or .parquet"
         )
-    if path.suffix not in (".npz", ".safetensors"):
-        raise DataError(f"{path} is not a store; it takes a .npz or .safetensors file")
+    if path.suffix not in STORES:
+        raise DataError(
+            f"{path} is not a store; it takes a .npz, .safetensors, .csv or .parquet file"
+        )
     return path
 
 
@@ -136,6 +154,8 @@ def read(file: Path) -> tuple[Columns, str]:
     """All columns as they are stored, and the digest of the file (and of its strings)."""
     with file.open("rb") as stream:
         digest = file_digest(stream, "sha256").hexdigest()
+    if file.suffix in TABLES:
+        return read_table(file), digest
     try:
         if file.suffix == ".npz":
             check_size(file)
@@ -160,7 +180,10 @@ def read(file: Path) -> tuple[Columns, str]:
     except Damaged as error:
         raise DataError(f"{file.with_suffix('.json')} is damaged ({error}); save again") from error
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file} cannot be read ({error}); write it again") from error
+        objects = "; save strings as such, by y.astype(str)" if "pickle" in str(error) else ""
+        raise DataError(
+            f"{file} cannot be read ({error}){objects or '; write it again'}"
+        ) from error
     except Exception as error:  # safetensors has an exception of its own for a broken header
         if type(error).__name__ != "SafetensorError":
             raise

@@ -9,6 +9,7 @@ import torch
 
 from fedvlm.core import Method
 from fedvlm.data import open_dataset
+from fedvlm.data.arrays import MEMORY
 from fedvlm.data.sources import Chosen
 from fedvlm.data.table import Dataset, Embedded
 from fedvlm.encoders import encoders, fingerprint, open_encoder
@@ -98,10 +99,13 @@ def meet(method: Method, encoder: str, offered: Collection[str]) -> None:
             for name, kind in encoders().items()
             if missing[0] in kind.offers and not encoder.startswith(name)
         )
-        remedy = ", or set head = 'random'" if missing[0] == "text" else ""
+        use = f"use one of {able}"
+        if missing[0] == "text" and encoder == MEMORY:
+            use = "give text=, (classes, dim) of the class names"
+        headed = missing[0] == "text" and "head" in {one.name for one in fields(method)}
         raise SettingsError(
             f"{method.name} needs {missing[0]} of the encoder, which {encoder} does not offer; "
-            f"use one of {able}{remedy}"
+            f"{use}" + (", or set head = 'random'" if headed else "")
         )
 
 

@@ -272,6 +272,10 @@ def check_rows(settings: Settings, rows: Embedded) -> None:
             f"{len(bad)} embeddings hold NaN or infinite numbers, the first in row {bad[0]}; "
             "encode them again, or leave those rows out"
         )
+    if len(rows.classes) < 2:
+        raise DataError(
+            f"there is one class only, {rows.classes[0]!r}; a classifier takes two or more"
+        )
     outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < len(rows.classes)]
     if outside:
         raise DataError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.data.table import Embedded
-from fedvlm.errors import SettingsError
+from fedvlm.errors import SettingsError, listing
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record, read_manifest
@@ -186,6 +186,13 @@ def _open(settings: Settings, need: Need, lock: ExitStack) -> _Run | Record:
 def resume(folder: str | Path, progress: Progress | None = None) -> Record:
     """Goes on where a run was stopped, however it was stopped; a finished run is just read."""
     path = Path(folder)
+    if not (path / "manifest.json").exists() and (
+        runs := sorted(str(one.parent) for one in path.glob("*/manifest.json"))
+    ):
+        raise SettingsError(
+            f"{path} is an experiment; the command that began it goes on with all of it, and "
+            f"resume with one of {listing(runs)}"
+        )
     manifest = read_manifest(path)
     if manifest["memory"] and Record(path).result() is None:
         raise SettingsError(f"{path} took its rows from memory; call fedvlm.run again with out= it")

@@ -121,7 +121,7 @@ def _sentence(runs: Sequence[Run], column: str, verdict: Mapping[str, Any]) -> s
     rest = f"; {behind} other{'s lie' if behind > 1 else ' lies'} below." if behind else "."
     out = f"{where} {best['name']} has the most, {number(best, column)} %"
     if not level:
-        return out + ", more than chance explains." if behind else out + "."
+        return out + rest
     listed = [f"{run['name']} ({number(run, column)})" for run in level[:3]]
     if len(level) > 3:
         listed.append(f"{len(level) - 3} more")
