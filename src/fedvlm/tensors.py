@@ -79,7 +79,7 @@ def full(x: Tensor) -> Tensor:
 
 
 def count_bytes(tensors: Tensors) -> int:
-    return sum(value.numel() * value.element_size() for value in tensors.values())
+    return sum([value.nbytes for value in tensors.values()])
 
 
 def flat(tensors: Tensors) -> Tensor:
