@@ -1,11 +1,11 @@
 """What a local step of FedOTP costs beside the plain way, and what a large patch cache takes.
 
 Run with `python benchmarks/prompts.py [step | cache]`; both are processes of their own. The text
-tower has the shape of CLIP ViT-B/16 and random weights. The plain way encodes all 77 positions of every class and prompt, and scales its transport
-plans by dense diagonal matrices. Both run in turns in one process on one thread; the step of either
-gives the same gradient. The second part trains ten clients on 10,000 images of 196 patches (2 GB of
-float16, memory-mapped) and prints the most memory that all processes held at once, a page that
-several of them map counted once.
+tower has the shape of CLIP ViT-B/16 and random weights. The plain way encodes all 77 positions of
+every class and prompt, and scales its transport plans by dense diagonal matrices. Both run in turns
+on one thread; the step of either gives the same gradient. The second part trains ten clients on
+10,000 images of 196 patches (2 GB of float16, memory-mapped) and prints the most memory that all
+processes held at once, a page that several of them map counted once.
 """
 
 import subprocess

@@ -1,9 +1,10 @@
 """Rows become clients, each with its own train, validation and test rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -213,10 +214,11 @@ def _kept(table: Table, clients: Clients, whole: Sequence[str]) -> NDArray[np.bo
     return np.isin(table.domains, (*clients.domains, *whole))
 
 
-def _groups(order: Ints, group: Ints, count: int) -> list[Ints]:
+def _groups(order: Ints, group: Ints, count: int) -> Iterator[Ints]:
     """The rows of each group, in the given order."""
     together = order[np.argsort(group[order], kind="stable")]
-    return np.split(together, np.cumsum(np.bincount(group[order], minlength=count))[:-1])
+    ends = np.cumsum(np.bincount(group[order], minlength=count)).tolist()
+    return (together[first:end] for first, end in pairwise([0, *ends]))
 
 
 def _checked(table: Table, clients: Clients) -> Ints:
@@ -258,9 +260,8 @@ def _pools(table: Table, clients: Clients, whole: Sequence[str]) -> Strings:
     """What is parted as a whole: a domain, one of the data's own clients, or everything."""
     if clients.by in ("domain", "domain-dirichlet"):
         return table.domains
-    others = table.clients
-    if clients.by != "own":
-        others = np.broadcast_to(np.array(""), len(table.labels))
+    nobody = np.broadcast_to(np.array(""), len(table.labels))
+    others = table.clients if clients.by == "own" else nobody
     if not whole:
         return others
     apart = np.isin(table.domains, list(whole))
