@@ -13,6 +13,7 @@ from fedvlm.deploy.flower.client_app import DESK, receive, send_all
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import PASS, new_secret
 from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
+from fedvlm.deploy.flower.supernode import ENDED
 from fedvlm.deploy.kits import SiteKit, secret
 from fedvlm.deploy.membership import lasting, own
 from fedvlm.deploy.site import Say, Site
@@ -102,6 +103,8 @@ def _script(path: Path, module: str, main: str) -> None:
 
 def refusal(kit: SiteKit, node: Process) -> str:
     """Why a SuperNode ended, in words that help."""
+    if ENDED in node.tail():
+        return f"site {kit.name} stopped, for {ENDED}; start it again. Flower says:\n{node.tail()}"
     return (
         f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not "
         "known there, because it was revoked or renewed, has expired, or is of another federation "

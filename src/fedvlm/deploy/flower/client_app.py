@@ -9,7 +9,8 @@ process has it, the rows and the `local` tensors in memory.
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -91,25 +92,49 @@ def work(client: Any, app: Any) -> None:
     """
     from flwr.app import Error, Message
     from flwr.common.constant import ErrorCode, SubStatus
-    from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
 
     runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
-    beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-    beat.start()
     context, ended, why = None, SubStatus.FAILED, "it was not taken"
-    try:
-        message, context, _, _ = runtime.pull_task_input(client)
+    with beating(client):
         try:
-            reply = app(message, context)
-            why = ""
-        except Exception as error:
-            why = f"{type(error)}:<'{error}'>"
-            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why), reply_to=message)
-        runtime.push_message(client, reply, context)
-        ended = SubStatus.FAILED if why else SubStatus.COMPLETED
+            message, context, _, _ = runtime.pull_task_input(client)
+            try:
+                reply = app(message, context)
+                why = ""
+            except Exception as error:
+                why = f"{type(error)}:<'{error}'>"
+                failed = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
+                reply = Message(failed, reply_to=message)
+            runtime.push_message(client, reply, context)
+            ended = SubStatus.FAILED if why else SubStatus.COMPLETED
+        finally:
+            runtime.push_task_output(client, context, ended, why)
+
+
+@contextmanager
+def beating(client: Any) -> Iterator[None]:
+    """Tells the SuperNode that the task is in hand; one that is no more needs no heartbeat."""
+    import httpx
+    from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
+    from flwr.supercore.heartbeat import HeartbeatSender
+
+    def beat() -> bool:
+        with suppress(httpx.HTTPError):
+            client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+        return True
+
+    sender = HeartbeatSender(beat)
+    sender.start()
+    try:
+        yield
     finally:
-        runtime.push_task_output(client, context, ended, why)
-        beat.stop()
+        sender.stop()
+
+
+def refused(error: Exception) -> bool:
+    """Whether a SuperNode has answered, and with a no; Flower ends the process by a signal then."""
+    answer = getattr(error, "response", None)
+    return answer is not None and answer.status_code < 500
 
 
 def launch(app: Any, spec: Any) -> None:
@@ -123,6 +148,7 @@ def launch(app: Any, spec: Any) -> None:
 
     again = make_simple_http_retry_invoker()
     again.max_tries = TRIES  # else this process outlives its SuperNode, and asks for ever
+    again.should_giveup = refused
     client = RuntimeHttpClient.from_server_address(
         server_address=spec.runtime_api_address,
         insecure=spec.insecure,

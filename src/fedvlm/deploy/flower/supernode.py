@@ -1,20 +1,27 @@
 """Flower's SuperNode that looks for messages often, comes back at once, and is behind a gate."""
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, Gate, word
 from fedvlm.engines.flower.api import QUIET
+from fedvlm.errors import FederationError
 from fedvlm.storage.files import write
 
 LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each
 NEAR = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
 LONG = 1.0  # Flower's naps above it are between requests to the server
+LEAVE = 5.0  # seconds in which all of a site ends that was asked to
+ENDED = "the process that answers for this site has ended"
 NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
 
@@ -44,6 +51,63 @@ def returning(client: Any, note: Path) -> Any:
     return Returning
 
 
+def settled(pull: Callable[..., Any]) -> Callable[..., Any]:
+    """A run that ends while its message comes in, as any other message that does not come in whole.
+
+    Flower forgets to take such a one back, and the site would wait an hour for the rest of it.
+    """
+    from flwr.supercore.run import RunNotRunningException
+
+    def plain(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*given: Any) -> Any:
+            try:
+                return call(*given)
+            except RunNotRunningException as error:
+                raise FederationError("the run has ended meanwhile") from error
+
+        return called
+
+    def pulled(*, pull_object: Any, confirm_message_received: Any, **given: Any) -> Any:
+        confirm = plain(confirm_message_received)
+        return pull(pull_object=plain(pull_object), confirm_message_received=confirm, **given)
+
+    return pulled
+
+
+def answering(state: Any) -> Any:
+    """A SuperNode asks for nothing else before it has an answer: a task that fails is one, too."""
+    from flwr.common.constant import SubStatus
+    from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERROR
+
+    class Answering(state):  # type: ignore[misc, unused-ignore]
+        def finish_task(self, task_id: int, sub_status: str, details: str) -> bool:
+            finished = super().finish_task(task_id, sub_status, details)
+            if finished and sub_status == SubStatus.FAILED:
+                runs = [one.run_id for one in self.get_tasks(task_ids=[task_id])]
+                self.get_messages_legacy(run_ids=runs, is_reply=False)  # as if it had been read
+                self._store_error_replies(set(runs), CLIENT_APP_CRASHED_ERROR)
+            return bool(finished)
+
+    return Answering
+
+
+class Kin:
+    """The module `subprocess`; a SuperNode does not outlive the SuperExec that it starts."""
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, command: Sequence[str]):
+            super().__init__(command)
+            self.watch = Thread(target=self._end_with_it, daemon=True)
+            self.watch.start()
+
+        def _end_with_it(self) -> None:
+            code = self.wait()
+            time.sleep(LEAVE)  # where the site was stopped, this process ends by itself
+            sys.stderr.write(f"{ENDED} (exit code {code})\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+
 def behind_a_gate(make: Any) -> Any:
     """A SuperNode gives its messages to whoever asks on this machine; ours to its own kin only."""
 
@@ -57,7 +121,11 @@ def behind_a_gate(make: Any) -> Any:
 
 def main() -> None:
     os.environ.update(QUIET)
-    put(import_module("flwr.supernode.start_client_internal"), time=Time())
+    internal: Any = import_module("flwr.supernode.start_client_internal")
+    pull = settled(internal._pull_and_store_message)
+    put(internal, time=Time(), subprocess=Kin(), _pull_and_store_message=pull)
+    memory: Any = import_module("flwr.supernode.nodestate.nodestate_factory")
+    put(memory, InMemoryNodeState=answering(memory.InMemoryNodeState))
     connection: Any = import_module("flwr.supernode.fleet_http_connection")
     client = returning(connection.FleetHttpClient, Path(os.environ[NOTE]))
     put(connection, FleetHttpClient=client)

@@ -1,0 +1,148 @@
+"""What ends half-way between a server, a SuperNode and a site's process leaves nobody waiting."""
+
+import signal
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from fedvlm.deploy.flower import client_app, supernode
+from fedvlm.deploy.serve import refusal
+from fedvlm.engines.flower.api import flower
+from fedvlm.engines.flower.local import local_grid
+from fedvlm.engines.flower.wire import Parcel, to_records
+
+RUN = 7
+
+
+class Node:
+    """A SuperNode's memory, and a message of a run that it is about to fetch."""
+
+    def __init__(self, kind):
+        from flwr.supercore.inflatable.inflatable_object import (
+            get_all_nested_objects,
+            get_object_tree,
+        )
+        from flwr.supercore.object_store import ObjectStoreFactory
+        from flwr.supercore.run import Run
+
+        self.store = ObjectStoreFactory().store()
+        self.state = kind(self.store)
+        self.state.set_node_id(1)
+        self.state.store_run(Run.create_empty(RUN))
+        content = to_records(Parcel({"kind": "round"}))
+        self.message = local_grid({}).create_message(content, "train", 1, "0")
+        self.message.metadata.__dict__["_run_id"] = RUN
+        self.message.metadata.__dict__["_message_id"] = self.message.object_id
+        self.tree = get_object_tree(self.message)
+        self.parts = {id: one.deflate() for id, one in get_all_nested_objects(self.message).items()}
+
+    def fetch(self, pull, **calls):
+        return pull(
+            state=self.state,
+            object_store=self.store,
+            node_config={},
+            receive=lambda: (self.message, self.tree),
+            get_run=None,
+            get_fab=None,
+            trusted_entities=None,
+            **calls,
+        )
+
+    def task(self):
+        return self.state.create_task("flwr-clientapp", RUN, "")
+
+    @property
+    def replies(self):
+        return self.state.get_messages_legacy(is_reply=True)
+
+
+def node_state():
+    flower()
+    return import_module("flwr.supernode.nodestate.in_memory_nodestate").InMemoryNodeState
+
+
+def ends(*given):
+    from flwr.supercore.run import RunNotRunningException
+
+    raise RunNotRunningException
+
+
+@pytest.mark.parametrize("when", ["pull_object", "confirm_message_received"])
+def test_a_run_that_ends_while_its_message_comes_in_leaves_nothing_of_it(when):
+    """The site's process would wait for the rest of the message for an hour."""
+    kind = node_state()
+    internal = import_module("flwr.supernode.start_client_internal")
+    node = Node(kind)
+    calls = {
+        "pull_object": lambda run, id: node.parts[id],
+        "confirm_message_received": lambda run, id: None,
+    }
+    pull = supernode.settled(internal._pull_and_store_message)
+    assert node.fetch(pull, **{**calls, when: ends}) is None
+    assert node.state.get_messages_legacy(run_ids=[RUN]) == []
+    assert [one.status.status for one in node.state.get_tasks()] == ["finished"]
+    assert node.store.get(node.message.object_id) is None
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_task_that_fails_without_an_answer_is_answered_by_its_supernode(taken):
+    """Flower's SuperNode asks for nothing else before it has an answer."""
+    node = Node(supernode.answering(node_state()))
+    node.state.store_message(node.message)
+    id = node.task()
+    if taken:
+        node.state.get_messages_legacy(run_ids=[RUN], is_reply=False)
+    assert node.state.finish_task(id, "failed", "it cannot be read")
+    [reply] = node.replies
+    assert reply.has_error() and reply.metadata.reply_to_message_id == node.message.object_id
+
+
+def test_a_task_that_was_answered_is_not_answered_again():
+    from flwr.app import Error, Message
+
+    node = Node(supernode.answering(node_state()))
+    node.state.store_message(node.message)
+    id = node.task()
+    own = Message(Error(0, "said by the site"), reply_to=node.message)
+    own.metadata.__dict__["_message_id"] = own.object_id
+    node.state.store_message(own)
+    assert node.state.finish_task(id, "failed", "the app failed")
+    assert [one.error.reason for one in node.replies] == ["said by the site"]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_task_that_is_no_more_does_not_end_the_process_that_took_it(monkeypatch, status):
+    """Flower takes it for the end of its process, which lives for one task; ours has others."""
+    flower()
+    monkeypatch.setattr(signal, "raise_signal", lambda number: pytest.fail("a signal"))
+    monkeypatch.setattr("os.kill", lambda pid, number: pytest.fail("a signal"))
+    asked = []
+
+    def answer(request):
+        asked.append(request.url.path)
+        return httpx.Response(status, json={"detail": "no"})
+
+    real = httpx.Client
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx, "Client", lambda **more: real(transport=transport))
+    spec = SimpleNamespace(runtime_api_address="127.0.0.1:9", insecure=True, token="x")
+    with pytest.raises(httpx.HTTPStatusError):
+        client_app.launch(lambda message, context: pytest.fail("no message"), spec)
+    assert len(set(asked)) >= 2  # the input was asked for, and its end was told
+
+
+def test_a_supernode_ends_with_the_process_that_answers_for_it(monkeypatch, capfd):
+    monkeypatch.setattr(supernode, "LEAVE", 0.0)
+    ended = []
+    monkeypatch.setattr("os._exit", ended.append)
+    child = supernode.Kin().Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    child.watch.join(60)
+    assert ended == [1]
+    said = capfd.readouterr().err
+    assert supernode.ENDED in said and "3" in said
+    node = SimpleNamespace(tail=lambda: said)
+    told = refusal(SimpleNamespace(name="art", address="x"), node)
+    assert "start it again" in told and "its key" not in told
