@@ -126,8 +126,7 @@ class Round:
             return torch.cat([(upload[key] - self.first(place, key)).flatten() for key in upload])
         most = torch.finfo(torch.float32).max  # stands for what is larger
         said = self.said(place).values()
-        whole = ((v.to(torch.float32, copy=True), n > 0) for v, n in said)
-        parts = [v.clamp_(-most, most).mul_(n[:, None]).flatten() for v, n in whole]
+        parts = [v.float().clamp(-most, most).mul_((n > 0)[:, None]).flatten() for v, n in said]
         return torch.cat(parts)
 
 
@@ -245,7 +244,6 @@ def settle(
 
 
 COMPARED = 5  # clients below which nobody is called far: of four, who would be the rest?
-SQUARED = 2  # so often is a cosine, by which clients that point alike are the measure of a length
 ANYONE = 0.02  # what a client that points elsewhere counts beside them
 
 
@@ -295,11 +293,8 @@ def apart(
 
 
 def _alike(norms: Tensor, unit: Tensor) -> Tensor:
-    """(clients,) the median of the others' norms, each weighing as it points the same way."""
-    weights = unit.clamp(min=0)
-    for _ in range(SQUARED):
-        weights.square_()
-    weights.add_(ANYONE).fill_diagonal_(0)
+    """(clients,) the median of the others' norms, each weighing as its cosine to the fourth."""
+    weights = unit.clamp(min=0).square_().square_().add_(ANYONE).fill_diagonal_(0)
     order = norms.argsort()
     share = weights.index_select(1, order).cumsum_(1)
     return norms[order[(share < weights.sum(1, keepdim=True) / 2).sum(1)]]
