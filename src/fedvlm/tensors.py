@@ -32,11 +32,13 @@ if "torch._dynamo" not in sys.modules:
 
 
 T = TypeVar("T")
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def latest(function: Callable[..., T]) -> Callable[..., T]:
     """Remembers what came of the tensors of the latest call: what all clients share is worked out
-    once in a process. Told by where they are and by their version, so in-place changes are seen.
+    once in a process. Told by where they are and by their version, so in-place changes are seen;
+    of tensors that have neither (in vmap, or of inference) nothing is remembered.
     """
     held: list[Any] = []
 
@@ -44,10 +46,14 @@ def latest(function: Callable[..., T]) -> Callable[..., T]:
         return one.data_ptr(), one._version, one.shape, one.stride(), one.dtype, one.device
 
     def remembering(*given: Tensor) -> T:
+        if any(_wrapped(one) or one.is_inference() for one in given):
+            return function(*given)
         known = [where(one) for one in given]
-        if not held or held[0][0] != known:
-            held[:] = [(known, given, function(*given))]  # held, so that nothing takes their place
-        out: T = held[0][2]
+        found = held[0] if held else None  # taken once: another thread may put its own there
+        if found is None or found[0] != known:
+            found = known, given, function(*given)  # held, so that nothing takes their place
+            held[:] = [found]
+        out: T = found[2]
         return out
 
     return remembering
@@ -73,7 +79,7 @@ def full(x: Tensor) -> Tensor:
 
 
 def count_bytes(tensors: Tensors) -> int:
-    return sum(value.numel() * value.element_size() for value in tensors.values())
+    return sum([value.nbytes for value in tensors.values()])
 
 
 def flat(tensors: Tensors) -> Tensor:

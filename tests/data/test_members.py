@@ -5,7 +5,7 @@ from hashlib import sha256
 import numpy as np
 
 from fedvlm.data.members import Member, Members
-from fedvlm.data.table import Digests, ranks
+from fedvlm.data.table import Digests, numbered, ranks, sorted_by
 
 
 def test_members_come_back_as_they_were_added_and_in_their_order():
@@ -36,3 +36,20 @@ def test_digests_are_told_and_ordered_as_their_words_are():
     assert ranks(digests).tolist() == ranks(words).tolist()
     order = sorted(set(words))
     assert ranks(words).tolist() == [order.index(one) for one in words]
+
+
+def test_rows_are_in_order_of_content_and_of_the_columns_where_it_is_the_same():
+    draw = np.random.default_rng(0)
+    words, labels = draw.choice(["b", "a", "cc"], 40), draw.integers(3, size=40)
+    for content in (ranks(list(map(str, draw.integers(6, size=40)))), draw.permutation(40)):
+        expected = sorted(range(40), key=lambda row: (content[row], words[row], labels[row], row))
+        assert sorted_by(content, words, labels).tolist() == expected
+    assert not len(sorted_by(np.zeros(0, np.int64), words[:0]))
+
+
+def test_words_are_numbered_in_their_order():
+    words = np.array(["b", "", "a", "b", "cc"])
+    different, which = numbered(words)
+    assert different.tolist() == ["", "a", "b", "cc"] and which.tolist() == [2, 0, 1, 2, 3]
+    different, which = numbered(np.broadcast_to(np.array(""), 3))
+    assert different.tolist() == [""] and which.tolist() == [0, 0, 0]

@@ -101,3 +101,14 @@ def test_what_is_remembered_is_of_the_very_same_numbers():
     b += 1
     assert torch.equal(twice(b), torch.full((3,), 4.0))
     assert torch.equal(twice(b[:2]), torch.full((2,), 4.0))
+
+
+def test_nothing_is_remembered_of_tensors_without_a_place_or_a_version():
+    calls = []
+    twice = latest(lambda one: calls.append(1) or 2 * one)
+    many = torch.arange(6.0).reshape(3, 2)
+    assert torch.equal(torch.func.vmap(twice)(many), 2 * many)
+    assert torch.equal(torch.func.vmap(twice)(many + 1), 2 * many + 2)
+    with torch.inference_mode():
+        apart = torch.ones(2)
+    assert torch.equal(twice(apart), twice(apart)) and len(calls) == 4

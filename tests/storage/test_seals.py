@@ -1,6 +1,8 @@
 """Every byte of what a run writes as JSON shows damage."""
 
 import json
+import math
+from hashlib import sha256
 
 import pytest
 
@@ -27,6 +29,28 @@ def test_any_flipped_bit_or_missing_end_of_a_json_file_is_refused(tmp_path):
         path.write_bytes(bad)
         with pytest.raises(DataError, match="is damaged"):
             read_json(path)
+
+
+def test_json_has_a_line_for_each_client_and_reads_as_it_was(tmp_path):
+    own = {"loss": 0.5, "bins": [1, 2, {"deep": None}], "é": {}}
+    value = {"name": "a", "scores": {str(i): own for i in range(3)}, "none": {}, "l": [[1], own]}
+    path = tmp_path / "a.json"
+    write_json(path, value)
+    assert read_json(path) == value and list(read_json(path)) == list(value)
+    assert '  "1": {"loss": 0.5, "bins": [1, 2, {"deep": null}], "é": {}},' in (
+        path.read_text().splitlines()
+    )
+    write_json(path, {3: {4: math.inf}})
+    assert read_json(path) == {"3": {"4": math.inf}}
+
+
+def test_a_file_that_was_indented_all_through_is_read(tmp_path):
+    value = {"scores": {"a": {"loss": 0.5, "bins": [1, 2]}}}
+    body = json.dumps(value, indent=1)
+    seal = sha256(body.encode()).hexdigest()
+    path = tmp_path / "a.json"
+    path.write_text(body[:-2] + f',\n "checksum": "{seal}"\n}}\n')
+    assert read_json(path) == value
 
 
 def test_json_of_earlier_versions_is_read(tmp_path):

@@ -117,7 +117,7 @@ class Round:
                 moved = whole.reshape(-1, FOLDED).sum(0)
             every[place] = moved
         norms = norms if fold else _lengths(every)
-        return cosines(every) * norms[:, None] * norms
+        return cosines(every).mul_(norms[:, None]).mul_(norms)
 
     def moved(self, place: int) -> Tensor:
         """(numbers,) one client's change, or what its totals say per row of what it has."""
@@ -244,7 +244,6 @@ def settle(
 
 
 COMPARED = 5  # clients below which nobody is called far: of four, who would be the rest?
-SHARP = 4  # power of a cosine, by which clients that point alike are the measure of a length
 ANYONE = 0.02  # what a client that points elsewhere counts beside them
 
 
@@ -276,7 +275,8 @@ def apart(
     norms = dots.diagonal().sqrt()
     if len(ids) < 3 or not float(norms.median()) > 0:
         return {}
-    unit = dots / norms.clamp(min=1e-300)[:, None] / norms.clamp(min=1e-300)
+    least = norms.clamp(min=1e-300)
+    unit = (dots / least[:, None]).div_(least)
     mine = unit.sum(1) - unit.diagonal()
     others = unit.sum() - 2 * unit.sum(1) + unit.diagonal()
     cosines = mine / others.clamp(min=1e-12).sqrt()
@@ -293,8 +293,8 @@ def apart(
 
 
 def _alike(norms: Tensor, unit: Tensor) -> Tensor:
-    """(clients,) the median of the others' norms, each weighing as it points the same way."""
-    weights = (unit.clamp(min=0) ** SHARP + ANYONE).fill_diagonal_(0)
+    """(clients,) the median of the others' norms, each weighing as its cosine to the fourth."""
+    weights = unit.clamp(min=0).square_().square_().add_(ANYONE).fill_diagonal_(0)
     order = norms.argsort()
-    share = weights[:, order].cumsum(1) / weights.sum(1, keepdim=True)
-    return norms[order[(share < 0.5).sum(1)]]
+    share = weights.index_select(1, order).cumsum_(1)
+    return norms[order[(share < weights.sum(1, keepdim=True) / 2).sum(1)]]

@@ -4,7 +4,10 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
+
+import torch
 
 from fedvlm.channel.clip import change, norm
 from fedvlm.channel.quantise import LOSS
@@ -28,10 +31,12 @@ def validate(upload: Tensors, local: Collection[str], where: str) -> None:
 
 
 def schema(tensors: Tensors) -> Schema:
-    return {
-        key: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-        for key, value in sorted(tensors.items())
-    }
+    return {key: _kind(value.dtype, value.shape) for key, value in sorted(tensors.items())}
+
+
+@lru_cache(maxsize=1024)
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
 
 
 def longest(channel: Channel, numbers: int) -> float:
@@ -98,13 +103,15 @@ class Inbox:
         for id in sorted(uploads):
             groups.setdefault(self._given(sent[id])[1], {})[id] = self._even(uploads[id])
         for given, found in groups.items():
-            votes = Counter(str(one) for one in found.values())
+            words = {id: str(one) for id, one in found.items()}
+            votes = Counter(words.values())
+            firsts = {words[id]: id for id in reversed(words)}  # one stands for all that are alike
             wanted = schema(sent[min(found)]).items()
 
             def merit(id: str, found: Any = found, votes: Any = votes, wanted: Any = wanted) -> Any:
                 return votes[str(found[id])], -len(found[id].items() ^ wanted)
 
-            best = max(found, key=merit)
+            best = max(sorted(firsts.values()), key=merit)
             self.first[given] = (best, found[best])
 
     def _even(self, upload: Tensors) -> Schema:
@@ -136,7 +143,7 @@ class Inbox:
         (given, word), found = self._given(sent), self._even(upload)
         other, first = self.first.setdefault(word, (client, found))
         _compare(found, first, f"client {other}'s", where)
-        if self.kind in ("rows", "clients") and found:
+        if self.kind in ("rows", "clients") and found and found != given:
             _compare(found, {**found, **given}, "what was sent", where)
 
     def _rows(self, rows: Any, client: str, where: str) -> None:
@@ -148,7 +155,7 @@ class Inbox:
 
 
 def _compare(found: Schema, wanted: Schema, whose: str, where: str) -> None:
-    for key in sorted(found.keys() | wanted.keys()):
+    for key in sorted(found.keys() | wanted.keys()) if found != wanted else ():
         if found.get(key) != wanted.get(key):
             raise FederationError(
                 f"{where}: {key!r} of its upload is {found.get(key, 'missing')}, but "

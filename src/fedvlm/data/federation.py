@@ -1,9 +1,10 @@
 """Rows become clients, each with its own train, validation and test rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from fedvlm.data.clients import Clients
 from fedvlm.data.deals import owners as owners_of
 from fedvlm.data.members import Member, Members
 from fedvlm.data.splits import PARTS, Ints
-from fedvlm.data.table import Dataset, Strings, ranks
+from fedvlm.data.table import Dataset, Strings, numbered, ranks, sorted_by
 from fedvlm.errors import DataError, unknown
 from fedvlm.seeds import numbers
 
@@ -101,10 +102,10 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
     table = _marked(table, whole)
     labels = _checked(table, clients)
     content = ranks(table.content)
-    order = np.lexsort([table.splits, table.clients, labels, table.domains, content])
+    order = sorted_by(content, table.domains, labels, table.clients, table.splits)
     kept = _kept(table, clients, whole)
     order = order[kept[order]]
-    pools, pool_of = np.unique(_pools(table, clients, whole), return_inverse=True)
+    pools, pool_of = numbered(_pools(table, clients, whole))
     groups = table.groups
     if groups is not None:
         _check_groups(groups, pools[pool_of], kept)
@@ -132,7 +133,8 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
         owners[rows] = len(names) + deal
         names += [pool] if alone else _members(clients, pool)
     later = np.zeros(len(labels), dtype=np.bool_)
-    later[kept] = splits.repeated(content[kept], parts[kept])
+    which = slice(None) if kept.all() else kept  # without copies of what may be large
+    later[which] = splits.repeated(content[which], parts[which])
     parts[later] = -1
     if clients.shots:
         _check_trained(table.classes, labels[kept & (parts == 0)])
@@ -210,10 +212,11 @@ def _kept(table: Table, clients: Clients, whole: Sequence[str]) -> NDArray[np.bo
     return np.isin(table.domains, (*clients.domains, *whole))
 
 
-def _groups(order: Ints, group: Ints, count: int) -> list[Ints]:
+def _groups(order: Ints, group: Ints, count: int) -> Iterator[Ints]:
     """The rows of each group, in the given order."""
     together = order[np.argsort(group[order], kind="stable")]
-    return np.split(together, np.cumsum(np.bincount(group[order], minlength=count))[:-1])
+    ends = np.cumsum(np.bincount(group[order], minlength=count)).tolist()
+    return (together[first:end] for first, end in pairwise([0, *ends]))
 
 
 def _checked(table: Table, clients: Clients) -> Ints:
@@ -257,9 +260,12 @@ def _pools(table: Table, clients: Clients, whole: Sequence[str]) -> Strings:
     """What is parted as a whole: a domain, one of the data's own clients, or everything."""
     if clients.by in ("domain", "domain-dirichlet"):
         return table.domains
-    others = table.clients if clients.by == "own" else np.full(len(table.labels), "")
+    nobody = np.broadcast_to(np.array(""), len(table.labels))
+    others = table.clients if clients.by == "own" else nobody
+    if not whole:
+        return others
     apart = np.isin(table.domains, list(whole))
-    if whole and (both := set(whole) & set(others[~apart].tolist())):
+    if both := set(whole) & set(others[~apart].tolist()):
         raise DataError(f"{min(both)!r} is both a domain and a client; rename one of them")
     return np.where(apart, table.domains, others)
 

@@ -7,7 +7,6 @@ from a generator the caller has seeded by purpose, so that no file system has a 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import floor
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,10 +169,12 @@ def first_of_each(labels: Ints, shots: int, rng: np.random.Generator) -> Ints:
     return np.sort(np.concatenate(chosen)) if chosen else mixed
 
 
-def repeated(content: NDArray[Any], parts: Ints) -> NDArray[np.bool_]:
-    """True for rows whose image is also in an earlier part (train, validation, test)."""
-    _, image = np.unique(content, return_inverse=True)
-    first = np.full(len(parts), len(PARTS), dtype=np.int64)
-    np.minimum.at(first, image, parts)
-    later: NDArray[np.bool_] = parts > first[image]
+def repeated(content: Ints, parts: Ints) -> NDArray[np.bool_]:
+    """True for rows whose image is also in an earlier part (train, validation, test).
+
+    `content` are ranks: small numbers, the same for rows of the same image.
+    """
+    first = np.full(int(content.max(initial=-1)) + 1, len(PARTS), dtype=np.int8)
+    np.minimum.at(first, content, parts.astype(np.int8))
+    later: NDArray[np.bool_] = parts > first[content]
     return later

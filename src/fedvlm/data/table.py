@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 from unicodedata import normalize
 
 import numpy as np
@@ -32,7 +32,7 @@ SPLITS = {  # the words people use for the three parts
 class Digests(Sequence[str]):
     """Hex digests of many rows as an array of their bytes: a fifth of what words would take."""
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes | bytearray) -> None:
         self.raw = np.frombuffer(raw, "S32")  # one of 32 bytes that ends in zeros is told apart
 
     def __len__(self) -> int:
@@ -58,12 +58,31 @@ def ranks(content: Sequence[str]) -> NDArray[np.int64]:
         return np.asarray(np.unique(words, return_inverse=True)[1], np.int64).reshape(-1)
     columns = content.raw.view(">u8").reshape(len(content), -1).T  # sorted so, they take less room
     order = np.lexsort(columns[::-1])
-    new = np.zeros(len(content), np.int64)
+    new = np.zeros(len(content), np.bool_)
     for column in columns:
-        new[1:] |= column[order][1:] != column[order][:-1]
-    out = np.empty_like(new)
+        column = column[order]
+        new[1:] |= column[1:] != column[:-1]
+    out = np.empty(len(content), np.int64)
     out[order] = np.cumsum(new)
     return out
+
+
+def sorted_by(content: NDArray[np.int64], *columns: NDArray[Any]) -> NDArray[np.int64]:
+    """(rows,) their order by content, and by the columns where that is the same."""
+    if content.max(initial=-1) + 1 < len(content):
+        return np.lexsort([*reversed(columns), content])
+    order = np.empty_like(content)  # no two alike: their ranks are the order
+    order[content] = np.arange(len(content))
+    return order
+
+
+def numbered(words: Strings) -> tuple[Strings, NDArray[np.int64]]:
+    """The different ones in order, and (rows,) which of them each is.
+
+    Looked up afterwards: the inverse that numpy's `unique` gives takes three copies of the words.
+    """
+    different = np.unique(words)
+    return different, np.searchsorted(different, words)
 
 
 class Source(Protocol):

@@ -44,8 +44,7 @@ class Batched:
 
     def round(self, number: int, tasks: Sequence[Task]) -> Answers:
         parts = chunks(self.world, tasks, self.times)
-        if self.eager and self.pool is None and len(parts) > 1:
-            self.pool = Pool(self.world, min(self.workers, len(parts)))
+        self._fork(len(parts))
         if self.pool is not None:
             return Answers(self.pool.round(number, parts))
         start = perf_counter()
@@ -66,6 +65,21 @@ class Batched:
             for part in parts:
                 done.update(last_chunk(self.world, number, part))
         return Answers(done)
+
+    def _fork(self, parts: int) -> None:
+        if self.eager and self.pool is None and parts > 1:
+            self.pool = Pool(self.world, min(self.workers, parts))
+
+    def forked(self, tasks: Sequence[Task], last: bool) -> bool:
+        """Whether these are worker processes' to do; those are never forked beside a thread."""
+        if not last and self.pool is None:
+            self._fork(len(chunks(self.world, tasks, self.times)))
+        return self.pool is not None
+
+    def stop(self) -> None:
+        """A round that another thread waits for ends without an answer."""
+        if self.pool is not None:
+            self.pool.stopped = True
 
     def close(self) -> None:
         if self.pool is not None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedvlm import tensors
-from fedvlm.core import Conditioned, Tensors, schedule
-from fedvlm.engines.client import Done, Scores, Task, here
+from fedvlm.core import Conditioned, Described, Tensors, schedule
+from fedvlm.engines.client import Done, Kept, Scores, Task, Terms, here
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
@@ -77,3 +77,11 @@ def disagreement(
 def line_of(task: Task, done: Done, size: int) -> dict[str, float]:
     sent = tensors.count_bytes(task.sent) if task.trains else 0
     return {**done.scores, "bytes_down": sent, "bytes_up": size}
+
+
+def describe(terms: Terms, shared: Tensors, done: Done) -> Mapping[str, float]:
+    """What the method says of a client's local tensors, or the client of its own."""
+    method, local = terms.method, done.local
+    if done.described is not None or not isinstance(method, Described) or isinstance(local, Kept):
+        return done.described or {}
+    return method.describe(terms.frozen, shared, local)

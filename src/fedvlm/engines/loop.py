@@ -9,8 +9,9 @@ import torch
 
 from fedvlm import seeds, tensors
 from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
-from fedvlm.core import Described, Method, Tensors, sums
+from fedvlm.core import Method, Tensors, sums
 from fedvlm.engines.aggregate import Summed, adds_up, aggregated, without
+from fedvlm.engines.ahead import in_turn
 from fedvlm.engines.attack import attacked
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import (
@@ -24,7 +25,7 @@ from fedvlm.engines.client import (
     World,
     names,
 )
-from fedvlm.engines.lines import Agreeing, disagreement, line_of, means
+from fedvlm.engines.lines import Agreeing, describe, disagreement, line_of, means
 from fedvlm.engines.single import Single, where
 from fedvlm.engines.state import POOLED, Plan, State, after, choose, chooses, counted
 from fedvlm.errors import SettingsError
@@ -197,9 +198,11 @@ def _in_parts(
     done: dict[str, Done] = {}
     total = Summed(sums(terms.method))
     local = state.local
-    for first in range(0, len(everyone), PART):
-        some = _tasks(terms.method, state, fresh, by_size[first : first + PART], ids)
-        answers = engine.round(state.round, some)
+    parts = (
+        _tasks(terms.method, state, fresh, by_size[first : first + PART], ids)
+        for first in range(0, len(everyone), PART)
+    )
+    for some, answers in in_turn(engine, state.round, parts):
         came = _carry(terms, passage, state, state.round, some, answers)
         local = after(local, {id: answers.done[id].local for id in came.ids})
         total.add(came)
@@ -274,15 +277,18 @@ def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local)
     maps: dict[str, Mapping[str, float]] = {}
     trains = set(plan.train)
     untouched: Mapping[str, float] | None = None
-    for first in range(0, len(everyone), max(1, size)):
-        tasks = _tasks(method, state, fresh, everyone[first : first + size], trains)
-        done = engine.adapt(method.rounds, tasks).done
+    parts = (
+        _tasks(method, state, fresh, everyone[first : first + size], trains)
+        for first in range(0, len(everyone), max(1, size))
+    )
+    for _, answers in in_turn(engine, method.rounds, parts, last=True):
+        done = answers.done
         own = {id: done[id] for id in sorted(done) if id in trains}
         scores |= {id: done[id].scores for id in sorted(done)}
         for id, one in own.items():
             # those who never took part are all alike
             known = untouched if one.local is fresh else None
-            maps[id] = _describe(terms, state.shared, one) if known is None else known
+            maps[id] = describe(terms, state.shared, one) if known is None else known
             untouched = maps[id] if one.local is fresh else untouched
         new = {id: one.local for id, one in own.items()}
         if shelf is None:
@@ -290,10 +296,3 @@ def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local)
         elif adapts(method):
             after(shelf, new)
     return Outcome(state.round, state.shared, local if shelf is None else shelf, scores, maps)
-
-
-def _describe(terms: Terms, shared: Tensors, done: Done) -> Mapping[str, float]:
-    method, local = terms.method, done.local
-    if done.described is not None or not isinstance(method, Described) or isinstance(local, Kept):
-        return done.described or {}
-    return method.describe(terms.frozen, shared, local)

@@ -24,6 +24,7 @@ from fedvlm.errors import FederationError, FedVLMError
 
 ROOM = 64 << 20  # bytes of memory that a worker shares with us; what is more goes by the pipe
 ALIGNED = 64
+LOOK = 0.5  # seconds until a pool that waits for answers sees that it is stopped
 
 
 class Pool:
@@ -31,6 +32,7 @@ class Pool:
         context = get_context("fork")
         self.lines: dict[Connection[Any, Any], Line] = {}
         self.processes = []
+        self.stopped = False  # also by another thread; then it is only to be closed
         for _ in range(workers):
             ours, theirs = context.Pipe()
             room = mmap(-1, ROOM)
@@ -48,6 +50,14 @@ class Pool:
         self, number: int, chunks: Sequence[Sequence[Task]], last: bool = False
     ) -> dict[str, Done]:
         """Every chunk's update, or with `last` its adaptation after the rounds."""
+        try:
+            return self._round(number, chunks, last)
+        except BaseException:
+            self.stopped = True  # what workers still answer is of no round
+            raise
+
+    def _round(self, number: int, chunks: Sequence[Sequence[Task]], last: bool) -> dict[str, Done]:
+        self._go_on(number)
         todo = list(reversed(chunks))
         busy: list[Connection[Any, Any]] = []
         done: dict[str, Done] = {}
@@ -55,7 +65,8 @@ class Pool:
             if todo:
                 busy.append(self._give(connection, number, todo.pop(), last))
         while busy:
-            ready = wait(busy)
+            ready = wait(busy, LOOK)
+            self._go_on(number)
             for connection in [one for one in busy if one in ready]:
                 line = self.lines[connection]
                 try:
@@ -69,6 +80,10 @@ class Pool:
                 if todo:
                     busy.append(self._give(connection, number, todo.pop(), last))
         return done
+
+    def _go_on(self, number: int) -> None:
+        if self.stopped:
+            raise FederationError(f"round {number} was given up")
 
     def _give(
         self, connection: "Connection[Any, Any]", number: int, tasks: Sequence[Task], last: bool

@@ -8,6 +8,7 @@ from torch import Tensor
 from fedvlm.core import Frozen, Tensors
 from fedvlm.errors import SettingsError
 from fedvlm.maths import alignment, gaussian
+from fedvlm.tensors import latest
 
 TERMS = 8  # a bound on the size of a term of r, for its fixed point
 
@@ -24,10 +25,18 @@ def texts(frozen: Frozen) -> Tensor:
 def prompts(frozen: Frozen, sent: Tensors) -> Tensor:
     """(classes, dim): every class's texts, mixed by their weights."""
     assert frozen.text is not None  # `init` has seen to it
-    mixed = sent["weights"][:, :1] * frozen.text
-    if frozen.descriptions is not None:  # not `texts`, which would copy them for every prediction
-        mixed = mixed + alignment.mix(sent["weights"][:, 1:], frozen.descriptions)
+    described = () if frozen.descriptions is None else (frozen.descriptions,)
+    mixed = _mixed(sent["weights"], frozen.text, *described)
     return mixed + sent["own"] if "own" in sent else mixed
+
+
+@latest
+def _mixed(weights: Tensor, text: Tensor, *described: Tensor) -> Tensor:
+    """Once for all clients: there may be many descriptions."""
+    mixed = weights[:, :1] * text
+    for one in described:
+        mixed = mixed + alignment.mix(weights[:, 1:], one)
+    return mixed
 
 
 def first_weights(frozen: Frozen, own: bool) -> Tensors:

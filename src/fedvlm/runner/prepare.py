@@ -32,6 +32,7 @@ from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.evaluate.protocols.own_test import EVERYONE
 from fedvlm.evaluate.protocols.source_target import EACH
+from fedvlm.machine import give_back
 from fedvlm.runner import halves, warm
 from fedvlm.runner.load import meet
 from fedvlm.runner.settings import Settings, attack_of
@@ -174,6 +175,7 @@ def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
         new = New(other, frozen_of(other, seed), members)
         return Prepared(settings, base, seed, division, frozen_of(base, seed), new, rows)
     division = divide(rows, clients, seed, whole(settings))
+    give_back()  # of many rows, what dealing them took
     return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
 
 

@@ -18,7 +18,7 @@ from fedvlm.storage.files import draft, write
 if TYPE_CHECKING:  # what is JSON is read without torch
     from fedvlm.tensors import Tensors
 
-PIECES = 1 << 16  # of JSON that are written at once
+PIECES = 1 << 10  # of JSON that are written at once
 INDEX = "index.json"  # of a folder, with the digest of every other file
 
 
@@ -84,6 +84,7 @@ def unsealed(note: str, tensors: Tensors) -> Any:
         raise Damaged(f"no readable note: {error}") from error
 
 
+LINES = 2  # so deep has a JSON file lines; what is deeper is in one
 SEAL = "checksum"  # the last key of a sealed JSON object
 # what a seal leaves at the end even if its key was hit: then it is no file without one
 TAIL = re.compile(rb'"[^"]*": "[0-9a-f]{64}"\s*\}\s*$')
@@ -96,12 +97,12 @@ def seal_json(value: Any, indent: int | None = 1) -> bytes:
 
 def _sealed(value: Any, indent: int | None) -> Iterator[bytes]:
     """The same in pieces: of many clients the whole is a multiple of what it tells."""
-    encoder = json.JSONEncoder(indent=indent, ensure_ascii=False)
+    encoder = json.JSONEncoder(ensure_ascii=False)
     if not isinstance(value, Mapping):
         yield encoder.encode(value).encode() + b"\n"
         return
     total, end = sha256(), b"}" if indent is None or not value else b"\n}"
-    pieces = iter([encoder.encode(value)]) if indent is None else encoder.iterencode(value)
+    pieces = iter([encoder.encode(value)]) if indent is None else _in_lines(value, indent)
     left = b""
     while some := "".join(islice(pieces, PIECES)):
         text = left + some.encode()
@@ -114,6 +115,21 @@ def _sealed(value: Any, indent: int | None) -> Iterator[bytes]:
     if not value:
         between = between[1:] if before else b""
     yield between + seal + before + b"}\n"
+
+
+def _in_lines(value: Any, indent: int, level: int = 1) -> Iterator[str]:
+    """As JSON with a line for all that is `LINES` deep, such as a client: Python's encoder in C,
+    ten times as fast as its other one, has no lines."""
+    encode, named = json.JSONEncoder(ensure_ascii=False).encode, isinstance(value, Mapping)
+    yield "{" if named else "["
+    for place, key in enumerate(value):
+        one, name = (value[key], encode({key: 0})[1:-2]) if named else (key, "")
+        yield ("," if place else "") + "\n" + " " * indent * level + name
+        if isinstance(one, dict | list) and one and level < LINES:
+            yield from _in_lines(one, indent, level + 1)
+        else:
+            yield encode(one)
+    yield ("\n" + " " * indent * (level - 1) if value else "") + ("}" if named else "]")
 
 
 def unseal_json(data: bytes, indent: int | None = 1) -> Any:
