@@ -143,6 +143,15 @@ def test_a_supernode_ends_with_the_process_that_answers_for_it(monkeypatch, capf
     assert ended == [1]
     said = capfd.readouterr().err
     assert supernode.ENDED in said and "3" in said
-    node = SimpleNamespace(tail=lambda: said)
+    check_refusal(said, 1, supernode.ENDED)
+
+
+def check_refusal(said, code, why):
+    node = SimpleNamespace(tail=lambda: said, child=SimpleNamespace(returncode=code))
     told = refusal(SimpleNamespace(name="art", address="x"), node)
-    assert "start it again" in told and "its key" not in told
+    assert f"stopped, for {why}; start it again" in told and "its key" not in told
+
+
+def test_a_supernode_that_was_killed_or_lost_its_server_is_not_taken_for_one_that_is_refused():
+    check_refusal("", -9, "its SuperNode was ended by SIGKILL")
+    check_refusal(f"an error\n{supernode.LOST}\n", 1, supernode.LOST)

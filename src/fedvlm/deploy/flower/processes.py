@@ -204,6 +204,8 @@ def knock(address: str, ca: Path) -> None:
         raise FederationError(
             f"the certificate of the server at {address} is refused ({said}); {remedy}"
         ) from error
+    except ssl.SSLEOFError as error:  # as a proxy does whose server is down
+        raise Unreachable(f"{address} ends the connection before it has begun") from error
     except ssl.SSLError as error:
         raise FederationError(
             f"{address} does not answer with TLS ({error.reason}); is another program listening "

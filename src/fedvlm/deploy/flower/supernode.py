@@ -22,6 +22,7 @@ NEAR = 0.05  # between looks for what the site's own process has answered, where
 LONG = 1.0  # Flower's naps above it are between requests to the server
 LEAVE = 5.0  # seconds in which all of a site ends that was asked to
 ENDED = "the process that answers for this site has ended"
+LOST = "its connection to the server has failed for good"
 NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
 
@@ -49,6 +50,48 @@ def returning(client: Any, note: Path) -> Any:
             return answer
 
     return Returning
+
+
+def patient(make: Callable[[], Any]) -> Callable[[], Any]:
+    """What breaks on the way, also inside TLS, and a server in trouble are tried again.
+
+    Flower gives up at once, and its SuperNode lives on deaf. A run that ended is answered with 403,
+    so nothing is tried longer than its run.
+    """
+    import httpx
+
+    def made() -> Any:
+        again = make()
+        again.recoverable_exceptions = (httpx.TransportError, httpx.HTTPStatusError)
+        flowers = again.should_giveup
+
+        def gives_up(error: Exception) -> bool:
+            if isinstance(error, httpx.TransportError):
+                return "certificate verify failed" in str(error)
+            answer = getattr(error, "response", None)
+            if answer is not None and answer.status_code >= 500:
+                return False
+            return bool(flowers(error))
+
+        again.should_giveup = gives_up
+        return again
+
+    return made
+
+
+def steady(sender: Any) -> Any:
+    """A heartbeat that fails is tried again, whatever it fails by: without any, a node is off."""
+
+    class Steady(sender):  # type: ignore[misc, unused-ignore]
+        def __init__(self, beat: Callable[[], bool]) -> None:
+            def beaten() -> bool:
+                with suppress(Exception):
+                    return beat()
+                return False
+
+            super().__init__(beaten)
+
+    return Steady
 
 
 def settled(pull: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,10 +171,18 @@ def main() -> None:
     put(memory, InMemoryNodeState=answering(memory.InMemoryNodeState))
     connection: Any = import_module("flwr.supernode.fleet_http_connection")
     client = returning(connection.FleetHttpClient, Path(os.environ[NOTE]))
-    put(connection, FleetHttpClient=client)
+    put(
+        connection,
+        FleetHttpClient=client,
+        make_simple_http_retry_invoker=patient(connection.make_simple_http_retry_invoker),
+        HeartbeatSender=steady(connection.HeartbeatSender),
+    )
     app: Any = import_module("flwr.supernode.main")
     put(app, create_app=behind_a_gate(app.create_app))
     import_module("flwr.supernode.cli").flower_supernode()
+    sys.stderr.write(f"{LOST}\n")
+    sys.stderr.flush()
+    os._exit(1)  # else Flower's own threads keep this process alive, deaf
 
 
 if __name__ == "__main__":

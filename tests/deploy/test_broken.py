@@ -1,0 +1,97 @@
+"""A connection that breaks, or a server in trouble, costs a site its time and not its place."""
+
+import socket
+from importlib import import_module
+from threading import Thread
+
+import httpx
+import pytest
+
+from fedvlm.deploy.flower import supernode
+from fedvlm.deploy.flower.processes import Unreachable, knock
+from fedvlm.deploy.kits import init
+from fedvlm.engines.flower.api import flower
+
+
+def test_a_proxy_whose_server_is_down_is_waited_for(tmp_path):
+    """It takes the connection and ends it; another program would have answered something."""
+    _, kit = init(tmp_path / "kits", ["art"], "127.0.0.1", 8443)
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+
+        def end():
+            stream, _ = proxy.accept()
+            with stream:
+                stream.recv(1 << 16)  # else it is reset, which is another error
+
+        taking = Thread(target=end)
+        taking.start()
+        with pytest.raises(Unreachable, match="ends the connection before it has begun"):
+            knock(f"127.0.0.1:{proxy.getsockname()[1]}", kit / "ca.crt")
+        taking.join(60)
+
+
+def retrying():
+    flower()
+    connection = import_module("flwr.supernode.fleet_http_connection")
+    again = supernode.patient(connection.make_simple_http_retry_invoker)()
+    again.wait_function = lambda seconds: None
+    return again
+
+
+def answer(status):
+    request = httpx.Request("POST", "https://server/v1/fleet/pull-messages")
+    return httpx.HTTPStatusError("", request=request, response=httpx.Response(status))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        httpx.ReadError("[SSL: DECRYPTION_FAILED_OR_BAD_RECORD_MAC] decryption failed"),
+        httpx.ConnectError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF occurred"),
+        httpx.CloseError("closed"),
+        answer(500),
+        answer(503),
+    ],
+    ids=lambda one: f"{type(one).__name__} {str(one)[:20]}",
+)
+def test_a_site_tries_again_what_may_pass(error):
+    """Flower's SuperNode ends its work at the first of them, and stays there, deaf."""
+    troubles = [error] * 5
+
+    def call():
+        if troubles:
+            raise troubles.pop()
+        return "a message"
+
+    assert retrying().invoke(call) == "a message"
+
+
+def test_a_site_does_not_try_again_what_only_a_person_can_mend():
+    asked = []
+
+    def call(error):
+        asked.append(error)
+        raise error
+
+    foreign = httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")
+    for error in (foreign, answer(412)):
+        with pytest.raises(type(error)):
+            retrying().invoke(call, error)
+    assert len(asked) == 2
+
+
+def test_a_heartbeat_that_fails_is_not_the_last():
+    flower()
+    sender = supernode.steady(import_module("flwr.supercore.heartbeat").HeartbeatSender)
+    troubles = [RuntimeError("not recognised"), answer(500)]
+
+    def beat():
+        if troubles:
+            raise troubles.pop()
+        one._stop_event.set()  # no more are needed
+        return True
+
+    one = sender(beat)
+    one._retry_invoker.wait_function = lambda seconds: None
+    one._run()
+    assert troubles == []
