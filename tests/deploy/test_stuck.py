@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from fedvlm.deploy.flower import client_app, supernode
+from fedvlm.deploy.flower import client_app, kin, superlink, supernode
 from fedvlm.deploy.serve import refusal
 from fedvlm.engines.flower.api import flower
 from fedvlm.engines.flower.local import local_grid
@@ -134,16 +134,17 @@ def test_a_task_that_is_no_more_does_not_end_the_process_that_took_it(monkeypatc
     assert len(set(asked)) >= 2  # the input was asked for, and its end was told
 
 
-def test_a_supernode_ends_with_the_process_that_answers_for_it(monkeypatch, capfd):
-    monkeypatch.setattr(supernode, "LEAVE", 0.0)
+def test_nobody_outlives_the_superexec_that_does_the_work(monkeypatch, capfd):
+    """Neither a SuperNode nor a SuperLink, which would take messages and runs and leave them."""
+    monkeypatch.setattr(kin, "LEAVE", 0.0)
     ended = []
     monkeypatch.setattr("os._exit", ended.append)
-    child = supernode.Kin().Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    child = kin.Kin().Popen([sys.executable, "-c", "raise SystemExit(3)"])
     child.watch.join(60)
     assert ended == [1]
     said = capfd.readouterr().err
-    assert supernode.ENDED in said and "3" in said
-    check_refusal(said, 1, supernode.ENDED)
+    assert kin.ENDED in said and "3" in said
+    check_refusal(said, 1, kin.ENDED)
 
 
 def check_refusal(said, code, why):
@@ -155,3 +156,14 @@ def check_refusal(said, code, why):
 def test_a_supernode_that_was_killed_or_lost_its_server_is_not_taken_for_one_that_is_refused():
     check_refusal("", -9, "its SuperNode was ended by SIGKILL")
     check_refusal(f"an error\n{supernode.LOST}\n", 1, supernode.LOST)
+
+
+def test_a_superlink_starts_its_superexec_as_its_kin(monkeypatch, tmp_path):
+    flower()
+    started = []
+    monkeypatch.setattr(kin.Kin, "Popen", lambda command, env: started.append(command))
+    monkeypatch.setattr(superlink, "set_gate", lambda folder: None)
+    monkeypatch.setattr("flwr.superlink.cli.flower_superlink", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["superlink", str(tmp_path), "127.0.0.1", "8443"])
+    superlink.main()
+    assert [command[2] for command in started] == ["fedvlm.deploy.flower.superexec"]

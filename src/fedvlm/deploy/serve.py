@@ -13,8 +13,9 @@ from fedvlm.deploy.events import Note
 from fedvlm.deploy.flower.client_app import DESK, receive, send_all
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import PASS, new_secret
+from fedvlm.deploy.flower.kin import ENDED
 from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
-from fedvlm.deploy.flower.supernode import ENDED, LOST
+from fedvlm.deploy.flower.supernode import LOST
 from fedvlm.deploy.kits import SiteKit, secret
 from fedvlm.deploy.membership import lasting, own
 from fedvlm.deploy.site import Say, Site

@@ -1,18 +1,17 @@
 """Flower's SuperNode that looks for messages often, comes back at once, and is behind a gate."""
 
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, Gate, word
+from fedvlm.deploy.flower.kin import Kin
 from fedvlm.engines.flower.api import QUIET
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import write
@@ -20,8 +19,6 @@ from fedvlm.storage.files import write
 LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each
 NEAR = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
 LONG = 1.0  # Flower's naps above it are between requests to the server
-LEAVE = 5.0  # seconds in which all of a site ends that was asked to
-ENDED = "the process that answers for this site has ended"
 LOST = "its connection to the server has failed for good"
 NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
@@ -132,23 +129,6 @@ def answering(state: Any) -> Any:
             return bool(finished)
 
     return Answering
-
-
-class Kin:
-    """The module `subprocess`; a SuperNode does not outlive the SuperExec that it starts."""
-
-    class Popen(subprocess.Popen[bytes]):
-        def __init__(self, command: Sequence[str]):
-            super().__init__(command)
-            self.watch = Thread(target=self._end_with_it, daemon=True)
-            self.watch.start()
-
-        def _end_with_it(self) -> None:
-            code = self.wait()
-            time.sleep(LEAVE)  # where the site was stopped, this process ends by itself
-            sys.stderr.write(f"{ENDED} (exit code {code})\n")
-            sys.stderr.flush()
-            os._exit(1)
 
 
 def behind_a_gate(make: Any) -> Any:
