@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic, sleep
 from typing import Any
 
@@ -130,7 +131,7 @@ def _carry_out(
     for name, text in APP.items():
         write(kit.folder / "app" / name, text.encode())
     tail = Tail(kit.folder)
-    write_json(kit.folder / REQUEST, request)
+    write_json(kit.folder / REQUEST, {**request, "id": token_hex(8)})
     (kit.folder / FAILED).unlink(missing_ok=True)
     answer = flwr(kit, "run", str(kit.folder.resolve() / "app"), LINK)
     if "run-id" not in answer:
