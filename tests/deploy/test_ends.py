@@ -1,10 +1,14 @@
 """However a run ends, whoever waits for it is told, and nobody else."""
 
+import os
+
 import pytest
 
-from fedvlm.deploy import events
+from fedvlm.deploy import events, runs
+from fedvlm.deploy.flower import processes
 from fedvlm.deploy.server import FAILED, REQUEST, STOPPED, conduct
 from fedvlm.engines.flower.local import local_grid
+from fedvlm.errors import FederationError
 from fedvlm.storage.sealed import write_json
 
 
@@ -59,3 +63,53 @@ def test_the_end_of_an_older_run_is_not_told_to_whoever_waits_for_a_newer_one(pl
     with pytest.raises(Ends):
         conduct(grid, place.kit.folder)
     assert not (place.kit.folder / FAILED).exists()
+
+
+def following(monkeypatch, kit, answers, *lists):
+    """How a waiting command ends that gets these answers from Flower's command line."""
+    said = list(lists)
+    monkeypatch.setattr(runs, "LOOK", -1.0)
+    monkeypatch.setattr(runs, "sleep", lambda seconds: None)
+    monkeypatch.setattr(runs, "answers", lambda kit: answers)
+    monkeypatch.setattr(runs, "flwr", lambda kit, *words: said.pop(0))
+    with pytest.raises(FederationError) as error:
+        runs._follow(kit, "7", lambda: False, lambda: None)
+    assert said == []
+    return str(error.value)
+
+
+RUNS, TROUBLE = {"runs": [{"status": "running"}]}, {"error-message": "timeout; is it running?"}
+
+
+def test_a_server_that_went_away_is_named_to_whoever_waits(monkeypatch, place):
+    told = following(monkeypatch, place.kit, False, RUNS, TROUBLE)
+    assert "does not answer any more; start it: fedvlm deploy server" in told
+
+
+def test_a_server_that_is_slow_for_once_is_not_taken_for_the_end_of_a_run(monkeypatch, place):
+    lists = [RUNS, TROUBLE, TROUBLE, RUNS, {"runs": [{"status": "finished:failed"}]}]
+    told = following(monkeypatch, place.kit, True, *lists)
+    assert "ended without a result (finished:failed); run the same command again" in told
+
+
+def test_a_server_that_never_says_how_a_run_is_is_not_asked_for_ever(monkeypatch, place):
+    assert "is it running?" in following(monkeypatch, place.kit, True, *[TROUBLE] * runs.TRIES)
+
+
+def test_a_run_that_a_server_has_forgotten_is_ended(monkeypatch, place):
+    """Its database is a new one."""
+    assert "(unknown)" in following(monkeypatch, place.kit, True, RUNS, {"runs": []})
+
+
+def test_a_command_of_flower_that_never_ends_is_ended(monkeypatch, place):
+    processes.connect(place.kit)
+    monkeypatch.setattr(processes, "ANSWER", 0.01)
+    assert "did not answer in 0.01 s" in processes.flwr(place.kit, "list")["error-message"]
+
+
+def test_the_signal_that_ended_a_process_is_named(tmp_path):
+    one = processes.Process("one", ["sleep", "60"], tmp_path / "log", {"PATH": os.environ["PATH"]})
+    assert one.killed == ""
+    one.child.kill()
+    one.child.wait(60)
+    assert one.killed == "SIGKILL" and "ended, by SIGKILL; start" in processes.ending(one)

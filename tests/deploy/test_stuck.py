@@ -144,18 +144,18 @@ def test_nobody_outlives_the_superexec_that_does_the_work(monkeypatch, capfd):
     assert ended == [1]
     said = capfd.readouterr().err
     assert kin.ENDED in said and "3" in said
-    check_refusal(said, 1, kin.ENDED)
+    check_refusal(said, "", kin.ENDED)
 
 
-def check_refusal(said, code, why):
-    node = SimpleNamespace(tail=lambda: said, child=SimpleNamespace(returncode=code))
+def check_refusal(said, killed, why):
+    node = SimpleNamespace(tail=lambda: said, killed=killed)
     told = refusal(SimpleNamespace(name="art", address="x"), node)
     assert f"stopped, for {why}; start it again" in told and "its key" not in told
 
 
 def test_a_supernode_that_was_killed_or_lost_its_server_is_not_taken_for_one_that_is_refused():
-    check_refusal("", -9, "its SuperNode was ended by SIGKILL")
-    check_refusal(f"an error\n{supernode.LOST}\n", 1, supernode.LOST)
+    check_refusal("", "SIGKILL", "its SuperNode was ended by SIGKILL")
+    check_refusal(f"an error\n{supernode.LOST}\n", "", supernode.LOST)
 
 
 def test_a_superlink_starts_its_superexec_as_its_kin(monkeypatch, tmp_path):

@@ -61,6 +61,8 @@ clientapp = "fedvlm_app.client:app"
     "fedvlm_app/client.py": "app = None\n",
 }
 LOOK = 20.0  # seconds between questions to Flower whether a run still runs
+TRIES = 3  # of such a question
+GOING = ("running", "starting", "pending")  # Flower's words for a run that has not ended
 PENDING = 60.0  # seconds a server takes at most to begin one
 Progress = Callable[[str, int, int], None]
 
@@ -158,7 +160,7 @@ def stop(kit: ServerKit) -> list[str]:
     going = [
         str(one["run-id"])
         for one in listed.get("runs", [])
-        if any(word in str(one.get("status")) for word in ("running", "starting", "pending"))
+        if any(word in str(one.get("status")) for word in GOING)
     ]
     for id in going:
         flwr(kit, "stop", id, LINK)
@@ -188,29 +190,44 @@ def _heard(tail: Tail, say: Callable[[str], None]) -> None:
 def _follow(kit: ServerKit, id: str, done: Callable[[], bool], hear: Callable[[], None]) -> None:
     """Waits for the result; the server's process says why if there is none."""
     begin = looked = monotonic()
+    log = kit.folder / "superlink.log"
     while not done():
         hear()
         if (kit.folder / FAILED).exists():
             raise FederationError((kit.folder / FAILED).read_text())
         if monotonic() - looked > LOOK:
+            status = _status(kit, id)
             looked = monotonic()
-            listed: Any = flwr(kit, "list", LINK, "--run-id", id)
-            status = str((listed.get("runs") or [{}])[0].get("status", listed))
-            if "pending" in status and monotonic() - begin > PENDING:
+            if "pending" in status and looked - begin > PENDING:
                 flwr(kit, "stop", id, LINK)
                 raise FederationError(
                     f"the server has not begun the run in {PENDING:g} s; stop it and start it "
-                    f"again, and see {kit.folder / 'superlink.log'}"
+                    f"again, and see {log}"
                 )
-            if "running" not in status and "starting" not in status and "pending" not in status:
+            if not any(word in status for word in GOING):
                 sleep(1.0)
                 if not done() and not (kit.folder / FAILED).exists():
                     raise FederationError(
                         f"the run ended without a result ({status}); run the same command again "
-                        f"to go on, and see {kit.folder / 'superlink.log'}"
+                        f"to go on, and see {log}"
                     )
         sleep(0.2)
     hear()
+
+
+def _status(kit: ServerKit, id: str) -> str:
+    """What Flower says of a run; a server that is slow for once is not taken for an end."""
+    for _ in range(TRIES):
+        listed: Any = flwr(kit, "list", LINK, "--run-id", id)
+        if "runs" in listed:
+            return str(listed["runs"][0].get("status")) if listed["runs"] else "unknown"
+        if not answers(kit):
+            raise FederationError(
+                f"the server at {kit.address} does not answer any more; start it: fedvlm deploy "
+                f"server {kit.folder}, and run the same command again to go on"
+            )
+    why = str(listed.get("error-message", listed)).strip()
+    raise FederationError(f"the server does not say how the run is: {why}")
 
 
 def absences(result: Result) -> list[str]:

@@ -1,7 +1,6 @@
 """The life of a site's process: it answers what its SuperNode brings, whatever comes in."""
 
 import os
-import signal
 import socket
 import sys
 from contextlib import suppress
@@ -105,10 +104,10 @@ def _script(path: Path, module: str, main: str) -> None:
 
 def refusal(kit: SiteKit, node: Process) -> str:
     """Why a SuperNode ended, in words that help."""
-    said, code = node.tail(), node.child.returncode
+    said = node.tail()
     causes = [cause for cause in (ENDED, LOST) if cause in said]
-    if code < 0:
-        causes.append(f"its SuperNode was ended by {signal.Signals(-code).name}")
+    if node.killed:
+        causes.append(f"its SuperNode was ended by {node.killed}")
     if causes:
         return f"site {kit.name} stopped, for {causes[0]}; start it again. Flower says:\n{said}"
     return (

@@ -26,6 +26,7 @@ POLL = "0.1"  # seconds between looks of a site's SuperExec for work, on its own
 SELDOM = "0.5"  # at the server, where work is a run
 TASKS = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 MORE_PORTS = "FLWR_INTERNAL_GRPC_"
+ANSWER = 120.0  # seconds that Flower's command line has
 START = 60.0  # seconds a SuperLink has to come up
 
 
@@ -66,6 +67,12 @@ class Process:
     @property
     def alive(self) -> bool:
         return self.child.poll() is None
+
+    @property
+    def killed(self) -> str:
+        """The name of the signal that ended it, if one did."""
+        code = self.child.poll() or 0
+        return signal.Signals(-code).name if code < 0 else ""
 
     def tail(self, lines: int = 12) -> str:
         """The end of what this process has logged, and no other before it."""
@@ -145,11 +152,16 @@ def _wait(kit: ServerKit, link: Process) -> None:
     end = monotonic() + START
     while monotonic() < end:
         if not link.alive:
-            raise FederationError(f"the SuperLink ended:\n{link.tail()}")
+            raise FederationError(ending(link))
         if answers(kit):
             return _check_closed(kit)
         sleep(0.1)
     raise FederationError(f"the SuperLink did not come up in {START:g} s:\n{link.tail()}")
+
+
+def ending(link: Process) -> str:
+    how = f", by {link.killed}" if link.killed else ""
+    return f"the SuperLink ended{how}; start the server again. Its log ends with:\n{link.tail()}"
 
 
 def _check_closed(kit: ServerKit) -> None:
@@ -217,14 +229,18 @@ def knock(address: str, ca: Path) -> None:
 
 def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
     """Flower's command line, answering in JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fedvlm.deploy.flower.control", *words, "--format", "json"],
-        cwd=home(kit),  # Flower takes the name of a connection for a folder of that name
-        env={**environment(home(kit)), PASS: str(kit.folder.resolve())},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedvlm.deploy.flower.control", *words, "--format", "json"],
+            cwd=home(kit),  # Flower takes the name of a connection for a folder of that name
+            env={**environment(home(kit)), PASS: str(kit.folder.resolve())},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=ANSWER,
+        )
+    except subprocess.TimeoutExpired:
+        return {"success": False, "error-message": f"the server did not answer in {ANSWER:g} s"}
     said = done.stdout + done.stderr
     try:
         answer = json.loads(done.stdout[done.stdout.index("{") :])
