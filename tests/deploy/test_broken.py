@@ -3,13 +3,16 @@
 import socket
 from importlib import import_module
 from threading import Thread
+from time import monotonic
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from fedvlm.deploy.flower import supernode
+from fedvlm.deploy.flower import server_app, supernode
 from fedvlm.deploy.flower.processes import Unreachable, knock
 from fedvlm.deploy.kits import init
+from fedvlm.engines.flower import wire
 from fedvlm.engines.flower.api import flower
 
 
@@ -95,3 +98,53 @@ def test_a_heartbeat_that_fails_is_not_the_last():
     one._retry_invoker.wait_function = lambda seconds: None
     one._run()
     assert troubles == []
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that goes on by naps alone."""
+    now = [0.0]
+    monkeypatch.setattr(wire, "monotonic", lambda: now[0])
+    monkeypatch.setattr(wire, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now
+
+
+def test_half_a_reply_is_waited_for_until_the_deadline_and_costs_no_other_reply(clock):
+    """Its site was killed as it sent it; the others answer meanwhile."""
+
+    class Grid:
+        def pull_messages(self, ids):
+            id = sorted(ids)[0]
+            if id == "half":
+                clock[0] = self.until + 0.1  # as long as it is waited for its rest
+            return [SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=id))]
+
+    came = [one.metadata.reply_to_message_id for one in wire.collect(Grid(), ["half", "whole"], 60)]
+    assert came == ["half", "whole"] and clock[0] < 61
+
+
+def test_the_rest_of_a_reply_is_not_waited_for_beyond_the_deadline():
+    """Flower would for two hours, and every other site with it."""
+    flower()
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
+
+    over_http = import_module("flwr.superlink.grid.http_grid")
+    left = ["one look"]
+
+    def unavailable(id):
+        left.pop()  # an error, if it is looked for again though time is up
+        raise ObjectUnavailableError(id)
+
+    pull = server_app.timely(over_http.pull_objects, SimpleNamespace(until=monotonic() - 1))
+    with pytest.raises(ObjectPullError, match="timeout"):
+        pull(object_ids=["late"], pull_object_fn=unavailable)
+    assert left == []
+    slow = [b"it came", ObjectUnavailableError("slow"), ObjectUnavailableError("slow")]
+
+    def comes(id):
+        if isinstance(slow[-1], Exception):
+            raise slow.pop()
+        return slow[0]
+
+    pull = server_app.timely(over_http.pull_objects, SimpleNamespace(until=monotonic() + 60))
+    assert pull(object_ids=["slow"], pull_object_fn=comes) == {"slow": b"it came"}

@@ -2,13 +2,35 @@
 
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, carry
 from fedvlm.engines.flower.api import flower
+
+AGAIN = 0.2  # seconds between looks for the rest of a reply, which is on this machine if it came
+
+
+def timely(pull: Callable[..., Any], grid: Any) -> Callable[..., Any]:
+    """Half a reply is waited for as long as the whole one is: Flower waits for its rest for minutes
+    after its site was killed, and for hours if the site sends a little now and then."""
+
+    def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> Any:
+        return pull(
+            object_ids,
+            pull_object_fn,
+            max_time=max(getattr(grid, "until", inf) - monotonic(), 0.0),
+            max_tries_per_object=None,
+            initial_backoff=AGAIN,
+            backoff_cap=AGAIN,
+        )
+
+    return pulled
 
 
 def main() -> None:
@@ -16,10 +38,12 @@ def main() -> None:
     flower()
     carry()
     folder = Path(os.environ[PASS])
+    over_http: Any = import_module("flwr.superlink.grid.http_grid")
 
     def run(grid: Any, context: Any, **words: Any) -> Any:
         from fedvlm.deploy.server import conduct
 
+        put(over_http, pull_objects=timely(over_http.pull_objects, grid))
         conduct(grid, folder)
         return context
 

@@ -55,6 +55,7 @@ INNER = (  # what deploy/flower calls or replaces, module and name
     ("flwr.superlink.cli", "flower_superlink"),
     ("flwr.superlink.cli", "flwr_serverapp"),
     ("flwr.superlink.extensions", "get_middleware"),
+    ("flwr.superlink.grid.http_grid", "pull_objects"),
     ("flwr.superlink.runtime.run_serverapp", "get_fab_metadata"),
     ("flwr.superlink.runtime.run_serverapp", "get_fused_config_from_dir"),
     ("flwr.superlink.runtime.run_serverapp", "get_project_config"),
