@@ -113,6 +113,31 @@ def test_a_task_that_was_answered_is_not_answered_again():
     assert [one.error.reason for one in node.replies] == ["said by the site"]
 
 
+def test_an_answer_that_never_comes_in_whole_does_not_keep_a_supernode(monkeypatch):
+    """Its process failed between the announcement of its parts and the parts."""
+    from flwr.app import Error, Message
+    from flwr.supercore.inflatable.inflatable_object import get_object_tree
+
+    kind = node_state()
+    memory = import_module("flwr.supercore.object_store.in_memory_object_store")
+    internal = import_module("flwr.supernode.start_client_internal")
+    node = Node(kind)
+    store = supernode.bounded(memory.InMemoryObjectStore)()
+    reply = Message(Error(0, "said by the site"), reply_to=node.message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    node.state.store_message(reply)
+    store.preregister(RUN, get_object_tree(reply))
+    monkeypatch.setattr(supernode, "REST", 0.0)
+    monkeypatch.setattr(internal, "time", SimpleNamespace(sleep=lambda seconds: None))
+    internal._push_messages(
+        node.state,
+        store,
+        send=lambda message, tree, took: ({reply.object_id}, "session"),
+        push_object=lambda *words: pytest.fail("there is nothing to send"),
+    )
+    assert node.state.get_messages_legacy() == [] and store.get(reply.object_id) is None
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_task_that_is_no_more_does_not_end_the_process_that_took_it(monkeypatch, status):
     """Flower takes it for the end of its process, which lives for one task; ours has others."""

@@ -19,6 +19,7 @@ from fedvlm.storage.files import write
 LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each
 NEAR = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
 LONG = 1.0  # Flower's naps above it are between requests to the server
+REST = 60.0  # seconds in which all of an answer of this machine has come in
 LOST = "its connection to the server has failed for good"
 NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
@@ -131,6 +132,26 @@ def answering(state: Any) -> Any:
     return Answering
 
 
+def bounded(store: Any) -> Any:
+    """Memory that is not asked for ever for what was announced: its sender may have failed."""
+
+    class Bounded(store):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: dict[str, float] = {}  # since when, for what is not there yet
+
+        def get(self, object_id: str) -> Any:
+            content = super().get(object_id)
+            if content != b"":
+                self.asked.pop(object_id, None)
+            elif time.monotonic() - self.asked.setdefault(object_id, time.monotonic()) > REST:
+                del self.asked[object_id]
+                raise FederationError(f"the rest of an answer did not come in {REST:g} s")
+            return content
+
+    return Bounded
+
+
 def behind_a_gate(make: Any) -> Any:
     """A SuperNode gives its messages to whoever asks on this machine; ours to its own kin only."""
 
@@ -149,6 +170,8 @@ def main() -> None:
     put(internal, time=Time(), subprocess=Kin(), _pull_and_store_message=pull)
     memory: Any = import_module("flwr.supernode.nodestate.nodestate_factory")
     put(memory, InMemoryNodeState=answering(memory.InMemoryNodeState))
+    objects: Any = import_module("flwr.supercore.object_store.object_store_factory")
+    put(objects, InMemoryObjectStore=bounded(objects.InMemoryObjectStore))
     connection: Any = import_module("flwr.supernode.fleet_http_connection")
     client = returning(connection.FleetHttpClient, Path(os.environ[NOTE]))
     put(
