@@ -1,10 +1,11 @@
 """However a run ends, whoever waits for it is told, and nobody else."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from fedvlm.deploy import events, runs
+from fedvlm.deploy import events, follow
 from fedvlm.deploy.flower import processes
 from fedvlm.deploy.server import FAILED, REQUEST, STOPPED, conduct
 from fedvlm.engines.flower.local import local_grid
@@ -61,19 +62,27 @@ def test_the_end_of_an_older_run_is_not_told_to_whoever_waits_for_a_newer_one(pl
 
     grid.push_messages = asked_anew
     with pytest.raises(Ends):
-        conduct(grid, place.kit.folder)
+        conduct(grid, place.kit.folder, "1")
     assert not (place.kit.folder / FAILED).exists()
+
+
+def test_a_process_that_begins_late_does_not_take_up_what_was_asked_for_since(place):
+    """Two would work at one run, and the second would fail and end the wait for it."""
+    request(place, id="2")
+    with pytest.raises(FederationError, match="another run was asked for before this one began"):
+        conduct(local_grid(place.desks), place.kit.folder, "1")
+    assert not (place.kit.folder / FAILED).exists() and not (place.folder / "run").exists()
 
 
 def following(monkeypatch, kit, answers, *lists):
     """How a waiting command ends that gets these answers from Flower's command line."""
     said = list(lists)
-    monkeypatch.setattr(runs, "LOOK", -1.0)
-    monkeypatch.setattr(runs, "sleep", lambda seconds: None)
-    monkeypatch.setattr(runs, "answers", lambda kit: answers)
-    monkeypatch.setattr(runs, "flwr", lambda kit, *words: said.pop(0))
+    monkeypatch.setattr(follow, "LOOK", -1.0)
+    monkeypatch.setattr(follow, "sleep", lambda seconds: None)
+    monkeypatch.setattr(follow, "answers", lambda kit: answers)
+    monkeypatch.setattr(follow, "flwr", lambda kit, *words: said.pop(0))
     with pytest.raises(FederationError) as error:
-        runs._follow(kit, "7", lambda: False, lambda: None)
+        follow.follow(kit, "7", lambda: False, lambda: None)
     assert said == []
     return str(error.value)
 
@@ -93,7 +102,7 @@ def test_a_server_that_is_slow_for_once_is_not_taken_for_the_end_of_a_run(monkey
 
 
 def test_a_server_that_never_says_how_a_run_is_is_not_asked_for_ever(monkeypatch, place):
-    assert "is it running?" in following(monkeypatch, place.kit, True, *[TROUBLE] * runs.TRIES)
+    assert "is it running?" in following(monkeypatch, place.kit, True, *[TROUBLE] * follow.TRIES)
 
 
 def test_a_run_that_a_server_has_forgotten_is_ended(monkeypatch, place):
@@ -113,3 +122,15 @@ def test_the_signal_that_ended_a_process_is_named(tmp_path):
     one.child.kill()
     one.child.wait(60)
     assert one.killed == "SIGKILL" and "ended, by SIGKILL; start" in processes.ending(one)
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("sqlite3.DatabaseError) file is not a database", "superlink.db is damaged: move it away"),
+        ("sqlite3.OperationalError) disk I/O error", "look at the disk, and start the server"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_named_with_the_remedy(tmp_path, error, remedy):
+    one = SimpleNamespace(killed="", log=tmp_path / "superlink.log", tail=lambda: f"x ({error}\n")
+    assert remedy in processes.ending(one)

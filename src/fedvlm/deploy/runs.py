@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
-from time import monotonic, sleep
 from typing import Any
 
 from fedvlm.deploy.events import Events, Tail, sentence
@@ -20,6 +19,7 @@ from fedvlm.deploy.flower.processes import (
     free_port,
     superlink,
 )
+from fedvlm.deploy.follow import GOING, follow
 from fedvlm.deploy.kits import ServerKit, init, read_server
 from fedvlm.deploy.policy import ANY
 from fedvlm.deploy.policy import NAME as POLICY
@@ -55,15 +55,14 @@ publisher = "fedvlm"
 [tool.flwr.app.components]
 serverapp = "fedvlm_app.server:app"
 clientapp = "fedvlm_app.client:app"
+
+[tool.flwr.app.config]
+request = ""
 """,
     "fedvlm_app/__init__.py": "",
     "fedvlm_app/server.py": "app = None\n",
     "fedvlm_app/client.py": "app = None\n",
 }
-LOOK = 20.0  # seconds between questions to Flower whether a run still runs
-TRIES = 3  # of such a question
-GOING = ("running", "starting", "pending")  # Flower's words for a run that has not ended
-PENDING = 60.0  # seconds a server takes at most to begin one
 Progress = Callable[[str, int, int], None]
 
 
@@ -133,9 +132,11 @@ def _carry_out(
     for name, text in APP.items():
         write(kit.folder / "app" / name, text.encode())
     tail = Tail(kit.folder)
-    write_json(kit.folder / REQUEST, {**request, "id": token_hex(8)})
+    id = token_hex(8)
+    write_json(kit.folder / REQUEST, {**request, "id": id})
     (kit.folder / FAILED).unlink(missing_ok=True)
-    answer = flwr(kit, "run", str(kit.folder.resolve() / "app"), LINK)
+    app = str(kit.folder.resolve() / "app")
+    answer = flwr(kit, "run", app, LINK, "--run-config", f'request = "{id}"')
     if "run-id" not in answer:
         raise FederationError(
             f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"
@@ -146,7 +147,7 @@ def _carry_out(
         step()
 
     try:
-        _follow(kit, str(answer["run-id"]), done, hear)
+        follow(kit, str(answer["run-id"]), done, hear)
     except KeyboardInterrupt:  # else it would go on without anybody who waits for it
         flwr(kit, "stop", str(answer["run-id"]), LINK)
         raise
@@ -185,49 +186,6 @@ def _heard(tail: Tail, say: Callable[[str], None]) -> None:
     for event in tail.new():
         if event["kind"] not in ("ended", "failed"):  # the caller says these
             say(sentence(event))
-
-
-def _follow(kit: ServerKit, id: str, done: Callable[[], bool], hear: Callable[[], None]) -> None:
-    """Waits for the result; the server's process says why if there is none."""
-    begin = looked = monotonic()
-    log = kit.folder / "superlink.log"
-    while not done():
-        hear()
-        if (kit.folder / FAILED).exists():
-            raise FederationError((kit.folder / FAILED).read_text())
-        if monotonic() - looked > LOOK:
-            status = _status(kit, id)
-            looked = monotonic()
-            if "pending" in status and looked - begin > PENDING:
-                flwr(kit, "stop", id, LINK)
-                raise FederationError(
-                    f"the server has not begun the run in {PENDING:g} s; stop it and start it "
-                    f"again, and see {log}"
-                )
-            if not any(word in status for word in GOING):
-                sleep(1.0)
-                if not done() and not (kit.folder / FAILED).exists():
-                    raise FederationError(
-                        f"the run ended without a result ({status}); run the same command again "
-                        f"to go on, and see {log}"
-                    )
-        sleep(0.2)
-    hear()
-
-
-def _status(kit: ServerKit, id: str) -> str:
-    """What Flower says of a run; a server that is slow for once is not taken for an end."""
-    for _ in range(TRIES):
-        listed: Any = flwr(kit, "list", LINK, "--run-id", id)
-        if "runs" in listed:
-            return str(listed["runs"][0].get("status")) if listed["runs"] else "unknown"
-        if not answers(kit):
-            raise FederationError(
-                f"the server at {kit.address} does not answer any more; start it: fedvlm deploy "
-                f"server {kit.folder}, and run the same command again to go on"
-            )
-    why = str(listed.get("error-message", listed)).strip()
-    raise FederationError(f"the server does not say how the run is: {why}")
 
 
 def absences(result: Result) -> list[str]:

@@ -114,5 +114,6 @@ def refusal(kit: SiteKit, node: Process) -> str:
         f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not "
         "known there, because it was revoked or renewed, has expired, or is of another federation "
         "(ask the server's people, who see it by `fedvlm deploy keys`), or a copy of the kit is "
-        f"connected (or was, a minute ago). Flower says:\n{said}"
+        "connected (or was, a minute ago), or the server has a new database (start the site "
+        f"again). Flower says:\n{said}"
     )

@@ -22,7 +22,7 @@ from fedvlm.deploy.sums import ENDING, Sums, why_bound
 from fedvlm.engines.client import Kept, Terms
 from fedvlm.engines.loop import unheard
 from fedvlm.engines.state import State
-from fedvlm.errors import DataError, FedVLMError, SettingsError
+from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
 from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -256,9 +256,11 @@ def ruled(kit: ServerKit, rules: Mapping[str, Any]) -> ServerKit:
 STOPPED = "it was stopped, or the server was; run the same command again to go on"
 
 
-def conduct(grid: Any, folder: Path) -> None:
+def conduct(grid: Any, folder: Path, id: str = "") -> None:
     """The ServerApp: what is to be run is in a file, and so is why it failed, if it did."""
     request, note = read_json(folder / REQUEST), Events(folder)
+    if request.get("id", "") != id:  # as if this process began late; it would get in the way
+        raise FederationError("another run was asked for before this one began; ask for it again")
 
     def ended(why: str, whole: str) -> None:
         note("failed", why=why)

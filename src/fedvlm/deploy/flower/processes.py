@@ -26,6 +26,7 @@ POLL = "0.1"  # seconds between looks of a site's SuperExec for work, on its own
 SELDOM = "0.5"  # at the server, where work is a run
 TASKS = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 MORE_PORTS = "FLWR_INTERNAL_GRPC_"
+DATABASE = "superlink.db"  # Flower's own, in the server's folder
 ANSWER = 120.0  # seconds that Flower's command line has
 START = 60.0  # seconds a SuperLink has to come up
 
@@ -160,8 +161,18 @@ def _wait(kit: ServerKit, link: Process) -> None:
 
 
 def ending(link: Process) -> str:
+    """Why a SuperLink is no more, and what to do."""
     how = f", by {link.killed}" if link.killed else ""
-    return f"the SuperLink ended{how}; start the server again. Its log ends with:\n{link.tail()}"
+    remedy = "start the server again"
+    if "sqlite3.DatabaseError" in link.tail():
+        database = link.log.with_name(DATABASE)
+        remedy = (
+            f"{database} is damaged: move it away, then start the server and the sites again (no "
+            "record is in it; a run goes on by its own command)"
+        )
+    elif "sqlite3.OperationalError" in link.tail():
+        remedy = "its database cannot be written: look at the disk, and start the server again"
+    return f"the SuperLink ended{how}; {remedy}. Its log ends with:\n{link.tail()}"
 
 
 def _check_closed(kit: ServerKit) -> None:

@@ -44,7 +44,7 @@ def main() -> None:
         from fedvlm.deploy.server import conduct
 
         put(over_http, pull_objects=timely(over_http.pull_objects, grid))
-        conduct(grid, folder)
+        conduct(grid, folder, str(context.run_config.get("request", "")))
         return context
 
     app = {"tool": {"flwr": {"app": {"components": {"serverapp": "fedvlm"}}}}}
@@ -54,7 +54,7 @@ def main() -> None:
         get_fab_metadata=lambda *words: ("fedvlm/fedvlm-app", "1.0.0"),
         get_project_dir=lambda *words: folder,
         get_project_config=lambda *words: app,
-        get_fused_config_from_dir=lambda *words: {},
+        get_fused_config_from_dir=lambda place, given: given,
         run_=run,
     )
     sys.argv += ["--token", sys.stdin.read()]
