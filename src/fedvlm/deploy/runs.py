@@ -136,7 +136,7 @@ def _carry_out(
     write_json(kit.folder / REQUEST, {**request, "id": id})
     (kit.folder / FAILED).unlink(missing_ok=True)
     app = str(kit.folder.resolve() / "app")
-    answer = flwr(kit, "run", app, LINK, "--run-config", f'request = "{id}"')
+    answer = flwr(kit, "run", app, LINK, "--run-config", f'request="{id}"')
     if "run-id" not in answer:
         raise FederationError(
             f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"
