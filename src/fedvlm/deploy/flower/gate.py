@@ -174,8 +174,9 @@ class Gate:
         """The answer to a call that does not pass, 0 to one that does."""
         path = scope["path"]
         if path in SITES:
-            long = int(b"0" + only(scope, "content-length")) > MOST
-            return UNKNOWN if not self.signed(scope) else LONG if long else 0
+            if not self.signed(scope):
+                return UNKNOWN
+            return LONG if int(only(scope, "content-length") or 0) > MOST else 0
         kin = compare_digest(only(scope, HEADER), self.word)
         return 0 if path.startswith(OWN) and local(scope) and kin else CLOSED
 
