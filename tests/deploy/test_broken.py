@@ -37,8 +37,13 @@ def retrying():
     flower()
     connection = import_module("flwr.supernode.fleet_http_connection")
     again = supernode.patient(connection.make_simple_http_retry_invoker)()
-    again.wait_function = lambda seconds: None
+    again.wait_function = short
     return again
+
+
+def short(seconds):
+    """Not much longer than a server takes to start; Flower would nap for 20 seconds."""
+    assert seconds <= supernode.PAUSE
 
 
 def answer(status):
@@ -59,7 +64,7 @@ def answer(status):
 )
 def test_a_site_tries_again_what_may_pass(error):
     """Flower's SuperNode ends its work at the first of them, and stays there, deaf."""
-    troubles = [error] * 5
+    troubles = [error] * 9
 
     def call():
         if troubles:

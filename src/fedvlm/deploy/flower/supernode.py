@@ -19,6 +19,7 @@ from fedvlm.storage.files import write
 LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each
 NEAR = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
 LONG = 1.0  # Flower's naps above it are between requests to the server
+PAUSE = 3.0  # seconds at most until a server that is away is tried again, where Flower takes 20
 REST = 60.0  # seconds in which all of an answer of this machine has come in
 LOST = "its connection to the server has failed for good"
 NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
@@ -57,9 +58,11 @@ def patient(make: Callable[[], Any]) -> Callable[[], Any]:
     so nothing is tried longer than its run.
     """
     import httpx
+    from flwr.supercore.retry import exponential
 
     def made() -> Any:
         again = make()
+        again.wait_gen_factory = lambda: exponential(max_delay=PAUSE)
         again.recoverable_exceptions = (httpx.TransportError, httpx.HTTPStatusError)
         flowers = again.should_giveup
 

@@ -46,6 +46,7 @@ INNER = (  # what deploy/flower calls or replaces, module and name
     ("flwr.supercore.interceptors", "RuntimeVersionHttpInterceptor"),
     ("flwr.supercore.object_store.object_store_factory", "InMemoryObjectStore.get"),
     ("flwr.supercore.protobuf.client", "ProtobufClient._send"),
+    ("flwr.supercore.retry", "exponential"),
     ("flwr.supercore.retry", "make_simple_http_retry_invoker"),
     ("flwr.supercore.run", "RunNotRunningException"),
     ("flwr.supercore.runtime", "RuntimeHttpClient.from_server_address"),
