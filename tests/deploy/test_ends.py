@@ -9,7 +9,7 @@ from fedvlm.deploy import events, follow
 from fedvlm.deploy.flower import processes
 from fedvlm.deploy.server import FAILED, REQUEST, STOPPED, conduct
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.errors import FederationError
+from fedvlm.errors import FederationError, SettingsError
 from fedvlm.storage.sealed import write_json
 
 
@@ -134,3 +134,13 @@ def test_the_signal_that_ended_a_process_is_named(tmp_path):
 def test_a_database_that_cannot_be_used_is_named_with_the_remedy(tmp_path, error, remedy):
     one = SimpleNamespace(killed="", log=tmp_path / "superlink.log", tail=lambda: f"x ({error}\n")
     assert remedy in processes.ending(one)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"rubbish"], ids=["missing", "empty", "rubbish"])
+def test_a_folder_without_its_certificate_says_so(place, content):
+    path = place.kit.folder / "ca.crt"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"ca\.crt is missing or no certificate"):
+        processes.answers(place.kit)

@@ -18,7 +18,7 @@ from fedvlm.deploy.flower.gate import CLOSED, NAME, PASS, new_secret
 from fedvlm.deploy.flower.supernode import NOTE
 from fedvlm.deploy.kits import ServerKit, SiteKit, secret
 from fedvlm.engines.flower.api import QUIET
-from fedvlm.errors import FederationError
+from fedvlm.errors import FederationError, SettingsError
 from fedvlm.storage.files import appending, write
 
 LINK = "fedvlm"  # the name of our connection in Flower's own settings
@@ -178,7 +178,7 @@ def ending(link: Process) -> str:
 def _check_closed(kit: ServerKit) -> None:
     """Tries what an outsider would: with another Flower the gate might stand beside the road."""
     port = int(kit.address.rpartition(":")[2])
-    context = ssl.create_default_context(cafile=str(kit.folder / "ca.crt"))
+    context = trusting(kit.folder / "ca.crt")
     call = HTTPSConnection("localhost", port, context=context, timeout=START)
     with closing(call):
         call.request("POST", "/v1/control/list-runs")
@@ -194,10 +194,19 @@ class Unreachable(FederationError):
     """Nobody answers there, yet."""
 
 
+def trusting(ca: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except OSError as error:  # also where it is no certificate
+        raise SettingsError(
+            f"{ca} is missing or no certificate ({error}); take the folder as fedvlm wrote it"
+        ) from error
+
+
 def hear(address: str, ca: Path) -> str:
     """The time by the server's clock, as HTTP has it."""
     host, _, port = address.rpartition(":")
-    context = ssl.create_default_context(cafile=str(ca))
+    context = trusting(ca)
     call = HTTPSConnection(host, int(port), context=context, timeout=5)
     with closing(call):
         call.request("GET", "/")
@@ -207,7 +216,7 @@ def hear(address: str, ca: Path) -> str:
 def knock(address: str, ca: Path) -> None:
     """Returns if our server is there; that somebody else is, or nobody, are different errors."""
     host, _, port = address.rpartition(":")
-    context = ssl.create_default_context(cafile=str(ca))
+    context = trusting(ca)
     try:
         with (
             socket.create_connection((host, int(port)), 5) as plain,
