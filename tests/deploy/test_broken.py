@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from fedvlm.deploy.flower import server_app, supernode
+from fedvlm.deploy.flower import kin, server_app, superexec, supernode
 from fedvlm.deploy.flower.processes import Unreachable, knock
 from fedvlm.deploy.kits import init
 from fedvlm.engines.flower import wire
@@ -33,17 +33,17 @@ def test_a_proxy_whose_server_is_down_is_waited_for(tmp_path):
         taking.join(60)
 
 
-def retrying():
+def retrying(**more):
     flower()
     connection = import_module("flwr.supernode.fleet_http_connection")
-    again = supernode.patient(connection.make_simple_http_retry_invoker)()
+    again = kin.patient(connection.make_simple_http_retry_invoker, **more)()
     again.wait_function = short
     return again
 
 
 def short(seconds):
     """Not much longer than a server takes to start; Flower would nap for 20 seconds."""
-    assert seconds <= supernode.PAUSE
+    assert seconds <= kin.PAUSE
 
 
 def answer(status):
@@ -85,7 +85,23 @@ def test_a_site_does_not_try_again_what_only_a_person_can_mend():
     for error in (foreign, answer(412)):
         with pytest.raises(type(error)):
             retrying().invoke(call, error)
-    assert len(asked) == 2
+    with pytest.raises(httpx.HTTPStatusError):  # of a run, whose error somebody waits for
+        retrying(trouble=False).invoke(call, answer(500))
+    assert len(asked) == 3
+
+
+def test_a_servers_superexec_outlasts_a_flood_of_connections(monkeypatch):
+    """Its own server ends the connection inside TLS, as it has none left."""
+    flower()
+    loop = import_module("flwr.supercore.superexec.run_superexec")
+    monkeypatch.setattr(loop, "make_simple_http_retry_invoker", loop.make_simple_http_retry_invoker)
+    types = loop.AutoExecPlugin.supported_task_types
+    monkeypatch.setattr(loop.AutoExecPlugin, "supported_task_types", types)
+    monkeypatch.setattr(superexec, "carry", lambda: None)
+    monkeypatch.setattr("flwr.supercore.cli.flower_superexec", lambda: None)
+    superexec.start("SERVER_APP")
+    again = loop.make_simple_http_retry_invoker()
+    assert not again.should_giveup(httpx.ConnectError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF"))
 
 
 def test_a_heartbeat_that_fails_is_not_the_last():

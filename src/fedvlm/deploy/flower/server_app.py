@@ -11,6 +11,7 @@ from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, carry
+from fedvlm.deploy.flower.kin import patient
 from fedvlm.engines.flower.api import flower
 
 AGAIN = 0.2  # seconds between looks for the rest of a reply, which is on this machine if it came
@@ -39,6 +40,8 @@ def main() -> None:
     carry()
     folder = Path(os.environ[PASS])
     over_http: Any = import_module("flwr.superlink.grid.http_grid")
+    again = patient(over_http.make_simple_http_retry_invoker, trouble=False)
+    put(over_http, make_simple_http_retry_invoker=again)
 
     def run(grid: Any, context: Any, **words: Any) -> Any:
         from fedvlm.deploy.server import conduct

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, Gate, word
-from fedvlm.deploy.flower.kin import Kin
+from fedvlm.deploy.flower.kin import Kin, patient
 from fedvlm.engines.flower.api import QUIET
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import write
@@ -19,7 +19,6 @@ from fedvlm.storage.files import write
 LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each
 NEAR = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
 LONG = 1.0  # Flower's naps above it are between requests to the server
-PAUSE = 3.0  # seconds at most until a server that is away is tried again, where Flower takes 20
 REST = 60.0  # seconds in which all of an answer of this machine has come in
 LOST = "its connection to the server has failed for good"
 NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
@@ -49,35 +48,6 @@ def returning(client: Any, note: Path) -> Any:
             return answer
 
     return Returning
-
-
-def patient(make: Callable[[], Any]) -> Callable[[], Any]:
-    """What breaks on the way, also inside TLS, and a server in trouble are tried again.
-
-    Flower gives up at once, and its SuperNode lives on deaf. A run that ended is answered with 403,
-    so nothing is tried longer than its run.
-    """
-    import httpx
-    from flwr.supercore.retry import exponential
-
-    def made() -> Any:
-        again = make()
-        again.wait_gen_factory = lambda: exponential(max_delay=PAUSE)
-        again.recoverable_exceptions = (httpx.TransportError, httpx.HTTPStatusError)
-        flowers = again.should_giveup
-
-        def gives_up(error: Exception) -> bool:
-            if isinstance(error, httpx.TransportError):
-                return "certificate verify failed" in str(error)
-            answer = getattr(error, "response", None)
-            if answer is not None and answer.status_code >= 500:
-                return False
-            return bool(flowers(error))
-
-        again.should_giveup = gives_up
-        return again
-
-    return made
 
 
 def steady(sender: Any) -> Any:
