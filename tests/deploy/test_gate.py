@@ -277,3 +277,21 @@ def test_what_the_gate_names_is_there(app):
     paths = {path for _, path in routes(app)}
     assert paths >= SITES
     assert all(any(path.startswith(one) for path in paths) for one in OWN)
+
+
+def test_a_site_sends_no_call_that_fills_the_servers_memory(app, folder, monkeypatch):
+    """Neither one that says its length, nor one that does not and goes on for ever."""
+    monkeypatch.setattr("fedvlm.deploy.flower.gate.MOST", 1000)
+    headers, _ = signed(key_of(folder, "a"))
+    path = "/v1/fleet/push-object"
+    assert call(app, path, content=bytes(1001), **headers).status_code == 413
+    sent = []
+
+    async def endless():
+        for _ in range(100):
+            sent.append(1)
+            yield bytes(100)
+
+    assert call(app, path, content=endless(), **headers).status_code >= 400
+    assert len(sent) == 11  # and no more was read
+    assert activate(app, key_of(folder, "a")).status_code == 200

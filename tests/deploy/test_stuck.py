@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from fedvlm.deploy.flower import client_app, supernode
+from fedvlm.deploy.flower import client_app, kin, superlink, supernode
 from fedvlm.deploy.serve import refusal
 from fedvlm.engines.flower.api import flower
 from fedvlm.engines.flower.local import local_grid
@@ -113,6 +113,31 @@ def test_a_task_that_was_answered_is_not_answered_again():
     assert [one.error.reason for one in node.replies] == ["said by the site"]
 
 
+def test_an_answer_that_never_comes_in_whole_does_not_keep_a_supernode(monkeypatch):
+    """Its process failed between the announcement of its parts and the parts."""
+    from flwr.app import Error, Message
+    from flwr.supercore.inflatable.inflatable_object import get_object_tree
+
+    kind = node_state()
+    memory = import_module("flwr.supercore.object_store.in_memory_object_store")
+    internal = import_module("flwr.supernode.start_client_internal")
+    node = Node(kind)
+    store = supernode.bounded(memory.InMemoryObjectStore)()
+    reply = Message(Error(0, "said by the site"), reply_to=node.message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    node.state.store_message(reply)
+    store.preregister(RUN, get_object_tree(reply))
+    monkeypatch.setattr(supernode, "REST", 0.0)
+    monkeypatch.setattr(internal, "time", SimpleNamespace(sleep=lambda seconds: None))
+    internal._push_messages(
+        node.state,
+        store,
+        send=lambda message, tree, took: ({reply.object_id}, "session"),
+        push_object=lambda *words: pytest.fail("there is nothing to send"),
+    )
+    assert node.state.get_messages_legacy() == [] and store.get(reply.object_id) is None
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_task_that_is_no_more_does_not_end_the_process_that_took_it(monkeypatch, status):
     """Flower takes it for the end of its process, which lives for one task; ours has others."""
@@ -134,15 +159,36 @@ def test_a_task_that_is_no_more_does_not_end_the_process_that_took_it(monkeypatc
     assert len(set(asked)) >= 2  # the input was asked for, and its end was told
 
 
-def test_a_supernode_ends_with_the_process_that_answers_for_it(monkeypatch, capfd):
-    monkeypatch.setattr(supernode, "LEAVE", 0.0)
+def test_nobody_outlives_the_superexec_that_does_the_work(monkeypatch, capfd):
+    """Neither a SuperNode nor a SuperLink, which would take messages and runs and leave them."""
+    monkeypatch.setattr(kin, "LEAVE", 0.0)
     ended = []
     monkeypatch.setattr("os._exit", ended.append)
-    child = supernode.Kin().Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    child = kin.Kin().Popen([sys.executable, "-c", "raise SystemExit(3)"])
     child.watch.join(60)
     assert ended == [1]
     said = capfd.readouterr().err
-    assert supernode.ENDED in said and "3" in said
-    node = SimpleNamespace(tail=lambda: said)
+    assert kin.ENDED in said and "3" in said
+    check_refusal(said, "", kin.ENDED)
+
+
+def check_refusal(said, killed, why):
+    node = SimpleNamespace(tail=lambda: said, killed=killed)
     told = refusal(SimpleNamespace(name="art", address="x"), node)
-    assert "start it again" in told and "its key" not in told
+    assert f"stopped, for {why}; start it again" in told and "its key" not in told
+
+
+def test_a_supernode_that_was_killed_or_lost_its_server_is_not_taken_for_one_that_is_refused():
+    check_refusal("", "SIGKILL", "its SuperNode was ended by SIGKILL")
+    check_refusal(f"an error\n{supernode.LOST}\n", "", supernode.LOST)
+
+
+def test_a_superlink_starts_its_superexec_as_its_kin(monkeypatch, tmp_path):
+    flower()
+    started = []
+    monkeypatch.setattr(kin.Kin, "Popen", lambda command, env: started.append(command))
+    monkeypatch.setattr(superlink, "set_gate", lambda folder: None)
+    monkeypatch.setattr("flwr.superlink.cli.flower_superlink", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["superlink", str(tmp_path), "127.0.0.1", "8443"])
+    superlink.main()
+    assert [command[2] for command in started] == ["fedvlm.deploy.flower.superexec"]

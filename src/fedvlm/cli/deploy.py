@@ -45,7 +45,7 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     from time import sleep
 
     from fedvlm.deploy.events import Tail, sentence
-    from fedvlm.deploy.flower.processes import superlink
+    from fedvlm.deploy.flower.processes import ending, superlink
     from fedvlm.deploy.kits import read_server
     from fedvlm.deploy.standing import server_days_in_words
     from fedvlm.errors import FederationError
@@ -65,7 +65,7 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
                 for event in tail.new():
                     typer.echo(sentence(event))
                 sleep(0.3)
-            raise FederationError(f"the SuperLink ended:\n{link.tail()}")
+            raise FederationError(ending(link))
         except KeyboardInterrupt:
             typer.echo("the server is stopped", err=True)
         finally:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
+from secrets import token_hex
 from typing import Any
 
 from fedvlm.deploy.events import Events, Tail, sentence
@@ -19,6 +19,7 @@ from fedvlm.deploy.flower.processes import (
     free_port,
     superlink,
 )
+from fedvlm.deploy.follow import GOING, follow
 from fedvlm.deploy.kits import ServerKit, init, read_server
 from fedvlm.deploy.policy import ANY
 from fedvlm.deploy.policy import NAME as POLICY
@@ -54,13 +55,14 @@ publisher = "fedvlm"
 [tool.flwr.app.components]
 serverapp = "fedvlm_app.server:app"
 clientapp = "fedvlm_app.client:app"
+
+[tool.flwr.app.config]
+request = ""
 """,
     "fedvlm_app/__init__.py": "",
     "fedvlm_app/server.py": "app = None\n",
     "fedvlm_app/client.py": "app = None\n",
 }
-LOOK = 20.0  # seconds between questions to Flower whether a run still runs
-PENDING = 60.0  # seconds a server takes at most to begin one
 Progress = Callable[[str, int, int], None]
 
 
@@ -130,9 +132,11 @@ def _carry_out(
     for name, text in APP.items():
         write(kit.folder / "app" / name, text.encode())
     tail = Tail(kit.folder)
-    write_json(kit.folder / REQUEST, request)
+    id = token_hex(8)
+    write_json(kit.folder / REQUEST, {**request, "id": id})
     (kit.folder / FAILED).unlink(missing_ok=True)
-    answer = flwr(kit, "run", str(kit.folder.resolve() / "app"), LINK)
+    app = str(kit.folder.resolve() / "app")
+    answer = flwr(kit, "run", app, LINK, "--run-config", f'request="{id}"')
     if "run-id" not in answer:
         raise FederationError(
             f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"
@@ -143,7 +147,7 @@ def _carry_out(
         step()
 
     try:
-        _follow(kit, str(answer["run-id"]), done, hear)
+        follow(kit, str(answer["run-id"]), done, hear)
     except KeyboardInterrupt:  # else it would go on without anybody who waits for it
         flwr(kit, "stop", str(answer["run-id"]), LINK)
         raise
@@ -157,7 +161,7 @@ def stop(kit: ServerKit) -> list[str]:
     going = [
         str(one["run-id"])
         for one in listed.get("runs", [])
-        if any(word in str(one.get("status")) for word in ("running", "starting", "pending"))
+        if any(word in str(one.get("status")) for word in GOING)
     ]
     for id in going:
         flwr(kit, "stop", id, LINK)
@@ -182,34 +186,6 @@ def _heard(tail: Tail, say: Callable[[str], None]) -> None:
     for event in tail.new():
         if event["kind"] not in ("ended", "failed"):  # the caller says these
             say(sentence(event))
-
-
-def _follow(kit: ServerKit, id: str, done: Callable[[], bool], hear: Callable[[], None]) -> None:
-    """Waits for the result; the server's process says why if there is none."""
-    begin = looked = monotonic()
-    while not done():
-        hear()
-        if (kit.folder / FAILED).exists():
-            raise FederationError((kit.folder / FAILED).read_text())
-        if monotonic() - looked > LOOK:
-            looked = monotonic()
-            listed: Any = flwr(kit, "list", LINK, "--run-id", id)
-            status = str((listed.get("runs") or [{}])[0].get("status", listed))
-            if "pending" in status and monotonic() - begin > PENDING:
-                flwr(kit, "stop", id, LINK)
-                raise FederationError(
-                    f"the server has not begun the run in {PENDING:g} s; stop it and start it "
-                    f"again, and see {kit.folder / 'superlink.log'}"
-                )
-            if "running" not in status and "starting" not in status and "pending" not in status:
-                sleep(1.0)
-                if not done() and not (kit.folder / FAILED).exists():
-                    raise FederationError(
-                        f"the run ended without a result ({status}); run the same command again "
-                        f"to go on, and see {kit.folder / 'superlink.log'}"
-                    )
-        sleep(0.2)
-    hear()
 
 
 def absences(result: Result) -> list[str]:

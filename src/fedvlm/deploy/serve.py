@@ -12,8 +12,9 @@ from fedvlm.deploy.events import Note
 from fedvlm.deploy.flower.client_app import DESK, receive, send_all
 from fedvlm.deploy.flower.gate import NAME as CONTROL
 from fedvlm.deploy.flower.gate import PASS, new_secret
+from fedvlm.deploy.flower.kin import ENDED
 from fedvlm.deploy.flower.processes import Process, Unreachable, knock, supernode
-from fedvlm.deploy.flower.supernode import ENDED
+from fedvlm.deploy.flower.supernode import LOST
 from fedvlm.deploy.kits import SiteKit, secret
 from fedvlm.deploy.membership import lasting, own
 from fedvlm.deploy.site import Say, Site
@@ -103,11 +104,16 @@ def _script(path: Path, module: str, main: str) -> None:
 
 def refusal(kit: SiteKit, node: Process) -> str:
     """Why a SuperNode ended, in words that help."""
-    if ENDED in node.tail():
-        return f"site {kit.name} stopped, for {ENDED}; start it again. Flower says:\n{node.tail()}"
+    said = node.tail()
+    causes = [cause for cause in (ENDED, LOST) if cause in said]
+    if node.killed:
+        causes.append(f"its SuperNode was ended by {node.killed}")
+    if causes:
+        return f"site {kit.name} stopped, for {causes[0]}; start it again. Flower says:\n{said}"
     return (
         f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not "
         "known there, because it was revoked or renewed, has expired, or is of another federation "
         "(ask the server's people, who see it by `fedvlm deploy keys`), or a copy of the kit is "
-        f"connected (or was, a minute ago). Flower says:\n{node.tail()}"
+        "connected (or was, a minute ago), or the server has a new database (start the site "
+        f"again). Flower says:\n{said}"
     )

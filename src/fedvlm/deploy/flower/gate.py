@@ -44,6 +44,8 @@ SITES = frozenset(
     )
 )
 CLOSED, UNKNOWN = 403, 401  # Flower's SuperNode ends at once when it is told the second
+LONG = 413
+MOST = 64 << 20  # bytes of a site's call: Flower sends arrays in pieces of 5 MB
 Scope = Mapping[str, Any]
 
 
@@ -165,15 +167,31 @@ class Gate:
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body"})
         else:
-            await self.app(scope, receive, send)
+            limited = short(receive) if scope["path"] in SITES else receive
+            await self.app(scope, limited, send)
 
     def refused(self, scope: Scope) -> int:
         """The answer to a call that does not pass, 0 to one that does."""
         path = scope["path"]
         if path in SITES:
-            return 0 if self.signed(scope) else UNKNOWN
+            if not self.signed(scope):
+                return UNKNOWN
+            return LONG if int(only(scope, "content-length") or 0) > MOST else 0
         kin = compare_digest(only(scope, HEADER), self.word)
         return 0 if path.startswith(OWN) and local(scope) and kin else CLOSED
+
+
+def short(receive: Any) -> Any:
+    """A body that does not say how long it is ends, too: all of it would be in memory."""
+    read = 0
+
+    async def part() -> Any:
+        nonlocal read
+        one = await receive()
+        read += len(one.get("body", b""))
+        return one if read <= MOST else {"type": "http.disconnect"}
+
+    return part
 
 
 def local(scope: Scope) -> bool:

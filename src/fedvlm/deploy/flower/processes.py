@@ -18,7 +18,7 @@ from fedvlm.deploy.flower.gate import CLOSED, NAME, PASS, new_secret
 from fedvlm.deploy.flower.supernode import NOTE
 from fedvlm.deploy.kits import ServerKit, SiteKit, secret
 from fedvlm.engines.flower.api import QUIET
-from fedvlm.errors import FederationError
+from fedvlm.errors import FederationError, SettingsError
 from fedvlm.storage.files import appending, write
 
 LINK = "fedvlm"  # the name of our connection in Flower's own settings
@@ -26,6 +26,8 @@ POLL = "0.1"  # seconds between looks of a site's SuperExec for work, on its own
 SELDOM = "0.5"  # at the server, where work is a run
 TASKS = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
 MORE_PORTS = "FLWR_INTERNAL_GRPC_"
+DATABASE = "superlink.db"  # Flower's own, in the server's folder
+ANSWER = 120.0  # seconds that Flower's command line has
 START = 60.0  # seconds a SuperLink has to come up
 
 
@@ -66,6 +68,12 @@ class Process:
     @property
     def alive(self) -> bool:
         return self.child.poll() is None
+
+    @property
+    def killed(self) -> str:
+        """The name of the signal that ended it, if one did."""
+        code = self.child.poll() or 0
+        return signal.Signals(-code).name if code < 0 else ""
 
     def tail(self, lines: int = 12) -> str:
         """The end of what this process has logged, and no other before it."""
@@ -145,17 +153,32 @@ def _wait(kit: ServerKit, link: Process) -> None:
     end = monotonic() + START
     while monotonic() < end:
         if not link.alive:
-            raise FederationError(f"the SuperLink ended:\n{link.tail()}")
+            raise FederationError(ending(link))
         if answers(kit):
             return _check_closed(kit)
         sleep(0.1)
     raise FederationError(f"the SuperLink did not come up in {START:g} s:\n{link.tail()}")
 
 
+def ending(link: Process) -> str:
+    """Why a SuperLink is no more, and what to do."""
+    how = f", by {link.killed}" if link.killed else ""
+    remedy = "start the server again"
+    if "sqlite3.DatabaseError" in link.tail():
+        database = link.log.with_name(DATABASE)
+        remedy = (
+            f"{database} is damaged: move it away, then start the server and the sites again (no "
+            "record is in it; a run goes on by its own command)"
+        )
+    elif "sqlite3.OperationalError" in link.tail():
+        remedy = "its database cannot be written: look at the disk, and start the server again"
+    return f"the SuperLink ended{how}; {remedy}. Its log ends with:\n{link.tail()}"
+
+
 def _check_closed(kit: ServerKit) -> None:
     """Tries what an outsider would: with another Flower the gate might stand beside the road."""
     port = int(kit.address.rpartition(":")[2])
-    context = ssl.create_default_context(cafile=str(kit.folder / "ca.crt"))
+    context = trusting(kit.folder / "ca.crt")
     call = HTTPSConnection("localhost", port, context=context, timeout=START)
     with closing(call):
         call.request("POST", "/v1/control/list-runs")
@@ -171,10 +194,19 @@ class Unreachable(FederationError):
     """Nobody answers there, yet."""
 
 
+def trusting(ca: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except OSError as error:  # also where it is no certificate
+        raise SettingsError(
+            f"{ca} is missing or no certificate ({error}); take the folder as fedvlm wrote it"
+        ) from error
+
+
 def hear(address: str, ca: Path) -> str:
     """The time by the server's clock, as HTTP has it."""
     host, _, port = address.rpartition(":")
-    context = ssl.create_default_context(cafile=str(ca))
+    context = trusting(ca)
     call = HTTPSConnection(host, int(port), context=context, timeout=5)
     with closing(call):
         call.request("GET", "/")
@@ -184,7 +216,7 @@ def hear(address: str, ca: Path) -> str:
 def knock(address: str, ca: Path) -> None:
     """Returns if our server is there; that somebody else is, or nobody, are different errors."""
     host, _, port = address.rpartition(":")
-    context = ssl.create_default_context(cafile=str(ca))
+    context = trusting(ca)
     try:
         with (
             socket.create_connection((host, int(port)), 5) as plain,
@@ -204,6 +236,8 @@ def knock(address: str, ca: Path) -> None:
         raise FederationError(
             f"the certificate of the server at {address} is refused ({said}); {remedy}"
         ) from error
+    except ssl.SSLEOFError as error:  # as a proxy does whose server is down
+        raise Unreachable(f"{address} ends the connection before it has begun") from error
     except ssl.SSLError as error:
         raise FederationError(
             f"{address} does not answer with TLS ({error.reason}); is another program listening "
@@ -215,14 +249,18 @@ def knock(address: str, ca: Path) -> None:
 
 def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
     """Flower's command line, answering in JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fedvlm.deploy.flower.control", *words, "--format", "json"],
-        cwd=home(kit),  # Flower takes the name of a connection for a folder of that name
-        env={**environment(home(kit)), PASS: str(kit.folder.resolve())},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedvlm.deploy.flower.control", *words, "--format", "json"],
+            cwd=home(kit),  # Flower takes the name of a connection for a folder of that name
+            env={**environment(home(kit)), PASS: str(kit.folder.resolve())},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=ANSWER,
+        )
+    except subprocess.TimeoutExpired:
+        return {"success": False, "error-message": f"the server did not answer in {ANSWER:g} s"}
     said = done.stdout + done.stderr
     try:
         answer = json.loads(done.stdout[done.stdout.index("{") :])

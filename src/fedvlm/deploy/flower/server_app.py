@@ -2,13 +2,36 @@
 
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, carry
+from fedvlm.deploy.flower.kin import patient
 from fedvlm.engines.flower.api import flower
+
+AGAIN = 0.2  # seconds between looks for the rest of a reply, which is on this machine if it came
+
+
+def timely(pull: Callable[..., Any], grid: Any) -> Callable[..., Any]:
+    """Half a reply is waited for as long as the whole one is: Flower waits for its rest for minutes
+    after its site was killed, and for hours if the site sends a little now and then."""
+
+    def pulled(object_ids: list[str], pull_object_fn: Callable[[str], bytes]) -> Any:
+        return pull(
+            object_ids,
+            pull_object_fn,
+            max_time=max(getattr(grid, "until", inf) - monotonic(), 0.0),
+            max_tries_per_object=None,
+            initial_backoff=AGAIN,
+            backoff_cap=AGAIN,
+        )
+
+    return pulled
 
 
 def main() -> None:
@@ -16,11 +39,15 @@ def main() -> None:
     flower()
     carry()
     folder = Path(os.environ[PASS])
+    over_http: Any = import_module("flwr.superlink.grid.http_grid")
+    again = patient(over_http.make_simple_http_retry_invoker, trouble=False)
+    put(over_http, make_simple_http_retry_invoker=again)
 
     def run(grid: Any, context: Any, **words: Any) -> Any:
         from fedvlm.deploy.server import conduct
 
-        conduct(grid, folder)
+        put(over_http, pull_objects=timely(over_http.pull_objects, grid))
+        conduct(grid, folder, str(context.run_config.get("request", "")))
         return context
 
     app = {"tool": {"flwr": {"app": {"components": {"serverapp": "fedvlm"}}}}}
@@ -30,7 +57,7 @@ def main() -> None:
         get_fab_metadata=lambda *words: ("fedvlm/fedvlm-app", "1.0.0"),
         get_project_dir=lambda *words: folder,
         get_project_config=lambda *words: app,
-        get_fused_config_from_dir=lambda *words: {},
+        get_fused_config_from_dir=lambda place, given: given,
         run_=run,
     )
     sys.argv += ["--token", sys.stdin.read()]

@@ -8,6 +8,7 @@ from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import carry
+from fedvlm.deploy.flower.kin import patient
 from fedvlm.engines.flower.api import flower
 
 
@@ -36,6 +37,8 @@ def start(kind: str) -> None:
 
     loop: Any = import_module("flwr.supercore.superexec.run_superexec")
     put(loop.AutoExecPlugin, supported_task_types=frozenset({TaskType[kind]}))
+    again = patient(loop.make_simple_http_retry_invoker)
+    put(loop, make_simple_http_retry_invoker=again)
     import_module("flwr.supercore.cli").flower_superexec()
 
 

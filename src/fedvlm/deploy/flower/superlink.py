@@ -4,13 +4,13 @@ python -m fedvlm.deploy.flower.superlink FOLDER HOST PORT
 """
 
 import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import NAME, PASS, Gate, Keys, Scope, word
+from fedvlm.deploy.flower.kin import Kin
 from fedvlm.engines.flower.api import flower
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         *("--parent-pid", str(os.getpid())),
         *secret,
     ]
-    subprocess.Popen(superexec, env={**os.environ, PASS: str(folder)})
+    Kin.Popen(superexec, env={**os.environ, PASS: str(folder)})
     sys.argv = [
         "flower-superlink",
         *("--ssl-ca-certfile", str(folder / "ca.crt")),

@@ -1,18 +1,17 @@
 """Flower's SuperNode that looks for messages often, comes back at once, and is behind a gate."""
 
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from fedvlm.deploy.flower import put
 from fedvlm.deploy.flower.gate import PASS, Gate, word
+from fedvlm.deploy.flower.kin import Kin, patient
 from fedvlm.engines.flower.api import QUIET
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import write
@@ -20,8 +19,8 @@ from fedvlm.storage.files import write
 LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each
 NEAR = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
 LONG = 1.0  # Flower's naps above it are between requests to the server
-LEAVE = 5.0  # seconds in which all of a site ends that was asked to
-ENDED = "the process that answers for this site has ended"
+REST = 60.0  # seconds in which all of an answer of this machine has come in
+LOST = "its connection to the server has failed for good"
 NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
 
@@ -49,6 +48,21 @@ def returning(client: Any, note: Path) -> Any:
             return answer
 
     return Returning
+
+
+def steady(sender: Any) -> Any:
+    """A heartbeat that fails is tried again, whatever it fails by: without any, a node is off."""
+
+    class Steady(sender):  # type: ignore[misc, unused-ignore]
+        def __init__(self, beat: Callable[[], bool]) -> None:
+            def beaten() -> bool:
+                with suppress(Exception):
+                    return beat()
+                return False
+
+            super().__init__(beaten)
+
+    return Steady
 
 
 def settled(pull: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,21 +105,24 @@ def answering(state: Any) -> Any:
     return Answering
 
 
-class Kin:
-    """The module `subprocess`; a SuperNode does not outlive the SuperExec that it starts."""
+def bounded(store: Any) -> Any:
+    """Memory that is not asked for ever for what was announced: its sender may have failed."""
 
-    class Popen(subprocess.Popen[bytes]):
-        def __init__(self, command: Sequence[str]):
-            super().__init__(command)
-            self.watch = Thread(target=self._end_with_it, daemon=True)
-            self.watch.start()
+    class Bounded(store):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: dict[str, float] = {}  # since when, for what is not there yet
 
-        def _end_with_it(self) -> None:
-            code = self.wait()
-            time.sleep(LEAVE)  # where the site was stopped, this process ends by itself
-            sys.stderr.write(f"{ENDED} (exit code {code})\n")
-            sys.stderr.flush()
-            os._exit(1)
+        def get(self, object_id: str) -> Any:
+            content = super().get(object_id)
+            if content != b"":
+                self.asked.pop(object_id, None)
+            elif time.monotonic() - self.asked.setdefault(object_id, time.monotonic()) > REST:
+                del self.asked[object_id]
+                raise FederationError(f"the rest of an answer did not come in {REST:g} s")
+            return content
+
+    return Bounded
 
 
 def behind_a_gate(make: Any) -> Any:
@@ -126,12 +143,22 @@ def main() -> None:
     put(internal, time=Time(), subprocess=Kin(), _pull_and_store_message=pull)
     memory: Any = import_module("flwr.supernode.nodestate.nodestate_factory")
     put(memory, InMemoryNodeState=answering(memory.InMemoryNodeState))
+    objects: Any = import_module("flwr.supercore.object_store.object_store_factory")
+    put(objects, InMemoryObjectStore=bounded(objects.InMemoryObjectStore))
     connection: Any = import_module("flwr.supernode.fleet_http_connection")
     client = returning(connection.FleetHttpClient, Path(os.environ[NOTE]))
-    put(connection, FleetHttpClient=client)
+    put(
+        connection,
+        FleetHttpClient=client,
+        make_simple_http_retry_invoker=patient(connection.make_simple_http_retry_invoker),
+        HeartbeatSender=steady(connection.HeartbeatSender),
+    )
     app: Any = import_module("flwr.supernode.main")
     put(app, create_app=behind_a_gate(app.create_app))
     import_module("flwr.supernode.cli").flower_supernode()
+    sys.stderr.write(f"{LOST}\n")
+    sys.stderr.flush()
+    os._exit(1)  # else Flower's own threads keep this process alive, deaf
 
 
 if __name__ == "__main__":

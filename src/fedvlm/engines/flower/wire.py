@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import inf
 from time import monotonic, sleep
 from typing import Any
 
@@ -98,14 +99,18 @@ def collect(
     seconds: float | None,
     enough: Callable[[], bool] = lambda: False,
 ) -> Iterator[Any]:
-    """Replies to messages as they come, until all are there, or enough, or time is up."""
+    """Replies to messages as they come, until all are there, or enough, or time is up.
+
+    Neither is half a reply waited for any longer (`until`), and what came meanwhile is taken.
+    """
     waiting = set(ids)
-    end = None if seconds is None else monotonic() + seconds
+    grid.until = inf if seconds is None else monotonic() + seconds
     while waiting:
+        over = monotonic() > grid.until
         for message in grid.pull_messages(list(waiting)):
             waiting.discard(message.metadata.reply_to_message_id)
             yield message
-        if not waiting or enough() or (end is not None and monotonic() > end):
+        if not waiting or over or enough():
             return
         sleep(POLL)
 
