@@ -120,8 +120,7 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
         if clients.public and pool not in whole:
             open_rows = rows[np.isin(table.splits[rows], ("", "train"))]
             size = int(Fraction(str(clients.public)) * len(rows))
-            drawn = numbers("public", seed, pool)
-            parts[splits.some(open_rows, size, groups, drawn)] = len(PARTS)
+            parts[splits.some(open_rows, size, groups, numbers("public", seed, pool))] = len(PARTS)
             rows = rows[parts[rows] < len(PARTS)]
         drawn = numbers("split", seed, pool)
         marks = table.splits[rows].tolist()
