@@ -8,7 +8,7 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.deploy import runs
+from fedvlm.deploy import follow, runs
 from fedvlm.deploy.consent import give_consent
 from fedvlm.deploy.explain import EXAMPLE
 from fedvlm.deploy.kits import read_site
@@ -246,7 +246,7 @@ def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
     def interrupt(*words):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "_follow", interrupt)
+    monkeypatch.setattr(runs, "follow", interrupt)
     with pytest.raises(KeyboardInterrupt):
         runs.run(place.kit, place.settings(), place.folder / "run")
     assert said[0][0] == "run" and said[1] == ("stop", "17", runs.LINK)
@@ -255,10 +255,11 @@ def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
 def test_a_run_that_the_server_does_not_begin_is_given_up(place, monkeypatch):
     """As when Flower's own process on the server has ended."""
     monkeypatch.setattr(runs, "answers", lambda kit: True)
-    monkeypatch.setattr(runs, "LOOK", 0.0)
-    monkeypatch.setattr(runs, "PENDING", 0.0)
+    monkeypatch.setattr(follow, "LOOK", 0.0)
+    monkeypatch.setattr(follow, "PENDING", 0.0)
     told = {"run-id": "17", "runs": [{"status": "pending"}]}
-    monkeypatch.setattr(runs, "flwr", lambda kit, *words: told)
+    for module in (runs, follow):
+        monkeypatch.setattr(module, "flwr", lambda kit, *words: told)
     with pytest.raises(FederationError, match="has not begun the run.*superlink.log"):
         runs.run(place.kit, place.settings(), place.folder / "run")
 
