@@ -11,7 +11,7 @@ import pytest
 
 import fedvlm
 from fedvlm.encoders.store import save_store
-from fedvlm.engines import loop
+from fedvlm.engines import batched, loop
 from fedvlm.engines import state as states
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner import training as trainings
@@ -57,9 +57,11 @@ def test_kill_and_resume_give_the_same_bits(rows_like, files, tmp_path):
 SHELVED = """
 import os, signal, sys
 import fedvlm
-from fedvlm.engines import loop, state
+from fedvlm.engines import batched, loop, state
 from fedvlm.runner import training
-folder, store, at, loop.PART = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+folder, store = sys.argv[1:3]
+at, loop.PART, workers = map(int, sys.argv[3:])
+batched.chunks = lambda world, tasks, times: [[one] for one in tasks]
 state.SHELVED, training.EVERY = 0, 2.5  # on disk; a checkpoint at the third time, then the sixth
 loop.BULK = 0
 put, times = state.Shelf.put, 0
@@ -77,18 +79,21 @@ def counted(self, many):
 state.Shelf.put = counted
 if not at:  # after the last round: local tensors are in the record, scores are not
     training.write_json = lambda path, value: os.kill(os.getpid(), signal.SIGKILL)
-settings = dict(encoder=f"store:{store}", protocol="own-test", fraction=0.7, workers=1)
+settings = dict(encoder=f"store:{store}", protocol="own-test", fraction=0.7, workers=workers)
 fedvlm.run(dict(name="fedot", blocks=4, rounds=8, rate=1e-3), out=folder, **settings)
 """
 
 
-@pytest.mark.parametrize("part", [128, 1])  # all at once, and uploads summed one by one
+# All at once; uploads summed one by one; two by two, with the next two under way meanwhile.
+@pytest.mark.parametrize(("part", "workers"), [(128, 1), (1, 1), (2, 2)])
 def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round(
-    rows_like, files, tmp_path, monkeypatch, part
+    rows_like, files, tmp_path, monkeypatch, part, workers
 ):
     store = save_store(tmp_path / "rows.safetensors", rows_like(dim=16))
     method = {"name": "fedot", "blocks": 4, "rounds": 8, "rate": 1e-3}
-    settings = {"encoder": f"store:{store}", "protocol": "own-test", "fraction": 0.7, "workers": 1}
+    settings = {"encoder": f"store:{store}", "protocol": "own-test", "fraction": 0.7}
+    settings["workers"] = workers
+    monkeypatch.setattr(batched, "chunks", lambda world, tasks, times: [[one] for one in tasks])
     monkeypatch.setattr(loop, "PART", part)
     monkeypatch.setattr(loop, "BULK", 0)
     memory = fedvlm.run(method, out=tmp_path / "memory", **settings)
@@ -96,7 +101,7 @@ def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round
     fedvlm.run(method, out=tmp_path / "whole", **settings)
     command = [sys.executable, "-c", SHELVED, tmp_path / "torn", store]
     for at in (5, 4, 0):
-        assert subprocess.run([*command, str(at), str(part)]).returncode == -9
+        assert subprocess.run([*command, str(at), str(part), str(workers)]).returncode == -9
         assert (tmp_path / "torn" / "trainings").joinpath("0-all.local").exists()
     result = fedvlm.resume(tmp_path / "torn")
     assert files(result.folder) == files(tmp_path / "whole")
