@@ -8,7 +8,7 @@ from PIL import Image
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import divide, rows_of
+from fedvlm.data.federation import Listing, divide, rows_of
 from fedvlm.errors import DataError
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
@@ -52,12 +52,18 @@ def manifest(folder: Path, lines: list[str]) -> str:
     return str(folder / "rows.csv")
 
 
-def test_a_group_of_a_manifest_is_in_one_part(tmp_path: Path) -> None:
+def patients(folder: Path, clients: str) -> Listing:
+    """Thirty of four images each, half of them at either client."""
     lines = []
     for number in range(120):
-        draw(tmp_path / f"{number}.png", number)
-        lines.append(f"{number}.png,{number % 2},{'ab'[number // 60]},patient {number // 4},")
-    table = rows_of(open_dataset(manifest(tmp_path, lines)))
+        draw(folder / f"{number}.png", number)
+        who = clients[number // 60]
+        lines.append(f"{number}.png,{number % 2},{who},patient {number // 4},")
+    return rows_of(open_dataset(manifest(folder, lines)))
+
+
+def test_a_group_of_a_manifest_is_in_one_part(tmp_path: Path) -> None:
+    table = patients(tmp_path, "ab")
     assert table.groups is not None and "patient" not in "".join(table.groups.tolist())
     clients = Clients(by="own", calibration=0.5)
     for seed in range(5):
@@ -69,11 +75,7 @@ def test_a_group_of_a_manifest_is_in_one_part(tmp_path: Path) -> None:
 
 
 def test_a_group_is_not_both_public_and_somebody_s(tmp_path: Path) -> None:
-    lines = []
-    for number in range(120):
-        draw(tmp_path / f"{number}.png", number)
-        lines.append(f"{number}.png,{number % 2},a,patient {number // 4},")
-    table = rows_of(open_dataset(manifest(tmp_path, lines)))
+    table = patients(tmp_path, "aa")
     for seed in range(5):
         found = divide(table, Clients(by="own", public=0.2), seed)
         held = [found.public, *vars(found.members["a"]).values()]
