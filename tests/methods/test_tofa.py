@@ -289,3 +289,32 @@ def test_temperatures_are_told_for_the_record():
     assert set(told) == {"visual temperature", "text temperature"}
     assert all(value > 0 for value in told.values())
     assert client(world, "client-0", 0).texts.shape[1] == 0
+
+
+@pytest.mark.parametrize("multiplier", [1000.0, torch.inf, -1000.0, torch.nan])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_open_classes_are_a_mask_and_lift_no_limit(multiplier, noise):
+    """A server that sends `open` = 1000 must not get a class of fewer than `smallest` samples."""
+    frozen, x, y = setting(rows=80)
+    y = torch.where((y == 1) & (torch.arange(80) > 1), 0, y)  # one sample of class b
+    method = tofa(smallest=16, noise_multiplier=noise)
+    shared, local = method.init(frozen)
+    each = one(x, y)
+    if noise:
+        each = replace(each, noise=torch.zeros(1, method.noise(frozen)))
+    mask = torch.ones(CLASSES, dtype=torch.float64)
+    wanted, _ = method.update(frozen, {**shared, "open": mask}, local, each)
+    assert wanted["counts"].tolist() == [39, 0, 20, 20, 0]
+    got, _ = method.update(frozen, {**shared, "open": multiplier * mask}, local, each)
+    for key, value in got.items():
+        closed = multiplier < 0 or multiplier != multiplier
+        assert torch.equal(value, torch.zeros_like(value) if closed else wanted[key]), key
+
+
+def test_open_classes_of_another_shape_are_refused():
+    frozen, x, y = setting()
+    method = tofa()
+    shared, local = method.init(frozen)
+    for shape in ((), (CLASSES + 1,), (1,), (CLASSES, CLASSES)):
+        with pytest.raises(FedVLMError, match="'open' must have 5 numbers, one for each class"):
+            method.update(frozen, {**shared, "open": torch.ones(shape)}, local, one(x, y))

@@ -30,7 +30,7 @@ def released(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Counts, class sums and the triangle of Σ x xᵀ of classes that may be uploaded, with noise.
 
-    `allowed` (classes,) is 1 where a class may be. What is left out is chosen by the counts that
+    `allowed` (classes,) is True where a class may be. What is left out is chosen by the counts that
     are uploaded, noise and all, so the choice gives nothing away.
     """
     classes, dim = len(allowed), x.shape[1]
@@ -41,7 +41,7 @@ def released(
         on_counts, on_sums, on_second = normal.double().tensor_split(ends)
         counts = cover(counts, deviation, on_counts).round()
         x = x.double() / x.norm(dim=1, keepdim=True).clamp(min=1)
-    counts = counts * allowed
+    counts = torch.where(allowed, counts, 0.0)  # a mask: it cannot raise a count
     there = counts >= smallest
     _, sums, second = gaussian.sums_over(x, gaussian.withheld(y, counts, smallest), classes)
     if multiplier:

@@ -14,11 +14,23 @@ from torch import Tensor
 
 from fedvlm import parts, tensors
 from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, check_range, register
-from fedvlm.errors import SettingsError
+from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths import calibration, gaussian, prototypes
 from fedvlm.maths.accounting import spent
 from fedvlm.methods import _statistics, _totals
 from fedvlm.methods._texts import aligned, first_weights, gathered, prompts, scores
+
+
+def open_classes(sent: Tensors, classes: int) -> Tensor:
+    """Return (classes,) True where the server allows a class; by default everywhere."""
+    if "open" not in sent:
+        return torch.ones(classes, dtype=torch.bool)
+    if sent["open"].shape != (classes,):
+        raise FederationError(
+            f"tofa: 'open' must have {classes} numbers, one for each class, got shape "
+            f"{tuple(sent['open'].shape)}; the server runs another version"
+        )
+    return sent["open"] > 0
 
 
 @register
@@ -91,7 +103,7 @@ class TOFA:
             raise SettingsError(f"tofa: a client has {rows} rows; set most = {rows} or higher")
         if self.text and client.texts.shape[1] and self.exchanges == 1:
             raise SettingsError("tofa: clients bring texts of their own; set rounds = 2")
-        allowed = sent.get("open", torch.ones(len(frozen.classes), dtype=torch.float64))
+        allowed = open_classes(sent, len(frozen.classes))
         limits = allowed, self.smallest, self.noise_multiplier, client.noise[:1].flatten()
         counts, sums, second = prototypes.released(client.x, client.y, *limits)
         if self.contributors > 1 and "open" not in sent:
