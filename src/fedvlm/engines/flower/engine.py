@@ -147,14 +147,14 @@ class Flower:
         self, parcels: Mapping[str, Parcel], number: int
     ) -> tuple[dict[str, Parcel], Tensors]:
         """The same for clients whose uploads only their sum is seen of."""
-        from fedvlm.engines.flower.secure import FEWEST, exchange
+        from fedvlm.engines.flower.secure import FEWEST, MOST_MEMBERS, exchange
 
         largest = max(self.rows[id] for id in parcels)
         notice = {
             id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
         }
         sealed = self._sealed(notice)
-        if not FEWEST <= len(sealed) <= 1000:  # more could overflow whole numbers of 32 bits
+        if not FEWEST <= len(sealed) <= MOST_MEMBERS:
             raise FederationError(
                 f"round {number}: a secure sum hides a client among others, and takes three to a "
                 f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"

@@ -6,9 +6,12 @@ the metrics, and its arrays, masked, as the parameters. The number of examples, 
 in the clear, is always 1: a weight is one of the masked numbers.
 """
 
+import hmac
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
+from hmac import compare_digest
 from typing import Any
 
 import numpy as np
@@ -26,10 +29,33 @@ from fedvlm.engines.flower.wire import (
 from fedvlm.errors import FederationError
 
 STAGE = "secaggplus_configs"  # the record by which Flower knows a message of SecAgg+
+STATE = "secaggplus_state"  # the record in which Flower keeps a member's keys between stages
+REQUEST = "fitins.config"  # the record that carries our request
+TAG_BYTES = 32  # of the proof of the plan that goes with each encrypted share
 RANGE = 8.0  # SecAgg+ cuts larger numbers off, silently; `to_secagg` refuses them before
-KEEP = 2 / 3  # share of the sites that must stay to the end; fewer cannot lift the masks
 BEFORE = ("setup", "share_keys")  # the stages in which no upload has left any site
 FEWEST = 3  # sites in a sum: of two, either knows the other's
+MOST_MEMBERS = 1000  # more could overflow whole numbers of 32 bits
+
+
+def sum_settings(members: int) -> dict[str, Any]:
+    """Return the settings of a secure sum of so many members, the same at server and sites."""
+    return {
+        "sample_num": members,
+        "share_num": members,
+        "threshold": -(-2 * members // 3),  # fewer shares than two thirds cannot lift a mask
+        "clipping_range": RANGE,
+        # As fine as whole numbers of 32 bits allow for the sum of so many members.
+        "target_range": 1 << max(22, 30 - (members + 1).bit_length()),
+        "mod_range": 1 << 32,
+        "max_weight": 1.0,
+    }
+
+
+def plan_digest(about: Mapping[str, Any]) -> str:
+    """Return the hash of what all members of a sum must be told alike: plan, round, `largest`."""
+    plan = [about.get(name) for name in ("training", "round", "largest")]
+    return sha256(json.dumps(plan).encode()).hexdigest()
 
 
 class Gone(Exception):
@@ -41,21 +67,117 @@ class Gone(Exception):
 
 
 def mask(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
-    """A mod of the ClientApp: SecAgg+ for its own messages, and nothing for the others."""
-    if STAGE not in message.content.config_records:
+    """Run SecAgg+ for its own messages, as a mod of the ClientApp; pass all others on.
+
+    Flower follows whatever the server says. This mod refuses what would not hide the upload.
+    """
+    staged = STAGE in message.content.config_records
+    if not staged and REQUEST not in message.content:
         return call_next(message, context)
+    if not staged or message.metadata.message_type != "train":  # Flower would not mask these
+        raise _refusal("the upload was asked for outside the stage that masks it")
     app = flower()
-    # It takes its record apart, which is everybody's where a message is just a call.
-    own = {STAGE: app.ConfigRecord(dict(message.content[STAGE]))}
+    config = dict(message.content[STAGE])
+    state = dict(context.state.config_records.get(STATE, {}))
+    stage = config["stage"]
+    if stage == "setup":
+        _check_settings(config)
+    elif stage == "share_keys":
+        _check_keys(config, state)
+    elif stage == "collect_masked_vectors":
+        config["ctxts"] = _check_shares(config, state, request(message.content))
+    elif stage == "unmask":
+        _check_uploads(config, state)
+    # Flower takes its record apart, which is everybody's where a message is just a call.
+    own = {STAGE: app.ConfigRecord(config)}
     message.content = app.RecordDict({**message.content, **own})
-    return api.secaggplus_mod(message, context, call_next)
+    reply = api.secaggplus_mod(message, context, call_next)
+    after = context.state.config_records[STATE]
+    if stage == "setup":
+        after["plan"] = config["plan"]
+    elif stage == "share_keys":
+        shares = reply.content[STAGE]
+        pairs = zip(shares["dsts"], shares["ctxts"], strict=True)
+        shares["ctxts"] = [text + _tag(after, after["nid"], to) for to, text in pairs]
+    return reply
+
+
+def _refusal(why: str) -> FederationError:
+    return FederationError(f"the secure sum is refused here: {why}")
+
+
+def _check_settings(config: Mapping[str, Any]) -> None:
+    """Refuse a sum of too few members, too low a threshold, or one that gives members no weight."""
+    members, threshold = config["sample_num"], config["threshold"]
+    if members < FEWEST:
+        raise _refusal(f"it must have at least {FEWEST} members, got {members}")
+    if members > MOST_MEMBERS:
+        raise _refusal(f"it must have at most {MOST_MEMBERS} members, got {members}")
+    wanted = sum_settings(members)
+    least = wanted.pop("threshold")
+    if threshold < least:
+        raise _refusal(f"threshold must be at least {least}, got {threshold}")
+    if threshold > members:
+        raise _refusal(f"threshold must be at most {members}, got {threshold}")
+    for name, value in wanted.items():
+        if config[name] != value:
+            raise _refusal(f"{name} must be {value}, got {config[name]}")
+
+
+def _check_keys(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Refuse keys of more or fewer members than the settings of the sum announced."""
+    names = [name for name in config if name != "stage"]
+    members = len({int(name) for name in names})
+    if not len(names) == members == state.get("sample_num"):
+        raise _refusal(f"{state.get('sample_num')} members were announced, got keys of {members}")
+
+
+def _check_shares(
+    config: Mapping[str, Any], state: Mapping[str, Any], asked: Parcel | None
+) -> list[bytes]:
+    """Return the encrypted shares, if all members sent theirs and were told the same plan."""
+    others = set(state.get("public_keys_dict:K", ())) - {state.get("nid")}
+    sources, texts = config["srcs"], config["ctxts"]
+    if len(others) < FEWEST - 1 or sorted(sources) != sorted(others) or len(texts) != len(sources):
+        raise _refusal(
+            f"it must bring shares of all {len(others)} other members, got {len(set(sources))}"
+        )
+    same = asked is not None and plan_digest(asked.about) == state["plan"]
+    for source, text in zip(sources, texts, strict=True):
+        same &= compare_digest(text[-TAG_BYTES:], _tag(state, source, state["nid"]))
+    if not same:
+        raise _refusal("a member was told another plan, other members or another `largest`")
+    return [text[:-TAG_BYTES] for text in texts]
+
+
+def _check_uploads(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Refuse to lift masks from a sum of too few uploads, or in two ways at once."""
+    active, dead = config["active_nids"], config["dead_nids"]
+    if sorted([*active, *dead]) != sorted(state.get("public_keys_dict:K", ())):
+        raise _refusal("its lists of who stayed and who left must name each member once")
+    least = max(FEWEST, state["threshold"])
+    if len(active) < least:
+        raise _refusal(
+            f"it must hold at least {least} uploads, got {len(active)}; resume the run once those "
+            "who left are back"
+        )
+
+
+def _tag(state: Mapping[str, Any], source: int, target: int) -> bytes:
+    """Prove to one member, by the key shared with it, which plan and members the sum is of."""
+    other = target if source == state["nid"] else source
+    secrets = dict(zip(state["ss2_dict:K"], state["ss2_dict:V"], strict=True))
+    keys = [one.hex() for one in state["public_keys_dict:V"]]
+    members = sorted(zip(state["public_keys_dict:K"], keys[::2], keys[1::2], strict=True))
+    said = json.dumps([state["plan"], members, source, target])
+    return hmac.digest(secrets[other], said.encode(), "sha256")
 
 
 def request(content: Any) -> Parcel | None:
     """The parcel inside a message of SecAgg+; None if it is an ordinary one."""
-    if "fitins.config" not in content:
+    if REQUEST not in content:
         return None
-    return from_bytes(content["fitins.config"]["parcel"])
+    return from_bytes(content[REQUEST]["parcel"])
 
 
 def records(reply: Parcel, hidden: bool) -> Any:
@@ -120,7 +242,10 @@ class Exchange:
         then fail at the very end. So that is said here, while nothing has been uploaded.
         """
         messages = list(messages)
-        early = messages[0].content[STAGE]["stage"] in BEFORE
+        stage = messages[0].content[STAGE]["stage"]
+        early = stage in BEFORE
+        for one in messages if stage == "setup" else ():
+            one.content[STAGE]["plan"] = plan_digest(self.parcels[one.metadata.dst_node_id].about)
         replies = list(collect(self.grid, self.grid.push_messages(messages), timeout))
         for one in replies:
             if one.has_error():
@@ -166,8 +291,13 @@ def _walk(asked: Exchange, number: int, timeout: float | None) -> None:
         {"config": app.ConfigRecord({"current_round": number}), "parameters": app.ArrayRecord()}
     )
     context = api.LegacyContext(app.Context(1, 1, {}, state, {}), strategy=both)
-    # As fine as whole numbers of 32 bits allow for the sum of so many sites.
-    levels = 1 << max(22, 30 - (len(asked.parcels) + 1).bit_length())
+    settings = sum_settings(len(asked.parcels))
     api.SecAggPlusWorkflow(
-        1.0, KEEP, max_weight=1.0, clipping_range=RANGE, quantization_range=levels, timeout=timeout
+        1.0,  # every member holds a share of every other's key
+        settings["threshold"],
+        max_weight=settings["max_weight"],
+        clipping_range=settings["clipping_range"],
+        quantization_range=settings["target_range"],
+        modulus_range=settings["mod_range"],
+        timeout=timeout,
     )(both, context)
