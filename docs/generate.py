@@ -15,7 +15,7 @@ import typer.main
 from fedvlm.channel.settings import Channel
 from fedvlm.cli import app
 from fedvlm.core import Schedule, methods
-from fedvlm.core.schema import RANGES
+from fedvlm.core.schema import range_of
 from fedvlm.data.clients import Clients
 from fedvlm.evaluate.protocols import protocols
 from fedvlm.report.lists import LISTS
@@ -71,7 +71,7 @@ def default(one: Field[Any]) -> str:
 def takes(one: Field[Any]) -> str:
     kind = one.type.__name__ if isinstance(one.type, type) else str(one.type)
     kind = kind.replace("typing.", "").replace("collections.abc.", "")
-    span = RANGES.get(one.name, ("", ""))[1]
+    span = str(range_of(one) or "")
     return f"`{kind}`" + (f", {span}" if span else "")
 
 

@@ -305,13 +305,13 @@ def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
     ("settings", "says"),
     [
         ({"clipp": 1.0}, "did you mean 'clip'"),
-        ({"clip": -1.0}, "channel.clip = -1.0 does not fit; it takes 0"),
-        ({"clip": math.nan}, "channel.clip = nan"),
+        ({"clip": -1.0}, "channel.clip must be at least 0, got -1.0"),
+        ({"clip": math.nan}, "channel.clip must be finite and at least 0, got nan"),
         ({"noise": 1.0}, "set channel.clip too"),
-        ({"delta": 1.0}, "does not fit; it takes a number above 0 and below 1"),
+        ({"delta": 1.0}, "must be above 0 and below 1, got 1.0"),
         ({"quantise": "yes"}, "channel.quantise = 'yes' does not fit"),
         ({"quantise": True, "secure": True}, "do not go together"),
-        ({"rows": 0}, "channel.rows = 0 does not fit; it takes 1 or more"),
+        ({"rows": 0}, "channel.rows must be at least 1, got 0"),
         ("on", "write a table"),
     ],
 )

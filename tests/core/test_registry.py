@@ -118,19 +118,19 @@ def test_registration_refuses_a_field_without_a_default():
         ("fedot", {"rounds": 1.5}, "fedot.rounds = 1.5 does not fit; it takes a whole number"),
         ("fedot", {"rounds": True}, "fedot.rounds = True does not fit"),
         ("fedot", {"head": "txt"}, "it takes 'text' or 'random'"),
-        ("fedot", {"rounds": -1}, "fedot.rounds = -1 does not fit; it takes 0 or more"),
-        ("fedot", {"epochs": 0}, "fedot.epochs = 0 does not fit; it takes 1 or more"),
-        ("fedot", {"batch": 0}, "fedot.batch = 0 does not fit; it takes 1 or more"),
-        ("fedot", {"tau": -1.0}, "fedot.tau = -1.0 does not fit; it takes a number above 0"),
-        ("fedprox", {"mu": -1.0}, "fedprox.mu = -1.0 does not fit; it takes 0 or more"),
-        ("promptfl", {"vectors": 0}, "promptfl.vectors = 0 does not fit; it takes 1 or more"),
-        ("fedot", {"rate": -1.0}, "fedot.rate = -1.0 does not fit; it takes a number above 0"),
-        ("fedot", {"rate": float("nan")}, "fedot.rate = nan does not fit"),
-        ("fedot", {"rate": float("inf")}, "fedot.rate = inf does not fit"),
-        ("fedot", {"momentum": 1.0}, "fedot.momentum = 1.0 does not fit; it takes a number from 0"),
-        ("fedot", {"decay": -0.1}, "fedot.decay = -0.1 does not fit; it takes 0 or more"),
-        ("fedclip", {"eps": 0.0}, "fedclip.eps = 0.0 does not fit; it takes a number above 0"),
-        ("fens", {"server_rate": 0.0}, "fens.server_rate = 0.0 does not fit"),
+        ("fedot", {"rounds": -1}, "fedot.rounds must be at least 0, got -1"),
+        ("fedot", {"epochs": 0}, "fedot.epochs must be between 1 and 10000, got 0"),
+        ("fedot", {"batch": 0}, "fedot.batch must be between 1 and 1000000000, got 0"),
+        ("fedot", {"tau": -1.0}, "fedot.tau must be above 0, got -1.0"),
+        ("fedprox", {"mu": -1.0}, "fedprox.mu must be at least 0, got -1.0"),
+        ("promptfl", {"vectors": 0}, "promptfl.vectors must be between 1 and 1000, got 0"),
+        ("fedot", {"rate": -1.0}, "fedot.rate must be above 0 and at most 1000, got -1.0"),
+        ("fedot", {"rate": float("nan")}, "fedot.rate must be finite and above 0"),
+        ("fedot", {"rate": float("inf")}, "fedot.rate must be finite and above 0"),
+        ("fedot", {"momentum": 1.0}, "fedot.momentum must be at least 0 and below 1, got 1.0"),
+        ("fedot", {"decay": -0.1}, "fedot.decay must be between 0 and 100, got -0.1"),
+        ("fedclip", {"eps": 0.0}, "fedclip.eps must be above 0, got 0.0"),
+        ("fens", {"server_rate": 0.0}, "fens.server_rate must be above 0"),
     ],
 )
 def test_a_wrong_name_or_value_is_refused_with_the_remedy(name, settings, says):
@@ -139,7 +139,7 @@ def test_a_wrong_name_or_value_is_refused_with_the_remedy(name, settings, says):
 
 
 def test_a_number_is_checked_in_a_method_that_was_made_by_hand():
-    with pytest.raises(SettingsError, match="fedavg.rate = -1 does not fit"):
+    with pytest.raises(SettingsError, match="fedavg.rate must be above 0"):
         build({"method": FedAvg(rate=-1)})
 
 

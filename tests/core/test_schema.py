@@ -40,15 +40,15 @@ def test_lists_become_tuples_and_one_may_stand_for_several():
         ({"haet": 1}, r"no setting of a/oven.toml is called 'haet'; did you mean 'heat'"),
         ({"folder": "b"}, r"no setting of a/oven.toml is called 'folder'"),
         ({"heat": "hot"}, r"^a/oven.toml: heat = 'hot' does not fit; it takes a number"),
-        ({"heat": 1}, r"^a/oven.toml: heat = 1 does not fit; it takes a number from 0 to below 1"),
-        ({"heat": float("nan")}, r"heat = nan does not fit"),
-        ({"loaves": 0}, r"loaves = 0 does not fit; it takes 1 or more"),
+        ({"heat": 1}, r"^a/oven.toml: heat must be at least 0 and below 1, got 1"),
+        ({"heat": float("nan")}, r"heat must be finite and at least 0 and below 1, got nan"),
+        ({"loaves": 0}, r"loaves must be at least 1, got 0"),
         ({"loaves": True}, r"loaves = True does not fit"),
         ({"bound": "medan"}, r"did you mean 'median'\? it takes a number or 'median'"),
-        ({"bound": float("inf")}, r"bound = inf does not fit; it takes 0 or more"),
+        ({"bound": float("inf")}, r"bound must be finite and at least 0, got inf"),
         ({"rows": "x"}, r"rows = 'x' does not fit; it takes names, as \['a', 'b'\]"),
         ({"rows": [1]}, r"rows = 1 does not fit"),
-        ({"rate": 0}, r"rate = 0 does not fit; it takes a number above 0"),
+        ({"rate": 0}, r"rate must be above 0 and at most 1000, got 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(values, said):
@@ -74,8 +74,8 @@ def test_what_is_missing_is_named_and_what_is_no_table_too():
     ],
 )
 def test_a_range_has_its_ends(range, inside, outside):
-    assert all(range[0](one) for one in inside)
-    assert not any(range[0](one) for one in [*outside, float("nan")])
+    assert all(one in range for one in inside)
+    assert not any(one in range for one in [*outside, float("nan")])
 
 
 def test_nobody_else_reads_tables():

@@ -1,5 +1,6 @@
 """A site's own account: what a server may ask for, and that asking again gives nothing new."""
 
+import copy
 import json
 
 import numpy as np
@@ -14,7 +15,7 @@ from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Policy, read_policy
 from fedvlm.deploy.reasons import KINDS, sentence
-from fedvlm.deploy.site import Site
+from fedvlm.deploy.site import Site, key_of
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel, from_records
 from fedvlm.maths.accounting import epsilon
@@ -300,3 +301,22 @@ def test_only_the_last_answers_are_kept_and_damage_is_no_answer(tmp_path):
 
 def test_init_writes_a_policy_that_can_be_read(place):
     assert read_policy(place.site("art")).trainings == 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rate": 1e8}, "fedavg.rate must be above 0 and at most 1000, got 100000000.0"),
+        ({"decay": 1e9}, "fedavg.decay must be between 0 and 100, got 1000000000.0"),
+        ({"epochs": 10**6}, "fedavg.epochs must be between 1 and 10000, got 1000000"),
+    ],
+)
+def test_a_site_opens_no_training_whose_settings_are_out_of_range(heard, settings, words):
+    """With lr = 1e8 and one batch an upload is the gradient at a head of the server's choice."""
+    place, pairs = heard
+    spec = copy.deepcopy(pairs[0][0].about["spec"])
+    spec["identity"]["method"] |= settings
+    request = asked(place, pairs[0][0], spec=spec, training=key_of(spec))
+    reply, _ = rule(place).answer(request, Parcel({}))
+    assert "the settings do not fit this site" in said(reply)
+    assert words in (place.site("art") / "ledger.jsonl").read_text()

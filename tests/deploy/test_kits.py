@@ -101,7 +101,7 @@ def test_a_server_is_started_once(kits, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("quorum = 2.0", "quorum = 2.0 does not fit; it takes a number above 0, 1 at most"),
+        ("quorum = 2.0", "quorum must be above 0 and at most 1, got 2.0"),
         ("quorums = 0.5", "no setting of .*did you mean 'quorum'"),
         ("deadline = 'soon'", "does not fit"),
     ],

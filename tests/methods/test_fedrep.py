@@ -93,5 +93,5 @@ def test_idle_steps_before_or_within_do_not_shift_an_epoch():
 
 @pytest.mark.parametrize("epochs", [(0, 0), (-1, 3), (2, -1)])
 def test_epochs_that_train_nothing_are_refused(epochs):
-    with pytest.raises(SettingsError, match="one of them is 1 or more"):
+    with pytest.raises(SettingsError, match="epochs must be (at least 0|between 1 and 10000), got"):
         make("fedrep", head_epochs=epochs[0], map_epochs=epochs[1])

@@ -180,5 +180,7 @@ def test_fens_ignores_padded_rows_of_the_network_step():
     [("fedlpa", {"damping": -1.0}), ("fedbens", {"runs": 0}), ("fens", {"units": 0})],
 )
 def test_settings_out_of_range_are_refused(name, settings):
-    with pytest.raises(SettingsError, match=f"{next(iter(settings))} = "):
+    with pytest.raises(
+        SettingsError, match=rf"{name}.{next(iter(settings))} must be at least \d, got"
+    ):
         make(name, **settings)

@@ -158,7 +158,14 @@ def test_auto_works_without_validation_rows_and_with_one_class_at_a_client():
     assert outcome.local["client-0"]["bias change"].argmax() == 1
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("auto", {"rounds": 1}), ("probe", {"ridge": 0.0})])
-def test_settings_that_cannot_be_are_refused(name, wrong):
-    with pytest.raises(FedVLMError, match=f"{name}: r"):
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("auto", {"rounds": 1}, "auto.rounds must be at least 2, got 1"),
+        ("auto", {"smallest": 0}, "auto.smallest must be at least 1, got 0"),
+        ("probe", {"ridge": 0.0}, "probe.ridge must be above 0, got 0.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(name, wrong, words):
+    with pytest.raises(FedVLMError, match=words):
         make(name, **wrong)

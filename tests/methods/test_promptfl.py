@@ -235,7 +235,7 @@ def test_what_a_tower_remembers_of_many_images_prompts_is_bounded(monkeypatch):
 @pytest.mark.parametrize(
     ("vectors", "said"),
     [
-        (0, "takes 1 or more"),
+        (0, "vectors must be between 1 and 1000, got 0"),
         (21, "reads 24 tokens and the class 'bee' takes 3 of them, which leaves room for 20"),
     ],
 )
@@ -259,8 +259,8 @@ def test_a_class_name_that_fills_the_tower_is_named():
 def test_settings_that_cannot_be_meant_are_refused():
     for name, fields, said in [
         ("promptfl-fedper", {"own": 16}, "share at least 1"),
-        ("promptfl-fedamp", {"alpha": 0.0}, "repel"),
-        ("promptfolio", {"mix": 1.5}, r"outside \[0, 1\]"),
+        ("promptfl-fedamp", {"alpha": 0.0}, "alpha must be above 0, got 0.0"),
+        ("promptfolio", {"mix": 1.5}, "mix must be between 0 and 1, got 1.5"),
     ]:
         with pytest.raises(SettingsError, match=said):
             make(name, **fields)

@@ -242,8 +242,8 @@ def test_more_rows_than_the_fixed_point_holds_are_refused():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"visual": False, "text": False}, "both off"),
-        ({"alpha": 1.5}, "alpha"),
+        ({"visual": False, "text": False}, "must not both be false"),
+        ({"alpha": 1.5}, "tofa.alpha must be between 0 and 1, got 1.5"),
         ({"shrinkage": 0.0}, "shrinkage"),
         ({"rounds": 3}, "rounds = 3"),
     ],

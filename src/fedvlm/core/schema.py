@@ -4,10 +4,10 @@ Names, types and ranges are checked, and a refusal says the place. A range is th
 of its name wherever it is a setting.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, field, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
-from math import inf
+from math import inf, isfinite
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -48,34 +48,68 @@ def check_type(key: str, value: Any, wanted: Any) -> None:
     raise SettingsError(f"{key} = {value!r} does not fit; {hint}it takes {' or '.join(said)}")
 
 
-Range = tuple[Callable[[float], bool], str]
-AMOUNT: Range = (lambda n: 0 <= n < inf, "0 or more")
-POSITIVE: Range = (lambda n: 0 < n < inf, "a number above 0")
-COUNT: Range = (lambda n: n >= 1, "1 or more")
-SHARE: Range = (lambda n: 0 <= n < 1, "a number from 0 to below 1")
-PART: Range = (lambda n: 0 < n <= 1, "a number above 0, 1 at most")
-INSIDE: Range = (lambda n: 0 < n < 1, "a number above 0 and below 1")
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may be; both ends belong to it unless it says otherwise."""
 
-# What numbers of these names may be, wherever they are set; a NaN is refused by all.
+    low: float
+    high: float = inf
+    above: bool = False  # the number must be above `low`
+    below: bool = False  # the number must be below `high`
+    infinite: bool = False  # infinity is allowed
+
+    def __contains__(self, number: float) -> bool:
+        over = number > self.low if self.above else number >= self.low
+        under = number < self.high if self.below else number <= self.high
+        return over and under and (self.infinite or number < inf)
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.above else 'at least'} {self.low}"
+        if self.high == inf:
+            return low
+        if self.above or self.below:
+            return f"{low} and {'below' if self.below else 'at most'} {self.high}"
+        return f"between {self.low} and {self.high}"
+
+
+AMOUNT = Range(0)
+POSITIVE = Range(0, above=True)
+COUNT = Range(1)
+SHARE = Range(0, 1, below=True)
+PART = Range(0, 1, above=True)
+INSIDE = Range(0, 1, above=True, below=True)
+UNIT = Range(0, 1)
+RATE = Range(0, 1000, above=True)
+DECAY = Range(0, 100)
+EPOCHS = Range(1, 10_000)
+BATCH = Range(1, 1_000_000_000)
+
+# What numbers of these names may be, wherever they are set; a NaN is refused by all. A site reads
+# a plan by them, so they also bound what its server may ask for.
 RANGES: dict[str, Range] = {
     "rounds": AMOUNT,
-    "epochs": COUNT,
-    "batch": COUNT,
-    "rate": POSITIVE,
-    "server_rate": POSITIVE,
+    "epochs": EPOCHS,
+    "local_epochs": EPOCHS,
+    "batch": BATCH,
+    "batch_size": BATCH,
+    "rate": RATE,
+    "lr": RATE,
+    "server_rate": RATE,
+    "server_lr": RATE,
     "momentum": SHARE,
-    "decay": AMOUNT,
+    "decay": DECAY,
+    "weight_decay": DECAY,
     "eps": POSITIVE,
     "smallest": COUNT,
     "contributors": COUNT,
     "noise_multiplier": AMOUNT,
     "shrinkage": POSITIVE,
     "mu": AMOUNT,
-    "tau": (lambda n: n > 0, "a number above 0"),
+    "tau": Range(0, above=True, infinite=True),
     "temperature": POSITIVE,
-    "vectors": COUNT,
+    "vectors": Range(1, 1000),
     "rank": AMOUNT,
-    "iterations": COUNT,
+    "iterations": Range(1, 1_000_000),
 }
 
 
@@ -89,11 +123,24 @@ def several(default: tuple[Any, ...] = ()) -> Any:
     return field(default=default, metadata={"several": True})
 
 
+def range_of(of: Field[Any]) -> Range | None:
+    """Return the range of a field: its own, or that of its name."""
+    own: Range | None = of.metadata.get("range", RANGES.get(of.name))
+    return own
+
+
 def check_range(key: str, value: Any, range: Range | None = None) -> None:
-    """Refuses a number outside the range, or outside that of the last word of its key."""
-    fits = range or RANGES.get(key.rpartition(".")[2])
-    if fits and isinstance(value, int | float) and not fits[0](value):
-        raise SettingsError(f"{key} = {value!r} does not fit; it takes {fits[1]}")
+    """Refuse a number outside the range, or outside that of the last word of its key."""
+    range = range or RANGES.get(key.rpartition(".")[2])
+    if range and isinstance(value, int | float) and value not in range:
+        finite = "" if isfinite(value) else "finite and "
+        raise SettingsError(f"{key} must be {finite}{range}, got {value!r}")
+
+
+def check_ranges(title: str, settings: Any) -> None:
+    """Refuse a dataclass with a number outside the range of its field."""
+    for of in fields(settings):
+        check_range(f"{title}.{of.name}", getattr(settings, of.name), range_of(of))
 
 
 def read_value(key: str, value: Any, of: Field[Any]) -> Any:
@@ -104,7 +151,7 @@ def read_value(key: str, value: Any, of: Field[Any]) -> Any:
         elif isinstance(value, list):
             value = tuple(value)  # TOML and JSON have lists only
     check_type(key, value, of.type)
-    check_range(key, value, of.metadata.get("range", RANGES.get(of.name)))
+    check_range(key, value, range_of(of))
     return value
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import Range, check_ranges, within
 from fedvlm.maths import blend, gaussian, probe, quasi
 from fedvlm.methods import _probe
 
@@ -32,13 +32,11 @@ OPEN = -0.7  # log weight of the class frequencies, before validation rows have 
 @dataclass(frozen=True)
 class Auto:
     smallest: int = SMALLEST  # rows a class must have at a client for its statistics to be uploaded
-    rounds: int = 16  # the first also asks for statistics, the last only for the shared mix
+    # the first also asks for statistics, the last only for the shared mix
+    rounds: int = within(16, Range(2))
 
     def __post_init__(self) -> None:
-        if self.rounds < 2 or self.smallest < 1:
-            raise SettingsError(
-                f"auto: rounds = {self.rounds} is at least 2, and smallest = {self.smallest} 1"
-            )
+        check_ranges("auto", self)
 
     @property
     def traits(self) -> Traits:

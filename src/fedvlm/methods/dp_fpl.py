@@ -15,7 +15,7 @@ from torch.func import vjp, vmap
 
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import COUNT, INSIDE, POSITIVE, check_ranges, within
 from fedvlm.maths.accounting import epsilon
 from fedvlm.maths.private import blurred, carried, clipped_sum, factors
 from fedvlm.methods._blocks import one_by_one
@@ -27,9 +27,10 @@ from fedvlm.methods.promptfl import PromptFL
 @dataclass(frozen=True)
 class DPFPL:
     noise_multiplier: float = 8.0  # σ: the noise in a sum of gradients, as a multiple of clip
-    clip: float = 10.0  # C: the most that one row adds to a sum, over all that is trained
-    delta: float = 1e-5  # δ at which ε is told
-    rank: int = 8  # of the local prompt's factors; at most as many as its vectors
+    # C: the most that one row adds to a sum, over all that is trained
+    clip: float = within(10.0, POSITIVE)
+    delta: float = within(1e-5, INSIDE)  # δ at which ε is told
+    rank: int = within(8, COUNT)  # of the local prompt's factors; at most as many as its vectors
     vectors: int | None = None  # M: 16, or the template's
     start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
@@ -38,11 +39,7 @@ class DPFPL:
     rounds: int = 100  # T
 
     def __post_init__(self) -> None:
-        if not self.noise_multiplier >= 0 or not self.clip > 0 or self.rank < 1:
-            raise SettingsError(
-                f"noise_multiplier = {self.noise_multiplier} is at least 0, clip = {self.clip} is "
-                f"above 0, rank = {self.rank} at least 1; correct what is not"
-            )
+        check_ranges("dp-fpl", self)
         epsilon(self.noise_multiplier, 0, 1.0, self.delta)  # refuses a delta without meaning
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

@@ -14,6 +14,7 @@ from torch.func import vmap
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.core.schema import COUNT, POSITIVE, check_ranges, within
 from fedvlm.errors import SettingsError
 from fedvlm.maths.curvature import mode
 from fedvlm.methods._prompt import Start, class_features, first_prompt
@@ -25,8 +26,8 @@ SHARPEST = 1e6  # a variance is 1e-6 at least
 @register
 @dataclass(frozen=True)
 class FedBEns:
-    runs: int = 3  # M': prompts a client trains, each from its own start
-    prior: float = 10.0  # precision of the prior N(0, 1/prior) of every number
+    runs: int = within(3, COUNT)  # M': prompts a client trains, each from its own start
+    prior: float = within(10.0, POSITIVE)  # precision of the prior N(0, 1/prior) of every number
     temperature: float = 0.1  # T: the Fisher information counts 1/T times
     iterations: int = 50  # of the server's climb
     vectors: int | None = None  # M: 16, or the template's
@@ -39,12 +40,7 @@ class FedBEns:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        if self.runs < 1 or self.iterations < 1 or self.prior <= 0 or self.temperature <= 0:
-            raise SettingsError(
-                f"runs = {self.runs} and iterations = {self.iterations} are at least 1, prior = "
-                f"{self.prior} and temperature = {self.temperature} above 0; correct them"
-            )
-
+        check_ranges("fedbens", self)
         if self.start == "template" and self.runs > 1:
             raise SettingsError(
                 f"start = 'template' and runs = {self.runs}: prompts that start from the same "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import AMOUNT, check_ranges, within
 from fedvlm.maths.curvature import blend, probe
 from fedvlm.maths.gaussian import pack, unpack
 from fedvlm.methods._prompt import Start, class_features
@@ -23,7 +23,7 @@ from fedvlm.methods.promptfl import PromptFL
 @register
 @dataclass(frozen=True)
 class FedLPA:
-    damping: float = 1.0  # added to a factor's diagonal, as a share of its mean
+    damping: float = within(1.0, AMOUNT)  # added to a factor's diagonal, as a share of its mean
     iterations: int = 100  # of conjugate gradients, from the mean prompt
     vectors: int | None = None  # M: 16, or the template's
     start: Start = "random"  # or the template's words
@@ -35,11 +35,7 @@ class FedLPA:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        if self.damping < 0 or self.iterations < 1:
-            raise SettingsError(
-                f"damping = {self.damping} is not negative and iterations = {self.iterations} is "
-                "at least 1; correct them"
-            )
+        check_ranges("fedlpa", self)
 
     def noise(self, frozen: Frozen) -> int:
         return self.batch * len(frozen.classes)

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import AMOUNT, EPOCHS, check_range, check_ranges, within
 from fedvlm.methods._head import first_head, head_traits
 
 
 @register
 @dataclass(frozen=True)
 class FedRep:
-    head_epochs: int = 10  # τ of a round: first the head, with the map that was sent
-    map_epochs: int = 1  # then the map, with that head
+    head_epochs: int = within(
+        10, AMOUNT
+    )  # τ of a round: first the head, with the map that was sent
+    map_epochs: int = within(1, AMOUNT)  # then the map, with that head
     rate: float = 1e-3  # α
     momentum: float = 0.0
     decay: float = 5e-4  # weight decay
@@ -29,11 +31,8 @@ class FedRep:
     head: Literal["text", "random"] = "text"
 
     def __post_init__(self) -> None:
-        if min(self.head_epochs, self.map_epochs) < 0 or self.epochs < 1:
-            raise SettingsError(
-                f"fedrep: head_epochs = {self.head_epochs} and map_epochs = {self.map_epochs} are "
-                "0 or more, and one of them is 1 or more"
-            )
+        check_ranges("fedrep", self)
+        check_range("fedrep: head_epochs + map_epochs", self.epochs, EPOCHS)
 
     @property
     def epochs(self) -> int:

@@ -15,7 +15,7 @@ from torch.func import grad
 
 from fedvlm import parts, seeds
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import COUNT, check_ranges, within
 from fedvlm.methods._prompt import Start, class_features, first_prompt
 from fedvlm.methods.promptfl import PromptFL
 
@@ -27,7 +27,7 @@ BETAS, ADAPTIVITY = (0.9, 0.99), 1e-3  # β₁, β₂ and τ of FedAdam
 @register
 @dataclass(frozen=True)
 class FENS:
-    units: int = 2  # d': hidden units per client
+    units: int = within(2, COUNT)  # d': hidden units per client
     server_rate: float = 1e-3  # of FedAdam; a client's step of rate 1 is the gradient itself
     vectors: int | None = None  # M: 16, or the template's
     start: Start = "random"  # or the template's words
@@ -39,8 +39,7 @@ class FENS:
     rounds: int = 501  # one for the prompts, 500 for the network
 
     def __post_init__(self) -> None:
-        if self.units < 1:
-            raise SettingsError(f"units = {self.units}; the network has 1 per client or more")
+        check_ranges("fens", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {

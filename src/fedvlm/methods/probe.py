@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import POSITIVE, check_ranges, within
 from fedvlm.maths import gaussian, probe, quasi
 from fedvlm.methods import _probe
 from fedvlm.methods.alone import own_path
@@ -22,16 +22,13 @@ from fedvlm.methods.alone import own_path
 @register
 @dataclass(frozen=True)
 class Probe:
-    ridge: float = 1e-4  # of the shared head, per row
+    ridge: float = within(1e-4, POSITIVE)  # of the shared head, per row
     own: bool = True  # False: every client uses the shared head
     smallest: int = SMALLEST  # rows a client must have to say anything of them
     rounds: int = 20
 
     def __post_init__(self) -> None:
-        if not self.ridge > 0 or self.smallest < 1:
-            raise SettingsError(
-                f"probe: ridge = {self.ridge} is above 0, and smallest = {self.smallest} from 1"
-            )
+        check_ranges("probe", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         anchor = _probe.anchor_of(frozen)

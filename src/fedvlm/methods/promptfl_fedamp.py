@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import AMOUNT, POSITIVE, check_ranges, within
 from fedvlm.methods._prompt import Start, sgd_together
 from fedvlm.methods.promptfl_ft import PromptFLFT
 
@@ -23,9 +23,11 @@ HELD = "of "  # the server's name for a client's prompt: this and the client's i
 @register
 @dataclass(frozen=True)
 class PromptFLFedAMP:
-    alpha: float = 0.1  # α_K: how much of another client's equal prompt goes into a cloud
-    sigma: float = 1.0  # σ: squared distance at which the attraction has fallen to 1/e
-    pull: float = 0.05  # λ: of a client's prompt towards its cloud
+    # α_K: how much of another client's equal prompt goes into a cloud
+    alpha: float = within(0.1, POSITIVE)
+    # σ: squared distance at which the attraction has fallen to 1/e
+    sigma: float = within(1.0, POSITIVE)
+    pull: float = within(0.05, AMOUNT)  # λ: of a client's prompt towards its cloud
     vectors: int | None = None  # M: 16, or the template's
     start: Start = "random"  # or the template's words
     rate: float = 1e-3  # η
@@ -36,11 +38,7 @@ class PromptFLFedAMP:
     rounds: int = 10  # T
 
     def __post_init__(self) -> None:
-        if self.alpha <= 0 or self.sigma <= 0 or self.pull < 0:
-            raise SettingsError(
-                f"alpha = {self.alpha}, sigma = {self.sigma}, pull = {self.pull}; alpha and sigma "
-                "are above 0 and pull is not negative, or clients would repel each other"
-            )
+        check_ranges("promptfl-fedamp", self)
 
     def shares(self, own: Tensor, others: Sequence[Tensor]) -> Tensor:
         """(others,) ξ: what each other prompt weighs in a cloud; together at most 1."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import UNIT, check_ranges, within
 from fedvlm.methods._prompt import Start, features_of_both, first_prompt, sgd_together
 from fedvlm.methods.promptfl import PromptFL
 
@@ -20,7 +20,7 @@ VECTORS = 8  # M of the paper's code
 @register
 @dataclass(frozen=True)
 class PromptFolio:
-    mix: float = 0.4  # θ: the share of the local prompt's features
+    mix: float = within(0.4, UNIT)  # θ: the share of the local prompt's features
     vectors: int | None = None  # M: 8, or the template's
     start: Start = "random"  # or the template's words
     rate: float = 2e-3  # η
@@ -31,8 +31,7 @@ class PromptFolio:
     rounds: int = 10  # T
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mix <= 1:
-            raise SettingsError(f"mix = {self.mix} is outside [0, 1]; 0 is the shared prompt alone")
+        check_ranges("promptfolio", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {"prompt": first_prompt(self, frozen, usual=VECTORS)}

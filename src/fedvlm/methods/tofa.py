@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, tensors
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, check_range, register
+from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
+from fedvlm.core.schema import COUNT, UNIT, check_ranges, within
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths import calibration, gaussian, prototypes
 from fedvlm.maths.accounting import spent
@@ -39,13 +40,14 @@ class TOFA:
     visual: bool = True  # the three parts of the paper's ablation
     text: bool = True  # False: the visual classifier alone
     fusion: bool = True  # False: both modalities weigh the same, as they are
-    alpha: float = 1.0  # α of the power prior: 0 trusts own rows only
+    alpha: float = within(1.0, UNIT)  # α of the power prior: 0 trusts own rows only
     shrinkage: float = 1.0  # λ of the ridge λ tr(S)/(ν - 1); the paper says only "small"
     sharpness: float = 100.0  # s_t of eq. 5, which prints none: with 1 all texts weigh the same
     temperature: float = 0.5  # τ_t of eq. 7
     # which rows say how sure each modality is: own ones by leaving out, or validation rows
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
-    most: int = 4096  # rows a client may have; the fixed point of uploads is made for them
+    # rows a client may have; the fixed point of uploads is made for them
+    most: int = within(4096, COUNT)
     smallest: int = SMALLEST  # rows a class must have at a client to be uploaded
     contributors: int = 1  # clients it must have then; above 1 an exchange before all counts them
     noise_multiplier: float = 0.0  # of the noise in what is uploaded, by what one row can change
@@ -53,12 +55,9 @@ class TOFA:
     rounds: int = 1  # 2: clients' own texts go round first, and are scored in a second exchange
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            check_range(f"tofa.{name}", value)
-        if not (self.visual or self.text) or not 0 <= self.alpha <= 1:
-            raise SettingsError(
-                f"tofa: alpha = {self.alpha} is from 0 to 1, and visual and text not both off"
-            )
+        check_ranges("tofa", self)
+        if not (self.visual or self.text):
+            raise SettingsError("tofa.visual and tofa.text must not both be false; set one to true")
         spent(self.noise_multiplier, 1, self.delta)  # a missing library is found now
         if self.exchanges not in (1, 2):
             raise SettingsError(

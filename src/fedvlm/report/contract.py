@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.core import OPTIONAL, Schedule, Traits
-from fedvlm.core.schema import RANGES
+from fedvlm.core.schema import range_of
 
 OPENING = """# What a method may say
 
@@ -29,7 +29,7 @@ def contract_page() -> str:
         (
             f"`{one.name}`",
             _value(one.default),
-            RANGES.get(one.name, ("", ""))[1],
+            str(range_of(one) or ""),
             one.metadata["says"],
         )
         for one in fields(Schedule)

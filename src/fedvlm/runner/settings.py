@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel
-from fedvlm.core import FEWEST, SMALLEST, Method, check_range, is_method, make
-from fedvlm.core.schema import AMOUNT, PART, read_table, several, within
+from fedvlm.core import FEWEST, SMALLEST, Method, is_method, make
+from fedvlm.core.schema import AMOUNT, PART, check_ranges, read_table, several, within
 from fedvlm.data.clients import Clients
 from fedvlm.engines.attackers import Attack, Kind
 from fedvlm.errors import SettingsError, nearest, unknown
@@ -169,8 +169,7 @@ def _method(value: Any) -> Method:
     if isinstance(value, str):
         return make(value)
     if is_method(value):
-        for one in fields(value):
-            check_range(f"{value.name}.{one.name}", getattr(value, one.name))
+        check_ranges(value.name, value)
         return value
     if isinstance(value, Mapping) and isinstance(value.get("name"), str):
         return make(**value)
