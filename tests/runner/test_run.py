@@ -163,7 +163,7 @@ def spoiled(rows, place, value):
         (lambda r: r, {"method": {**QUICK, "blocks": 3}}, "3.*divi.*1, 2, 4, 8, 16"),
         (lambda r: replace(r, classes=(*r.classes, "elk")), {}, "elk"),
         (lambda r: r, {"protocol": "own"}, "did you mean 'own-test'"),
-        (lambda r: r, {"fraction": 0.0}, "it takes a number above 0, 1 at most"),
+        (lambda r: r, {"fraction": 0.0}, "fraction must be above 0 and at most 1, got 0.0"),
         (lambda r: r, {"seeds": [1, 1]}, "each once"),
         (lambda r: r, {"seeds": 3}, r"seeds = 3 .* \[0, 1, 2\] .* three seeds, \[3\] .* seed 3"),
         (lambda r: r, {"seeds": 1}, r"seeds = 1 .* \[0\] .* one seed, \[1\] .* seed 1"),
