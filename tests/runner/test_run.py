@@ -170,7 +170,7 @@ def spoiled(rows, place, value):
         (lambda r: r, {"seeds": 50}, r"seeds = 50 .* \[0, 1, 2\] .* three seeds, \[50\]"),
         (lambda r: r, {"seed": 1}, "did you mean 'seeds'"),
         (lambda r: r, {"clients": {"by": "domian"}}, "did you mean 'domain'"),
-        (lambda r: r, {"clients": {"shots": -1}}, "clients.shots = -1"),
+        (lambda r: r, {"clients": {"shots": -1}}, "clients.shots must be .*, got -1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(rows, tmp_path, change, settings, says):
