@@ -21,22 +21,22 @@ from fedvlm.methods._head import first_head, head_traits
 class FedRep:
     head_epochs: int = 10  # τ of a round: first the head, with the map that was sent
     map_epochs: int = 1  # then the map, with that head
-    rate: float = 1e-3  # α
+    lr: float = 1e-3  # α
     momentum: float = 0.0
-    decay: float = 5e-4  # weight decay
-    batch: int = 32  # B
+    weight_decay: float = 5e-4  # weight decay
+    batch_size: int = 32  # B
     rounds: int = 50  # T
     head: Literal["text", "random"] = "text"
 
     def __post_init__(self) -> None:
-        if min(self.head_epochs, self.map_epochs) < 0 or self.epochs < 1:
+        if min(self.head_epochs, self.map_epochs) < 0 or self.local_epochs < 1:
             raise SettingsError(
                 f"fedrep: head_epochs = {self.head_epochs} and map_epochs = {self.map_epochs} are "
                 "0 or more, and one of them is 1 or more"
             )
 
     @property
-    def epochs(self) -> int:
+    def local_epochs(self) -> int:
         return self.head_epochs + self.map_epochs
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

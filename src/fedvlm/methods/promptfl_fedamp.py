@@ -25,20 +25,21 @@ HELD = "of "  # the server's name for a client's prompt: this and the client's i
 class PromptFLFedAMP:
     alpha: float = 0.1  # α_K: how much of another client's equal prompt goes into a cloud
     sigma: float = 1.0  # σ: squared distance at which the attraction has fallen to 1/e
-    pull: float = 0.05  # λ: of a client's prompt towards its cloud
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-3  # η
+    prox_weight: float = 0.05  # λ: of a client's prompt towards its cloud
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-3  # η
     momentum: float = 0.9
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 5  # E
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 5  # E
     rounds: int = 10  # T
 
     def __post_init__(self) -> None:
-        if self.alpha <= 0 or self.sigma <= 0 or self.pull < 0:
+        if self.alpha <= 0 or self.sigma <= 0 or self.prox_weight < 0:
             raise SettingsError(
-                f"alpha = {self.alpha}, sigma = {self.sigma}, pull = {self.pull}; alpha and sigma "
+                f"alpha = {self.alpha}, sigma = {self.sigma}, "
+                f"prox_weight = {self.prox_weight}; alpha and sigma "
                 "are above 0 and pull is not negative, or clients would repel each other"
             )
 
@@ -67,7 +68,7 @@ class PromptFLFedAMP:
         away = (shared["prompt"] - start["prompt"]).square().sum()
         return (
             parts.masked_cross_entropy(logits, batch.y, batch.real)
-            + self.pull / (2 * self.alpha) * away
+            + self.prox_weight / (2 * self.alpha) * away
         )
 
     def aggregate(
