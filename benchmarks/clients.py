@@ -36,7 +36,7 @@ def measure(method: dict[str, Any], rounds: int, store: str, out: Path) -> dict[
         {**method, "rounds": rounds + 1},
         encoder=f"store:{store}",
         protocol="own-test",
-        clients={"by": "own"},
+        clients={"partition": "own"},
         workers=1,
         out=out,
         progress=lambda what, done, total: ends.append(process_time()),
@@ -59,7 +59,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             store = save_store(f"{folder}/rows", made(SIZES[crowd], classes=10))
             for name in args.methods.split(","):
-                method = {"name": name, "batch": 10 if crowd == "100" else 32}
+                method = {"name": name, "batch_size": 10 if crowd == "100" else 32}
                 method |= {"blocks": 16} if name == "fedot" else {}
                 command = [sys.executable, __file__, "--rounds", str(args.rounds), "--one"]
                 command += [json.dumps(method), str(store), f"{folder}/{name}"]

@@ -79,7 +79,7 @@ def crowd(method: str, rounds: int) -> None:
             embedded=rows,
             out=folder,
             protocol="own-test",
-            clients={"by": "own"},
+            clients={"partition": "own"},
             workers=1,
         )
         seconds = perf_counter() - begin

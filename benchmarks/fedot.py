@@ -51,7 +51,7 @@ def compare(classes: int, blocks: int, repeats: int, slow_steps: int, steps: int
     one = Client(*(value[0] for value in vars(many).values()))
     few = bare(one.x, one.y, one.order[:slow_steps], one.held_x, one.held_y)
     raws = list(local["skew"][0])
-    pace = (method.rate, method.decay, method.momentum)
+    pace = (method.lr, method.weight_decay, method.momentum)
 
     ours, naive = [], []
     for _ in range(repeats):

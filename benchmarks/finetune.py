@@ -67,7 +67,7 @@ def vit_b_32() -> ImageTower:
 def federation(words: str, clients: int, batch: int, rounds: int) -> World:
     name, *odd = words.split()
     settings = {key: int(value) for key, value in (one.split("=") for one in odd)}
-    method = make(name, batch=batch, rounds=rounds, **settings)
+    method = make(name, batch_size=batch, rounds=rounds, **settings)
     text = torch.nn.functional.normalize(torch.randn(CLASSES, 512), dim=1)
     classes = tuple(f"class {i}" for i in range(CLASSES))
     frozen = Frozen(classes, 512, 100.0, text, image_tower=vit_b_32())

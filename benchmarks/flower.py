@@ -60,7 +60,7 @@ def rows(folder: Path, name: str) -> Path:
 
 
 def settings(rounds: int):
-    method = {"name": "fedot", "rounds": rounds, "batch": 40, "rate": 1e-4}
+    method = {"name": "fedot", "rounds": rounds, "batch_size": 40, "lr": 1e-4}
     source = {"classes": [f"class {i}" for i in range(CLASSES)]}
     return build({"method": method, "protocol": "own-test", "source": source})
 

@@ -121,7 +121,7 @@ def step(classes: int = 37, repeats: int = 3) -> None:
     y = torch.randint(classes, (BATCH,), generator=draw)
     client = bare(x, y, torch.arange(BATCH)[None], x[:0], y[:0])
     many = bare(x[None], y[None], torch.arange(BATCH)[None, None], x[None, :0], y[None, :0])
-    method = make("fedotp", rate=1.0, momentum=0.0, decay=0.0)
+    method = make("fedotp", lr=1.0, momentum=0.0, weight_decay=0.0)
     shared, local = method.init(frozen)
     stacked = ({key: value[None] for key, value in part.items()} for part in (shared, local))
     sent, own = stacked
@@ -182,7 +182,7 @@ def cache(images: int = 10_000, clients: int = 10, classes: int = 37) -> None:
         for number in range(clients):
             rows = np.arange(number * each, (number + 1) * each)
             members[f"client-{number}"] = Part(*np.split(rows, [each * 3 // 5, each * 4 // 5]))
-        method = make("fedotp", rounds=1, epochs=1, batch=150)  # four steps a client
+        method = make("fedotp", rounds=1, local_epochs=1, batch_size=150)  # four steps a client
         world = World(method, frozen, 0, x=x, y=y, members=members)
         engine, watch = Batched(world, workers=2), Watch()
         state, fresh = start(world)

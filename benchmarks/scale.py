@@ -69,10 +69,10 @@ def measure(clients: int, rounds: int, folder: Path) -> dict[str, Any]:
         ends.append(process_time())
 
     fedvlm.run(
-        {"name": "fedot", "blocks": 16, "rounds": rounds + 1, "batch": 8},
+        {"name": "fedot", "blocks": 16, "rounds": rounds + 1, "batch_size": 8},
         encoder=f"store:{folder / 'rows.safetensors'}",
         protocol="own-test",
-        clients={"by": "own", "shares": [0.8, 0.0, 0.2]},
+        clients={"partition": "own", "ratios": [0.8, 0.0, 0.2]},
         fraction=SHARE,
         workers=1,
         out=folder / "run",

@@ -53,7 +53,7 @@ def world_of(clients: int, texts: int, folder: Path) -> World:
         f"{i:05}": Member(f"{i:05}", "", one[:ROWS], one[:0], one[ROWS:])
         for i, one in enumerate(np.arange(len(y)).reshape(clients, each))
     }
-    return World(make("tofa", smallest=1), frozen, 0, x=x, y=y, members=members)
+    return World(make("tofa", min_class_samples=1), frozen, 0, x=x, y=y, members=members)
 
 
 def spent() -> float:

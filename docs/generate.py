@@ -25,8 +25,8 @@ from fedvlm.runner.settings import Settings
 COMMON = {
     "rounds": "rounds of a training; 0 is zero-shot",
     "head": "what the head starts from",
-    "vectors": "of a prompt",
-    "start": "what a prompt starts from",
+    "n_ctx": "context vectors of a prompt",
+    "ctx_init": "what a prompt starts from",
 }
 PUBLIC = ("", ".core", ".parts", ".testing", ".data", ".encoders")
 PUBLIC += (".evaluate.metrics", ".evaluate.protocols")

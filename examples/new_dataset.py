@@ -37,7 +37,7 @@ def main() -> None:
         make_pictures(Path(folder))
         data = open_dataset("slides", root=folder)  # classes, domains and counts are checked
         print(f"{data.name}: {len(data.labels)} images of {', '.join(data.classes)}")
-        division = divide(rows_of(data), Clients(by="domain"), seed=0)
+        division = divide(rows_of(data), Clients(partition="domain"), seed=0)
         for member in division.members.values():
             train, test = len(member.train), len(member.test)
             print(f"{member.id}: {train} rows to train, {test} to test")

@@ -48,7 +48,7 @@ register(Kind("colours:SIDE", "mean colours of a grid", ("image",), __name__, "C
 
 
 def main() -> None:
-    method = {"name": "fedavg", "head": "random", "rate": 0.1}
+    method = {"name": "fedavg", "head": "random", "lr": 0.1}
     with TemporaryDirectory() as folder:
         print(fedvlm.run(method, encoder="colours:6", out=f"{folder}/run", smoke=True).table())
 

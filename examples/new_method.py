@@ -18,9 +18,9 @@ from fedvlm.testing import check_method
 @fedvlm.register
 @dataclass(frozen=True)
 class FedBias:
-    rate: float = 1e-2  # of the head and the bias
-    batch: int = 32
-    epochs: int = 1
+    lr: float = 1e-2  # of the head and the bias
+    batch_size: int = 32
+    local_epochs: int = 1
     rounds: int = 30
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
@@ -46,8 +46,9 @@ class FedBias:
 
 def main() -> None:
     check_method(FedBias())  # the same checks as our own methods pass, on every engine
-    clients = {"by": "dirichlet", "count": 6, "alpha": 0.3}  # each has its own mix of classes
-    plain = {"name": "fedavg", "rate": 1e-2, "rounds": 30}
+    # each client has its own mix of classes
+    clients = {"partition": "dirichlet", "count": 6, "alpha": 0.3}
+    plain = {"name": "fedavg", "lr": 1e-2, "rounds": 30}
     with TemporaryDirectory() as folder:
         for number, one in enumerate(["zero-shot", plain, FedBias()]):
             out = f"{folder}/{number}"

@@ -50,7 +50,7 @@ def main() -> None:
         labels, wards = np.tile(["healthy", "ill"], 20), np.repeat(["east", "west"], 20)
         np.savez(file, images=images, labels=labels, ward=wards)
         data = open_dataset(f"npz:{file}", sites="ward")
-        for member in divide(rows_of(data), Clients(by="own"), seed=0).members.values():
+        for member in divide(rows_of(data), Clients(partition="own"), seed=0).members.values():
             print(f"{data.name}, {member.id}: {len(member.train)} rows to train")
 
 

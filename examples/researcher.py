@@ -11,13 +11,13 @@ import fedvlm
 
 METHODS = (
     "zero-shot",  # what the frozen model says
-    {"name": "fedavg", "rate": 3e-2, "rounds": 10},  # one head for all
-    FedBias(rate=3e-2, rounds=10),  # the same, and a bias that stays with its client
+    {"name": "fedavg", "lr": 3e-2, "rounds": 10},  # one head for all
+    FedBias(lr=3e-2, rounds=10),  # the same, and a bias that stays with its client
     "alone",  # what a client has without the others
 )
 SETTINGS = {
     "data": "demo",  # the embedded emoji
-    "clients": {"by": "pathological", "count": 8},  # eight clients of two classes
+    "clients": {"partition": "pathological", "count": 8},  # eight clients of two classes
     "protocol": "own-test",  # each is tested on its own rows, all sixteen classes to choose from
     "smoke": True,  # few rows, to be fast; leave it out for numbers that mean something
 }

@@ -79,7 +79,7 @@ def test_the_settings_page_has_every_word_of_a_choice():
             if isinstance(word, str):
                 assert f"`{word}`" in said[one.name], f"{one.name} = {word!r} is not on the page"
     ways = {row[0]: " ".join(row[1:]) for row in table("reference/settings.md", "`clients.`")}[
-        "`by`"
+        "`partition`"
     ]
     assert set(re.findall(r"`([a-z-]+)`", ways)) == set(get_args(By))
 

@@ -32,20 +32,20 @@ GOALS = ("sign-flip 10", "scale 5", "noise 10")
 NAMED, WRONG = 0.95, 0.05  # shares of runs that name every attacker, and an honest client
 CHOSEN_ON = range(100, 120)  # seeds for the limits; the table's begin at 0
 SIX = ["dog", "elephant", "giraffe", "horse", "house", "person"]  # the classes with a text vector
-IID = {"by": "dirichlet", "count": 10, "alpha": 100.0}
+IID = {"partition": "dirichlet", "count": 10, "alpha": 100.0}
 SETS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "demo, iid": ("", {}, IID),
     "pets, iid": ("pets23_vitb32.npz", {}, IID),
     "pacs, domains": (
         "pacs_vitb16.npz",
         {"classes": SIX},
-        {"by": "domain-dirichlet", "count": 3, "alpha": 100.0, "shots": 20},
+        {"partition": "domain-dirichlet", "count": 3, "alpha": 100.0, "shots": 20},
     ),
-    "pets, disjoint": ("pets23_vitb32.npz", {}, {"by": "pathological", "count": 10}),
+    "pets, disjoint": ("pets23_vitb32.npz", {}, {"partition": "pathological", "count": 10}),
 }
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # for the demo's logit scale, CLIP's
-    "fedavg": ({"rounds": 10, "rate": 0.03}, {"rounds": 10, "rate": 5e-4}),
-    "fedot": ({"rounds": 5, "rate": 0.01}, {"rounds": 5, "rate": 5e-4}),
+    "fedavg": ({"rounds": 10, "lr": 0.03}, {"rounds": 10, "lr": 5e-4}),
+    "fedot": ({"rounds": 5, "lr": 0.01}, {"rounds": 5, "lr": 5e-4}),
     "tofa": ({}, {}),
     "auto": ({"rounds": 6}, {"rounds": 6}),
 }
@@ -60,11 +60,11 @@ DEFENCES: dict[str, dict[str, Any]] = {
 ATTACKS: dict[str, dict[str, Any]] = {
     "sign-flip 10": {"attack": "sign-flip"},
     "scale 10": {"attack": "scale"},
-    "scale 5": {"attack": "scale", "strength": 5.0},
+    "scale 5": {"attack": "scale", "attack_strength": 5.0},
     "noise 10": {"attack": "noise"},
     "label-flip": {"attack": "label-flip"},
     "collude 1.5": {"attack": "collude"},
-    "sign-flip 2, within the bound": {"attack": "sign-flip", "strength": 2.0},
+    "sign-flip 2, within the bound": {"attack": "sign-flip", "attack_strength": 2.0},
 }
 
 
@@ -158,7 +158,7 @@ class Runs:
         if key not in self.known:
             if name not in self.rows:
                 self.rows[name] = opened(name, self.stores)
-            how = {**ATTACKS[attack], "attackers": share} if attack else {}
+            how = {**ATTACKS[attack], "attacker_fraction": share} if attack else {}
             self.known[key] = measure(self.rows[name], name, method, channel, how, seed)
             with self.path.open("a") as file:
                 file.write(json.dumps([key, self.known[key]]) + "\n")

@@ -20,7 +20,7 @@ from fedvlm.engines.loop import open_engine, start, train
 
 torch.set_num_threads(1)
 ROUNDS, BATCH, RATE = int(sys.argv[1]), 10, 2e-4
-method = {"name": "fedavg", "batch": BATCH, "rate": RATE, "decay": 0.0, "head": "random"}
+method = {"name": "fedavg", "batch_size": BATCH, "lr": RATE, "weight_decay": 0.0, "head": "random"}
 world, plan = opened({**method, "rounds": ROUNDS}, FEW)
 each = [[client(world, id, number) for id in plan.train] for number in range(ROUNDS)]
 state, fresh = start(world)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # most of a record is read without torch
 
     from fedvlm.tensors import Tensors
 
-FORMAT = 1  # of what a run leaves on disk; another number is not read
+FORMAT = 2  # of what a run leaves on disk; another number is not read
 SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
 SETTLED = 1e-5  # a larger one is told; below it scikit-learn predicts the same: auto.md
 PLACES = "places"  # where the file beside has whose local tensors, if they are many

@@ -107,7 +107,7 @@ def run(
     classes: Sequence[str] | None = None,
     text: Any = None,
     scale: float = 100.0,
-    shares: Sequence[float] | None = None,
+    ratios: Sequence[float] | None = None,
     progress: Progress | None = None,
     track: Sequence[str | Callable[[str, Any], None]] = (),
     **settings: Any,
@@ -115,7 +115,7 @@ def run(
     """Runs a method by name or as an object; keyword arguments are settings of run or method.
 
     `clients` may be rows in memory: {"a": (x, y), …} of arrays or tensors, with the names of the
-    `classes`, their `text` embeddings and its logit `scale`; `shares` of them are for training,
+    `classes`, their `text` embeddings and its logit `scale`; `ratios` of them are for training,
     validation and test, the last 0 if there is a test set elsewhere. Then nothing stays on disk
     without `out`.
     `embedded` takes rows of a table in memory. A finished run of the same settings is not run again
@@ -127,10 +127,10 @@ def run(
         raise DataError('clients = {} holds no rows; give arrays, as {"a": (x, y), …}')
     if here:
         embedded = from_arrays(settings.pop("clients"), classes, text, scale)
-        dealt = {"by": "own"} | ({} if shares is None else {"shares": list(shares)})
+        dealt = {"partition": "own"} | ({} if ratios is None else {"ratios": list(ratios)})
         settings = {"clients": dealt, "protocol": "own-test", **settings}
-    elif shares is not None:
-        raise DataError('shares go with rows in memory; for other data write clients={"shares": …}')
+    elif ratios is not None:
+        raise DataError('ratios go with rows in memory; for other data write clients={"ratios": …}')
     elif classes is not None or text is not None:
         raise DataError('classes and text go with rows in memory: clients={"a": (x, y), …}')
     if embedded is not None and not isinstance(embedded, Embedded):

@@ -35,7 +35,7 @@ def numbers(*shape, seed=0):
 def run(channel, method="fedavg", engine=Single, begin=None, stop=None, **settings):
     """All rounds on the toy federation: the last state and the recorded lines."""
     world = replace(
-        toy_world(make(method, **{"rounds": 3, "rate": 0.01, **settings})), channel=channel
+        toy_world(make(method, **{"rounds": 3, "lr": 0.01, **settings})), channel=channel
     )
     plan = Plan(tuple(sorted(world.members)), ())
     state, fresh = start(world)
@@ -62,10 +62,10 @@ def test_a_run_with_a_channel_says_so_in_its_table_and_line(rows, tmp_path):
     import fedvlm
 
     method = {"name": "fedavg", "rounds": 1}
-    through = {"clip": 0.5, "noise": 2.0, "secure": True}
+    through = {"clip": 0.5, "noise_multiplier": 2.0, "secure": True}
     result = fedvlm.run(method, embedded=rows, out=tmp_path / "a", channel=through)
-    assert "channel.clip=0.5, channel.noise=2.0, channel.secure=True" in result.table()
-    assert result.manifest["identity"]["channel"]["noise"] == 2.0
+    assert "channel.clip=0.5, channel.noise_multiplier=2.0, channel.secure=True" in result.table()
+    assert result.manifest["identity"]["channel"]["noise_multiplier"] == 2.0
     assert result.rounds[0]["epsilon"] > 0
     plain = fedvlm.run(method, embedded=rows, out=tmp_path / "b")
     assert "channel" not in plain.table()
@@ -114,7 +114,7 @@ def test_noise_has_the_deviation_asked_for_and_is_drawn_by_seed():
 def test_whole_numbers_are_not_clipped_but_refused():
     upload = {"counts": torch.tensor([1, 2, 3])}
     with pytest.raises(FederationError, match="whole numbers in 'counts'"):
-        leave(Channel(clip=1.0, noise=1.0), upload, {}, {}, secret)
+        leave(Channel(clip=1.0, noise_multiplier=1.0), upload, {}, {}, secret)
 
 
 def test_rounding_moves_a_change_by_less_than_a_fifteenth_of_its_norm():
@@ -149,8 +149,8 @@ def test_with_feedback_the_mean_of_many_rounds_is_exact_and_without_it_is_not():
 
 
 def test_a_quantised_run_sends_a_quarter_and_ends_near_the_plain_one():
-    plain, _, _ = run(Channel(), rounds=8, rate=0.1)
-    small, lines, _ = run(Channel(quantise=True), rounds=8, rate=0.1)
+    plain, _, _ = run(Channel(), rounds=8, lr=0.1)
+    small, lines, _ = run(Channel(quantise=True), rounds=8, lr=0.1)
     assert lines[0]["clients"]["client-0"]["bytes_up"] == 4 * 16 + 4
     first = start(toy_world(make("fedavg")))[0].shared
     moved = norm(change(plain.shared, first))
@@ -158,7 +158,7 @@ def test_a_quantised_run_sends_a_quarter_and_ends_near_the_plain_one():
 
 
 def test_what_rounding_leaves_over_is_in_the_checkpoint_and_resume_gives_the_same_bits(tmp_path):
-    channel = Channel(clip=0.5, noise=0.1, quantise=True)
+    channel = Channel(clip=0.5, noise_multiplier=0.1, quantise=True)
     whole, lines, kept = run(channel, rounds=4)
     write_tensors(tmp_path / "c", *pack(kept[1]))
     back = unpack(*read_tensors(tmp_path / "c"))
@@ -171,14 +171,14 @@ def test_what_rounding_leaves_over_is_in_the_checkpoint_and_resume_gives_the_sam
 def test_engines_agree_behind_a_channel():
     from fedvlm.engines.batched import Batched
 
-    channel = Channel(clip=0.05, noise=0.2)
+    channel = Channel(clip=0.05, noise_multiplier=0.2)
     one, _, _ = run(channel, "fedot")
     many, _, _ = run(channel, "fedot", lambda world: Batched(world, 1))
     assert tensors.difference(one.shared, many.shared) < 1e-4
 
 
 def test_epsilon_grows_round_by_round_and_is_the_gaussian_mechanisms_own():
-    _, lines, _ = run(Channel(clip=0.1, noise=2.0, delta=1e-6))
+    _, lines, _ = run(Channel(clip=0.1, noise_multiplier=2.0, delta=1e-6))
     assert [line["epsilon"] for line in lines] == [
         pytest.approx(epsilon(2.0, k, delta=1e-6), rel=1e-9) for k in (1, 2, 3)
     ]
@@ -186,9 +186,9 @@ def test_epsilon_grows_round_by_round_and_is_the_gaussian_mechanisms_own():
 
 def test_a_secure_sum_hides_a_client_in_the_noise_of_all():
     """Uniform weights: n clients' noise against one client's change."""
-    _, lines, _ = run(Channel(clip=0.1, noise=2.0, secure=True), "fedot")
+    _, lines, _ = run(Channel(clip=0.1, noise_multiplier=2.0, secure=True), "fedot")
     assert lines[0]["epsilon"] == pytest.approx(epsilon(2.0 * math.sqrt(4), 1), rel=1e-9)
-    costs = spend(Channel(clip=1.0, noise=2.0, secure=True), {"a": 3.0, "b": 4.0})
+    costs = spend(Channel(clip=1.0, noise_multiplier=2.0, secure=True), {"a": 3.0, "b": 4.0})
     assert costs == {"a": 9 / 25 / 4, "b": 16 / 25 / 4}
 
 
@@ -280,7 +280,7 @@ class Liar(FedAvg):
 
 def test_a_method_that_wrongly_says_a_sum_will_do_is_found_out():
     assert sum_gap(toy_world(make("fedavg"))) < 1e-6
-    assert sum_gap(toy_world(Liar(rate=0.1))) > 1e-3
+    assert sum_gap(toy_world(Liar(lr=0.1))) > 1e-3
 
 
 @dataclass(frozen=True)
@@ -307,11 +307,11 @@ def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
         ({"clipp": 1.0}, "did you mean 'clip'"),
         ({"clip": -1.0}, "channel.clip must be at least 0, got -1.0"),
         ({"clip": math.nan}, "channel.clip must be finite and at least 0, got nan"),
-        ({"noise": 1.0}, "set channel.clip too"),
+        ({"noise_multiplier": 1.0}, "set channel.clip too"),
         ({"delta": 1.0}, "must be above 0 and below 1, got 1.0"),
         ({"quantise": "yes"}, "channel.quantise = 'yes' does not fit"),
         ({"quantise": True, "secure": True}, "do not go together"),
-        ({"rows": 0}, "channel.rows must be at least 1, got 0"),
+        ({"max_samples": 0}, "channel.max_samples must be at least 1, got 0"),
         ("on", "write a table"),
     ],
 )
@@ -324,9 +324,9 @@ def test_honest_uploads_pass_the_norm_check_however_they_are_changed():
     sent = {"head": numbers(30, 40)}
     for channel in (
         Channel(clip=0.1),
-        Channel(clip=0.1, noise=3.0),
+        Channel(clip=0.1, noise_multiplier=3.0),
         Channel(clip=0.1, quantise=True),
-        Channel(clip=0.1, noise=0.01, quantise=True),
+        Channel(clip=0.1, noise_multiplier=0.01, quantise=True),
     ):
         kept = {}
         for number in range(20):

@@ -36,7 +36,7 @@ def heads(count=10, **settings):
 def statistics(count=6, rows=(60,), seed=0):
     """A round of TOFA: every client has rows of all four classes."""
     sizes = [rows[i % len(rows)] for i in range(count)]
-    world = toy_world(make("tofa", smallest=1), sizes=sizes)
+    world = toy_world(make("tofa", min_class_samples=1), sizes=sizes)
     shared, local = world.method.init(world.frozen)
     ids = sorted(world.members)
     uploads = [
@@ -262,7 +262,9 @@ def test_many_clients_may_send_the_largest_numbers_or_none():
     found = replace(now, kind="total", uploads=uploads).about()
     assert found.isfinite().all() and found.diagonal().argmax() == 3
     held = [{"holders": torch.ones(5, dtype=torch.int32)}] * 40
-    none = Round(make("tofa", contributors=3, rounds=2), "total", held, [{}] * 40, torch.ones(40))
+    none = Round(
+        make("tofa", min_class_clients=3, rounds=2), "total", held, [{}] * 40, torch.ones(40)
+    )
     assert torch.equal(none.about(), torch.zeros(40, 40).double())
 
 

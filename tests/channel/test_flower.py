@@ -19,14 +19,14 @@ from fedvlm.testing import toy_world
 
 CHANNELS = {
     "clip": Channel(clip=0.05),
-    "noise": Channel(clip=0.05, noise=0.3),
+    "noise_multiplier": Channel(clip=0.05, noise_multiplier=0.3),
     "quantise": Channel(quantise=True),
-    "all": Channel(clip=0.05, noise=0.1, quantise=True),
+    "all": Channel(clip=0.05, noise_multiplier=0.1, quantise=True),
 }
 
 
 def learnt(channel, engine, method="fedot"):
-    world = replace(toy_world(make(method, rounds=3, rate=0.01)), channel=channel)
+    world = replace(toy_world(make(method, rounds=3, lr=0.01)), channel=channel)
     plan = Plan(tuple(sorted(world.members)), ())
     state, fresh = start(world)
     lines = []
@@ -49,7 +49,7 @@ def test_flower_and_a_plain_loop_agree_behind_every_channel(name):
 
 
 def test_what_the_channel_keeps_is_in_no_message():
-    world = toy_world(make("fedot", rounds=1, rate=0.01))
+    world = toy_world(make("fedot", rounds=1, lr=0.01))
     world = replace(world, channel=CHANNELS["quantise"])
     engine = InProcess(world)
     state, fresh = start(world)
@@ -96,7 +96,7 @@ def secure_engine(monkeypatch, spoil):
         return real(self, parcel, state)
 
     monkeypatch.setattr(flower_client.Desk, "answer", answer)
-    world = replace(toy_world(make("fedavg", rounds=1, rate=0.01)), channel=SECURE)
+    world = replace(toy_world(make("fedavg", rounds=1, lr=0.01)), channel=SECURE)
     engine = InProcess(world)
     state, fresh = start(world)
     return world, engine, state, fresh

@@ -20,7 +20,7 @@ STAGES = ["setup", "share_keys", "collect_masked_vectors", "unmask"]
 
 
 def world_of(count=5, rounds=1):
-    world = toy_world(make("fedavg", rounds=rounds, rate=0.01), sizes=(30,) * count)
+    world = toy_world(make("fedavg", rounds=rounds, lr=0.01), sizes=(30,) * count)
     return replace(world, channel=SECURE)
 
 

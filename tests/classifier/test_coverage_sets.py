@@ -69,12 +69,12 @@ def test_mean_coverage_over_200_splits_is_what_was_promised(
 
 def test_rows_set_aside_are_read_by_nothing_else() -> None:
     table = from_arrays(federation(), text=np.eye(DIM)[:CLASSES])
-    settings = build({"method": "auto", "clients": {"by": "own"}, "protocol": "own-test"})
+    settings = build({"method": "auto", "clients": {"partition": "own"}, "protocol": "own-test"})
     apart = prepare(settings, table, 0).division.members["a"].calibration
     assert len(apart) == 16  # a third of the 48 validation rows
     x = table.x.clone()
     x[apart] = torch.nn.functional.normalize(torch.ones(len(apart), DIM) + x[apart], dim=1)
-    more = {"clients": {"by": "own"}, "protocol": "own-test"}
+    more = {"clients": {"partition": "own"}, "protocol": "own-test"}
     one, other = (
         fedvlm.run("auto", embedded=replace(table, x=values), out=Path(name), **more)
         for name, values in (("one", table.x), ("other", x))
@@ -94,11 +94,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_known_data_keep_their_splits() -> None:
-    assert build({"method": "auto"}).clients.calibration is None
+    assert build({"method": "auto"}).clients.calibration_ratio is None
     table = replace(from_arrays(federation()), encoder="another")
-    kept = prepare(build({"method": "auto", "clients": {"by": "own"}}), table, 0).division
+    kept = prepare(build({"method": "auto", "clients": {"partition": "own"}}), table, 0).division
     assert all(not len(one.calibration) for one in kept.members.values())
-    asked = {"by": "own", "calibration": 0.5}
+    asked = {"partition": "own", "calibration_ratio": 0.5}
     half = prepare(build({"method": "auto", "clients": asked}), table, 0).division.members["a"]
     was = kept.members["a"]
     assert sorted([*half.validation, *half.calibration]) == sorted(was.validation)

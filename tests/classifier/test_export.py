@@ -18,16 +18,16 @@ from fedvlm.encoders import demo
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner.load import encode, reach
 
-QUICK = {"rounds": 2, "rate": 1e-3}
+QUICK = {"rounds": 2, "lr": 1e-3}
 
 
 METHODS = {
-    "fedot": {**QUICK, "rate": 0.05},
+    "fedot": {**QUICK, "lr": 0.05},
     "fedavg": QUICK,
     "zero-shot": {},
     "fedadapter": QUICK,
     "tofa": {},
-    "promptfl": {**QUICK, "vectors": 2},
+    "promptfl": {**QUICK, "n_ctx": 2},
 }
 
 

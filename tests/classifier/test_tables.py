@@ -27,7 +27,7 @@ def table(path, count, seed, labelled=True):
 def saved(tmp_path_factory):
     place = tmp_path_factory.mktemp("api")
     rows, _, _ = table(place / "rows.csv", 80, 0)
-    words = {"clients": {"by": "own"}, "protocol": "own-test", "out": place / "run"}
+    words = {"clients": {"partition": "own"}, "protocol": "own-test", "out": place / "run"}
     result = fedvlm.run("alone", encoder=f"store:{rows}", **words)
     result.personalised("site-0").save_pretrained(place / "classifier")
     return place
@@ -66,7 +66,7 @@ def test_the_card_of_a_store_names_a_table(saved, tmp_path, call):
 
 def test_partition_counts_the_rows_of_a_store(saved, call):
     place = f"store:{saved / 'rows.csv'}"
-    lines = call("partition", place, "--set", "clients.by=own").stdout.splitlines()
+    lines = call("partition", place, "--set", "clients.partition=own").stdout.splitlines()
     assert [line.split() for line in lines[2:]] == [
         ["site-0", "20", "20", "40"],
         ["site-1", "20", "20", "40"],

@@ -11,7 +11,7 @@ from fedvlm import cli, record
 from fedvlm.encoders.store import save_store
 from fedvlm.record import Record
 
-OWN = ("--set", "protocol=own-test", "--set", "clients.by=domain", "--no-report")
+OWN = ("--set", "protocol=own-test", "--set", "clients.partition=domain", "--no-report")
 BARS = ["chance", "zero-shot", "alone", "pooled"]
 
 
@@ -39,7 +39,7 @@ def test_own_data_without_a_method_is_auto_with_four_bars(store):
 
 
 def test_no_bars_leaves_one_row(store):
-    table, _ = rows_of("run", "--encoder", store, "--method", "zero-shot", "--no-bars", *OWN)
+    table, _ = rows_of("run", "--encoder", store, "--method", "zero-shot", "--no-baselines", *OWN)
     assert list(table) == ["zero-shot"]
 
 
@@ -72,9 +72,9 @@ def test_without_text_there_is_no_zero_shot_bar(rows_like, tmp_path, monkeypatch
     ("more", "there"),
     [
         ("", True),
-        ("bars = false", False),
+        ("baselines = false", False),
         ('reproduces = ["fedot-v1/T1"]', False),
-        ('reproduces = ["fedot-v1/T1"]\nbars = true', True),
+        ('reproduces = ["fedot-v1/T1"]\nbaselines = true', True),
         ("[paper.alone]\nown = 50.0", False),
     ],
 )

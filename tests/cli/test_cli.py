@@ -11,7 +11,7 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
 
-QUICK = ["--set", "method.rounds=2", "--set", "clients.by=domain"]
+QUICK = ["--set", "method.rounds=2", "--set", "clients.partition=domain"]
 
 
 def call(*words, **options):
@@ -82,7 +82,7 @@ def test_a_toml_file_with_several_methods_is_one_table(ok, store, tmp_path):
 
 def test_resume_of_a_finished_run_prints_its_table(ok, store, tmp_path):
     words = ("run", "--method", "fedavg", "--encoder", store, "--out", tmp_path / "r", *QUICK)
-    table = ok(*words, "--no-bars").split("records:")[0]
+    table = ok(*words, "--no-baselines").split("records:")[0]
     assert ok("resume", tmp_path / "r") == table
 
 
@@ -101,7 +101,7 @@ def test_partition_counts_rows_and_draws_them(ok, tmp_path):
         "partition",
         "demo",
         "--set",
-        "clients.by=dirichlet",
+        "clients.partition=dirichlet",
         "--set",
         "clients.count=5",
         "--image",
@@ -193,7 +193,14 @@ def test_partition_refuses_what_a_run_would_refuse(refused, word, says):
 
 
 def test_partition_keeps_a_target_whole_and_takes_the_first_seed_of_a_run(ok):
-    words = ("partition", "demo", "--set", "clients.by=dirichlet", "--set", "clients.count=2")
+    words = (
+        "partition",
+        "demo",
+        "--set",
+        "clients.partition=dirichlet",
+        "--set",
+        "clients.count=2",
+    )
     whole = ok(*words, "--set", "protocol=source-target", "--set", "target=noto")
     names = [line.split()[0] for line in whole.splitlines()[2:]]
     assert names == ["client-0", "client-1", "noto"]
@@ -245,11 +252,20 @@ def test_whatever_path_is_missing_the_nearest_name_is_asked_for(refused, tmp_pat
 
 
 def test_a_clash_of_runs_tells_all_that_differs(refused, ok, store, tmp_path):
-    words = ("run", "--method", "fedavg", "--encoder", store, "--out", tmp_path / "r", "--no-bars")
+    words = (
+        "run",
+        "--method",
+        "fedavg",
+        "--encoder",
+        store,
+        "--out",
+        tmp_path / "r",
+        "--no-baselines",
+    )
     ok(*words, *QUICK)
-    more = ("--set", "method.rounds=3", "--set", "clients.by=own", "--set", "seeds=[4]")
-    lines = refused(*words, *more, "--tune", "rate").splitlines()
+    more = ("--set", "method.rounds=3", "--set", "clients.partition=own", "--set", "seeds=[4]")
+    lines = refused(*words, *more, "--tune", "lr").splitlines()
     assert "  method.rounds: there 2, here 3" in lines
-    assert "  clients.by: there 'domain', here 'own'" in lines
+    assert "  clients.partition: there 'domain', here 'own'" in lines
     assert "  seeds: there [0], here [4]" in lines
     assert len([line for line in lines if line.startswith("  ")]) == 3

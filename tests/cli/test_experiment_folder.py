@@ -78,16 +78,23 @@ def test_what_was_asked_is_asked_again_by_its_own_file(place):
 
 def test_own_data_have_a_folder_with_the_race_written_down(place):
     data = ("run", "--encoder", "store:clinic.safetensors", "--set", "protocol=own-test")
-    quick = ("--set", "clients.by=domain", "--set", "method.rounds=1", "--no-report", "--no-bars")
+    quick = (
+        "--set",
+        "clients.partition=domain",
+        "--set",
+        "method.rounds=1",
+        "--no-report",
+        "--no-baselines",
+    )
     call(*data, *quick, "--method", "fedavg")
     file = place / "runs" / "clinic" / "clinic.toml"
-    assert tomllib.loads(file.read_text())["tune"] == ["rate"]
+    assert tomllib.loads(file.read_text())["tune"] == ["lr"]
     assert "already finished" in call("run", file, "--no-report").stderr
 
 
 def test_other_settings_do_not_clash_in_an_experiments_folder(place):
-    call("run", "mine.toml", "--no-report", "--no-bars", "--method", "zero-shot")
-    call("run", "mine.toml", "--no-report", "--no-bars", "--method", "zero-shot", "--smoke")
+    call("run", "mine.toml", "--no-report", "--no-baselines", "--method", "zero-shot")
+    call("run", "mine.toml", "--no-report", "--no-baselines", "--method", "zero-shot", "--smoke")
     assert len(runs_in(place / "runs" / "mine")) == 2
 
 
@@ -102,7 +109,7 @@ def test_compare_and_report_take_an_experiments_folder(place):
 
 @pytest.mark.parametrize("form", ["csv", "json"])
 def test_long_form_has_a_line_per_seed_client_and_metric(place, form):
-    done = call("run", "mine.toml", "--no-report", "--no-bars", "--form", form)
+    done = call("run", "mine.toml", "--no-report", "--no-baselines", "--form", form)
     told = call("compare", "runs/mine", "--form", form).stdout
     assert done.stdout == told  # nothing else stands on stdout
     lines = json.loads(told) if form == "json" else list(csv.DictReader(io.StringIO(told)))

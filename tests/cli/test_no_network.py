@@ -22,7 +22,7 @@ WHOLE = """
 import sys
 from typer.testing import CliRunner
 from fedvlm.cli import app
-run = ["run", "--method", "fedavg", "--smoke", "--no-bars", "--out"]
+run = ["run", "--method", "fedavg", "--smoke", "--no-baselines", "--out"]
 for words in (
     [*run, "plain"],
     [*run, "flower", "--set", "engine=flower"],

@@ -70,7 +70,7 @@ def test_rows_with_clients_and_no_domains_are_told_the_two_settings(refused, tmp
     x, y = np.eye(4)[np.arange(40) % 4], np.arange(40) % 4
     np.savez(tmp_path / "rows.npz", x=x, y=y, clients=np.array(["a", "b"])[np.arange(40) // 20])
     text = refused("run", "--encoder", f"store:{tmp_path / 'rows.npz'}")
-    assert "--set clients.by=own --set protocol=own-test" in text
+    assert "--set clients.partition=own --set protocol=own-test" in text
 
 
 def test_a_site_that_is_too_small_is_told_how_to_be_left_out(refused, images):

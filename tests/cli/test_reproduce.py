@@ -16,7 +16,7 @@ from fedvlm.report.reproduce import settings_of_item
 from fedvlm.runner.forecast import foreseen, needs, span
 from fedvlm.runner.settings import build
 
-SHORT = ("--set", "method.rounds=1", "--set", "method.rate=0.03")
+SHORT = ("--set", "method.rounds=1", "--set", "method.lr=0.03")
 DEMO = ("--smoke", "--data", "demo", "--encoder", "demo", *SHORT)
 
 
@@ -153,7 +153,7 @@ def test_a_smoke_run_is_foreseen_to_be_shorter(monkeypatch):
 )
 def test_the_time_foreseen_is_near_what_was_measured(values, measured):
     """By docs/papers/results-speed.md, where embeddings are there already."""
-    shares = {"clients": {"shares": [0.8, 0.0, 0.2]}} if "protocol" in values else {}
+    shares = {"clients": {"ratios": [0.8, 0.0, 0.2]}} if "protocol" in values else {}
     settings = build({"encoder": "hf:openai/clip-vit-base-patch32", **values, **shares})
     assert measured / 2 < foreseen([settings], catalogue(), 1e30) < 2 * measured
 

@@ -28,9 +28,9 @@ from fedvlm.runner.settings import build
 
 WALK = {
     "loss": parts.cross_entropy,
-    "batch": 8,
-    "epochs": 1,
-    "rate": 0.1,
+    "batch_size": 8,
+    "local_epochs": 1,
+    "lr": 0.1,
 }  # what a gradient part reads
 
 
@@ -73,25 +73,41 @@ def test_a_whole_method_is_registered_under_its_name():
         ({"predict": None}, "no predict; write it or name a part"),
         ({"send": None}, "no send; write it or name a part"),
         ({"update": parts.sgd, **WALK, "loss": None}, "needs a `loss`; add one"),
-        ({"update": parts.sgd, **WALK, "batch": None}, "needs a batch; add a field such as"),
-        ({"update": parts.adam, **WALK, "epochs": None}, "needs a epochs; add a field such as"),
-        ({**WALK, "rate": None}, "needs a rate; add a field such as `rate: float = 1e-3`"),
+        (
+            {"update": parts.sgd, **WALK, "batch_size": None},
+            "needs a batch_size; add a field such as",
+        ),
+        (
+            {"update": parts.adam, **WALK, "local_epochs": None},
+            "needs a local_epochs; add a field such as",
+        ),
+        ({**WALK, "lr": None}, "needs a lr; add a field such as `lr: float = 1e-3`"),
         ({"rounds": None}, "no rounds; add a field"),
         ({"traits": None}, "no traits; add `traits = Traits"),
         ({"traits": Traits(needs={"image"})}, "traits.needs = {'image'} does not fit"),
         ({"traits": Traits(needs=frozenset({"sound"}))}, "needs 'sound'; an encoder can offer"),
         ({"traits": Traits(sums="all")}, "traits.sums = 'all' does not fit; it takes 'rows' or"),
-        ({"traits": Traits(smallest=4)}, "speak of smallest, which is no setting of it; add a"),
+        (
+            {"traits": Traits(min_class_samples=4)},
+            "speak of min_class_samples, which is no setting of it; add a",
+        ),
         ({"traits": Traits(tunable=("pull",))}, "speak of pull, which is no setting of it"),
         ({"needs": frozenset({"image"})}, r"needs is a trait; write it as `traits = Traits\(needs"),
-        ({"batch_size": 8}, "it has a batch_size, which nothing reads; did you mean batch?"),
-        ({"lr": 0.1}, "it has a lr, which nothing reads; did you mean rate?"),
-        ({"epoch": 2}, "it has a epoch, which nothing reads; did you mean epochs?"),
+        ({"batch": 8}, "setting 'batch' is called 'batch_size'; rename it"),
+        ({"rate": 0.1}, "setting 'rate' is called 'lr'"),
+        ({"epochs": 2}, "setting 'epochs' is called 'local_epochs'"),
+        ({"decay": 0.1}, "setting 'decay' is called 'weight_decay'"),
+        ({"smallest": 16}, "setting 'smallest' is called 'min_class_samples'"),
+        ({"learning_rate": 0.1}, "setting 'learning_rate' is called 'lr'"),
+        ({"weight_decy": 0.1}, "it has a weight_decy, .* did you mean weight_decay?"),
         ({"update_any": parts.idle}, "it has a update_any, .* did you mean update_many?"),
         ({"noise": 0.1, "__annotations__": {"noise": float}}, "setting noise is called like a"),
         ({"send": 1, "__annotations__": {"send": int}}, "no send; write it"),
         ({"describe": 1}, "its describe is no verb"),
-        ({"covers": lambda self, upload: None}, "told by covers, means and the trait smallest"),
+        (
+            {"covers": lambda self, upload: None},
+            "told by covers, means and the trait min_class_samples",
+        ),
     ],
 )
 def test_registration_refuses_and_says_what_to_add(changes, says):
@@ -105,32 +121,34 @@ def test_registration_refuses_what_is_no_frozen_dataclass():
 
 
 def test_registration_refuses_a_field_without_a_default():
-    with pytest.raises(SettingsError, match="field rate has no default"):
-        register(whole(__annotations__={"rate": float}))
+    with pytest.raises(SettingsError, match="field lr has no default"):
+        register(whole(__annotations__={"lr": float}))
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "says"),
     [
         ("fedto", {}, "no method is called 'fedto'; did you mean 'fedot'"),
+        ("fedot", {"rate": 1e-3}, "setting of fedot 'rate' is called 'lr'; write lr instead"),
+        ("fedotp", {"strength": 0.1}, "setting of fedotp 'strength' is called 'entropy_reg'"),
         ("fedot", {"bloks": 4}, "no setting of fedot is called 'bloks'; did you mean 'blocks'"),
-        ("fedot", {"rate": "fast"}, "fedot.rate = 'fast' does not fit; it takes a number"),
+        ("fedot", {"lr": "fast"}, "fedot.lr = 'fast' does not fit; it takes a number"),
         ("fedot", {"rounds": 1.5}, "fedot.rounds = 1.5 does not fit; it takes a whole number"),
         ("fedot", {"rounds": True}, "fedot.rounds = True does not fit"),
         ("fedot", {"head": "txt"}, "it takes 'text' or 'random'"),
         ("fedot", {"rounds": -1}, "fedot.rounds must be at least 0, got -1"),
-        ("fedot", {"epochs": 0}, "fedot.epochs must be between 1 and 10000, got 0"),
-        ("fedot", {"batch": 0}, "fedot.batch must be between 1 and 1000000000, got 0"),
+        ("fedot", {"local_epochs": 0}, "fedot.local_epochs must be between 1 and 10000, got 0"),
+        ("fedot", {"batch_size": 0}, "fedot.batch_size must be between 1 and 1000000000, got 0"),
         ("fedot", {"tau": -1.0}, "fedot.tau must be above 0, got -1.0"),
         ("fedprox", {"mu": -1.0}, "fedprox.mu must be at least 0, got -1.0"),
-        ("promptfl", {"vectors": 0}, "promptfl.vectors must be between 1 and 1000, got 0"),
-        ("fedot", {"rate": -1.0}, "fedot.rate must be above 0 and at most 1000, got -1.0"),
-        ("fedot", {"rate": float("nan")}, "fedot.rate must be finite and above 0"),
-        ("fedot", {"rate": float("inf")}, "fedot.rate must be finite and above 0"),
+        ("promptfl", {"n_ctx": 0}, "promptfl.n_ctx must be between 1 and 1000, got 0"),
+        ("fedot", {"lr": -1.0}, "fedot.lr must be above 0 and at most 1000, got -1.0"),
+        ("fedot", {"lr": float("nan")}, "fedot.lr must be finite and above 0"),
+        ("fedot", {"lr": float("inf")}, "fedot.lr must be finite and above 0"),
         ("fedot", {"momentum": 1.0}, "fedot.momentum must be at least 0 and below 1, got 1.0"),
-        ("fedot", {"decay": -0.1}, "fedot.decay must be between 0 and 100, got -0.1"),
+        ("fedot", {"weight_decay": -0.1}, "fedot.weight_decay must be between 0 and 100, got -0.1"),
         ("fedclip", {"eps": 0.0}, "fedclip.eps must be above 0, got 0.0"),
-        ("fens", {"server_rate": 0.0}, "fens.server_rate must be above 0"),
+        ("fens", {"server_lr": 0.0}, "fens.server_lr must be above 0"),
     ],
 )
 def test_a_wrong_name_or_value_is_refused_with_the_remedy(name, settings, says):
@@ -139,18 +157,18 @@ def test_a_wrong_name_or_value_is_refused_with_the_remedy(name, settings, says):
 
 
 def test_a_number_is_checked_in_a_method_that_was_made_by_hand():
-    with pytest.raises(SettingsError, match="fedavg.rate must be above 0"):
-        build({"method": FedAvg(rate=-1)})
+    with pytest.raises(SettingsError, match="fedavg.lr must be above 0"):
+        build({"method": FedAvg(lr=-1)})
 
 
 def test_a_method_without_the_settings_of_a_walk_has_the_usual_ones():
     assert schedule(make("zero-shot")) == Schedule()
-    assert schedule(make("fedclip", batch=7)).betas == (0.9, 0.98)
-    assert schedule(make("fedclip", batch=7)).batch == 7
+    assert schedule(make("fedclip", batch_size=7)).betas == (0.9, 0.98)
+    assert schedule(make("fedclip", batch_size=7)).batch_size == 7
 
 
 def test_the_rate_is_tuned_where_there_is_a_loss_and_nothing_where_there_is_none():
-    assert tunable(make("fedavg")) == ("rate",)
+    assert tunable(make("fedavg")) == ("lr",)
     assert tunable(make("zero-shot")) == ()
     assert tunable(whole(traits=Traits(tunable=("pull",)))()) == ("pull",)
 

@@ -21,7 +21,7 @@ class Oven:
     bound: float | Literal["median"] = within(0.0, AMOUNT)
     grains: tuple[str, ...] = several()
     rows: tuple[str, ...] = ()
-    rate: float = 0.1  # held to the range of its name
+    lr: float = 0.1  # held to the range of its name
 
 
 def read(**values):
@@ -48,7 +48,7 @@ def test_lists_become_tuples_and_one_may_stand_for_several():
         ({"bound": float("inf")}, r"bound must be finite and at least 0, got inf"),
         ({"rows": "x"}, r"rows = 'x' does not fit; it takes names, as \['a', 'b'\]"),
         ({"rows": [1]}, r"rows = 1 does not fit"),
-        ({"rate": 0}, r"rate must be above 0 and at most 1000, got 0"),
+        ({"lr": 0}, r"lr must be above 0 and at most 1000, got 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(values, said):

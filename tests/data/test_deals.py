@@ -27,7 +27,7 @@ def cifar(rows=3000, **more):
 @pytest.mark.parametrize("by", DEALT)
 def test_every_row_is_in_one_part_of_one_client(by):
     table = cifar()
-    division = divide(table, Clients(by, count=20, alpha=1.0, minimum=1), 0)
+    division = divide(table, Clients(by, count=20, alpha=1.0, min_samples=1), 0)
     members = division.members.values()
     held = list(chain.from_iterable(getattr(m, p).tolist() for m in members for p in PARTS))
     assert sorted(held) == list(range(len(table.labels)))
@@ -45,7 +45,7 @@ def test_another_order_of_rows_is_dealt_the_same_way(by):
         content=[table.content[i] for i in mixed],
         **{key: getattr(table, key)[mixed] for key in columns},
     )
-    clients = Clients(by, count=20, alpha=1.0, minimum=1)
+    clients = Clients(by, count=20, alpha=1.0, min_samples=1)
     one, two = divide(table, clients, 3), divide(other, clients, 3)
     for id, member in one.members.items():
         assert set(mixed[two.members[id].train]) == set(member.train)
@@ -117,7 +117,7 @@ def test_the_two_levels_are_dirichlet_draws_over_superclasses_and_their_classes(
 @pytest.mark.parametrize("by", ["iid", "dirichlet"])
 def test_rows_marked_test_are_the_target_and_no_other_clients(by):
     table = make_rows(400, classes=4, domains=1, splits="train,train,test")
-    division = divide(table, Clients(by, count=3, minimum=1), 0, ["split:test"])
+    division = divide(table, Clients(by, count=3, min_samples=1), 0, ["split:test"])
     assert list(division.members) == [*(f"client-{i}" for i in range(3)), "split:test"]
     target = division.members["split:test"]
     assert set(target.test) == set(np.flatnonzero(table.splits == "test"))

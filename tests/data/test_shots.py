@@ -13,9 +13,9 @@ from fedvlm.data.federation import divide
     [
         ({"shots": 2}, 2),
         ({"shots": 9}, 4),
-        ({"shots": 2, "validation_shots": 7}, 7),
-        ({"validation_shots": 3}, 3),
-        ({"shots": 2, "validation_shots": 0}, None),
+        ({"shots": 2, "val_shots": 7}, 7),
+        ({"val_shots": 3}, 3),
+        ({"shots": 2, "val_shots": 0}, None),
         ({}, None),
     ],
 )
@@ -33,6 +33,6 @@ def test_validation_rows_are_as_few_as_training_rows_and_four_at_most_unless_sai
 
 def test_validation_shots_leave_the_training_rows_as_they_were():
     table = make_rows(400)
-    one, other = (divide(table, Clients(shots=3, validation_shots=n), 0) for n in (0, 2))
+    one, other = (divide(table, Clients(shots=3, val_shots=n), 0) for n in (0, 2))
     for key in one.members:
         assert (one.members[key].train == other.members[key].train).all()

@@ -41,10 +41,10 @@ ways = st.sampled_from(
     [
         Clients("domain"),
         Clients("own"),
-        Clients("dirichlet", count=3, alpha=1.0, minimum=2),
+        Clients("dirichlet", count=3, alpha=1.0, min_samples=2),
         Clients("pathological", count=2),
-        Clients("domain-dirichlet", count=2, alpha=1.0, minimum=2),
-        Clients("domain", shares=(0.8, 0.0, 0.2)),
+        Clients("domain-dirichlet", count=2, alpha=1.0, min_samples=2),
+        Clients("domain", ratios=(0.8, 0.0, 0.2)),
     ]
 )
 tables = st.builds(
@@ -154,7 +154,7 @@ def test_too_many_pathological_clients_are_refused(classes):
 
 def test_dirichlet_proportions_are_the_same_in_train_and_test():
     table = make_rows(12000, classes=3, splits="train,test")
-    division = divide(table, Clients("dirichlet", count=4, shares=(0.8, 0.0, 0.2)), 0)
+    division = divide(table, Clients("dirichlet", count=4, ratios=(0.8, 0.0, 0.2)), 0)
     for member in division.members.values():
         train = np.bincount(table.labels[member.train], minlength=3)
         test = np.bincount(table.labels[member.test], minlength=3)
@@ -164,7 +164,7 @@ def test_dirichlet_proportions_are_the_same_in_train_and_test():
 def test_dirichlet_clients_have_the_minimum_and_uneven_classes():
     table = make_rows(4000, classes=10)
     for alpha, spread in ((0.1, 1.0), (1000.0, 0.0)):
-        division = divide(table, Clients("dirichlet", count=10, alpha=alpha, minimum=30), 0)
+        division = divide(table, Clients("dirichlet", count=10, alpha=alpha, min_samples=30), 0)
         counts = [
             np.bincount(table.labels[m.train], minlength=10) for m in division.members.values()
         ]
@@ -177,7 +177,7 @@ def test_dirichlet_clients_have_the_minimum_and_uneven_classes():
 def test_an_impossible_dirichlet_draw_ends_with_a_remedy(monkeypatch):
     monkeypatch.setattr(splits, "DRAWS", 20)
     with pytest.raises(SettingsError, match="larger alpha"):
-        divide(make_rows(200), Clients("dirichlet", count=10, alpha=0.001, minimum=5), 0)
+        divide(make_rows(200), Clients("dirichlet", count=10, alpha=0.001, min_samples=5), 0)
     with pytest.raises(SettingsError, match="too few for 10 clients with at least 10 each"):
         divide(make_rows(40), Clients("dirichlet", count=10), 0)
 
@@ -186,7 +186,7 @@ def test_clients_are_named_after_what_they_are_made_of():
     table = make_rows(200, clients=3)
     assert list(divide(table, Clients(), 0).members) == ["domain0", "domain1"]
     assert list(divide(table, Clients("own"), 0).members)[:2] == ["writer0", "writer1"]
-    mixed = divide(table, Clients("domain-dirichlet", count=2, alpha=5.0, minimum=2), 0).members
+    mixed = divide(table, Clients("domain-dirichlet", count=2, alpha=5.0, min_samples=2), 0).members
     assert list(mixed) == ["domain0-0", "domain0-1", "domain1-0", "domain1-1"]
     assert [member.domain for member in mixed.values()] == ["domain0"] * 2 + ["domain1"] * 2
     dealt = divide(table, Clients("dirichlet", count=2, alpha=5.0), 0).members
@@ -209,7 +209,7 @@ def test_shots_are_per_class_and_client_and_leave_the_test_rows_alone():
         assert np.bincount(table.labels[member.train]).tolist() == [3] * 4
         assert set(member.train) < set(full.members[key].train)
         assert (member.test == full.members[key].test).all()
-    plenty = divide(table, Clients(shots=1000, validation_shots=0), 0)
+    plenty = divide(table, Clients(shots=1000, val_shots=0), 0)
     assert images(table, plenty) == images(table, full)
 
 
@@ -256,20 +256,20 @@ def test_bad_tables_are_named():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"by": "domains"}, "did you mean 'domain'"),
+        ({"partition": "domains"}, "did you mean 'domain'"),
         ({"count": 0}, "clients.count must be .*, got 0"),
         ({"count": "10"}, "clients.count = '10'"),
         ({"alpha": 0.0}, "clients.alpha must be .*, got 0.0"),
         ({"alpha": float("nan")}, "clients.alpha must be .*, got nan"),
         ({"shots": -1}, "clients.shots must be .*, got -1"),
-        ({"validation_shots": -1}, "clients.validation_shots must be .*, got -1"),
-        ({"validation_shots": 1.5}, "clients.validation_shots = 1.5"),
-        ({"minimum": 2.5}, "clients.minimum = 2.5"),
-        ({"shares": (0.5, 0.2, 0.2)}, "sum to 1, not 0.9"),
-        ({"shares": (0.0, 0.5, 0.5)}, "above 0 for train"),
-        ({"shares": (1.2, 0.0, -0.2)}, "not negative"),
-        ({"shares": [0.8, 0.2]}, "takes 3 values"),
-        ({"shares": 0.6}, "takes 3 values"),
+        ({"val_shots": -1}, "clients.val_shots must be .*, got -1"),
+        ({"val_shots": 1.5}, "clients.val_shots = 1.5"),
+        ({"min_samples": 2.5}, "clients.min_samples = 2.5"),
+        ({"ratios": (0.5, 0.2, 0.2)}, "sum to 1, not 0.9"),
+        ({"ratios": (0.0, 0.5, 0.5)}, "above 0 for train"),
+        ({"ratios": (1.2, 0.0, -0.2)}, "not negative"),
+        ({"ratios": [0.8, 0.2]}, "takes 3 values"),
+        ({"ratios": 0.6}, "takes 3 values"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(wrong, message):
@@ -278,4 +278,4 @@ def test_settings_that_do_not_fit_are_refused(wrong, message):
 
 
 def test_shares_may_be_a_list_as_toml_gives_it():
-    assert Clients(shares=[0.6, 0.2, 0.2]) == Clients()
+    assert Clients(ratios=[0.6, 0.2, 0.2]) == Clients()

@@ -27,7 +27,7 @@ from fedvlm.runner.settings import build
 
 NAMES = ["art", "photo", "sketch"]
 CLASSES = ["ant", "bee", "cat", "dog"]
-METHOD = {"name": "fedot", "rounds": 3, "rate": 1e-3}
+METHOD = {"name": "fedot", "rounds": 3, "lr": 1e-3}
 
 
 def store(path, rows, keep, **other):

@@ -20,8 +20,8 @@ from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Parcel, from_records
 from fedvlm.maths.accounting import epsilon
 
-NOISE = {"clip": 0.1, "noise": 2.0}
-METHOD = {"name": "fedavg", "rounds": 2, "rate": 1e-3}
+NOISE = {"clip": 0.1, "noise_multiplier": 2.0}
+METHOD = {"name": "fedavg", "rounds": 2, "lr": 1e-3}
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_round_asked_for_again_is_answered_with_the_same_bytes_and_costs_nothi
 @pytest.mark.parametrize("rounds", [2, KEEP + 2])
 def test_the_same_experiment_run_again_ends_the_same(place, rounds):
     """From answers that were given before, and from state as it was then; FedOT has local maps."""
-    method = {"name": "fedot", "rounds": rounds, "rate": 1e-3}
+    method = {"name": "fedot", "rounds": rounds, "lr": 1e-3}
     one, two = (place.run(place.settings(method), name) for name in ("one", "two"))
     assert one.tables == two.tables and len(two.rounds) == rounds
     if rounds < KEEP:
@@ -168,7 +168,7 @@ def test_a_policy_taken_away_refuses_and_the_site_goes_on(heard):
 def test_shots_that_single_rows_out_are_refused_by_default(place):
     settings = place.settings({"name": "tofa"}, allow_small=True, clients={"shots": 1})
     place.rules(quorum=1.0)
-    with pytest.raises(Exception, match="clients.shots and clients.shares are the site's to say"):
+    with pytest.raises(Exception, match="clients.shots and clients.ratios are the site's to say"):
         place.run(settings)
 
 
@@ -199,7 +199,7 @@ def test_statistics_of_small_classes_stay_whatever_the_experiment_says(place):
     assert all((one == 0).all() for one in seen.values()) and len(seen) == 3
     assert any("nothing leaves: ant, bee, cat, dog" in line for line in told)
     for name in ("art", "photo", "sketch"):
-        rule(place, name, smallest_class=1)
+        rule(place, name, min_class_samples=1)
     seen = uploads(place, place.settings({"name": "tofa"}, allow_small=True, seeds=[1]), "open")
     assert all((one > 0).any() for one in seen.values())
 
@@ -216,7 +216,7 @@ def test_another_seed_divides_the_rows_of_a_site_no_other_way(place):
 
 
 def test_a_budget_of_rows_is_the_same_rows_in_every_training(place):
-    site = rule(place, most_rows=20)
+    site = rule(place, max_samples=20)
     for seed in (0, 1):
         place.run(place.settings(METHOD, seeds=[seed]), f"seed-{seed}")
     one, two = (own.world for own in site.rows.values())
@@ -274,9 +274,9 @@ def test_a_server_that_crashed_counts_what_was_released_and_no_more(place):
 
 def test_what_noise_costs_is_that_of_channel_or_method():
     assert cost(make("fedavg"), Channel(), 100) == 0.0
-    assert cost(make("fedavg"), Channel(clip=1.0, noise=2.0), 100) == 0.25
+    assert cost(make("fedavg"), Channel(clip=1.0, noise_multiplier=2.0), 100) == 0.25
     assert cost(make("tofa", noise_multiplier=2.0), Channel(), 100) == 0.25
-    prompts = make("dp-fpl", noise_multiplier=2.0, batch=32, epochs=3)
+    prompts = make("dp-fpl", noise_multiplier=2.0, batch_size=32, local_epochs=3)
     assert cost(prompts, Channel(), 100) == pytest.approx(3 * 4 / 4)
 
 

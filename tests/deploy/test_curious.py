@@ -85,7 +85,7 @@ def lists(value):
 
 def test_the_same_look_finds_every_row_where_a_site_allows_everything(curious):
     """So that the test above is one that can fail."""
-    open = {"smallest_class": 1, "least_rows": 1, "server_divides": "true"}
+    open = {"min_class_samples": 1, "min_samples": 1, "server_divides": "true"}
     text = EXAMPLE
     lines = [one for one in text.splitlines() if one.split(" = ")[0] not in open]
     lines += [f"{key} = {value}" for key, value in open.items()]
@@ -93,7 +93,7 @@ def test_the_same_look_finds_every_row_where_a_site_allows_everything(curious):
         (curious.site(name) / "policy.toml").write_text("\n".join(lines) + "\n")
         curious.desks[name] = Site(read_site(curious.site(name)))
     asked = {
-        "method": {"name": "tofa", "smallest": 1},
+        "method": {"name": "tofa", "min_class_samples": 1},
         "allow_small": True,
         "clients": {"shots": 1},
     }

@@ -81,7 +81,7 @@ def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_pat
 
 @pytest.mark.long  # a minute
 def test_a_race_between_processes_chooses_as_in_one(federation, tmp_path):
-    settings = federation.settings({"name": "fedavg", "rounds": 2, "rate": 1e-4}, tune=["rate"])
+    settings = federation.settings({"name": "fedavg", "rounds": 2, "lr": 1e-4}, tune=["lr"])
     deployed = run(federation.kit, settings, tmp_path / "deployed")
     channel = bounded(settings.channel, settings.method)
     alone = execute(replace(settings, engine="single", channel=channel), tmp_path / "alone")
@@ -91,7 +91,7 @@ def test_a_race_between_processes_chooses_as_in_one(federation, tmp_path):
 
 
 def test_a_secure_sum_between_processes_is_the_mean_of_what_nobody_sees(federation, tmp_path):
-    method = {"name": "fedavg", "rounds": 1, "rate": 1e-3}
+    method = {"name": "fedavg", "rounds": 1, "lr": 1e-3}
     settings = federation.settings(method, channel={"clip": 0.5, "secure": True})
     hidden = run(federation.kit, settings, tmp_path / "hidden")
     plain = federation.settings(method, channel={"clip": 0.5}, engine="single")
@@ -104,7 +104,7 @@ def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(
 ):
     """Somebody looks at the server's page while a site's processes are killed."""
     federation.rules(deadline=10.0)
-    settings = federation.settings({"name": "fedot", "rounds": 6, "rate": 4e-3})
+    settings = federation.settings({"name": "fedot", "rounds": 6, "lr": 4e-3})
     hosts = set()
     with running(app(federation.kit.folder, "word", hosts)) as url:
         hosts.add(url.removeprefix("http://"))
@@ -144,7 +144,7 @@ def test_each_round_lacks_another_third_of_the_sites(federation, going, tmp_path
     """One is killed in the middle of a round, one is late, one says no; all come back."""
     deadline = max(20.0, 2 * federation.joining)
     federation.rules(deadline=deadline)
-    settings = federation.settings({"name": "fedot", "rounds": 5, "rate": 1e-3})
+    settings = federation.settings({"name": "fedot", "rounds": 5, "lr": 1e-3})
     one = going(federation, settings, tmp_path / "run")
     one.wait_for(lambda lines: len(lines) == 1)
     # Photo has the request of round 1 in its hands; and art keeps the round open for its return.
@@ -199,7 +199,7 @@ def frozen(site):
 
 @pytest.mark.slow
 def test_a_killed_server_is_resumed_to_the_same_tensors(federation, going, tmp_path):
-    settings = federation.settings({"name": "fedot", "rounds": 2, "rate": 2e-3})
+    settings = federation.settings({"name": "fedot", "rounds": 2, "lr": 2e-3})
     one = going(federation, settings, tmp_path / "run")
     saved = tmp_path / "run" / "trainings" / "0-all.checkpoint"
     one.wait_for(lambda lines: saved.exists())  # a line that is not in it would come again
@@ -217,7 +217,7 @@ def test_a_site_revoked_in_a_running_round_is_out_and_comes_back_by_a_new_key(
     federation, going, tmp_path
 ):
     """The server is not started anew, and nobody waits for the deadline of four minutes."""
-    settings = federation.settings({"name": "fedot", "rounds": 2, "rate": 3e-3})
+    settings = federation.settings({"name": "fedot", "rounds": 2, "lr": 3e-3})
     one = going(federation, settings, tmp_path / "run")
     one.wait_for(lambda lines: len(lines) == 1)
     with frozen(federation.sites["sketch"]):  # it has the request of round 1, and no answer yet
@@ -233,7 +233,7 @@ def test_a_site_revoked_in_a_running_round_is_out_and_comes_back_by_a_new_key(
     accept(folder, admit(federation.kit, request))
     federation.sites["sketch"] = federation.start("sketch")
     federation.wait_for("sketch", since)
-    method = {"name": "fedot", "rounds": 1, "rate": 3e-3}
+    method = {"name": "fedot", "rounds": 1, "lr": 3e-3}
     result = run(federation.kit, federation.settings(method), tmp_path / "again")
     assert sorted(result.rounds[0]["clients"]) == NAMES
 

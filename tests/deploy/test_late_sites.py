@@ -105,7 +105,7 @@ def test_a_straggler_past_the_deadline_is_missing_by_name_and_goes_on_in_the_nex
 ):
     """It has trained, and its next round starts from where the server says, not from there."""
     place.rules(deadline=0.0, quorum=0.6)
-    settings = place.settings({"name": "fedot", "rounds": 4, "rate": 1e-3})
+    settings = place.settings({"name": "fedot", "rounds": 4, "lr": 1e-3})
     late = place.run(settings, grid=held_back(local_grid(place.desks), "photo", 1))
     lines = late.rounds
     assert [sorted(line.get("missing", {})) for line in lines] == [[], ["photo"], [], []]
@@ -125,8 +125,8 @@ def test_a_straggler_past_the_deadline_is_missing_by_name_and_goes_on_in_the_nex
 
 def test_what_a_straggler_has_released_counts_though_it_came_too_late(place):
     place.rules(deadline=0.0, quorum=0.6)
-    noise = {"clip": 0.1, "noise": 2.0}
-    settings = place.settings({"name": "fedavg", "rounds": 3, "rate": 1e-3}, channel=noise)
+    noise = {"clip": 0.1, "noise_multiplier": 2.0}
+    settings = place.settings({"name": "fedavg", "rounds": 3, "lr": 1e-3}, channel=noise)
     late = place.run(settings, grid=held_back(local_grid(place.desks), "photo", 1))
     assert list(late.rounds[1]["missing"]) == ["photo"]
     assert late.rounds[2]["epsilon"] == pytest.approx(epsilon(2.0, 3), rel=1e-3)

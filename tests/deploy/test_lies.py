@@ -13,7 +13,7 @@ from fedvlm.errors import FederationError
 from fedvlm.storage.sealed import read_tensors
 
 NAN, INF = float("nan"), float("inf")
-METHOD = {"name": "fedot", "rounds": 1, "rate": 1e-3}
+METHOD = {"name": "fedot", "rounds": 1, "lr": 1e-3}
 
 
 def say(*path, value):

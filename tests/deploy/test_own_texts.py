@@ -29,7 +29,7 @@ def described(place, small_images):
             path.write_text(json.dumps({name: TEXTS[name]}))
             kit = replace(kit, texts=str(path))
         keep_site(kit)
-        text = example((ANY,)).replace("smallest_class = 16", "smallest_class = 1")
+        text = example((ANY,)).replace("min_class_samples = 16", "min_class_samples = 1")
         (place.site(name) / "policy.toml").write_text(text)
         place.desks[name] = Site(read_site(place.site(name)))
     return place

@@ -47,9 +47,13 @@ def test_nothing_is_allowed_that_is_not_named(tmp_path):
     ("rule", "kind", "says"),
     [
         ('methods = ["fedavg"]', "method", "the method fedot is not allowed here, only fedavg"),
-        (f"{OPEN}least_rows = 39", "rows", "fewer than 39 training rows"),
+        (f"{OPEN}min_samples = 39", "rows", "fewer than 39 training rows"),
         (f"{OPEN}clip = 0.5", "clip", "channel.clip = 1, but this site wants its change clipped"),
-        (f"{OPEN}noise = 3", "noise", "channel.noise = 2, but this site wants 3 or more"),
+        (
+            f"{OPEN}noise_multiplier = 3",
+            "noise",
+            "channel.noise_multiplier = 2, but this site wants 3 or more",
+        ),
         (f"{OPEN}secure = true", "secure", "in a secure sum only"),
         (f"{OPEN}consent = true", "consent", "nobody at this site has consented"),
     ],
@@ -57,14 +61,19 @@ def test_nothing_is_allowed_that_is_not_named(tmp_path):
 def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, says):
     mine = policy(tmp_path, rule)
     with pytest.raises(Refused, match=says) as error:
-        mine.admit(tmp_path, FEDOT, Channel(clip=1.0, noise=2.0), LABELS)
+        mine.admit(tmp_path, FEDOT, Channel(clip=1.0, noise_multiplier=2.0), LABELS)
     assert error.value.kind == kind
     assert sentence(word(error.value)).startswith("refused by its policy: ")
 
 
 def test_a_round_within_the_policy_is_admitted(tmp_path):
-    mine = policy(tmp_path, f"{OPEN}clip = 1.0\nnoise = 2\nlargest_upload = 9\nsecure = true")
-    for channel in (Channel(clip=1.0, noise=2.0), Channel(clip=0.1, noise=9.0)):
+    mine = policy(
+        tmp_path, f"{OPEN}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9\nsecure = true"
+    )
+    for channel in (
+        Channel(clip=1.0, noise_multiplier=2.0),
+        Channel(clip=0.1, noise_multiplier=9.0),
+    ):
         mine.admit(tmp_path, FEDOT, replace(channel, secure=True), LABELS)
     mine.release(9)
     with pytest.raises(Refused, match="the answer has 10 bytes, but this site sends 9 at most"):
@@ -80,8 +89,8 @@ def test_small_classes_are_left_out_and_stop_no_round(tmp_path):
     mine = policy(tmp_path, OPEN)
     assert mine.small(LABELS) == [3]  # a class without rows is no small class
     mine.admit(tmp_path, make("tofa"), Channel(), LABELS)
-    assert mine.floored(replace(make("tofa"), smallest=1)).smallest == 16
-    assert mine.floored(replace(make("tofa"), smallest=40)).smallest == 40
+    assert mine.floored(replace(make("tofa"), min_class_samples=1)).min_class_samples == 16
+    assert mine.floored(replace(make("tofa"), min_class_samples=40)).min_class_samples == 40
     assert mine.floored(FEDOT) is FEDOT
 
 
@@ -100,10 +109,10 @@ def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "told",
-    [{"shots": 1}, {"shares": (0.5, 0.25, 0.25)}, {"validation_shots": 2}, {"public": 0.1}],
+    [{"shots": 1}, {"ratios": (0.5, 0.25, 0.25)}, {"val_shots": 2}, {"public_ratio": 0.1}],
 )
 def test_how_rows_are_divided_is_the_sites_to_say(told):
-    Policy().divide(Clients(by="dirichlet", count=3))
+    Policy().divide(Clients(partition="dirichlet", count=3))
     Policy(server_divides=True).divide(Clients(**told))
     with pytest.raises(Refused, match="are the site's to say"):
         Policy().divide(Clients(**told))
@@ -122,7 +131,7 @@ def test_scores_are_told_as_far_as_the_policy_says():
     assert coarse == {**exact, "loss": 0.45, "AUC": 0.8, "validation_hits": 16}
     silent = Policy(scores="none").allowed_scores(SCORES)
     assert set(silent.values()) == {0} and "loss" not in silent
-    for mine in (Policy(noise=1.0), Policy(epsilon=3.0)):
+    for mine in (Policy(noise_multiplier=1.0), Policy(epsilon=3.0)):
         assert mine.allowed_scores(SCORES) == silent
         assert replace(mine, scores="coarse").allowed_scores(SCORES) == coarse
 
@@ -160,11 +169,11 @@ def test_consent_of_nobody_or_for_no_time_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("smalest_class = 5", "did you mean 'smallest_class'"),
+        ("min_clas_samples = 5", "did you mean 'min_class_samples'"),
         ('methods = "fedot"', "methods = 'fedot' does not fit; it takes names"),
         ("consent = 1", "consent = 1 does not fit"),
-        ("noise = -1.0", "noise must be at least 0, got -1.0"),
-        ("noise = nan", "noise must be finite and at least 0, got nan"),
+        ("noise_multiplier = -1.0", "noise_multiplier must be at least 0, got -1.0"),
+        ("noise_multiplier = nan", "noise_multiplier must be finite and at least 0, got nan"),
         ("epsilon = inf", "epsilon must be finite and at least 0, got inf"),
         ("delta = 1.0", "delta must be above 0 and below 1, got 1.0"),
         ('scores = "all"', "scores = 'all' does not fit"),
@@ -195,7 +204,7 @@ def test_the_command_says_every_rule_and_what_it_is_good_for(tmp_path):
     for name, (what, why) in RULES.items():
         assert f"{name} = " in told.stdout and what in told.stdout and why in told.stdout
     assert "So far: 0 of 100 trainings, 0 of 10000 rounds." in told.stdout
-    assert "No scores" in explain(Policy(noise=1.0))[-1]
+    assert "No scores" in explain(Policy(noise_multiplier=1.0))[-1]
     assert "are told, exact" in explain(Policy())[-1]
 
 

@@ -44,7 +44,7 @@ def test_a_cache_is_its_owners(tmp_path, monkeypatch):
             data=str(tmp_path / "set"),
             encoder="demo",
             protocol="own-test",
-            clients={"by": "dirichlet", "count": 2, "minimum": 1},
+            clients={"partition": "dirichlet", "count": 2, "min_samples": 1},
             out=tmp_path / "run",
         )
     finally:

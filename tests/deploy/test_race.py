@@ -15,8 +15,8 @@ from fedvlm.maths.accounting import epsilon
 from fedvlm.runner.tune import line_up
 
 NAMES = ["art", "photo", "sketch"]
-METHOD = {"name": "fedot", "rounds": 4, "rate": 1e-4}
-NOISE = {"clip": 0.1, "noise": 5.0}
+METHOD = {"name": "fedot", "rounds": 4, "lr": 1e-4}
+NOISE = {"clip": 0.1, "noise_multiplier": 5.0}
 
 
 def rule(place, name="art", **rules):
@@ -28,7 +28,7 @@ def rule(place, name="art", **rules):
 
 
 def asked(place, **more):
-    return place.settings(METHOD, tune=["rate"], **more)
+    return place.settings(METHOD, tune=["lr"], **more)
 
 
 def uploads(place, name):

@@ -13,9 +13,9 @@ from fedvlm.testing import toy_world
 
 METHODS = [
     make("tofa", noise_multiplier=1.0),
-    make("dp-fpl", rounds=1, batch=16),
+    make("dp-fpl", rounds=1, batch_size=16),
 ]
-CHANNEL = {"clip": 0.1, "noise": 0.5}
+CHANNEL = {"clip": 0.1, "noise_multiplier": 0.5}
 
 
 def same_seed(monkeypatch):
@@ -53,7 +53,7 @@ def test_the_upload_of_a_site_cannot_be_had_again(place, monkeypatch):
     seen = []
     plain = []
     for rate in (1e-3, 1.0001e-3):  # the very same training would be answered as before
-        settings = place.settings({"name": "fedavg", "rounds": 1, "rate": rate}, channel=CHANNEL)
+        settings = place.settings({"name": "fedavg", "rounds": 1, "lr": rate}, channel=CHANNEL)
         seen.append(head(place.run(settings, f"site {rate}")))
         plain.append(head(place.alone(settings, f"alone {rate}")))
     assert (plain[0] - plain[1]).abs().max() < 1e-4

@@ -23,7 +23,7 @@ from fedvlm.result import Result
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
 NAMES = ["art", "photo", "sketch"]
-METHOD = {"name": "fedot", "rounds": 3, "rate": 1e-3}
+METHOD = {"name": "fedot", "rounds": 3, "lr": 1e-3}
 
 
 def head(result):
@@ -221,7 +221,7 @@ def test_consent_is_asked_for_at_the_site_and_the_server_is_told_why(place):
 
 
 def test_a_large_upload_is_kept_back(place):
-    text = EXAMPLE.replace("largest_upload = 50000000", "largest_upload = 10")
+    text = EXAMPLE.replace("max_upload_bytes = 50000000", "max_upload_bytes = 10")
     (place.site("art") / "policy.toml").write_text(text)
     place.rules(quorum=1.0)
     with pytest.raises(FederationError, match="but this site sends 10 at most"):
@@ -267,9 +267,9 @@ def test_a_run_that_the_server_does_not_begin_is_given_up(place, monkeypatch):
 def test_a_training_is_known_by_what_it_is(place):
     """The same experiment finds its files again; another has files of its own."""
     place.run()
-    place.run(place.settings({**METHOD, "rate": 1e-4}), out="other")
+    place.run(place.settings({**METHOD, "lr": 1e-4}), out="other")
     assert len(list((place.site("art") / "state").iterdir())) == 2
     told = [
         json.loads(path.read_text()) for path in place.site("art").glob("state/*/training.json")
     ]
-    assert {one["identity"]["method"]["rate"] for one in told} == {1e-3, 1e-4}
+    assert {one["identity"]["method"]["lr"] for one in told} == {1e-3, 1e-4}

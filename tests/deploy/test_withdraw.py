@@ -31,7 +31,7 @@ RUN = "kits/server/runs/one"
 def open_to_all(place):
     """Policies that let every method and small classes through."""
     for name in place.desks:
-        text = example((ANY,)).replace("smallest_class = 16", "smallest_class = 1")
+        text = example((ANY,)).replace("min_class_samples = 16", "min_class_samples = 1")
         (place.site(name) / "policy.toml").write_text(text)
 
 
@@ -55,7 +55,7 @@ def without(place, settings, name="photo", out="without"):
 
 @pytest.mark.parametrize(
     "method",
-    [TOFA, {**TOFA, "text": False}, {**TOFA, "contributors": 2, "rounds": 2}],
+    [TOFA, {**TOFA, "text": False}, {**TOFA, "min_class_clients": 2, "rounds": 2}],
     ids=["one exchange", "statistics alone", "an exchange that counts before"],
 )
 def test_what_is_shared_after_a_withdrawal_is_that_of_a_run_without_the_site(place, method):
@@ -113,10 +113,14 @@ def test_a_site_comes_back_by_a_new_key(place):
 
 REASONS = {
     "trained": ({"name": "fedavg", "rounds": 2}, {}, "trained or averaged"),
-    "noise": ({**TOFA, "noise_multiplier": 1.0}, {}, "the uploads had noise"),
+    "noise_multiplier": ({**TOFA, "noise_multiplier": 1.0}, {}, "the uploads had noise"),
     "robust": (TOFA, {"aggregation": "median"}, "a robust rule"),
     "secure": ({"name": "fedavg", "rounds": 1}, {"clip": 0.5, "secure": True}, "trained"),
-    "followed": ({**TOFA, "contributors": 3, "rounds": 2}, {}, "answered round 2 to what it had"),
+    "followed": (
+        {**TOFA, "min_class_clients": 3, "rounds": 2},
+        {},
+        "answered round 2 to what it had",
+    ),
 }
 
 

@@ -41,7 +41,7 @@ class Parent:
 @dataclass
 class Child(Parent):
     third: str = "c"  # its own
-    rate: float = 0.1
+    lr: float = 0.1
 
 
 def test_a_field_says_what_its_comments_say(generate):
@@ -50,7 +50,7 @@ def test_a_field_says_what_its_comments_say(generate):
     assert said["second"] == "above, in two lines within"
     assert said["third"] == "its own"
     assert generate.comments(Parent)["third"] == ""
-    assert said["rate"] == "of a step", "words of a setting that engines read stand in"
+    assert said["lr"] == "learning rate of a step", "words of a setting that engines read stand in"
 
 
 def test_every_method_is_on_the_page_with_every_setting_explained(generate):

@@ -13,10 +13,10 @@ from fedvlm.data.clients import Clients
 from fedvlm.data.federation import divide, rows_of
 from fedvlm.encoders.near import near_duplicates
 
-CLIENTS = Clients(by="dirichlet", count=2, alpha=100.0, minimum=2)
+CLIENTS = Clients(partition="dirichlet", count=2, alpha=100.0, min_samples=2)
 SAID = [
     word
-    for pair in ("by=dirichlet", "count=2", "alpha=100.0", "minimum=2")
+    for pair in ("partition=dirichlet", "count=2", "alpha=100.0", "min_samples=2")
     for word in ("--set", f"clients.{pair}")
 ]
 

@@ -160,7 +160,7 @@ def test_a_folder_that_is_not_one_is_refused_with_the_remedy(tmp_path):
 
 
 def test_prompts_and_patches_of_a_resnet_go_through_a_run(encoder, folder, tmp_path):
-    method = {"name": "fedotp", "rounds": 1, "epochs": 1, "start": "template"}
+    method = {"name": "fedotp", "rounds": 1, "local_epochs": 1, "ctx_init": "template"}
     values = {"method": method, "encoder": f"openai:{folder}", "protocol": "own-test"}
     done = execute(build({**values, "smoke": True, "clients": {"shots": 1}}), tmp_path / "run")
     (table,) = done.tables

@@ -19,7 +19,7 @@ from fedvlm.runner.settings import Settings, build
 from fedvlm.testing import toy_world
 
 DOMAINS, CLASSES, ROWS = ("art", "photo", "sketch"), ("cat", "dog"), 10
-NOW = {"batch": 8, "rounds": 2}
+NOW = {"batch_size": 8, "rounds": 2}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_pictures_stay_beside_their_embeddings_when_one_is_damaged(model, images
 def test_a_run_of_two_processes_is_a_run_of_one(model, images, tmp_path):
     def ran(workers):
         return fedvlm.run(
-            {"name": "moon-tower", "rate": 1e-2, **NOW},
+            {"name": "moon-tower", "lr": 1e-2, **NOW},
             **settings_of(model, images, workers=workers),
             out=tmp_path / str(workers),
         )
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_before_the_work(model, images, tmp_path, m
     assert not (tmp_path / "run" / "rounds.jsonl").exists()
     monkeypatch.setattr(room, "free_memory", lambda: None)  # nobody says, so nobody refuses
     fedvlm.run(
-        {"name": "vpt", "batch": 8, "rounds": 1},
+        {"name": "vpt", "batch_size": 8, "rounds": 1},
         **settings_of(model, images),
         out=tmp_path / "other",
     )
@@ -138,7 +138,7 @@ def test_auto_counts_the_processes_of_a_cpu_where_there_is_no_gpu(monkeypatch):
 def test_the_estimate_grows_with_what_is_held():
     whole, part = estimate("fedavg-tower"), estimate("fedavg-tower", blocks=1)
     assert part.trained < whole.trained and part.graph < whole.graph
-    assert estimate("fedavg-tower", batch=64).graph > 1.9 * whole.graph
+    assert estimate("fedavg-tower", batch_size=64).graph > 1.9 * whole.graph
     assert estimate("fedavg-tower", clients=20).total == whole.total + 10 * whole.upload
     assert estimate("fedavg-tower", workers=2).total > whole.total
     moon = estimate("moon-tower")

@@ -105,11 +105,11 @@ def test_a_caller_that_fails_does_not_wait_for_the_part_that_is_under_way(world,
 
 def test_an_error_of_a_worker_is_said_in_its_part_and_ends_the_round(world, monkeypatch):
     good = parts_of(world)[1][0].id
-    small = replace(world, method=replace(world.method, most=60))
+    small = replace(world, method=replace(world.method, max_samples=60))
     engine = Batched(small, 2)
     turns = in_turn(engine, 0, [parts_of(small)[1], parts_of(small)[0]])
     assert good in next(turns)[1].done
-    with pytest.raises(SettingsError, match="70 rows; set most = 70"):
+    with pytest.raises(SettingsError, match="70 rows; set max_samples = 70"):
         next(turns)
     with pytest.raises(FederationError, match="given up"):
         engine.round(1, parts_of(small)[1])

@@ -26,7 +26,7 @@ FOUR = ("fedot", "tofa", "fedotp", "faa-clip", "auto")  # the four systems, and 
 
 
 def world_of(method, attack=None, channel=None, **settings):
-    short = {"rounds": 2} if method != "tofa" else {"smallest": 1}
+    short = {"rounds": 2} if method != "tofa" else {"min_class_samples": 1}
     world = toy_world(make(method, **short, **settings), sizes=SIZES)
     return replace(world, attack=attack, channel=channel or Channel())
 
@@ -129,7 +129,7 @@ def test_every_system_can_be_attacked_and_stays_finite_under_a_robust_rule(metho
 
 @pytest.mark.parametrize("rule", ["median", "trimmed", "krum", "geometric-median"])
 def test_a_robust_rule_stays_near_the_honest_head_where_the_mean_is_carried_off(rule):
-    world = world_of("fedavg", rate=0.01)
+    world = world_of("fedavg", lr=0.01)
     honest, _ = learnt(world)
     lied = replace(world, attack=Attack("sign-flip", 0.2, 50.0))
     plain, lines = learnt(lied)
@@ -145,8 +145,8 @@ def test_a_robust_rule_stays_near_the_honest_head_where_the_mean_is_carried_off(
 
 def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
     method = {"name": "fedavg", "rounds": 1}
-    kinds = {"attack": "sign-flip", "attackers": 0.3, "strength": 20.0}
-    clients = {"by": "dirichlet", "count": 6, "alpha": 100.0, "minimum": 1}
+    kinds = {"attack": "sign-flip", "attacker_fraction": 0.3, "attack_strength": 20.0}
+    clients = {"partition": "dirichlet", "count": 6, "alpha": 100.0, "min_samples": 1}
     common = {"embedded": rows, "clients": clients, "protocol": "own-test"}
     result = fedvlm.run(method, out=tmp_path / "a", **common, **kinds)
     assert result.manifest["identity"]["attack"] == "sign-flip"
@@ -163,9 +163,9 @@ def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
     ("values", "says"),
     [
         ({"attack": "bribe"}, "attack = 'bribe' does not fit"),
-        ({"attack": "scale", "attackers": 1.0}, "attackers = 1.0 is outside"),
-        ({"attack": "scale", "strength": -1.0}, "strength = -1.0; it takes"),
-        ({"attack": "label-flip", "strength": 2.0}, "it is at most 1"),
+        ({"attack": "scale", "attacker_fraction": 1.0}, "attacker_fraction = 1.0 is outside"),
+        ({"attack": "scale", "attack_strength": -1.0}, "attack_strength = -1.0; it takes"),
+        ({"attack": "label-flip", "attack_strength": 2.0}, "it is at most 1"),
         ({"attack": "scale", "engine": "flower"}, "is a simulation in one process"),
         ({"attack": "scale", "method": "zero-shot"}, "no upload to attack"),
     ],

@@ -76,7 +76,7 @@ def test_a_killed_worker_is_reported_and_not_waited_for():
 
 def test_results_do_not_depend_on_processes_with_many_chunks(monkeypatch):
     monkeypatch.setattr(batched, "MOST", 1)
-    world = toy_world(make("fedot", rounds=2, rate=1e-3))
+    world = toy_world(make("fedot", rounds=2, lr=1e-3))
     check_same(learn(world, workers=2), learn(world, workers=1), 0.0, "workers change the result")
 
 
@@ -90,7 +90,7 @@ def test_participants_are_a_fraction_drawn_by_seed_and_everyone_comes_in_time():
 
 
 def test_local_state_is_kept_by_id_and_only_changed_by_taking_part():
-    world = toy_world(make("fedot", rounds=6, rate=1e-3))
+    world = toy_world(make("fedot", rounds=6, lr=1e-3))
     plan = Plan(tuple(sorted(world.members)), (), fraction=0.5)
     state, fresh = start(world)
     history = []
@@ -104,13 +104,13 @@ def test_local_state_is_kept_by_id_and_only_changed_by_taking_part():
 
 
 def test_partial_participation_agrees_between_engines():
-    world = toy_world(make("fedot", rounds=4, rate=1e-3))
+    world = toy_world(make("fedot", rounds=4, lr=1e-3))
     a, b = (learn(world, engine, fraction=0.4) for engine in ("single", "batched"))
     check_same(a, b, 1e-5, "engines differ")
 
 
 def test_minibatches_hold_every_row_once_per_epoch():
-    world = toy_world(make("fedavg", epochs=3, batch=8))
+    world = toy_world(make("fedavg", local_epochs=3, batch_size=8))
     order = minibatches(world, "client-2", 5)
     rows = order[order >= 0]
     assert torch.equal(rows.bincount(), torch.full((70,), 3))
@@ -130,7 +130,7 @@ def test_chunks_keep_clients_of_a_size_together_and_bound_the_padding(monkeypatc
 
 
 def test_the_validation_round_is_kept_with_its_own_tensors():
-    world = toy_world(make("fedavg", rounds=5, rate=0.3))  # too fast: it gets worse
+    world = toy_world(make("fedavg", rounds=5, lr=0.3))  # too fast: it gets worse
     plan = Plan(tuple(sorted(world.members)), (), selection="validation")
     state, fresh = start(world)
     lines = []
@@ -156,7 +156,7 @@ def test_a_client_without_validation_rows_chooses_nothing_by_its_training_rows()
 @pytest.mark.parametrize("name", ["fedavg", "fedot", "tofa", "scaffold"])
 def test_uploads_summed_as_they_come_are_aggregated_as_together(name, tmp_path, monkeypatch):
     """By rows, by clients, as totals; a method that looks at single ones gets them."""
-    options = {"tofa": {"smallest": 1}}.get(name, {"rounds": 3})
+    options = {"tofa": {"min_class_samples": 1}}.get(name, {"rounds": 3})
     world = toy_world(make(name, **options))
     together = learn(world)
     plan = Plan(tuple(world.members)[:-1], tuple(world.members)[-1:])

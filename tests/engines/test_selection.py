@@ -79,7 +79,7 @@ WITH_ADAPT = ("fedgh", "promptfl-ft", "promptfl-fedamp", "pfedprompt", "tofa", "
 def test_what_is_reported_of_the_chosen_round_is_no_worse_than_of_the_last(name):
     method = make(name)
     small = {"rounds": min(method.rounds, 4)}
-    small |= {key: 1 for key in ("epochs", "smallest") if hasattr(method, key)}
+    small |= {key: 1 for key in ("local_epochs", "min_class_samples") if hasattr(method, key)}
     world = toy_world(replace(method, **small))
     assert learn(world, selection="validation")[1] >= learn(world, selection="last")[1]
 
@@ -93,7 +93,7 @@ def test_a_method_of_one_exchange_keeps_it_whatever_the_selection():
 
 
 def test_an_adaptation_to_choose_by_leaves_the_training_as_it_was():
-    world = toy_world(make("promptfl-ft", rounds=3, epochs=1))
+    world = toy_world(make("promptfl-ft", rounds=3, local_epochs=1))
     lines = {"validation": [], "last": []}
     for selection, kept in lines.items():
         learn(world, "messages", kept, selection=selection)

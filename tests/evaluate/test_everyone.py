@@ -40,7 +40,7 @@ def test_each_needs_domains(rows, tmp_path):
             out=tmp_path / "a",
             protocol="source-target",
             target="each",
-            clients={"by": "iid", "count": 3},
+            clients={"partition": "iid", "count": 3},
         )
 
 
@@ -51,7 +51,7 @@ def test_a_client_of_its_own_is_the_target(rows, tmp_path):
         out=tmp_path / "a",
         protocol="source-target",
         target="client-2",
-        clients={"by": "iid", "count": 3},
+        clients={"partition": "iid", "count": 3},
     )
     about = found.trainings()["client-2"]
     assert (about["train"], about["unseen"]) == (["client-0", "client-1"], ["client-2"])
@@ -120,7 +120,7 @@ def test_a_centralised_run_is_the_method_on_all_rows_at_one_client(rows, rows_li
 
 def test_everyone_has_what_the_one_client_learnt_for_itself(rows, tmp_path):
     """A method of local tensors alone would else be measured without having learnt."""
-    alone = {"name": "fedot-all-local", "rounds": 20, "rate": 0.05}
+    alone = {"name": "fedot-all-local", "rounds": 20, "lr": 0.05}
     found = fedvlm.run(alone, embedded=rows, out=tmp_path / "a", centralised=True, **OWN)
     zero = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b", **OWN)
     assert found.tables[0]["own"] != zero.tables[0]["own"]
@@ -139,7 +139,7 @@ def test_faa_clip_runs_beside_a_test_set_of_all(rows, tmp_path):
         embedded=rows,
         out=tmp_path / "a",
         global_test=True,
-        clients={"public": 0.2},
+        clients={"public_ratio": 0.2},
         **OWN,
     )
     assert found.tables[0]["global"] is not None

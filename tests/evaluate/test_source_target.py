@@ -61,7 +61,7 @@ def test_a_method_that_shares_nothing_has_no_target(rows, tmp_path):
 
 def test_every_source_domain_is_dealt_to_clients_and_the_target_stays_whole(rows):
     """Multi-OF: Dirichlet clients in every source domain, one unseen domain."""
-    clients = Clients("domain-dirichlet", count=3, alpha=5.0, minimum=2)
+    clients = Clients("domain-dirichlet", count=3, alpha=5.0, min_samples=2)
     division = divide(rows, clients, 0, ["sketch"])
     found, domains = division.members, division.domains
     assert list(found) == [*(f"{d}-{i}" for d in ("art", "photo") for i in range(3)), "sketch"]
@@ -72,7 +72,7 @@ def test_every_source_domain_is_dealt_to_clients_and_the_target_stays_whole(rows
 
 @pytest.mark.parametrize("by", ["dirichlet", "pathological"])
 def test_one_domain_is_dealt_to_clients_and_others_are_tested_on(rows, by):
-    clients = Clients(by, count=2, alpha=5.0, minimum=2, domains="art")
+    clients = Clients(by, count=2, alpha=5.0, min_samples=2, domains="art")
     division = divide(rows, clients, 0, ["photo", "sketch"])
     assert list(division.members) == ["client-0", "client-1", "photo", "sketch"]
     for id in ("client-0", "client-1"):
@@ -99,7 +99,7 @@ def test_a_split_with_whole_domains_leaves_the_others_as_they_are(rows):
 
 
 def test_rows_set_aside_are_nobodys_and_of_every_pool(rows):
-    division = divide(rows, Clients(public=0.25), 0)
+    division = divide(rows, Clients(public_ratio=0.25), 0)
     assert len(division.public) == 60
     dealt = np.concatenate(
         [
@@ -116,13 +116,13 @@ def test_rows_set_aside_are_nobodys_and_of_every_pool(rows):
 
 def test_a_row_set_aside_that_repeats_a_dealt_picture_is_dropped(rows):
     twice = replace(rows, content=[f"{i // 2}" for i in range(len(rows.labels))])
-    division = divide(twice, Clients(public=0.5), 0)
+    division = divide(twice, Clients(public_ratio=0.5), 0)
     seen = {twice.content[i] for one in division.members.values() for i in one.test}
     assert not seen & {twice.content[i] for i in division.public}
 
 
 def test_the_public_reference_is_what_nobody_is_tested_on(rows):
-    division = divide(rows, Clients(public=0.1), 0)
+    division = divide(rows, Clients(public_ratio=0.1), 0)
     (training,) = protocols.make("source-target", target=("art",)).trainings(division.domains, 0)
     public = reference.reference(make("faa-clip"), division, training)
     art = division.members["art"]
@@ -142,12 +142,12 @@ def test_a_reference_row_that_is_tested_on_is_refused_by_number():
 
 
 def test_a_method_without_a_reference_set_is_refused_before_any_work(rows, tmp_path):
-    with pytest.raises(SettingsError, match="set clients.public"):
+    with pytest.raises(SettingsError, match="set clients.public_ratio"):
         fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", protocol="own-test")
     assert not (tmp_path / "a" / "manifest.json").exists()
     own = {"embedded": rows, "protocol": "own-test"}
     for number, change in enumerate(
-        [{"clients": {"public": 0.1}}, {"method": {**QUICK, "adaptation": False}}]
+        [{"clients": {"public_ratio": 0.1}}, {"method": {**QUICK, "adaptation": False}}]
     ):
         fedvlm.run(**{"method": QUICK, **own, **change}, out=tmp_path / f"{number}")
 
@@ -189,7 +189,7 @@ def test_a_saved_classifier_gives_the_rows_their_logits_again(rows, tmp_path):
         ({"protocol": "source-target", "target": 3}, "target = 3 does not fit; it takes"),
         ({"target": "art"}, "is for protocol = 'source-target'"),
         ({"clients": {"domains": ["artt"]}}, "did you mean 'art'"),
-        ({"clients": {"public": 1.0}}, "from 0 to below 1"),
+        ({"clients": {"public_ratio": 1.0}}, "from 0 to below 1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(rows, tmp_path, settings, says):

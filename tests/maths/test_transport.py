@@ -23,23 +23,31 @@ def cosines(*shape, spread=0.05, seed=0, dtype=torch.float64):
     return (0.2 + spread * (each + common + bias)).clamp(-1, 1).to(dtype)
 
 
-def oracle(similarity, gamma, strength):
+def oracle(similarity, gamma, entropy_reg):
     """POT's plan of one problem; what prompts may take sums to γ, so it is tight."""
     prompts, patches = similarity.shape
     rows, columns = np.full(patches, 1 / patches), np.full(prompts, gamma / prompts)
     found = ot.partial.entropic_partial_wasserstein(
-        rows, columns, 1 - similarity.T.numpy(), strength, m=gamma, numItermax=20000, stopThr=1e-12
+        rows,
+        columns,
+        1 - similarity.T.numpy(),
+        entropy_reg,
+        m=gamma,
+        numItermax=20000,
+        stopThr=1e-12,
     )
     return torch.from_numpy(found.T)
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 3, 5])
-@pytest.mark.parametrize(("gamma", "strength"), [(0.8, 0.1), (0.3, 0.1), (0.8, 0.03), (0.95, 0.1)])
-def test_unbalanced_plan_is_pots_partial_plan(prompts, gamma, strength):
+@pytest.mark.parametrize(
+    ("gamma", "entropy_reg"), [(0.8, 0.1), (0.3, 0.1), (0.8, 0.03), (0.95, 0.1)]
+)
+def test_unbalanced_plan_is_pots_partial_plan(prompts, gamma, entropy_reg):
     similarity = cosines(4, prompts, 49)
-    found = plan(similarity, "unbalanced", gamma, strength)
+    found = plan(similarity, "unbalanced", gamma, entropy_reg)
     for one, ours in zip(similarity, found, strict=True):
-        assert torch.allclose(ours, oracle(one, gamma, strength), atol=1e-6, rtol=0)
+        assert torch.allclose(ours, oracle(one, gamma, entropy_reg), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("spread", [0.03, 0.1, 0.3])
@@ -48,7 +56,7 @@ def test_classical_plan_is_pots_sinkhorn_plan_and_so_is_the_unbalanced_one_of_al
     prompts, spread
 ):
     similarity = cosines(3, prompts, 49, spread=spread)
-    classical = plan(similarity, "classical", strength=0.1)
+    classical = plan(similarity, "classical", entropy_reg=0.1)
     assert torch.equal(plan(similarity, "unbalanced", 1.0, 0.1), classical)
     rows, columns = np.full(49, 1 / 49), np.full(prompts, 1 / prompts)
     for one, ours in zip(similarity, classical, strict=True):
@@ -77,13 +85,13 @@ def test_unbalanced_plan_goes_over_into_the_classical_one():
     prompts=st.integers(1, 4),
     patches=st.integers(2, 60),
     gamma=st.floats(1e-3, 1.0),
-    strength=st.floats(0.001, 1.0),
+    entropy_reg=st.floats(0.001, 1.0),
     spread=st.floats(0.0, 0.3),
     kind=st.sampled_from(["unbalanced", "classical"]),
 )
-def test_marginals_hold(seed, prompts, patches, gamma, strength, spread, kind):
+def test_marginals_hold(seed, prompts, patches, gamma, entropy_reg, spread, kind):
     similarity = cosines(2, prompts, patches, spread=spread, seed=seed)
-    found = plan(similarity, kind, gamma, strength, 2 * MANY)
+    found = plan(similarity, kind, gamma, entropy_reg, 2 * MANY)
     mass = gamma if kind == "unbalanced" else 1.0
     assert (found >= 0).all()
     taken = found.sum(dim=-1)
@@ -95,25 +103,25 @@ def test_marginals_hold(seed, prompts, patches, gamma, strength, spread, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("strength", [0.1, 0.03, 0.01, 0.003, 0.001, 1e-4])
+@pytest.mark.parametrize("entropy_reg", [0.1, 0.03, 0.01, 0.003, 0.001, 1e-4])
 @pytest.mark.parametrize(("kind", "gamma"), [("unbalanced", 0.8), ("classical", 1.0)])
-def test_low_precision_is_finite_and_close_at_every_strength(kind, gamma, strength, dtype):
+def test_low_precision_is_finite_and_close_at_every_entropy_reg(kind, gamma, entropy_reg, dtype):
     similarity = cosines(8, 2, 196, spread=0.03, dtype=dtype)
-    found = plan(similarity, kind, gamma, strength)
+    found = plan(similarity, kind, gamma, entropy_reg)
     assert found.dtype == torch.float32
-    truth = plan(similarity.double(), kind, gamma, strength, MANY)
+    truth = plan(similarity.double(), kind, gamma, entropy_reg, MANY)
     # rounding moves a patch by 1e-7/λ between prompts
-    assert (found - truth).abs().max() * 196 < 1e-5 + 2e-6 / strength
+    assert (found - truth).abs().max() * 196 < 1e-5 + 2e-6 / entropy_reg
     assert torch.allclose(found.sum(dim=-1), torch.full((8, 2), gamma / 2), rtol=1e-4)
 
 
-@pytest.mark.parametrize("strength", [0.1, 0.003, 0.001])
-def test_opposite_cosines_do_not_overflow(strength):
+@pytest.mark.parametrize("entropy_reg", [0.1, 0.003, 0.001])
+def test_opposite_cosines_do_not_overflow(entropy_reg):
     similarity = torch.ones(2, 50)
     similarity[:, 25:] = -1
     similarity[1] *= -1
     for gamma in (1e-4, 0.5, 0.999, 1.0):
-        found = plan(similarity, "unbalanced", gamma, strength)
+        found = plan(similarity, "unbalanced", gamma, entropy_reg)
         assert found.isfinite().all()
         assert torch.allclose(found.sum(dim=-1), torch.full((2,), gamma / 2), rtol=1e-4)
 
@@ -150,21 +158,21 @@ def test_averaging_is_uniform_whatever_the_image():
     assert torch.allclose(found, torch.full((3, 2, 49), 1 / 98, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("gamma", "strength"), [(0.0, 0.1), (1.01, 0.1), (-1.0, 0.1)])
-def test_mass_outside_zero_and_one_is_refused(gamma, strength):
+@pytest.mark.parametrize(("gamma", "entropy_reg"), [(0.0, 0.1), (1.01, 0.1), (-1.0, 0.1)])
+def test_mass_outside_zero_and_one_is_refused(gamma, entropy_reg):
     with pytest.raises(SettingsError, match=r"outside \(0, 1\]"):
-        plan(cosines(2, 9), "unbalanced", gamma, strength)
+        plan(cosines(2, 9), "unbalanced", gamma, entropy_reg)
 
 
-@pytest.mark.parametrize("strength", [0.0, -0.1, float("nan"), float("inf")])
-def test_strength_that_is_not_positive_is_refused(strength):
+@pytest.mark.parametrize("entropy_reg", [0.0, -0.1, float("nan"), float("inf")])
+def test_entropy_reg_that_is_not_positive_is_refused(entropy_reg):
     with pytest.raises(SettingsError, match=r"not above 0; the paper's λ is 0\.1"):
-        plan(cosines(2, 9), "unbalanced", 0.8, strength)
+        plan(cosines(2, 9), "unbalanced", 0.8, entropy_reg)
 
 
-@pytest.mark.parametrize("strength", [0.1, 0.2, 0.5])
-def test_the_usual_steps_are_enough_for_cosines_of_any_width(strength):
+@pytest.mark.parametrize("entropy_reg", [0.1, 0.2, 0.5])
+def test_the_usual_steps_are_enough_for_cosines_of_any_width(entropy_reg):
     wide = 2 * torch.rand(64, 2, 49, generator=torch.Generator().manual_seed(0)) - 1
-    usual = plan(wide, "unbalanced", 0.8, strength)
-    exact = plan(wide.double(), "unbalanced", 0.8, strength, steps=60)
+    usual = plan(wide, "unbalanced", 0.8, entropy_reg)
+    exact = plan(wide.double(), "unbalanced", 0.8, entropy_reg, steps=60)
     assert (usual - exact).abs().max() < 1e-4 * exact.max()

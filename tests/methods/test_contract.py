@@ -10,11 +10,11 @@ from fedvlm.testing import check_method, check_same, check_uploads, learn, short
 
 CASES = [(name, {}) for name in methods()]
 CASES += [("fedot", {"blocks": 4}), ("fedot", {"blocks": "auto"}), ("fedot", {"head": "random"})]
-CASES += [("fedot", {"momentum": 0.9, "rate": 1e-3})]  # the path without low-rank steps
+CASES += [("fedot", {"momentum": 0.9, "lr": 1e-3})]  # the path without low-rank steps
 CASES += [("lora", {"average": "products"}), ("vpt", {"depth": 2})]
 CASES += [("faa-clip", {"mask": "deeper", "local_norm": True, "persist": True})]
 CASES += [("faa-clip", {"adaptation": False, "mask": "no norm", "mask_duplicates": True})]
-CASES += [("faa-clip", {"shared_judge": True, "mask": "linear, norm"})]
+CASES += [("faa-clip", {"shared_discriminator": True, "mask": "linear, norm"})]
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda case: str(case))

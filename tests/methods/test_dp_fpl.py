@@ -20,7 +20,7 @@ from fedvlm.testing import learn, toy_world
 
 def setting(**fields):
     """A toy client of 64 rows, that is of whole minibatches, and all its tensors."""
-    method = make("dp-fpl", **{"vectors": 6, "rank": 3, "batch": 16, "rounds": 2, **fields})
+    method = make("dp-fpl", **{"n_ctx": 6, "rank": 3, "batch_size": 16, "rounds": 2, **fields})
     world = toy_world(method, sizes=(64, 48))
     return method, world, client(world, "client-0", 0), *method.init(world.frozen)
 
@@ -93,12 +93,14 @@ def test_the_carried_gradient_is_a_projection_and_whole_at_full_rank():
 
 
 def test_without_noise_and_clip_at_full_rank_it_is_plain_sgd():
-    method, world, one, sent, local = setting(noise_multiplier=0.0, clip=1e9, rank=6, epochs=3)
+    method, world, one, sent, local = setting(
+        noise_multiplier=0.0, clip=1e9, rank=6, local_epochs=3
+    )
     upload, own = method.update(world.frozen, sent, local, one)
 
     class Plain:
         traits = method.traits
-        rate = method.rate
+        lr = method.lr
         predict = method.predict
 
         def loss(self, frozen, shared, local, batch, start):
@@ -123,18 +125,18 @@ def test_a_clip_and_noise_change_what_is_learnt():
 
 def test_one_row_moves_a_noiseless_step_by_no_more_than_the_clip_allows():
     """The sensitivity that the ε stands on, over all that a step trains."""
-    method, world, one, sent, local = setting(noise_multiplier=0.0, clip=0.5, batch=64, rank=6)
+    method, world, one, sent, local = setting(noise_multiplier=0.0, clip=0.5, batch_size=64, rank=6)
     upload, own = method.update(world.frozen, sent, local, one)
     less = replace(one, order=torch.where(one.order == 5, -1, one.order))
     upload2, own2 = method.update(world.frozen, sent, local, less)
     moved = (upload["prompt"] - upload2["prompt"]).square().sum()
     moved += (own["own"] - own2["own"]).square().sum()
     # at full rank the two factors carry one gradient twice, so the local part is the tighter one
-    assert 0 < moved.sqrt() <= method.rate / method.batch * method.clip * (1 + 1e-4)
+    assert 0 < moved.sqrt() <= method.lr / method.batch_size * method.clip * (1 + 1e-4)
 
 
 def test_every_noisy_step_and_pass_is_counted_and_epsilon_follows():
-    method = make("dp-fpl", vectors=4, batch=16, epochs=2, rounds=3)
+    method = make("dp-fpl", n_ctx=4, batch_size=16, local_epochs=2, rounds=3)
     outcome = learn(toy_world(method, sizes=(40, 9, 33)))
     told = outcome.maps["client-0"]
     assert (told["noisy steps"], told["passes"], told["delta"]) == (3 * 2 * 3, 6, 1e-5)

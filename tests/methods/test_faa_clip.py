@@ -46,7 +46,7 @@ def test_round_zero_is_close_to_zero_shot(name):
         ("faa-clip", {}, 2_109_440),
         ("faa-clip", {"mask": "deeper"}, 4 * (790_016 + 2 * 1_024)),
         ("faa-clip", {"local_norm": True}, 2_109_440 - 4 * 4 * 512),
-        ("faa-clip", {"shared_judge": True}, 2_109_440 + 4 * (527_873 + 2 * 1_024)),
+        ("faa-clip", {"shared_discriminator": True}, 2_109_440 + 4 * (527_873 + 2 * 1_024)),
         ("faa-clip", {"adaptation": False}, 2_109_440),
         ("faa-clip", {"persist": True}, 2_109_440),
         ("fedclip", {}, 2_101_248),
@@ -59,7 +59,7 @@ def test_bytes_on_the_wire(name, settings, up):
 
 
 def test_fedgh_sends_prototypes_up_and_a_head_down():
-    method, frozen = make("fedgh", smallest=1), clip_sized(7)
+    method, frozen = make("fedgh", min_class_samples=1), clip_sized(7)
     shared, local = method.init(frozen)
     sent = method.send(shared, "a")
     x, y = normalize(draw(20, DIM), dim=1), torch.arange(20) % 5  # two classes have no row
@@ -71,7 +71,7 @@ def test_fedgh_sends_prototypes_up_and_a_head_down():
 
 
 def test_fedgh_trains_the_head_at_the_server_and_only_from_classes_that_are_there():
-    world = toy_world(make("fedgh", rounds=8, smallest=1))
+    world = toy_world(make("fedgh", rounds=8, min_class_samples=1))
     outcome = learn(world)
     first = world.method.init(world.frozen)[0]["head"]
     assert (outcome.shared["head"] - first).norm() > 0.05
@@ -82,7 +82,7 @@ def test_fedgh_trains_the_head_at_the_server_and_only_from_classes_that_are_ther
 
 
 def test_a_fedgh_client_is_measured_with_its_own_head_and_an_unseen_one_with_the_servers():
-    world = toy_world(make("fedgh", rounds=2, rate=1e-2, smallest=1))
+    world = toy_world(make("fedgh", rounds=2, lr=1e-2, min_class_samples=1))
     outcome = learn(world)
     assert all(one["own head"].norm() > 0 for one in outcome.local.values())
     assert set(outcome.local) == {"client-0", "client-1", "client-2"}
@@ -92,7 +92,7 @@ def shifted(judge_steps, turned):
     """The judge's loss on a mean shift after some steps, its features trained along or not."""
     from unittest.mock import patch
 
-    method = replace(make("faa-clip", rate=1e-2, decay=0.0), weight=1.0)
+    method = replace(make("faa-clip", lr=1e-2, weight_decay=0.0), adaptation_weight=1.0)
     frozen = Frozen(("ant", "bee"), 16, 10.0, normalize(draw(2, 16, seed=1), dim=1))
     steps = torch.arange(64 * judge_steps).reshape(judge_steps, 64) % 256
     ours, theirs = draw(256, 16), draw(256, 16, seed=2) + 2
@@ -133,7 +133,7 @@ def test_the_reversed_gradient_is_the_opposite_of_the_judges():
 
     def slopes(weight):
         every = {key: one.clone().requires_grad_() for key, one in {**shared, **local}.items()}
-        loss, _ = replace(method, weight=weight).loss(
+        loss, _ = replace(method, adaptation_weight=weight).loss(
             world.frozen, {k: every[k] for k in shared}, {k: every[k] for k in local}, batch, shared
         )
         names = ["mask3.weight", "judge3.weight"]
@@ -174,7 +174,7 @@ def test_statistics_are_averaged_over_clients_all_weighing_the_same():
 
 
 def test_a_minibatch_of_one_row_and_a_missing_class_give_no_nan():
-    world = toy_world(make("faa-clip", batch=8, rounds=2), sizes=(9, 17, 3, 20))
+    world = toy_world(make("faa-clip", batch_size=8, rounds=2), sizes=(9, 17, 3, 20))
     few = replace(world, y=world.y.clamp(max=2))  # nobody has the last class
     for method in (world.method, replace(world.method, adaptation=False)):
         outcome = learn(replace(few, method=method))
@@ -193,7 +193,7 @@ def test_kept_moments_change_the_second_round_and_not_the_first():
 
 @pytest.mark.parametrize("name", ["faa-clip", "fedclip", "fedakt", "fedgh"])
 def test_training_lowers_the_loss_on_rows_held_back(name):
-    settings = {"smallest": 1} if name == "fedgh" else {"rate": 3e-3, "decay": 0.0}
+    settings = {"min_class_samples": 1} if name == "fedgh" else {"lr": 3e-3, "weight_decay": 0.0}
     settings = {} if name == "fedakt" else settings
     both = [
         learn(toy_world(method))

@@ -22,7 +22,7 @@ def test_round_zero_is_zero_shot(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_training_lowers_the_loss_and_moves_every_tensor(name: str) -> None:
-    world, method = frozen(), make(name, rate=1e-4)
+    world, method = frozen(), make(name, lr=1e-4)
     client = pick(clients(world, steps=40), 1)
     sent, local = method.init(world)
     upload, own = method.update(world, sent, local, client)
@@ -77,8 +77,12 @@ def test_fedlt_and_fedadapter_start_as_the_identity() -> None:
     [
         (1, 3, {}),  # the paper's pace: the inverse follows by low rank, K < B
         (1, 20, {}),  # K > B
-        (1, 3, {"momentum": 0.0, "decay": 0.0}),
-        (1, 3, {"momentum": 0.9, "decay": 0.05}),  # too much for low rank: one inverse per step
+        (1, 3, {"momentum": 0.0, "weight_decay": 0.0}),
+        (
+            1,
+            3,
+            {"momentum": 0.9, "weight_decay": 0.05},
+        ),  # too much for low rank: one inverse per step
         (2, 3, {}),
         (16, 3, {"momentum": 0.9}),
         (64, 3, {}),
@@ -89,7 +93,7 @@ def test_fast_path_equals_the_plain_update(
 ) -> None:
     world = frozen(classes=classes)
     many = clients(world, batch=6)
-    method = make(name, blocks=blocks, rate=2e-4, **settings)
+    method = make(name, blocks=blocks, lr=2e-4, **settings)
     sent, local = (stacked(part, len(many.y)) for part in method.init(world))
     plain = one_by_one(method, world, sent, local, many)
     fast = method.update_many(world, sent, local, many)
@@ -117,12 +121,12 @@ def test_both_walks_are_tried_above() -> None:
     assert cayley_steps.low_rank_pays(DIM // 2, 3, 6, tiny)
     assert not cayley_steps.low_rank_pays(DIM // 16, 3, 6, tiny)
     assert not cayley_steps.low_rank_pays(DIM, 3, 6, replace(tiny, momentum=0.9))
-    assert not cayley_steps.low_rank_pays(DIM, 3, 6, replace(tiny, decay=0.05))
+    assert not cayley_steps.low_rank_pays(DIM, 3, 6, replace(tiny, weight_decay=0.05))
 
 
 @pytest.mark.parametrize("classes", [3, 20])  # fewer and more than rows in a minibatch
 def test_fast_path_stays_with_float64_autograd_for_200_steps(classes: int) -> None:
-    world, method = frozen(classes=classes), make("fedot", rate=2e-4)
+    world, method = frozen(classes=classes), make("fedot", lr=2e-4)
     many = clients(world, count=1, steps=400)
     assert (many.order >= 0).any(-1).sum() == 199
     sent, local = (stacked(part, 1) for part in method.init(world))
@@ -134,7 +138,7 @@ def test_fast_path_stays_with_float64_autograd_for_200_steps(classes: int) -> No
 
 
 def test_map_stays_orthogonal_and_follows_the_oracle_after_2000_steps() -> None:
-    world, method = frozen(dim=32), make("fedot", rate=1e-4, momentum=0.0, decay=0.0)
+    world, method = frozen(dim=32), make("fedot", lr=1e-4, momentum=0.0, weight_decay=0.0)
     many = clients(world, count=1, steps=4000)
     sent, local = (stacked(part, 1) for part in method.init(world))
     assert cayley_steps.low_rank_pays(32, CLASSES, 8, cayley_steps.Pace(1e-4, 0, 0, 100))
@@ -187,7 +191,7 @@ def test_arguments_are_not_mutated_and_no_rows_change_nothing() -> None:
 def test_maps_are_described_by_the_numbers_of_the_paper() -> None:
     world, many = frozen(), clients(frozen())
     for name, freedom in (("fedot", DIM * (DIM // 4 - 1) // 2), ("fedlt", DIM**2)):
-        method = make(name, rate=1e-3, **({"blocks": 4} if name == "fedot" else {}))
+        method = make(name, lr=1e-3, **({"blocks": 4} if name == "fedot" else {}))
         upload, own = method.update(world, *method.init(world), pick(many, 1))
         found = method.describe(world, upload, own)
         assert found["degrees of freedom"] == freedom
@@ -201,7 +205,7 @@ def test_gradient_difference_stays_under_its_bound() -> None:
     sent, local = method.init(world)
     ends = [method.update(world, sent, local, pick(many, i))[0]["head"] for i in range(3)]
     steps = (many.order >= 0).any(-1).sum(1).tolist()
-    found = conflict.largest_difference(sent["head"], ends, steps, method.rate)
+    found = conflict.largest_difference(sent["head"], ends, steps, method.lr)
     assert 0 < found < conflict.difference_bound(method.tau, [1.0, 1.0, 1.0])
 
 

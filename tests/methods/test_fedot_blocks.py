@@ -39,7 +39,7 @@ def after_rounds(method: Any, many: Client, rounds: int) -> tuple[Tensors, Tenso
 def test_clients_choose_few_freedoms_for_few_doubtful_rows_and_many_for_plenty() -> None:
     doubtful = [searching(seed, truth=16, rows=16, wrong=0.5) for seed in range(3)]
     plenty = [searching(seed, truth=1, rows=200, wrong=0.0) for seed in range(3)]
-    method = make("fedot", blocks="auto", rate=5e-3, tau=20.0, rounds=80)
+    method = make("fedot", blocks="auto", lr=5e-3, tau=20.0, rounds=80)
     _, local = after_rounds(method, pad(doubtful + plenty), 40)
     assert local["leader"].tolist() == [8, 8, 8, 1, 1, 1]
     world = frozen(dim=32, classes=4)
@@ -49,7 +49,7 @@ def test_clients_choose_few_freedoms_for_few_doubtful_rows_and_many_for_plenty()
 
 def test_the_choice_is_of_the_validation_rows() -> None:
     few, plenty = searching(0, 16, 16, 0.5), searching(0, 1, 200, 0.0)
-    method = make("fedot", blocks="auto", rate=5e-3, tau=20.0, rounds=80)
+    method = make("fedot", blocks="auto", lr=5e-3, tau=20.0, rounds=80)
     fooled = replace(plenty, held_y=(plenty.held_y + 1) % 4)  # only validation rows differ
     unheld = replace(few, held_x=few.held_x[:0], held_y=few.held_y[:0])
     _, local = after_rounds(method, pad([plenty, fooled, few, unheld]), 20)
@@ -60,7 +60,7 @@ def test_the_choice_is_of_the_validation_rows() -> None:
 
 def test_after_the_race_only_the_leader_is_trained() -> None:
     many = pad([searching(0, 16, 16, 0.5), searching(0, 1, 200, 0.0)])
-    method = make("fedot", blocks="auto", rate=5e-3, tau=20.0, rounds=3)
+    method = make("fedot", blocks="auto", lr=5e-3, tau=20.0, rounds=3)
     world = frozen(dim=32, classes=4)
     upload, local = after_rounds(method, many, 2)
     sent = stacked(method.init(world)[0], 2)
@@ -71,7 +71,7 @@ def test_after_the_race_only_the_leader_is_trained() -> None:
         for r in (1, 8):
             moved = not torch.equal(later[f"skew{r}"][i], local[f"skew{r}"][i])
             assert moved == (r == leader)
-        lone = make("fedot", blocks=leader, rate=5e-3, tau=20.0)
+        lone = make("fedot", blocks=leader, lr=5e-3, tau=20.0)
         own = {"skew": local[f"skew{leader}"][i : i + 1]}
         alone = pad([pick(many, i)])
         wanted, _ = lone.update_many(world, stacked(method.init(world)[0], 1), own, alone)
@@ -89,7 +89,7 @@ def test_after_the_race_only_the_leader_is_trained() -> None:
 
 def test_race_is_the_same_one_by_one_and_together() -> None:
     many = pad([searching(0, 16, 16, 0.5), searching(0, 1, 200, 0.0)])
-    method, world = make("fedot", blocks="auto", rate=1e-3, rounds=8), frozen(dim=32, classes=4)
+    method, world = make("fedot", blocks="auto", lr=1e-3, rounds=8), frozen(dim=32, classes=4)
     sent, local = (stacked(part, 2) for part in method.init(world))
     plain, fast = (sent, local), (sent, local)
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_rows_that_are_not_there_and_maps_that_broke_have_no_say() -> None:
 
 def test_a_map_that_broke_does_not_lead() -> None:
     many = pad([searching(0, 16, 16, 0.5)])
-    method, world = make("fedot", blocks="auto", rate=1e-3, rounds=8), frozen(dim=32, classes=4)
+    method, world = make("fedot", blocks="auto", lr=1e-3, rounds=8), frozen(dim=32, classes=4)
     sent, local = (stacked(part, 1) for part in method.init(world))
     broken = {**local, "skew8": torch.full_like(local["skew8"], torch.nan)}
     zeros = replace(many, held_y=torch.zeros_like(many.held_y))  # where argmax of nan would point

@@ -16,7 +16,7 @@ from fedvlm.errors import DataError, SettingsError
 from fedvlm.maths.transport import plan
 from fedvlm.testing import check_method, learn, toy_text_tower, toy_world
 
-FEW = {"vectors": 4, "rounds": 2, "epochs": 1, "rate": 0.05}
+FEW = {"n_ctx": 4, "rounds": 2, "local_epochs": 1, "lr": 0.05}
 KINDS = ["unbalanced", "classical", "averaging"]
 
 
@@ -32,7 +32,7 @@ def test_every_transport_keeps_the_contract(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_scaled_sum_of_plan_times_cosine(kind):
-    world, shared, local = begin(transport=kind, strength=0.05)
+    world, shared, local = begin(transport=kind, entropy_reg=0.05)
     x = tensors.full(world.x[:3])
     found = world.method.predict(world.frozen, shared, local, x)
     unit = torch.nn.functional.normalize
@@ -55,7 +55,7 @@ def test_averaging_is_the_mean_cosine_and_equal_prompts_are_one_prompt():
 
 
 def test_the_plan_stays_fixed_while_the_prompts_move():
-    world, shared, local = begin(strength=0.02)
+    world, shared, local = begin(entropy_reg=0.02)
     x = tensors.full(world.x[:4])
     fixed = world.method.match(world.method.similarity(world.frozen, shared, local, x))
 
@@ -72,7 +72,7 @@ def test_the_plan_stays_fixed_while_the_prompts_move():
 
 
 def test_half_precision_patches_at_a_small_strength_give_finite_logits():
-    world, shared, local = begin(strength=0.01)
+    world, shared, local = begin(entropy_reg=0.01)
     assert world.x.dtype == torch.float16
     logits = world.method.predict(world.frozen, shared, local, world.x[:8].float())
     assert logits.isfinite().all()
@@ -116,8 +116,8 @@ def test_a_client_whose_first_round_comes_late_starts_from_the_first_local_promp
     [
         ({"gamma": 0.0}, r"gamma = 0.0 is outside \(0, 1\]"),
         ({"gamma": 1.2}, r"gamma = 1.2 is outside \(0, 1\]"),
-        ({"strength": 0.0}, "strength = 0.0 of the entropy is not above 0"),
-        ({"strength": -1.0}, "not above 0"),
+        ({"entropy_reg": 0.0}, "entropy_reg = 0.0 of the entropy is not above 0"),
+        ({"entropy_reg": -1.0}, "not above 0"),
         ({"transport": "magic"}, "'unbalanced' or 'classical' or 'averaging'"),
     ],
 )
@@ -143,8 +143,8 @@ def test_a_long_prompt_and_a_class_nobody_has_are_refused_before_any_work(rows, 
     able = replace(
         rows, patches=rows.x[:, None].half(), text_tower=toy_text_tower(len(rows.classes), 16)
     )
-    with pytest.raises(SettingsError, match="vectors = 50, but the text tower reads 24 tokens"):
-        fedvlm.run({"name": "fedotp", "vectors": 50}, embedded=able, out=out)
+    with pytest.raises(SettingsError, match="n_ctx = 50, but the text tower reads 24 tokens"):
+        fedvlm.run({"name": "fedotp", "n_ctx": 50}, embedded=able, out=out)
     nobody = replace(
         able, classes=(*able.classes, "eel"), text_tower=toy_text_tower(5, 16), text=None
     )

@@ -14,7 +14,7 @@ from fedvlm.methods.fedrep import FedRep
 from fedvlm.parts.walk import epoch_of
 from fedvlm.testing import learn, toy_world
 
-QUICK = {"rate": 0.01, "momentum": 0.9, "decay": 0.01, "batch": 16}
+QUICK = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "batch_size": 16}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def test_clients_padded_to_one_length_have_their_own_epochs(epochs):
     many = epoch_of(method, pad(clients).order)
     for one, padded in zip(clients, many, strict=True):
         steps = len(one.order)
-        each = -(-len(one.y) // method.batch)
+        each = -(-len(one.y) // method.batch_size)
         assert padded[:steps].tolist() == [step // each for step in range(steps)]
 
 

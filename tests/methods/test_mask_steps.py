@@ -14,7 +14,7 @@ from fedvlm.methods.faa_clip import JUDGE, LAYERS, MEMORY
 DIM, CLASSES, CLIENTS, ROWS = 12, 5, 4, 6
 SETTINGS = [{"mask": mask} for mask in LAYERS]
 SETTINGS += [{"mask_duplicates": True, "local_norm": True}, {"adaptation": False}]
-SETTINGS += [{"shared_judge": True, "weight": 0.9}]
+SETTINGS += [{"shared_discriminator": True, "adaptation_weight": 0.9}]
 
 
 def draw(*shape, seed):
@@ -73,7 +73,7 @@ def test_written_gradients_and_statistics_are_those_of_autograd(settings):
 
 @pytest.mark.parametrize("persist", [False, True])
 def test_clients_side_by_side_take_the_steps_they_take_alone(persist, monkeypatch):
-    method = make("faa-clip", persist=persist, batch=ROWS)
+    method = make("faa-clip", persist=persist, batch_size=ROWS)
     frozen, each = world(method)
     shared = tensors.stack([one for one, _ in each])
     local = tensors.stack([own for _, own in each])

@@ -22,7 +22,7 @@ VECTORS, WIDTH, CLASSES, DIM = 4, 8, 4, 16  # of the toy world
 
 
 def world_of(name, **settings):
-    return toy_world(make(name, vectors=VECTORS, epochs=2, **settings))
+    return toy_world(make(name, n_ctx=VECTORS, local_epochs=2, **settings))
 
 
 def sent_up(world, id="client-0", number=0):
@@ -78,14 +78,14 @@ def test_fedlpa_uploads_a_prompt_and_two_triangles():
 
 
 def test_fedbens_with_one_client_and_one_run_returns_its_mean():
-    world = world_of("fedbens", runs=1)
+    world = world_of("fedbens", prompts_per_client=1)
     shared, upload = sent_up(world)
     joined = world.method.aggregate(shared, [upload], torch.tensor([40.0]), ["client-0"])
     assert torch.allclose(joined["prompts"], upload["means"], atol=1e-6)
 
 
 def test_fedbens_with_one_client_keeps_every_run_that_stands_apart():
-    world = world_of("fedbens", runs=3)
+    world = world_of("fedbens", prompts_per_client=3)
     shared, upload = sent_up(world)
     upload["means"] = upload["means"] + 10 * torch.arange(3)[:, None, None]
     joined = world.method.aggregate(shared, [upload], torch.tensor([40.0]), ["client-0"])
@@ -93,7 +93,10 @@ def test_fedbens_with_one_client_keeps_every_run_that_stands_apart():
 
 
 def test_fedbens_runs_do_not_know_of_one_another():
-    alone, three = world_of("fedbens", runs=1), world_of("fedbens", runs=3)
+    alone, three = (
+        world_of("fedbens", prompts_per_client=1),
+        world_of("fedbens", prompts_per_client=3),
+    )
     first, second = sent_up(alone)[1], sent_up(three)[1]
     assert torch.allclose(first["means"][0], second["means"][0], atol=1e-6)
     assert torch.allclose(first["precisions"][0], second["precisions"][0], rtol=1e-3)
@@ -107,7 +110,7 @@ def test_fedbens_precisions_are_at_least_the_prior_and_bounded():
 
 
 def test_fedbens_predicts_the_mean_probability_of_its_modes():
-    world = world_of("fedbens", runs=3)
+    world = world_of("fedbens", prompts_per_client=3)
     shared, local = world.method.init(world.frozen)
     x = world.x[:5]
     logits = world.frozen.scale * x @ class_features(world.frozen, shared["prompts"]).mT
@@ -131,14 +134,14 @@ def test_fens_sends_all_prompts_once_and_only_the_network_after_it():
 
 
 def test_fens_network_learns_on_its_proxy_rows():
-    world = world_of("fens", rounds=80, server_rate=3e-2)
+    world = world_of("fens", rounds=80, server_lr=3e-2)
     _, lines = lines_of(world, Batched)
     assert lines[-1]["loss"] < 0.6 * lines[2]["loss"]
     assert lines[-1]["accuracy"] > lines[2]["accuracy"] + 0.2
 
 
 def test_fens_engines_agree_while_the_network_trains():
-    world = world_of("fens", rounds=5, server_rate=1e-2)
+    world = world_of("fens", rounds=5, server_lr=1e-2)
     one, many = learn(world, "single"), learn(world)
     check_same(many, one, 1e-4, "engines differ")
     check_same(learn(world, workers=2), many, 0.0, "workers differ")
@@ -177,7 +180,7 @@ def test_fens_ignores_padded_rows_of_the_network_step():
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("fedlpa", {"damping": -1.0}), ("fedbens", {"runs": 0}), ("fens", {"units": 0})],
+    [("fedlpa", {"damping": -1.0}), ("fedbens", {"prompts_per_client": 0}), ("fens", {"units": 0})],
 )
 def test_settings_out_of_range_are_refused(name, settings):
     with pytest.raises(

@@ -8,7 +8,7 @@ import pytest
 import fedvlm
 from fedvlm.testing import toy_text_tower
 
-QUICK = {"name": "promptfl", "vectors": 2, "epochs": 1, "rounds": 1, "rate": 0.05}
+QUICK = {"name": "promptfl", "n_ctx": 2, "local_epochs": 1, "rounds": 1, "lr": 0.05}
 
 
 def prepared(rows):
@@ -27,7 +27,7 @@ def many_classes(rows, count=20):
 @pytest.mark.parametrize("by", ["pathological", "dirichlet"])
 def test_ten_clients_of_few_shots_are_tested_on_their_own_rows(by, shots, rows_like, tmp_path):
     rows = many_classes(rows_like(1200))
-    clients = {"by": by, "count": 10, "shots": shots, "minimum": 2}
+    clients = {"partition": by, "count": 10, "shots": shots, "min_samples": 2}
     done = fedvlm.run(
         QUICK, embedded=rows, out=tmp_path / "run", protocol="own-test", clients=clients
     )
@@ -49,7 +49,7 @@ def test_ten_of_a_hundred_clients_take_part_and_all_are_tested(rows_like, tmp_pa
         embedded=rows,
         out=tmp_path / "run",
         protocol="own-test",
-        clients={"by": "dirichlet", "count": 100, "alpha": 5.0, "minimum": 2},
+        clients={"partition": "dirichlet", "count": 100, "alpha": 5.0, "min_samples": 2},
         fraction=0.1,
     )
     assert [len(line["clients"]) for line in done.rounds] == [10, 10]
@@ -62,7 +62,7 @@ def test_domains_dealt_by_dirichlet_have_a_mean_and_a_deviation(rows_like, tmp_p
         embedded=prepared(rows_like(600)),
         out=tmp_path / "run",
         protocol="own-test",
-        clients={"by": "domain-dirichlet", "count": 3, "alpha": 0.5, "minimum": 4},
+        clients={"partition": "domain-dirichlet", "count": 3, "alpha": 0.5, "min_samples": 4},
     )
     table = done.tables[0]
     for domain in ("art", "photo", "sketch"):

@@ -118,7 +118,7 @@ def test_auto_sends_statistics_once_and_no_small_class():
     sent = world.method.send(shared, "")
     upload, _ = world.method.update(world.frozen, sent, local, client(world, "client-0", 0))
     counts = torch.bincount(client(world, "client-0", 0).y, minlength=4)
-    small = counts < world.method.smallest
+    small = counts < world.method.min_class_samples
     assert small.any() and (upload["counts"][:-1][small] == 0).all()
     assert not upload["sums"][:-1][small].any()
     begun = world.method.aggregate(shared, [upload], torch.ones(1), ["client-0"])

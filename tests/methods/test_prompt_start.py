@@ -17,7 +17,7 @@ CLASSES = ("cat", "very long name of a very long clock", "alarm_clock", "dog")
 TEMPLATE = "a photo of a {}, image"
 TOKENS = 4
 NAMES = [name for name, one in methods().items() if "text tower" in one().traits.needs]
-MORE = {"promptfl-fedper": {"own": 1}, "fedbens": {"runs": 1}}
+MORE = {"promptfl-fedper": {"local_vectors": 1}, "fedbens": {"prompts_per_client": 1}}
 PATCHES = [name for name in NAMES if "patches" in methods()[name]().traits.needs]
 
 
@@ -33,7 +33,7 @@ def known(encoder, template=TEMPLATE, seed=3):
 
 
 def from_template(name, **fields):
-    return make(name, start="template", **{**MORE.get(name, {}), **fields})
+    return make(name, ctx_init="template", **{**MORE.get(name, {}), **fields})
 
 
 def contexts(method, frozen):
@@ -78,7 +78,7 @@ def test_answers_are_zero_shot_row_by_row_before_the_first_round(encoder, name):
     if name == "fedbens":  # of one run: the logarithm of its probabilities
         zero = zero.log_softmax(dim=1)
     assert torch.allclose(found, zero, atol=frozen.scale * 1e-5)
-    by_chance = make(name, vectors=TOKENS, **MORE.get(name, {}))
+    by_chance = make(name, n_ctx=TOKENS, **MORE.get(name, {}))
     shared, local = by_chance.init(frozen)
     other = by_chance.predict(frozen, by_chance.send(shared, "one"), local, x)
     assert (other - zero).abs().max() > 0.1
@@ -90,7 +90,7 @@ def test_fedotp_answers_by_its_plan_with_the_templates_text(encoder, transport):
     method = from_template("fedotp", transport=transport)
     found = method.predict(frozen, *method.init(frozen), x)
     cosines = (frozen.text @ x.mT)[:, :, None].expand(-1, -1, 2, -1)  # (rows, classes, 2, patches)
-    fixed = plan(cosines, transport, method.gamma, method.strength) * cosines
+    fixed = plan(cosines, transport, method.gamma, method.entropy_reg) * cosines
     assert torch.allclose(found, frozen.scale * fixed.sum(dim=(-2, -1)), atol=1e-3)
 
 
@@ -98,17 +98,17 @@ def test_fedotp_answers_by_its_plan_with_the_templates_text(encoder, transport):
 def test_the_start_has_as_many_vectors_as_the_template_and_no_other_number(encoder, name):
     frozen = known(encoder)
     assert all(len(one.flatten(0, -2)) == TOKENS for one in contexts(from_template(name), frozen))
-    explicit = from_template(name, vectors=TOKENS)
+    explicit = from_template(name, n_ctx=TOKENS)
     assert all(len(one.flatten(0, -2)) == TOKENS for one in contexts(explicit, frozen))
     for number in (TOKENS - 1, TOKENS + 1, 16):  # a start longer than vectors, and shorter
-        with pytest.raises(SettingsError, match=rf"vectors = {number}, but .* has 4 tokens before"):
-            from_template(name, vectors=number).init(frozen)
+        with pytest.raises(SettingsError, match=rf"n_ctx = {number}, but .* has 4 tokens before"):
+            from_template(name, n_ctx=number).init(frozen)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_seeds_change_a_random_start_and_not_one_from_the_template(encoder, name):
     one, other = known(encoder, seed=3), known(encoder, seed=4)
-    random = make(name, vectors=TOKENS, **MORE.get(name, {}))
+    random = make(name, n_ctx=TOKENS, **MORE.get(name, {}))
     for method, same in ((from_template(name), True), (random, False)):
         pairs = zip(contexts(method, one), contexts(method, other), strict=True)
         assert all(torch.equal(first, second) == same for first, second in pairs)
@@ -142,36 +142,37 @@ def test_a_template_without_words_before_the_class_is_no_start(encoder, template
     assert len(frozen.text_tower.prefix) == 0
     with pytest.raises(SettingsError, match="has 0 tokens before the class"):
         from_template("promptfl").init(frozen)
-    make("promptfl", vectors=2).init(frozen)
+    make("promptfl", n_ctx=2).init(frozen)
 
 
 def test_a_template_that_fills_the_tower_is_refused(encoder):
     tower = encoder.text_tower(CLASSES, "a photo " * 10 + "{}")
     frozen = Frozen(CLASSES, encoder.dim, 20.0, None, 0, tower)
-    with pytest.raises(SettingsError, match="vectors = 20, but the text tower reads 24 tokens"):
+    with pytest.raises(SettingsError, match="n_ctx = 20, but the text tower reads 24 tokens"):
         from_template("promptfl").init(frozen)
 
 
 def test_own_vectors_and_runs_that_a_template_cannot_give_are_refused(encoder):
-    with pytest.raises(SettingsError, match="own = 8 of vectors = 4"):
-        make("promptfl-fedper", start="template").init(known(encoder))
-    with pytest.raises(SettingsError, match="set runs = 1"):
-        make("fedbens", start="template")
+    with pytest.raises(SettingsError, match="local_vectors = 8 of n_ctx = 4"):
+        make("promptfl-fedper", ctx_init="template").init(known(encoder))
+    with pytest.raises(SettingsError, match="set prompts_per_client = 1"):
+        make("fedbens", ctx_init="template")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in PATCHES])
 def test_methods_that_start_from_the_template_keep_the_contract(name):
-    check_method(from_template(name, rounds=2, epochs=1))
+    check_method(from_template(name, rounds=2, local_epochs=1))
 
 
 def test_prompts_of_fedotp_that_start_alike_move_alike_until_the_first_mean():
     first, second = (
-        learn(toy_world(from_template("fedotp", rounds=rounds, epochs=1))) for rounds in (1, 2)
+        learn(toy_world(from_template("fedotp", rounds=rounds, local_epochs=1)))
+        for rounds in (1, 2)
     )
     own = [one["own"] for one in first.local.values()]
     assert not torch.equal(own[0], own[1])
     # the plan does not tell them apart: what a client uploads first is its local prompt too
-    world = toy_world(from_template("fedotp", epochs=1))
+    world = toy_world(from_template("fedotp", local_epochs=1))
     shared, local = world.method.init(world.frozen)
     upload, kept = world.method.update(world.frozen, shared, local, client(world, "client-0", 0))
     assert torch.allclose(upload["prompt"], kept["own"], atol=1e-6)

@@ -20,13 +20,13 @@ from fedvlm.methods.promptfl_fedamp import HELD
 from fedvlm.storage.sealed import read_tensors, write_tensors
 from fedvlm.testing import check_same, learn, toy_text_tower, toy_world
 
-FEW = {"vectors": 4, "rounds": 2, "epochs": 1, "rate": 0.05}
+FEW = {"n_ctx": 4, "rounds": 2, "local_epochs": 1, "lr": 0.05}
 LOCAL = ["coop", "promptfl-fedper", "promptfolio", "fedotp"]
 
 
 def quick(name, **fields):
     if name == "promptfl-fedper":
-        fields = {"own": 2, **fields}
+        fields = {"local_vectors": 2, **fields}
     return make(name, **{**FEW, **fields})
 
 
@@ -41,7 +41,7 @@ def whole_batch(world, id="client-0"):
 
 
 @pytest.mark.parametrize(
-    ("name", "off"), [("promptfl-fedprox", {"mu": 0.0}), ("promptfl-fedper", {"own": 0})]
+    ("name", "off"), [("promptfl-fedprox", {"mu": 0.0}), ("promptfl-fedper", {"local_vectors": 0})]
 )
 def test_it_is_promptfl_without_a_pull_or_without_local_vectors(name, off):
     check_same(trained(name, **off), trained("promptfl"), 0.0, "not PromptFL")
@@ -78,7 +78,7 @@ def test_fedprox_pulls_back_to_what_was_sent_and_freezes_the_client_in_the_limit
 
     moved = []
     for mu in (0.0, 3.0, 1e3, 1e6):
-        method = replace(world.method, mu=mu, rate=min(0.05, 0.5 / max(mu, 1)))
+        method = replace(world.method, mu=mu, lr=min(0.05, 0.5 / max(mu, 1)))
         upload, _ = method.update(world.frozen, shared, {}, client(world, "client-0", 0))
         moved.append((upload["prompt"] - shared["prompt"]).norm().item())
     assert moved == sorted(moved, reverse=True)
@@ -95,13 +95,13 @@ def test_fine_tuning_leaves_promptfl_shared_and_gives_every_client_its_own():
 
 
 def test_fedamp_draws_a_client_to_its_cloud_with_a_gradient():
-    world = toy_world(quick("promptfl-fedamp", alpha=0.2, pull=0.1))
+    world = toy_world(quick("promptfl-fedamp", alpha=0.2, prox_weight=0.1))
     cloud, local = world.method.init(world.frozen)
     away = {"prompt": cloud["prompt"] + 0.3}
     batch = whole_batch(world)
 
     def slope(pull):
-        method = replace(world.method, pull=pull)
+        method = replace(world.method, prox_weight=pull)
         return grad(lambda now: method.loss(world.frozen, now, local, batch, cloud))(away)["prompt"]
 
     pull = slope(0.1) - slope(0.0)
@@ -169,19 +169,19 @@ def test_local_prompts_differ_between_clients_and_survive_a_resume(name, tmp_pat
 @pytest.mark.parametrize(
     ("name", "fields", "count"),
     [
-        ("coop", {"vectors": 16}, 0),
-        ("promptfl", {"vectors": 16}, 32_768),
-        ("promptfl", {"vectors": 4}, 8_192),
-        ("promptfl-ft", {"vectors": 16}, 32_768),
-        ("promptfl-fedprox", {"vectors": 16}, 32_768),
-        ("promptfl-fedper", {"vectors": 16, "own": 8}, 16_384),
-        ("promptfl-fedamp", {"vectors": 16}, 32_768),
-        ("promptfolio", {"vectors": 8}, 16_384),
-        ("fedotp", {"vectors": 16}, 32_768),
+        ("coop", {"n_ctx": 16}, 0),
+        ("promptfl", {"n_ctx": 16}, 32_768),
+        ("promptfl", {"n_ctx": 4}, 8_192),
+        ("promptfl-ft", {"n_ctx": 16}, 32_768),
+        ("promptfl-fedprox", {"n_ctx": 16}, 32_768),
+        ("promptfl-fedper", {"n_ctx": 16, "local_vectors": 8}, 16_384),
+        ("promptfl-fedamp", {"n_ctx": 16}, 32_768),
+        ("promptfolio", {"n_ctx": 8}, 16_384),
+        ("fedotp", {"n_ctx": 16}, 32_768),
     ],
 )
 def test_bytes_up_and_down_are_those_of_the_shared_prompt_alone(name, fields, count):
-    world = toy_world(quick(name, batch=64, **fields))
+    world = toy_world(quick(name, batch_size=64, **fields))
     world = replace(
         world, frozen=replace(world.frozen, text_tower=toy_text_tower(4, 16, width=512))
     )
@@ -241,11 +241,11 @@ def test_what_a_tower_remembers_of_many_images_prompts_is_bounded(monkeypatch):
 )
 def test_a_prompt_that_does_not_fit_is_refused(name, vectors, said):
     with pytest.raises(SettingsError, match=said):
-        start(toy_world(quick(name, vectors=vectors)))
+        start(toy_world(quick(name, n_ctx=vectors)))
 
 
 def test_a_class_name_that_fills_the_tower_is_named():
-    world = toy_world(quick("promptfl", vectors=1))
+    world = toy_world(quick("promptfl", n_ctx=1))
     tower = replace(
         world.frozen.text_tower,
         suffixes=torch.zeros(4, 24, 8),
@@ -258,7 +258,7 @@ def test_a_class_name_that_fills_the_tower_is_named():
 
 def test_settings_that_cannot_be_meant_are_refused():
     for name, fields, said in [
-        ("promptfl-fedper", {"own": 16}, "share at least 1"),
+        ("promptfl-fedper", {"local_vectors": 16}, "share at least 1"),
         ("promptfl-fedamp", {"alpha": 0.0}, "alpha must be above 0, got 0.0"),
         ("promptfolio", {"mix": 1.5}, "mix must be between 0 and 1, got 1.5"),
     ]:

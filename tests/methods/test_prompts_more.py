@@ -12,7 +12,7 @@ from fedvlm.methods import cocoop
 from fedvlm.testing import check_method, check_same, learn, toy_text_tower, toy_world
 
 FORMS = ("server-coop", "random-meta", "all-global")
-FEW = {"vectors": 4, "rounds": 2}
+FEW = {"n_ctx": 4, "rounds": 2}
 
 
 def start(name, **fields):
@@ -27,7 +27,7 @@ def promptfl(world, prompt, x):
 
 @pytest.mark.parametrize("form", FORMS[1:])  # the first is in the contract of all methods
 def test_each_form_of_cocoop_keeps_the_contract(form):
-    check_method(make("cocoop", form=form, batch=32))
+    check_method(make("cocoop", form=form, batch_size=32))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -51,7 +51,7 @@ def test_a_newcomer_to_server_coop_uses_the_bare_prompt_and_others_do_not():
 
 
 def test_a_silent_network_still_learns():
-    method, world, shared, local = start("cocoop", rate=0.1)
+    method, world, shared, local = start("cocoop", lr=0.1)
     _, own = method.update(world.frozen, shared, local, client(world, "client-0", 0))
     assert all(not torch.equal(own[key], local[key]) for key in local)
 
@@ -87,7 +87,7 @@ def test_fedot_over_a_prompt_starts_as_promptfl():
 
 
 def test_fedot_over_a_prompt_is_fedot_with_the_towers_head():
-    method, world, shared, local = start("fedot-prompt", blocks=2, rate=0.05)
+    method, world, shared, local = start("fedot-prompt", blocks=2, lr=0.05)
     upload, own = method.update(world.frozen, shared, local, client(world, "client-0", 0))
     assert set(upload) == {"prompt"}
     head = {"head": world.frozen.text_tower(upload["prompt"])}

@@ -18,7 +18,7 @@ from fedvlm.methods.scaffold import Scaffold
 from fedvlm.testing import toy_world
 
 IDS = tuple(f"client-{i}" for i in range(4))
-FULL = {"batch": 1000, "rate": 0.02, "decay": 0.0}  # a step is a gradient of all rows
+FULL = {"batch_size": 1000, "lr": 0.02, "weight_decay": 0.0}  # a step is a gradient of all rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def slope(world, head):
 
 
 def test_the_first_round_is_fedavg_s_because_variates_are_zero():
-    shared = {"rounds": 1, "epochs": 3, "rate": 0.01}
+    shared = {"rounds": 1, "local_epochs": 3, "lr": 0.01}
     ours = trained(make("scaffold", **shared)).shared["head"]
     assert torch.equal(ours, trained(Uniform(**shared)).shared["head"])
     later = {**shared, "rounds": 2}
@@ -58,7 +58,7 @@ def test_the_first_round_is_fedavg_s_because_variates_are_zero():
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25])
 def test_the_shared_variate_is_the_mean_of_all_clients_also_of_those_that_were_not_asked(fraction):
-    state = trained(make("scaffold", rounds=5, epochs=2, rate=0.01), fraction)
+    state = trained(make("scaffold", rounds=5, local_epochs=2, lr=0.01), fraction)
     assert state.shared["clients"] == len(IDS)
     own = [one["own variate"] for one in state.local.values()]
     assert fraction == 1.0 or len(own) <= len(IDS)
@@ -68,16 +68,16 @@ def test_the_shared_variate_is_the_mean_of_all_clients_also_of_those_that_were_n
 
 
 def test_one_full_step_a_round_is_gradient_descent_whatever_the_variates():
-    method = make("scaffold", rounds=6, epochs=1, **FULL)
+    method = make("scaffold", rounds=6, local_epochs=1, **FULL)
     world = toy_world(method)
     head = world.frozen.text
     for _ in range(6):
-        head = head - method.rate * slope(world, head)
+        head = head - method.lr * slope(world, head)
     torch.testing.assert_close(trained(method).shared["head"], head, atol=1e-5, rtol=1e-4)
 
 
 def test_a_client_s_variate_is_its_mean_gradient_of_the_round():
-    method = make("scaffold", epochs=1, **FULL)
+    method = make("scaffold", local_epochs=1, **FULL)
     world = toy_world(method)
     sent, local = method.init(world.frozen)
     sent["variate"] = torch.full_like(sent["head"], 0.3)
@@ -87,12 +87,12 @@ def test_a_client_s_variate_is_its_mean_gradient_of_the_round():
     true = slope(alone, sent["head"])
     torch.testing.assert_close(own["own variate"], true, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(upload["variate change"], true + 0.2, atol=1e-4, rtol=1e-4)
-    wanted = sent["head"] - method.rate * (true + 0.2 + 0.3)
+    wanted = sent["head"] - method.lr * (true + 0.2 + 0.3)
     torch.testing.assert_close(upload["head"], wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_many_local_steps_end_at_the_optimum_of_the_mean_loss_and_fedavg_s_do_not():
-    many = {**FULL, "rounds": 25, "epochs": 10, "decay": 1.0}
+    many = {**FULL, "rounds": 25, "local_epochs": 10, "weight_decay": 1.0}
     world = toy_world(FedAvg())
     ours, theirs = (
         (slope(world, head) + head).norm()
@@ -103,7 +103,7 @@ def test_many_local_steps_end_at_the_optimum_of_the_mean_loss_and_fedavg_s_do_no
 
 
 def test_the_server_s_rate_scales_the_step_of_the_head_and_not_that_of_the_variate():
-    whole, half = (trained(Scaffold(rounds=1, server_rate=rate)).shared for rate in (1.0, 0.5))
+    whole, half = (trained(Scaffold(rounds=1, server_lr=rate)).shared for rate in (1.0, 0.5))
     begin = toy_world(Scaffold()).frozen.text
     torch.testing.assert_close(half["head"], (begin + whole["head"]) / 2)
     assert torch.equal(half["variate"], whole["variate"])

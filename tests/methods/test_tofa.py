@@ -18,7 +18,7 @@ CLASSES, DIM = 5, 12
 
 def tofa(**settings):
     """Without the rule on small classes, which has tests of its own."""
-    return make("tofa", **{"smallest": 1, **settings})
+    return make("tofa", **{"min_class_samples": 1, **settings})
 
 
 def setting(rows=80, texts=0, seed=0, classes=4, dim=DIM):
@@ -235,8 +235,8 @@ def test_an_upload_of_a_hundred_classes_is_below_0_8_megabytes():
 
 def test_more_rows_than_the_fixed_point_holds_are_refused():
     frozen, x, y = setting()
-    with pytest.raises(FedVLMError, match="most = 80"):
-        exchange(tofa(most=79), frozen, {"a": one(x, y)})
+    with pytest.raises(FedVLMError, match="max_samples = 80"):
+        exchange(tofa(max_samples=79), frozen, {"a": one(x, y)})
 
 
 @pytest.mark.parametrize(

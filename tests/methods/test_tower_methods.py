@@ -19,7 +19,7 @@ from fedvlm.methods.moon_tower import moved, restored
 from fedvlm.testing import bare, learn, toy_world
 
 SIZES = (12, 5, 9)
-FEW = {"rounds": 2, "batch": 8}
+FEW = {"rounds": 2, "batch_size": 8}
 
 
 def world_of(name, **settings):
@@ -78,7 +78,7 @@ def test_a_huge_mu_of_fedprox_freezes_the_tower():
     """Adam's steps have a length of their own, so frozen is within some steps of the start."""
 
     def way(mu):
-        world = world_of("fedprox-tower", mu=mu, rate=1e-3, epochs=12, decay=0.0)
+        world = world_of("fedprox-tower", mu=mu, lr=1e-3, local_epochs=12, weight_decay=0.0)
         upload, _ = updated(world)
         return tensors.flat(upload) - tensors.flat(world.method.init(world.frozen)[0])
 
@@ -110,7 +110,7 @@ def test_moons_contrast_is_the_papers():
 
 
 def test_moon_keeps_the_older_model_at_home_in_half_the_bytes():
-    world = world_of("moon-tower", rate=1e-3)
+    world = world_of("moon-tower", lr=1e-3)
     upload, local = updated(world)
     assert set(local) == {"previous"} and not set(local) & set(upload)
     assert 2 * tensors.count_bytes(local) == tensors.count_bytes(upload)
@@ -129,12 +129,12 @@ def test_lora_begins_as_zero_shot_and_of_rank_0_remains_it(average):
     world = world_of("lora", average=average)
     shared, _ = world.method.init(frozen)
     assert torch.equal(world.method.predict(frozen, shared, {}, x), zero_shot)
-    learnt = trained("lora", average=average, rate=1e-2).shared
+    learnt = trained("lora", average=average, lr=1e-2).shared
     assert not torch.allclose(world.method.predict(frozen, learnt, {}, x), zero_shot, atol=1e-2)
 
 
 def test_lora_averages_products_exactly_and_factors_do_not():
-    world = world_of("lora", average="products", rate=1e-2)
+    world = world_of("lora", average="products", lr=1e-2)
     method, frozen = world.method, world.frozen
     shared, _ = method.init(frozen)
     shared = {"change": 0.01 * torch.ones_like(shared["change"])}
@@ -191,13 +191,13 @@ def test_vpt_refuses_what_the_tower_has_not(settings):
 
 
 def test_vpt_without_prompts_is_a_head_on_the_encoders_features():
-    world = world_of("vpt", prompts=0, tau=20.0, rate=1e-2)
+    world = world_of("vpt", prompts=0, tau=20.0, lr=1e-2)
     shared, local = world.method.init(world.frozen)
     assert local == {} and torch.equal(shared["head"], world.frozen.text)
     one = client(world, "client-0", 0)
     unit = normalize(world.frozen.image_tower({}, one.x), dim=1)
     held = normalize(world.frozen.image_tower({}, one.held_x), dim=1)
-    plain = FedAvg(rate=1e-2, momentum=5e-4, decay=5e-4)
+    plain = FedAvg(lr=1e-2, momentum=5e-4, weight_decay=5e-4)
     alone = bare(unit, one.y, one.order, held, one.held_y)
     wanted, _ = parts.sgd(plain, replace(world.frozen, scale=20.0), shared, {}, alone)
     upload, _ = updated(world)
@@ -207,7 +207,7 @@ def test_vpt_without_prompts_is_a_head_on_the_encoders_features():
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_vpt_trains_its_prompts_at_home(depth):
-    world = world_of("vpt", depth=depth, rate=1e-2)
+    world = world_of("vpt", depth=depth, lr=1e-2)
     _, fresh = world.method.init(world.frozen)
     assert fresh["prompts"].shape == (depth, 2, 8)
     upload, local = updated(world)

@@ -14,7 +14,9 @@ from fedvlm.testing import learn, toy_world
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
 def test_the_written_gradient_is_that_of_autograd(name, momentum):
-    world = toy_world(make(name, rounds=3, epochs=2, batch=4, momentum=momentum, decay=0.1))
+    world = toy_world(
+        make(name, rounds=3, local_epochs=2, batch_size=4, momentum=momentum, weight_decay=0.1)
+    )
     slow, fast = learn(world, "single", 1), learn(world, "batched", 1)
     assert tensors.difference(slow.shared, fast.shared) < 1e-6
     assert not torch.equal(fast.shared["head"], world.frozen.text)
@@ -23,7 +25,7 @@ def test_the_written_gradient_is_that_of_autograd(name, momentum):
 @pytest.mark.parametrize("epochs", [(2, 1), (0, 2), (3, 0), (1, 3)])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_written_gradient_of_a_head_and_of_its_map_are_those_of_autograd(epochs, momentum):
-    pace = {"rate": 0.01, "momentum": momentum, "decay": 0.1, "batch": 4, "rounds": 2}
+    pace = {"lr": 0.01, "momentum": momentum, "weight_decay": 0.1, "batch_size": 4, "rounds": 2}
     method = make("fedrep", head_epochs=epochs[0], map_epochs=epochs[1], **pace)
     world = toy_world(method, sizes=[3, 40, 9])
     slow, fast = learn(world, "single", 1), learn(world, "batched", 1)

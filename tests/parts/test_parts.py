@@ -38,14 +38,14 @@ def test_an_upload_changed_afterwards_leaves_the_aggregate_alone():
 
 
 def test_fedprox_without_pull_is_fedavg():
-    near = learn(toy_world(make("fedprox", mu=0.0, rounds=3, rate=0.01)))
-    plain = learn(toy_world(make("fedavg", rounds=3, rate=0.01)))
+    near = learn(toy_world(make("fedprox", mu=0.0, rounds=3, lr=0.01)))
+    plain = learn(toy_world(make("fedavg", rounds=3, lr=0.01)))
     assert tensors.difference(near.shared, plain.shared) == 0
 
 
 def test_fedprox_with_a_huge_pull_stays_where_it_was_sent():
-    world = toy_world(make("fedprox", mu=1e3, rounds=1, rate=1e-3, epochs=20))
-    free = toy_world(make("fedprox", mu=0.0, rounds=1, rate=1e-3, epochs=20))
+    world = toy_world(make("fedprox", mu=1e3, rounds=1, lr=1e-3, local_epochs=20))
+    free = toy_world(make("fedprox", mu=0.0, rounds=1, lr=1e-3, local_epochs=20))
     start = world.frozen.text
     held = (learn(world).shared["head"] - start).norm()
     moved = (learn(free).shared["head"] - start).norm()
@@ -74,7 +74,7 @@ class Adam(FedAvg):
 
 
 def test_adam_is_torch_s():
-    method = Adam(rate=1e-2, decay=0.1, epochs=3)
+    method = Adam(lr=1e-2, weight_decay=0.1, local_epochs=3)
     world = toy_world(method)
     one = client(world, "client-0", 0)
     sent, _ = method.init(world.frozen)
@@ -91,7 +91,7 @@ def test_adam_is_torch_s():
 @pytest.mark.parametrize("update", [parts.sgd, parts.adam])
 def test_steps_without_a_row_change_nothing(update, monkeypatch):
     monkeypatch.setattr(FedAvg, "update", update)
-    world = toy_world(make("fedavg", momentum=0.9, decay=0.1))
+    world = toy_world(make("fedavg", momentum=0.9, weight_decay=0.1))
     one = client(world, "client-0", 0)
     sent, _ = world.method.init(world.frozen)
     idle = bare(one.x, one.y, torch.full((3, 32), -1), one.held_x, one.held_y)
@@ -105,7 +105,7 @@ def test_steps_without_a_row_change_nothing(update, monkeypatch):
 
 
 def test_sgd_equals_torch():
-    world = toy_world(make("fedavg", momentum=0.9, decay=0.01, rate=0.01, epochs=2))
+    world = toy_world(make("fedavg", momentum=0.9, weight_decay=0.01, lr=0.01, local_epochs=2))
     one = client(world, "client-0", 0)
     sent, _ = world.method.init(world.frozen)
     head = torch.nn.Parameter(sent["head"].clone())

@@ -29,7 +29,7 @@ def bad_runs(rows_like, tmp_path_factory):
     settings = {"embedded": rows, "seeds": [0, 1]}
     return [
         fedvlm.run("zero-shot", out=folder / "0", **settings),
-        fedvlm.run({"name": "fedavg", "rounds": 5, "rate": 0.1}, out=folder / "1", **settings),
+        fedvlm.run({"name": "fedavg", "rounds": 5, "lr": 0.1}, out=folder / "1", **settings),
         fedvlm.run({"name": "fedot", "rounds": 3}, out=folder / "2", **settings),
     ]
 

@@ -9,15 +9,15 @@ from fedvlm.report.page.apart import MOST, drawn, seen
 from fedvlm.report.page.gather import gather
 from fedvlm.report.page.render import page
 
-CLIENTS = {"by": "dirichlet", "count": 6, "alpha": 100.0, "minimum": 1}
+CLIENTS = {"partition": "dirichlet", "count": 6, "alpha": 100.0, "min_samples": 1}
 
 
 @pytest.fixture(scope="module")
 def results(rows_like, tmp_path_factory):
     folder = tmp_path_factory.mktemp("apart")
     common = {"embedded": rows_like(), "clients": CLIENTS, "protocol": "own-test"}
-    method = {"name": "fedavg", "rounds": 3, "rate": 0.01}
-    attack = {"attack": "sign-flip", "attackers": 0.1, "strength": 20.0}
+    method = {"name": "fedavg", "rounds": 3, "lr": 0.01}
+    attack = {"attack": "sign-flip", "attacker_fraction": 0.1, "attack_strength": 20.0}
     return [
         fedvlm.run(method, out=folder / "a", **common, **attack),
         fedvlm.run(method, out=folder / "b", **common, channel={"clip": 1.0, "secure": True}),

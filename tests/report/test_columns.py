@@ -36,7 +36,7 @@ def run(rows_like, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fedot(run):
-    return run("fedot", rounds=2, rate=0.1)
+    return run("fedot", rounds=2, lr=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_an_orthogonal_map_has_kappa_one_and_the_freedoms_of_rotations(fedot):
 
 
 def test_a_free_map_has_a_larger_kappa(run):
-    found = run("fedlt", rounds=2, rate=0.1)
+    found = run("fedlt", rounds=2, lr=0.1)
     assert table(found, "kappa")["kappa"] > 1.01
     assert table(found, "dof")["dof"] == DIM**2
 
@@ -139,10 +139,10 @@ def test_a_perfect_classifier_has_areas_of_one_and_a_single_class_no_curve():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_column_is_in_every_form(fedot, form):
-    text = compare([fedot], form, asked=[*COLUMNS, "method.rate"])
+    text = compare([fedot], form, asked=[*COLUMNS, "method.lr"])
     for name in ("kappa", "cosine", "dof", "trained", "A[art][photo]", "C, target art", "ROC area"):
         assert name in text
-    assert "method.rate" in text
+    assert "method.lr" in text
 
 
 def test_columns_that_are_no_shares_are_not_in_per_cent(fedot):

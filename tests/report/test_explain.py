@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
 
 def run(folder: Path, method: str, **settings):
     return fedvlm.run(
-        {"name": method, "rounds": 1, "epochs": 1, "vectors": 4, "rate": 0.1},
+        {"name": method, "rounds": 1, "local_epochs": 1, "n_ctx": 4, "lr": 0.1},
         data=f"folder:{folder / 'all'}",
         source={"layout": "domain/class"},
         encoder="demo",
@@ -113,7 +113,9 @@ def test_the_command_draws_both_images(fedotp, folder, image, tmp_path):
         assert drawn.format == "PNG" and drawn.width > 1000
     call("explain", fedotp.folder, "--image", image, "--gamma", 0.5, "--gamma", 0.9)
     assert (fedotp.folder / f"explain-{image.stem}.png").is_file()
-    coop = run(folder, "coop", clients={"by": "domain-dirichlet", "count": 2, "minimum": 2})
+    coop = run(
+        folder, "coop", clients={"partition": "domain-dirichlet", "count": 2, "min_samples": 2}
+    )
     call("explain", coop.folder, "--prompts")
     assert (coop.folder / "prompts.png").is_file()
     told = prompt_map(coop)

@@ -158,8 +158,8 @@ def test_names_are_as_short_as_tells_runs_apart():
     def run(**settings):
         return {"identity": {"seeds": [0], "method": settings}}
 
-    assert names([run(name="a", rate=1, x=2), run(name="b", rate=3)]) == ["a", "b"]
-    both = [run(name="a", rate=1, x=2), run(name="a", rate=3, x=2)]
+    assert names([run(name="a", lr=1, x=2), run(name="b", lr=3)]) == ["a", "b"]
+    both = [run(name="a", lr=1, x=2), run(name="a", lr=3, x=2)]
     assert names(both) == ["a (rate 1)", "a (rate 3)"]
     assert names([run(name="a"), run(name="a")]) == ["a [1]", "a [2]"]
 

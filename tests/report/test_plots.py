@@ -25,7 +25,7 @@ def runs(rows_like, tmp_path_factory):
     folder, rows = tmp_path_factory.mktemp("plots"), rows_like()
     return [
         fedvlm.run(
-            {"name": "fedot", "rounds": 3, "blocks": blocks, "rate": 0.05},
+            {"name": "fedot", "rounds": 3, "blocks": blocks, "lr": 0.05},
             embedded=rows,
             out=folder / f"{blocks}",
             seeds=[0, 1],
@@ -47,12 +47,12 @@ def prompted(tmp_path_factory):
             path.write_bytes(box.read(file))
     made = [
         fedvlm.run(
-            {"name": method, "rounds": 1, "epochs": 1, "vectors": 2},
+            {"name": method, "rounds": 1, "local_epochs": 1, "n_ctx": 2},
             data=f"folder:{root / 'data'}",
             source={"layout": "class"},
             encoder="demo",
             protocol="own-test",
-            clients={"by": "coarse", "count": 4},
+            clients={"partition": "coarse", "count": 4},
             out=root / method,
         )
         for method in ("coop", "promptfl")

@@ -121,7 +121,7 @@ def test_risk_is_the_share_of_errors_among_the_surest_rows():
 def three(rows_like, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     settings = {"embedded": rows_like(), "protocol": "own-test"}
-    methods = ("alone", {"name": "fedavg", "rounds": 3, "rate": 0.1}, "zero-shot")
+    methods = ("alone", {"name": "fedavg", "rounds": 3, "lr": 0.1}, "zero-shot")
     return [
         fedvlm.run(method, out=folder / str(place), **settings)
         for place, method in enumerate(methods)
@@ -145,7 +145,7 @@ def test_clients_go_from_zero_shot_over_federated_to_alone_and_the_worst_stands_
 
 def test_a_kept_audit_is_on_the_page_and_goes_when_the_run_is_run_again(rows_like, tmp_path):
     rows = rows_like()
-    method = {"name": "fedavg", "rounds": 2, "rate": 0.1}
+    method = {"name": "fedavg", "rounds": 2, "lr": 0.1}
     run = fedvlm.run(method, embedded=rows, out=tmp_path / "r")
     assert kept(run) == [] and "audit RUN --keep" in page(gather([run]))
     lines = audit(run.folder, embedded=rows)

@@ -54,9 +54,9 @@ def test_tensors_names_and_numbers_give_the_same_run(tmp_path: Path) -> None:
 
 
 def test_a_setting_of_the_method_is_understood_as_keyword(tmp_path: Path) -> None:
-    result = fedvlm.run("fedavg", clients={"a": rows(0)}, text=np.eye(8)[:3], rounds=3, rate=0.1)
+    result = fedvlm.run("fedavg", clients={"a": rows(0)}, text=np.eye(8)[:3], rounds=3, lr=0.1)
     told = result.manifest["identity"]["method"]
-    assert (told["rounds"], told["rate"], len(result.rounds)) == (3, 0.1, 3)
+    assert (told["rounds"], told["lr"], len(result.rounds)) == (3, 0.1, 3)
     with pytest.raises(SettingsError, match="no setting of a run or of fedot .*'round'.*'rounds'"):
         fedvlm.run("fedot", round=3)
 
@@ -129,7 +129,7 @@ def test_rows_in_memory_without_text_are_told_how_to_get_on() -> None:
 
 def test_whoever_has_a_test_set_sets_no_rows_aside_for_one() -> None:
     pairs = {"a": rows(0), "b": rows(1)}
-    result = fedvlm.run("alone", clients=pairs, shares=[0.75, 0.25, 0])
+    result = fedvlm.run("alone", clients=pairs, ratios=[0.75, 0.25, 0])
     assert result.manifest["clients"]["a"] == {
         "train": 45,
         "validation": 10,
@@ -137,8 +137,8 @@ def test_whoever_has_a_test_set_sets_no_rows_aside_for_one() -> None:
         "calibration": 5,
     }
     assert result.personalised("a").score(*rows(2)) > 0.9
-    with pytest.raises(DataError, match=r'clients=\{"shares": …\}'):
-        fedvlm.run("alone", shares=[0.75, 0.25, 0])
+    with pytest.raises(DataError, match=r'clients=\{"ratios": …\}'):
+        fedvlm.run("alone", ratios=[0.75, 0.25, 0])
 
 
 def test_no_method_is_auto_as_on_the_command_line() -> None:

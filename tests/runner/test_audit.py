@@ -62,7 +62,11 @@ def test_sixteen_rows_of_512_numbers_are_recognised_in_their_mean():
 
 def test_one_shot_means_give_their_rows_away(rows_like, tmp_path):
     rows = rows_of(rows_like, 480)
-    run = {"clients": {"by": "domain", "shots": 1}, "protocol": "own-test", "allow_small": True}
+    run = {
+        "clients": {"partition": "domain", "shots": 1},
+        "protocol": "own-test",
+        "allow_small": True,
+    }
     done = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **run)
     lines = audit(done.folder, embedded=rows)
     assert [line["smallest class"] for line in lines] == [1, 1, 1]
@@ -79,7 +83,11 @@ def test_means_of_many_rows_say_little_of_each(rows_like, tmp_path):
 
 def test_noise_hides_even_a_single_row(rows_like, tmp_path):
     rows = rows_of(rows_like, 480)
-    run = {"clients": {"by": "domain", "shots": 1}, "protocol": "own-test", "allow_small": True}
+    run = {
+        "clients": {"partition": "domain", "shots": 1},
+        "protocol": "own-test",
+        "allow_small": True,
+    }
     method = {"name": "tofa", "noise_multiplier": 3.0}
     done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)
     lines = audit(done.folder, embedded=rows)
@@ -107,8 +115,8 @@ def test_fields_and_bytes_are_those_of_the_record(rows, tmp_path):
 def test_a_memorised_head_is_recognised_by_its_loss(rows_like, tmp_path):
     """Few rows in many dimensions and long training: members have the smaller loss."""
     rows = rows_of(rows_like, 240, dim=64)
-    method = {"name": "fedot", "rounds": 20, "rate": 0.05, "tau": 20.0}
-    run = {"clients": {"by": "domain", "shots": 3}, "protocol": "own-test"}
+    method = {"name": "fedot", "rounds": 20, "lr": 0.05, "tau": 20.0}
+    run = {"clients": {"partition": "domain", "shots": 3}, "protocol": "own-test"}
     done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)
     lines = audit(done.folder, embedded=rows)
     assert {line["exchange"] for line in lines} == {"first", "next"}
@@ -162,7 +170,7 @@ def test_command_prints_a_table_or_json(rows, tmp_path, monkeypatch, capsys):
 
 def test_epsilon_is_that_of_the_training_and_the_seed(rows, tmp_path):
     """By chance a client takes part more often in one training than any does in another."""
-    run = {"fraction": 0.5, "channel": {"clip": 1.0, "noise": 2.0}, "seeds": [0, 1]}
+    run = {"fraction": 0.5, "channel": {"clip": 1.0, "noise_multiplier": 2.0}, "seeds": [0, 1]}
     method = {"name": "fedavg", "rounds": 5}
     done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)
     last = {line["training"]: line["epsilon"] for line in done.rounds}
@@ -180,8 +188,8 @@ def test_an_epsilon_of_nothing_is_no_infinite_one(rows, tmp_path):
 
 
 def test_every_client_is_audited_through_the_channel(rows, tmp_path):
-    method = {"name": "fedavg", "rounds": 2, "rate": 0.1}
-    run = {"protocol": "own-test", "channel": {"clip": 1.0, "noise": 0.5}}
+    method = {"name": "fedavg", "rounds": 2, "lr": 0.1}
+    run = {"protocol": "own-test", "channel": {"clip": 1.0, "noise_multiplier": 0.5}}
     done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)
     lines = audit(done.folder, embedded=rows)
     assert len(lines) == 6
@@ -190,7 +198,7 @@ def test_every_client_is_audited_through_the_channel(rows, tmp_path):
 
 def test_audit_of_a_target_beside_dirichlet_clients_knows_the_run_s_clients(rows, tmp_path):
     run = {"protocol": "source-target", "target": ["sketch"]}
-    run |= {"clients": {"by": "dirichlet", "count": 3, "alpha": 5.0}}
+    run |= {"clients": {"partition": "dirichlet", "count": 3, "alpha": 5.0}}
     done = fedvlm.run({"name": "fedavg", "rounds": 1}, embedded=rows, out=tmp_path / "a", **run)
     lines = audit(done.folder, embedded=rows)
     assert [line["client"] for line in lines] == ["client-0", "client-1", "client-2"]
@@ -204,7 +212,7 @@ def test_audit_divides_as_the_run_did_when_rows_are_set_aside(rows, tmp_path, mo
         return start(world)
 
     monkeypatch.setattr("fedvlm.runner.audit.start", noted)
-    run = {"protocol": "source-target", "target": ["photo"], "clients": {"public": 0.2}}
+    run = {"protocol": "source-target", "target": ["photo"], "clients": {"public_ratio": 0.2}}
     method = {"name": "faa-clip", "rounds": 1}
     done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)
     audit(done.folder, embedded=rows)

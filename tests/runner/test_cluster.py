@@ -56,7 +56,7 @@ def main():
     cluster._client, cluster.cores = client, lambda: 2
     asked = []
     for where in ("here", "cluster", "address"):
-        each = [make("fedot", rounds=3, rate=1e-3), make("zero-shot")]
+        each = [make("fedot", rounds=3, lr=1e-3), make("zero-shot")]
         given = dict(encoder=f"store:{store}", seeds=(0, 1), workers=1)
         asked.append([(Settings(one, **given), Path(out) / where / one.name) for one in each])
     heard = [[], []]

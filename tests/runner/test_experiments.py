@@ -66,12 +66,12 @@ def test_fedot_experiments_use_the_papers_optimiser_and_seeds(name):
     for one in (build(values) for values in runs(read_toml(FILES[name]))):
         assert one.seeds == (50, 77, 98)
         assert one.selection == "validation"
-        assert one.clients.shares == (0.6, 0.2, 0.2)
+        assert one.clients.ratios == (0.6, 0.2, 0.2)
         if one.method.rounds:
             assert one.method.rounds == (50 if name in ("office-home", "terra-incognita") else 200)
-            assert one.method.epochs == 1
+            assert one.method.local_epochs == 1
             if one.method.name != "fedclip":  # has Adam, as its own paper does
-                assert (one.method.momentum, one.method.decay) == (5e-4, 5e-4)
+                assert (one.method.momentum, one.method.weight_decay) == (5e-4, 5e-4)
 
 
 def test_the_list_shows_the_title_of_every_experiment():

@@ -51,7 +51,7 @@ def embedded(count, classes):
 
 @pytest.mark.parametrize("by", ["domain", "dirichlet", "pathological"])
 def test_no_row_of_a_new_class_is_trained_on_and_no_base_row_is_tested_as_new(rows, by):
-    clients = {"by": by, "count": 3, "minimum": 1}
+    clients = {"partition": by, "count": 3, "min_samples": 1}
     ready = prepare(settings(clients=clients), rows, 0)
     assert ready.frozen.classes + ready.new.frozen.classes == rows.classes
     assert ready.rows.x is rows.x  # no second copy of the embeddings
@@ -119,7 +119,13 @@ def test_zero_shot_is_measured_among_the_names_of_each_half(rows, tmp_path):
 
 def test_a_local_prompt_is_what_new_classes_are_measured_with(rows, tmp_path):
     for number, rate in enumerate((1e-9, 0.5)):
-        method = {"name": "coop", "rounds": 1, "epochs": 1, "start": "template", "rate": rate}
+        method = {
+            "name": "coop",
+            "rounds": 1,
+            "local_epochs": 1,
+            "ctx_init": "template",
+            "lr": rate,
+        }
         done = execute(settings(method), tmp_path / str(number), embedded=rows)
         zero = execute(settings(smoke=True), tmp_path / "zero", embedded=rows)
         (ours,), (theirs,) = done.tables, zero.tables

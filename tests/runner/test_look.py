@@ -65,7 +65,7 @@ def patients(folder: Path, clients: str) -> Listing:
 def test_a_group_of_a_manifest_is_in_one_part(tmp_path: Path) -> None:
     table = patients(tmp_path, "ab")
     assert table.groups is not None and "patient" not in "".join(table.groups.tolist())
-    clients = Clients(by="own", calibration=0.5)
+    clients = Clients(partition="own", calibration_ratio=0.5)
     for seed in range(5):
         for one in divide(table, clients, seed).members.values():
             parts = (one.train, one.validation, one.test, one.calibration)
@@ -77,7 +77,7 @@ def test_a_group_of_a_manifest_is_in_one_part(tmp_path: Path) -> None:
 def test_a_group_is_not_both_public_and_somebody_s(tmp_path: Path) -> None:
     table = patients(tmp_path, "aa")
     for seed in range(5):
-        found = divide(table, Clients(by="own", public=0.2), seed)
+        found = divide(table, Clients(partition="own", public_ratio=0.2), seed)
         held = [found.public, *vars(found.members["a"]).values()]
         names = [set(table.groups[part].tolist()) for part in held if isinstance(part, np.ndarray)]
         assert len(found.public) == 24
@@ -89,7 +89,7 @@ def test_a_group_in_two_places_is_refused_by_name(tmp_path: Path) -> None:
         draw(tmp_path / f"{number}.png", number)
     across = [f"{n}.png,{n % 2},{'ab'[n // 4]},p," for n in range(8)]
     with pytest.raises(DataError, match="group '0' has rows at 'a' and at 'b'"):
-        divide(rows_of(open_dataset(manifest(tmp_path, across))), Clients(by="own"), 0)
+        divide(rows_of(open_dataset(manifest(tmp_path, across))), Clients(partition="own"), 0)
     marked = [f"{n}.png,{n % 2},a,p,{('train', 'test')[n % 2]}" for n in range(8)]
     with pytest.raises(DataError, match="group '0' is in"):
-        divide(rows_of(open_dataset(manifest(tmp_path, marked))), Clients(by="own"), 0)
+        divide(rows_of(open_dataset(manifest(tmp_path, marked))), Clients(partition="own"), 0)

@@ -11,7 +11,7 @@ from fedvlm.engines import state as states
 from fedvlm.storage import paged
 from fedvlm.tensors import difference
 
-METHOD = {"name": "fedot", "blocks": 4, "rounds": 3, "rate": 1e-3, "batch": 4}
+METHOD = {"name": "fedot", "blocks": 4, "rounds": 3, "lr": 1e-3, "batch_size": 4}
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def settings(tmp_path):
     return {
         "encoder": f"store:{tmp_path / 'rows.safetensors'}",
         "protocol": "own-test",
-        "clients": {"by": "own"},
+        "clients": {"partition": "own"},
         "fraction": 0.5,
         "workers": 1,
     }

@@ -88,7 +88,7 @@ def test_one_client_alone_is_divided_without_the_classes_it_lacks(rows):
 
 def test_reference_rows_of_a_training_are_those_of_its_world(rows):
     values = {"method": "faa-clip", "protocol": "source-target", "target": ["photo"]}
-    prepared = prepare(build({**values, "clients": {"public": 0.2}}), rows, 0)
+    prepared = prepare(build({**values, "clients": {"public_ratio": 0.2}}), rows, 0)
     (training,) = prepared.trainings
     assert wants_reference(prepared.settings.method)
     found = prepared.reference(training)

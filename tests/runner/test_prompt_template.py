@@ -17,7 +17,7 @@ from fedvlm.report.explain import explain
 from fedvlm.storage.sealed import write_json
 
 TEMPLATE = "a drawing of a {} on white"
-STILL = {"rounds": 1, "epochs": 1, "rate": 1e-12}  # nothing moves by more than rounding
+STILL = {"rounds": 1, "local_epochs": 1, "lr": 1e-12}  # nothing moves by more than rounding
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def text(template):
 
 
 def test_a_still_prompt_from_the_template_scores_as_zero_shot(run):
-    still, zero = run("promptfl", start="template", **STILL), run("zero-shot")
+    still, zero = run("promptfl", ctx_init="template", **STILL), run("zero-shot")
     [training], [other] = still.trainings().values(), zero.trainings().values()
     hits = {id: one["test_hits"] for id, one in training["scores"].items()}
     assert hits == {id: one["test_hits"] for id, one in other["scores"].items()}
@@ -68,7 +68,7 @@ def test_a_still_prompt_from_the_template_scores_as_zero_shot(run):
 
 
 def test_an_exported_prompt_is_read_back_with_its_template(run, tmp_path):
-    export(run("promptfl", start="template", **STILL).folder, "site-1", tmp_path / "c")
+    export(run("promptfl", ctx_init="template", **STILL).folder, "site-1", tmp_path / "c")
     back = Personalised.from_pretrained(tmp_path / "c")
     assert back.frozen.text_tower.template == TEMPLATE
     found = back.frozen.text_tower(back.shared["prompt"])
@@ -77,7 +77,7 @@ def test_an_exported_prompt_is_read_back_with_its_template(run, tmp_path):
 
 
 def test_of_several_templates_a_prompt_takes_the_first(run):
-    result = run("coop", TEMPLATE, "one {}", start="template", **STILL)
+    result = run("coop", TEMPLATE, "one {}", ctx_init="template", **STILL)
     own = result.personalised("site-0")
     found = own.frozen.text_tower(own.local["prompt"])
     assert torch.allclose(found, text(TEMPLATE), atol=1e-5)
@@ -85,7 +85,7 @@ def test_of_several_templates_a_prompt_takes_the_first(run):
 
 
 def test_a_record_from_before_templates_is_read_with_a_full_stop(run):
-    result = run("promptfl", "a {}", vectors=2, **STILL)
+    result = run("promptfl", "a {}", n_ctx=2, **STILL)
     file = result.folder / "manifest.json"
     told = json.loads(file.read_text())
     assert told.pop("template") == "a {}"
@@ -95,7 +95,7 @@ def test_a_record_from_before_templates_is_read_with_a_full_stop(run):
 
 def test_an_explanation_of_a_still_prompt_shows_the_templates_cosines(run, folder):
     image = sorted((folder / "site-0" / "blue").iterdir())[0]
-    told = explain(run("fedotp", start="template", **STILL).folder, image, name="blue")
+    told = explain(run("fedotp", ctx_init="template", **STILL).folder, image, name="blue")
     encoder = demo()
     pixels = encoder.preprocess(Image.open(image).convert("RGB"))
     patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()[0]
@@ -105,5 +105,5 @@ def test_an_explanation_of_a_still_prompt_shows_the_templates_cosines(run, folde
 
 
 def test_a_number_of_vectors_that_is_not_the_templates_is_refused_before_any_work(run):
-    with pytest.raises(SettingsError, match="vectors = 9, but the template 'a drawing"):
-        run("promptfl", start="template", vectors=9, **STILL)
+    with pytest.raises(SettingsError, match="n_ctx = 9, but the template 'a drawing"):
+        run("promptfl", ctx_init="template", n_ctx=9, **STILL)

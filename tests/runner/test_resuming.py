@@ -17,7 +17,7 @@ from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner import training as trainings
 from fedvlm.tensors import difference
 
-QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
+QUICK = {"name": "fedot", "rounds": 3, "lr": 1e-3, "tau": 20.0}
 
 
 SCRIPT = """
@@ -27,7 +27,7 @@ from fedvlm.runner import training
 training.EVERY = 0.05
 folder, store = sys.argv[1:]
 settings = dict(seeds=[0, 1], encoder=f"store:{store}", selection="validation", fraction=0.7)
-fedvlm.run(dict(name="fedot", rounds=60, rate=1e-3), out=folder, **settings)
+fedvlm.run(dict(name="fedot", rounds=60, lr=1e-3), out=folder, **settings)
 """
 
 
@@ -80,7 +80,7 @@ state.Shelf.put = counted
 if not at:  # after the last round: local tensors are in the record, scores are not
     training.write_json = lambda path, value: os.kill(os.getpid(), signal.SIGKILL)
 settings = dict(encoder=f"store:{store}", protocol="own-test", fraction=0.7, workers=workers)
-fedvlm.run(dict(name="fedot", blocks=4, rounds=8, rate=1e-3), out=folder, **settings)
+fedvlm.run(dict(name="fedot", blocks=4, rounds=8, lr=1e-3), out=folder, **settings)
 """
 
 
@@ -90,7 +90,7 @@ def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round
     rows_like, files, tmp_path, monkeypatch, part, workers
 ):
     store = save_store(tmp_path / "rows.safetensors", rows_like(dim=16))
-    method = {"name": "fedot", "blocks": 4, "rounds": 8, "rate": 1e-3}
+    method = {"name": "fedot", "blocks": 4, "rounds": 8, "lr": 1e-3}
     settings = {"encoder": f"store:{store}", "protocol": "own-test", "fraction": 0.7}
     settings["workers"] = workers
     monkeypatch.setattr(batched, "chunks", lambda world, tasks, times: [[one] for one in tasks])

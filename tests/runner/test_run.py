@@ -15,7 +15,7 @@ from fedvlm.runner import training as trainings
 from fedvlm.runner.load import few
 from fedvlm.storage.sealed import read_tensors
 
-QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
+QUICK = {"name": "fedot", "rounds": 3, "lr": 1e-3, "tau": 20.0}
 
 
 def test_a_run_gives_g_p_c_and_the_same_files_every_time(rows, files, tmp_path):
@@ -33,7 +33,7 @@ def test_round_zero_of_fedot_is_zero_shot(rows, tmp_path):
 
 
 def test_training_beats_zero_shot_on_own_domains(rows, tmp_path):
-    settings = {"name": "fedot", "rounds": 20, "rate": 5e-3, "tau": 20.0}
+    settings = {"name": "fedot", "rounds": 20, "lr": 5e-3, "tau": 20.0}
     fedot = fedvlm.run(settings, embedded=rows, out=tmp_path / "a")
     zero = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b")
     assert fedot.tables[0]["P"] > zero.tables[0]["P"] + 0.05
@@ -169,7 +169,7 @@ def spoiled(rows, place, value):
         (lambda r: r, {"seeds": 1}, r"seeds = 1 .* \[0\] .* one seed, \[1\] .* seed 1"),
         (lambda r: r, {"seeds": 50}, r"seeds = 50 .* \[0, 1, 2\] .* three seeds, \[50\]"),
         (lambda r: r, {"seed": 1}, "did you mean 'seeds'"),
-        (lambda r: r, {"clients": {"by": "domian"}}, "did you mean 'domain'"),
+        (lambda r: r, {"clients": {"partition": "domian"}}, "did you mean 'domain'"),
         (lambda r: r, {"clients": {"shots": -1}}, "clients.shots must be .*, got -1"),
     ],
 )
@@ -245,7 +245,7 @@ def test_cross_device_gives_a_column_for_every_count(rows, tmp_path):
         embedded=many,
         out=tmp_path / "a",
         protocol="cross-device",
-        clients={"by": "own"},
+        clients={"partition": "own"},
         counts=[1, 4, 8],
         unseen=4,
     )
@@ -272,7 +272,7 @@ def test_a_run_reproduces_names_and_nothing_else(rows):
 
 
 def test_a_smoke_run_of_many_clients_has_few(rows_like, tmp_path):
-    many = {"by": "dirichlet", "count": 100}
+    many = {"partition": "dirichlet", "count": 100}
     done = fedvlm.run(
         "zero-shot",
         embedded=rows_like(900),

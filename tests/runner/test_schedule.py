@@ -24,7 +24,7 @@ from fedvlm.runner.schedule import Piece, carry
 from fedvlm.runner.settings import Settings, build
 from fedvlm.storage.files import busy
 
-QUICK = {"name": "fedot", "rounds": 3, "rate": 1e-3, "tau": 20.0}
+QUICK = {"name": "fedot", "rounds": 3, "lr": 1e-3, "tau": 20.0}
 
 
 def names(folder):
@@ -194,10 +194,10 @@ def test_what_a_callback_raises_ends_all_processes_and_the_run_goes_on_to_the_sa
 
 def test_races_for_a_rate_are_the_same_side_by_side(rows, files, tmp_path):
     def ran(workers):
-        asked = {"protocol": "own-test", "clients": "domain", "tune": ["rate"], "seeds": [0, 1]}
+        asked = {"protocol": "own-test", "clients": "domain", "tune": ["lr"], "seeds": [0, 1]}
         out, told = tmp_path / str(workers), []
         fedvlm.run(
-            {"name": "fedavg", "rounds": 4, "rate": 0.1},
+            {"name": "fedavg", "rounds": 4, "lr": 0.1},
             embedded=rows,
             out=out,
             workers=workers,
@@ -218,7 +218,7 @@ from fedvlm.runner import training
 training.EVERY = 0.05
 folder, store = sys.argv[1:]
 settings = dict(seeds=[0, 1], encoder=f"store:{store}", selection="validation", workers=2)
-fedvlm.run(dict(name="fedot", rounds=4000, rate=1e-3), out=folder, **settings)
+fedvlm.run(dict(name="fedot", rounds=4000, lr=1e-3), out=folder, **settings)
 """
 
 

@@ -43,7 +43,7 @@ def check_left(made, order, lines, left):
     assert left == {path.name: path.read_bytes() for path in folder.glob(f"{name}.*")}
 
 
-METHOD = {"name": "fedot", "rounds": 4, "rate": 1e-3}
+METHOD = {"name": "fedot", "rounds": 4, "lr": 1e-3}
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_no_message_tells_of_a_class_with_fewer_rows(name):
 
 @EACH
 def test_all_classes_are_told_where_small_ones_are_allowed(name):
-    world = toy_world(make(name, smallest=1))
+    world = toy_world(make(name, min_class_samples=1))
     covered = world.method.covers(upload_of(world, "client-1"))
     assert torch.equal(covered, counts_of(world, "client-1") > 0)
 
@@ -64,7 +64,7 @@ def test_the_contract_refuses_a_method_that_tells_of_small_classes(monkeypatch):
 
     monkeypatch.setattr(prototypes, "released", careless)
     method = make("tofa")
-    with pytest.raises(AssertionError, match="fewer than smallest = 16; leave it out"):
+    with pytest.raises(AssertionError, match="fewer than min_class_samples = 16; leave it out"):
         check_small(toy_world(method), method, 16)
 
 
@@ -79,7 +79,7 @@ def test_sums_over_clients_are_those_of_the_rows_that_were_uploaded():
         x.append(one.x[told])
         y.append(one.y[told])
     pooled = gaussian.raw(torch.cat(x), torch.cat(y), 4)
-    most = world.method.most
+    most = world.method.max_samples
     counts = sum(one["counts"] for one in uploads)
     sums = gaussian.from_fixed(sum(one["sums"].long() for one in uploads), most)
     second = gaussian.from_fixed(sum(one["moments"].long() for one in uploads), most)
@@ -89,7 +89,7 @@ def test_sums_over_clients_are_those_of_the_rows_that_were_uploaded():
 
 
 def test_a_class_of_too_few_contributors_is_not_uploaded():
-    method = make("tofa", smallest=8, contributors=2, rounds=2)
+    method = make("tofa", min_class_samples=8, min_class_clients=2, rounds=2)
     world = toy_world(method)
     ids = sorted(world.members)[:-1]
     holders = sum((counts_of(world, id) >= 8).int() for id in ids)
@@ -106,8 +106,8 @@ def test_a_class_of_too_few_contributors_is_not_uploaded():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"contributors": 3, "rounds": 2},
-        {"contributors": 3, "rounds": 3},
+        {"min_class_clients": 3, "rounds": 2},
+        {"min_class_clients": 3, "rounds": 3},
         {"noise_multiplier": 1.0},
     ],
     ids=str,
@@ -117,18 +117,20 @@ def test_private_variants_keep_the_contract(settings):
 
 
 def test_without_enough_contributors_anywhere_predictions_stay_finite():
-    world = toy_world(make("tofa", contributors=9, rounds=2))
+    world = toy_world(make("tofa", min_class_clients=9, rounds=2))
     outcome = learn(world)
     assert all(np.isfinite(one["loss"]) for one in outcome.scores.values())
     assert not outcome.shared["counts"].any()
 
 
 def test_a_smaller_limit_is_refused_unless_it_is_allowed():
-    with pytest.raises(SettingsError, match=r"smallest = 4: .*allow_small = true"):
-        build({"method": {"name": "tofa", "smallest": 4}})
-    assert build({"method": "tofa"}).method.smallest == SMALLEST
-    assert build({"method": "tofa", "allow_small": True}).method.smallest == 1
-    assert build({"method": {"name": "tofa", "smallest": 40}}).method.smallest == 40
+    with pytest.raises(SettingsError, match=r"min_class_samples = 4: .*allow_small = true"):
+        build({"method": {"name": "tofa", "min_class_samples": 4}})
+    assert build({"method": "tofa"}).method.min_class_samples == SMALLEST
+    assert build({"method": "tofa", "allow_small": True}).method.min_class_samples == 1
+    assert (
+        build({"method": {"name": "tofa", "min_class_samples": 40}}).method.min_class_samples == 40
+    )
 
 
 def test_allowing_changes_nothing_for_a_method_without_class_statistics():
@@ -137,7 +139,7 @@ def test_allowing_changes_nothing_for_a_method_without_class_statistics():
 
 
 def test_record_and_table_say_what_was_kept_back_and_what_was_allowed(rows, tmp_path):
-    few = {"clients": {"by": "domain", "shots": 5}}
+    few = {"clients": {"partition": "domain", "shots": 5}}
     usual = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **few)
     allowed = fedvlm.run("tofa", embedded=rows, out=tmp_path / "b", allow_small=True, **few)
     [note] = usual.manifest["notes"]
@@ -151,7 +153,7 @@ def test_record_and_table_say_what_was_kept_back_and_what_was_allowed(rows, tmp_
     assert allowed.manifest["notes"] == []
     assert allowed.manifest["identity"]["allow_small"] is True
     assert "tofa (ALLOW-SMALL)" in compare([usual, allowed])
-    assert "smallest" not in compare([usual, allowed])
+    assert "min_class_samples" not in compare([usual, allowed])
     again = build(allowed.manifest["identity"])
     assert again.identity() == build({"method": "tofa", "allow_small": True, **few}).identity()
 
@@ -193,10 +195,11 @@ def test_two_contributors_to_a_secure_sum_recover_the_single_row_of_a_third():
 
 def test_noise_is_what_the_multiplier_says_and_zero_noise_is_exact():
     plain, blurred = (
-        toy_world(make("tofa", smallest=1, noise_multiplier=z), sizes=(400, 40)) for z in (0.0, 2.0)
+        toy_world(make("tofa", min_class_samples=1, noise_multiplier=z), sizes=(400, 40))
+        for z in (0.0, 2.0)
     )
     exact, noisy = upload_of(plain, "client-0"), upload_of(blurred, "client-0")
-    most = plain.method.most
+    most = plain.method.max_samples
     counts, sums, second = gaussian.raw(
         *(getattr(client(plain, "client-0", 0), k) for k in "xy"), 4
     )
@@ -232,7 +235,7 @@ def test_small_classes_are_chosen_by_the_noised_counts():
 
 
 def test_noise_leaves_the_scatter_positive_and_predictions_finite():
-    world = toy_world(make("tofa", smallest=1, noise_multiplier=20.0))
+    world = toy_world(make("tofa", min_class_samples=1, noise_multiplier=20.0))
     outcome = learn(world)
     scatter = gaussian.unpack(outcome.shared["scatter"].double(), 16)
     assert torch.linalg.eigvalsh(scatter).min() > -1e-6 * scatter.norm()
@@ -255,10 +258,10 @@ def test_epsilon_falls_with_noise_and_rises_with_exchanges():
 def test_a_secure_sum_counts_the_contributors_first(rows, tmp_path):
     settings = {"protocol": "own-test", "channel": {"secure": True}}
     built = build({"method": "tofa", **settings})
-    assert (built.method.contributors, built.method.rounds) == (3, 2)
+    assert (built.method.min_class_clients, built.method.rounds) == (3, 2)
     assert build(built.identity()).method == built.method  # and not once more on resuming
     allowed = build({"method": "tofa", "allow_small": True, **settings})
-    assert (allowed.method.contributors, allowed.method.rounds) == (1, 1)
+    assert (allowed.method.min_class_clients, allowed.method.rounds) == (1, 1)
     hidden = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", allow_small=True, **settings)
     plain = fedvlm.run(
         "tofa", embedded=rows, out=tmp_path / "b", allow_small=True, protocol="own-test"

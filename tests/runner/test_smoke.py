@@ -78,8 +78,8 @@ def small(name: str, place) -> list[tuple[Settings, object]]:
         own = {one.name for one in fields(settings.method)} & most.keys()
         sizes = {key: getattr(settings.method, key) for key in own}
         cut = {key: min(n, most[key]) for key, n in sizes.items() if isinstance(n, int)}
-        if getattr(settings.method, "start", "") == "random":
-            cut["vectors"] = 12 if hasattr(settings.method, "own") else 4
+        if getattr(settings.method, "ctx_init", "") == "random":
+            cut["n_ctx"] = 12 if hasattr(settings.method, "local_vectors") else 4
         method = replace(settings.method, **cut)
         out.append(thin(replace(settings, method=method), needed(rows, method.traits.needs)))
     return out
@@ -115,11 +115,11 @@ def test_an_experiment_runs(name, place):
     for number, (settings, rows) in enumerate(every, start=1):
         method = settings.method
         data = "" if "image tower" in method.traits.needs else rows.name
-        key = (data, settings.protocol, settings.clients.by, method.name)
+        key = (data, settings.protocol, settings.clients.partition, method.name)
         if key in RAN and number < len(every):  # the last row is run in any case
             continue
         RAN.add(key)
-        short = {"rounds": min(2 if method.name == "auto" else 1, method.rounds), "epochs": 1}
+        short = {"rounds": min(2 if method.name == "auto" else 1, method.rounds), "local_epochs": 1}
         mine = {one.name for one in fields(method)} & short.keys()
         method = replace(method, **{key: short[key] for key in mine})
         done = execute(

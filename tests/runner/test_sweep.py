@@ -35,11 +35,11 @@ def test_dotted_and_quoted_names_are_the_same():
 
 def test_every_method_keeps_its_own_settings_and_one_without_a_swept_one_is_there_once():
     values = {
-        "methods": [{"name": "zero-shot"}, {"name": "fedot", "rate": 0.1}],
+        "methods": [{"name": "zero-shot"}, {"name": "fedot", "lr": 0.1}],
         "sweep": {"method.blocks": [1, 2]},
     }
     assert [one["method"]["name"] for one in runs(values)] == ["zero-shot", "fedot", "fedot"]
-    assert points(values, "rate") == [None, 0.1, 0.1]
+    assert points(values, "lr") == [None, 0.1, 0.1]
 
 
 def test_a_setting_that_is_set_is_not_swept():
@@ -126,8 +126,8 @@ def store(rows, tmp_path, monkeypatch):
 
 
 def sweep(store, *words):
-    given = ["run", "--encoder", store, "--method", "fedot", "--no-bars", "--no-report"]
-    given += ["--set", "method.rounds=1", "--set", "method.rate=0.1", *words]
+    given = ["run", "--encoder", store, "--method", "fedot", "--no-baselines", "--no-report"]
+    given += ["--set", "method.rounds=1", "--set", "method.lr=0.1", *words]
     return CliRunner().invoke(cli.app, given, catch_exceptions=False)
 
 
@@ -171,7 +171,16 @@ def test_a_sweep_lies_in_its_experiments_folder_whose_file_asks_for_it_again(sto
 
 
 def test_points_of_a_sweep_race_for_their_rate_all_or_none(store, tmp_path):
-    words = ["run", "--encoder", store, "--method", "fedot", "--no-bars", "--no-report", "--set"]
+    words = [
+        "run",
+        "--encoder",
+        store,
+        "--method",
+        "fedot",
+        "--no-baselines",
+        "--no-report",
+        "--set",
+    ]
     words += ["protocol=own-test", "--sweep", "method.rounds=0,1"]
     assert CliRunner().invoke(cli.app, words, catch_exceptions=False).exit_code == 0
     for path in tmp_path.glob("runs/rows/*/manifest.json"):
@@ -180,8 +189,10 @@ def test_points_of_a_sweep_race_for_their_rate_all_or_none(store, tmp_path):
 
 
 def test_a_value_no_method_takes_is_refused_before_anything_runs(store, tmp_path):
-    with pytest.raises(SettingsError, match="at method.epochs=1, method.rate=-1: fedot.rate = -1 "):
-        sweep(store, "--sweep", "method.epochs=1,2", "--sweep", "method.rate=1,-1")
+    with pytest.raises(
+        SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr = -1 "
+    ):
+        sweep(store, "--sweep", "method.local_epochs=1,2", "--sweep", "method.lr=1,-1")
     assert not (tmp_path / "runs").exists()
 
 

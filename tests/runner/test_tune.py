@@ -19,8 +19,8 @@ from fedvlm.runner.races import races
 from fedvlm.runner.settings import build
 from fedvlm.runner.tune import FACTORS, MOST, cost, plan
 
-ASKED = {"protocol": "own-test", "clients": "domain", "tune": ["rate"], "workers": 1}
-METHOD = {"name": "fedavg", "rate": 1e-3, "rounds": 8}
+ASKED = {"protocol": "own-test", "clients": "domain", "tune": ["lr"], "workers": 1}
+METHOD = {"name": "fedavg", "lr": 1e-3, "rounds": 8}
 
 
 def race(prepared, progress=lambda *_: None):
@@ -62,8 +62,8 @@ def test_the_chosen_value_has_the_best_validation_score_of_those_that_went_on(ro
     settings, about = raced(rows)
     last = [one for one in about["trials"] if one["rounds"] == 8]
     best = max(last, key=lambda one: one["score"])
-    assert about["chosen"] == best["values"] == {"rate": settings.method.rate}
-    assert about["chosen"]["rate"] > METHOD["rate"]  # which hardly moves in eight rounds
+    assert about["chosen"] == best["values"] == {"lr": settings.method.lr}
+    assert about["chosen"]["lr"] > METHOD["lr"]  # which hardly moves in eight rounds
 
 
 def test_a_score_is_what_a_run_of_that_value_has_on_validation_rows(rows, tmp_path):
@@ -93,8 +93,8 @@ def test_other_test_rows_do_not_change_the_race(rows):
 
 def test_the_run_has_the_chosen_rate_and_the_table_says_how(rows, tmp_path):
     run = fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **ASKED)
-    chosen = run.manifest["tuned"]["chosen"]["rate"]
-    assert run.manifest["identity"]["method"]["rate"] == chosen
+    chosen = run.manifest["tuned"]["chosen"]["lr"]
+    assert run.manifest["identity"]["method"]["lr"] == chosen
     assert "tuned on validation rows (4 trials)" in run.table()
     again = fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **ASKED)
     assert again.manifest == run.manifest
@@ -109,11 +109,11 @@ def test_a_finished_race_is_not_raced_again(rows, tmp_path, monkeypatch):
 
 def test_every_seed_is_raced_on_its_own_validation_rows(rows, tmp_path):
     both = fedvlm.run(METHOD, embedded=rows, out=tmp_path / "r", seeds=[0, 3], **ASKED)
-    assert both.manifest["identity"]["method"]["rate"] == METHOD["rate"]  # what was asked
+    assert both.manifest["identity"]["method"]["lr"] == METHOD["lr"]  # what was asked
     for seed in (0, 3):
         alone = fedvlm.run(METHOD, embedded=rows, out=tmp_path / f"{seed}", seeds=[seed], **ASKED)
         mine = both.manifest["tuned"]["seeds"][f"{seed}"]
-        assert {"asked": {"rate": METHOD["rate"]}, **mine} == alone.manifest["tuned"]
+        assert {"asked": {"lr": METHOD["lr"]}, **mine} == alone.manifest["tuned"]
         assert both.tables[seed // 3] == alone.tables[0]
     assert "(4 trials a seed)" in both.table()
 
@@ -131,7 +131,7 @@ def test_several_seeds_that_were_raced_go_on_and_are_found_again(rows, tmp_path,
 
 
 def test_every_trials_releases_count_in_epsilon(rows, tmp_path):
-    channel = {"clip": 1.0, "noise": 5.0}
+    channel = {"clip": 1.0, "noise_multiplier": 5.0}
     method = {**METHOD, "rounds": 4}
     run = fedvlm.run(method, embedded=rows, out=tmp_path / "r", channel=channel, **ASKED)
     trials = sum(one["rounds"] for one in run.manifest["tuned"]["trials"])
@@ -144,7 +144,7 @@ def test_every_trials_releases_count_in_epsilon(rows, tmp_path):
     ("more", "says"),
     [
         ({"method": "alone"}, "alone has nothing to tune"),
-        ({"tune": ["momentum"]}, "fedavg has rate to tune"),
+        ({"tune": ["momentum"]}, "fedavg has lr to tune"),
         ({"method": "fedot", "warm_start": "tofa"}, "do not go together"),
     ],
 )
@@ -155,7 +155,7 @@ def test_what_cannot_be_raced_is_refused(rows, tmp_path, more, says):
 
 
 def test_a_method_that_counts_its_own_noise_is_refused(monkeypatch):
-    monkeypatch.setattr(tune, "tunable", lambda method: ("rate",))
+    monkeypatch.setattr(tune, "tunable", lambda method: ("lr",))
     with pytest.raises(SettingsError, match="its own noise"):
         tune.check(build({**ASKED, "method": "dp-fpl"}))
 
@@ -174,12 +174,12 @@ def test_a_race_without_validation_rows_is_refused(rows):
 @pytest.mark.parametrize(
     ("more", "said", "there"),
     [
-        ({}, (), ("rate",)),
-        ({}, ("method.rate",), ()),
-        ({"seeds": [0, 1]}, (), ("rate",)),
+        ({}, (), ("lr",)),
+        ({}, ("method.lr",), ()),
+        ({"seeds": [0, 1]}, (), ("lr",)),
         ({"method": "tofa"}, (), ()),
         ({"method": "fedavg-tower"}, (), ()),
-        ({"channel": {"clip": 1.0, "noise": 1.0}}, (), ()),
+        ({"channel": {"clip": 1.0, "noise_multiplier": 1.0}}, (), ()),
     ],
 )
 def test_own_data_race_for_a_rate_nobody_set_where_that_is_cheap(more, said, there):

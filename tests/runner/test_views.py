@@ -22,10 +22,10 @@ from fedvlm.testing import check_method, check_same, learn, toy_world
 class Prompted:
     """A shared prompt against the mean of the patches."""
 
-    rate: float = 1e-2
+    lr: float = 1e-2
     rounds: int = 2
-    batch: int = 16
-    epochs: int = 1
+    batch_size: int = 16
+    local_epochs: int = 1
 
     def init(self, frozen):
         draw = torch.randn(3, frozen.text_tower.width, generator=seeds.generator("prompt", 0))

@@ -56,12 +56,12 @@ def test_a_stopped_run_starts_warm_only_once(tmp_path, rows):
 
 def test_the_rule_on_small_classes_holds_for_a_warm_start(tmp_path, rows):
     settings = build({"method": "fedot", "warm_start": "tofa"})
-    assert settings.warm_start.smallest == 16
+    assert settings.warm_start.min_class_samples == 16
     assert build({"method": "fedot", "warm_start": "tofa", "allow_small": True}).identity()[
         "allow_small"
     ]
     with pytest.raises(SettingsError, match="allow_small"):
-        build({"method": "fedot", "warm_start": {"name": "tofa", "smallest": 1}})
+        build({"method": "fedot", "warm_start": {"name": "tofa", "min_class_samples": 1}})
 
 
 @pytest.mark.parametrize(

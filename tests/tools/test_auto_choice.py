@@ -21,7 +21,7 @@ def test_no_row_that_is_reported_chooses(rows_like, split):
     if split:
         parts = np.random.default_rng(0).choice(["train", "validation", "test"], len(rows.labels))
         rows = replace(rows, splits=parts)
-    one = Set("made", {"by": "domain"}, LODO, rows)
+    one = Set("made", {"partition": "domain"}, LODO, rows)
     reported = {
         rows.content[row]
         for seed in REPORTED

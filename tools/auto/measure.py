@@ -49,11 +49,11 @@ def variants(name: str, one: Set) -> Iterator[dict[str, Any]]:
         if name == "fedot":
             more["tau"] = one.rows.scale
         if name == "faa-clip":  # without an unseen client there is nothing to adapt to
-            more = {"adaptation": one.protocol == LODO, "decay": 2e-3}
+            more = {"adaptation": one.protocol == LODO, "weight_decay": 2e-3}
         if name == "fedotp":
-            more = {"start": "template", "epochs": 2}
+            more = {"ctx_init": "template", "local_epochs": 2}
         for rate in RATES[name][one.rows.scale > LARGE]:
-            yield {"name": name, "rate": rate, "rounds": ROUNDS[name], **more}
+            yield {"name": name, "lr": rate, "rounds": ROUNDS[name], **more}
     elif name in ("tofa", "clip-gda"):
         yield {"name": name, "text": text}
     elif name != "zero-shot" or text:

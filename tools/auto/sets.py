@@ -15,7 +15,7 @@ from fedvlm.runner.load import load
 from fedvlm.runner.settings import build
 
 SIX = ["dog", "elephant", "giraffe", "horse", "house", "person"]  # the classes with a text vector
-DISJOINT = {"by": "pathological", "count": 10, "shots": 16}
+DISJOINT = {"partition": "pathological", "count": 10, "shots": 16}
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 LODO, OWN = "leave-one-domain-out", "own-test"
 
@@ -45,12 +45,12 @@ def every(stores: Path, work: Path) -> Iterator[tuple[str, Callable[[], Set]]]:
 
     pacs, pets = "pacs_vitb16.npz", "pets23_vitb32.npz"
     caltech, flowers = "caltech101_vitb32.npz", "flowers102_vitb32.npz"
-    mixed = {"by": "dirichlet", "count": 4, "alpha": 1.0}
-    domain = {"by": "domain"}
-    sites = {**domain, "calibration": 1 / 3}  # as any folder of images
+    mixed = {"partition": "dirichlet", "count": 4, "alpha": 1.0}
+    domain = {"partition": "domain"}
+    sites = {**domain, "calibration_ratio": 1 / 3}  # as any folder of images
     table: list[tuple[str, dict[str, Any], str, Callable[[], Embedded], str]] = [
         ("demo, styles", domain, LODO, demo, ""),
-        ("demo, two classes each", {"by": "pathological", "count": 8}, OWN, demo, ""),
+        ("demo, two classes each", {"partition": "pathological", "count": 8}, OWN, demo, ""),
         ("digits, three sites", sites, OWN, digits, ""),
         ("digits, a site unseen", sites, LODO, digits, ""),
         ("pets, disjoint", DISJOINT, OWN, lambda: stored(pets), pets),

@@ -27,9 +27,9 @@ from tools.training import groups, share, trained
 
 BLOCKS: tuple[int | str, ...] = (1, 8, 64, "auto")
 COLUMNS = ("r = 1", "8", "64", "auto", "auto less the best r", "cost by r = 1", "clients chose")
-DOMAINS = {"by": "domain"}
-MIXED = {"by": "dirichlet", "count": 4, "alpha": 1.0}  # where a set has no domains
-DISJOINT = {"by": "pathological", "count": 8}
+DOMAINS = {"partition": "domain"}
+MIXED = {"partition": "dirichlet", "count": 4, "alpha": 1.0}  # where a set has no domains
+DISJOINT = {"partition": "pathological", "count": 8}
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "pacs": ("pacs_vitb16.npz", {"classes": SIX}),
     "pets": ("pets23_vitb32.npz", {}),
@@ -72,7 +72,7 @@ def best(cell: Cell, rows: Embedded, blocks: int | str, seed: int, told: Any) ->
     more = {"rounds": told.rounds, "head": head, "tau": rows.scale, "blocks": blocks}
     tried = []
     for rate in rates:
-        method = {"name": "fedot", "rate": rate, **more}
+        method = {"name": "fedot", "lr": rate, **more}
         hits, local = trained(rows, cell.clients, method, seed)
         chosen = [int(one["leader"]) if "leader" in one else len(one["skew"]) for one in local]
         tried.append({**hits, "blocks": chosen})

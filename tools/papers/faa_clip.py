@@ -15,7 +15,7 @@ ROWS = {
     "PromptFL": "promptfl",
     "Ours": "faa-clip",
 }
-FULL = {"method.adaptation": True, "method.local_norm": False, "method.shared_judge": False}
+FULL = {"method.adaptation": True, "method.local_norm": False, "method.shared_discriminator": False}
 OURS = {"method.mask": "full", **FULL}
 SETTINGS = {"lora": {"method.rank": 3}, "faa-clip": OURS}
 SOURCES = ("client-0", "client-1", "client-2")  # C_1 to C_3 of the medical sets
@@ -116,7 +116,7 @@ def _balanced(text: Document) -> list[Cell]:
 def _multi(text: Document) -> list[Cell]:
     out = []
     clients = [f"accuracy {HOME[letter]}-{at}" for letter in "ACP" for at in range(5)]
-    how = {"clients.by": "domain-dirichlet", "clients.count": 5, "target": ["Real World"]}
+    how = {"clients.partition": "domain-dirichlet", "clients.count": 5, "target": ["Real World"]}
     for line in range(323, 330):
         found = exactly(17, text.numbers(line), line)
         columns = [*clients, "target accuracy", "average"]
@@ -131,7 +131,7 @@ def _ablations(text: Document) -> list[Cell]:
         ("Ours", OURS),
         ("w/ deeper FAM", {**OURS, "method.mask": "deeper"}),
         ("w/o shared BN", {**OURS, "method.local_norm": True}),
-        ("w/ shared D", {**OURS, "method.shared_judge": True}),
+        ("w/ shared D", {**OURS, "method.shared_discriminator": True}),
     )
     home = {"target": ["Real World"]}
     for line, data, names, how in (
@@ -176,7 +176,7 @@ def _one_domain(text: Document) -> list[Cell]:
         (389, "dirichlet", ["Clipart"]),
         (397, "pathological", ["Art", "Clipart", "Product"]),
     ):
-        how = {"clients.by": by, "clients.count": 5, "clients.domains": ["Real World"]}
+        how = {"clients.partition": by, "clients.count": 5, "clients.domains": ["Real World"]}
         for line in range(start, start + 7):
             found = exactly(7, text.numbers(line), line)
             clients = [f"accuracy client-{at}" for at in range(5)]
@@ -235,7 +235,7 @@ def _judge(sheet: Sheet) -> None:
         (
             one
             for one in sheet.of("TIX")
-            if one.settings["clients.by"] == "pathological"
+            if one.settings["clients.partition"] == "pathological"
             and one.column in ("target accuracy", "average")
         ),
     )

@@ -15,8 +15,8 @@ BLOCKS = {"femnist": 256, "pacs": 1, "office-home": 1, "vlcs": 4, "terra-incogni
 TEXT, RANDOM = {"method.head": "text"}, {"method.head": "random"}
 ROWS = (  # of the tables of the appendix, in their order
     ("zero-shot", {}),
-    ("promptfl", {"method.vectors": 4}),
-    ("promptfl", {"method.vectors": 16}),
+    ("promptfl", {"method.n_ctx": 4}),
+    ("promptfl", {"method.n_ctx": 16}),
     ("cocoop", {"method.form": "all-global"}),
     ("cocoop", {"method.form": "random-meta"}),
     ("cocoop", {"method.form": "server-coop"}),

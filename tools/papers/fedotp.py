@@ -66,7 +66,7 @@ def _five(text: Document) -> list[Cell]:
 
 
 def _domains(text: Document) -> list[Cell]:
-    how = {"clients.by": "domain-dirichlet", "clients.count": 5, "clients.alpha": 0.1}
+    how = {"clients.partition": "domain-dirichlet", "clients.count": 5, "clients.alpha": 0.1}
     places = [("domainnet-10", f"mean {domain}", how) for domain in DOMAINNET]
     places.append(("domainnet-10", "own", how))
     lines = (214, 215, 217, 218, 219)
@@ -74,8 +74,9 @@ def _domains(text: Document) -> list[Cell]:
 
 
 def _many(text: Document) -> list[Cell]:
-    how = {"clients.by": "dirichlet", "clients.count": 100, "clients.alpha": 0.3}
-    coarse = {**how, "clients.by": "coarse-dirichlet"}  # the public code draws it in two levels
+    how = {"clients.partition": "dirichlet", "clients.count": 100, "clients.alpha": 0.3}
+    # the public code draws it in two levels
+    coarse = {**how, "clients.partition": "coarse-dirichlet"}
     places = [("cifar10", "own", how), ("cifar100", "own", coarse)]
     return [one for line in (229, 230, 232, 233, 234) for one in _line(text, "T3", line, places)]
 
@@ -97,11 +98,11 @@ def _sizes(text: Document) -> list[Cell]:
 
 
 def _shifts(text: Document) -> list[Cell]:
-    plain = {"clients.by": "domain"}
+    plain = {"clients.partition": "domain"}
     places = [("office-caltech-10", column, plain) for column in (*OFFICE, "own")]
     places += [("domainnet-10", column, plain) for column in (*DOMAINNET, "own")]
     out = [one for line in (532, 533, 535, 536, 537) for one in _line(text, "A2", line, places)]
-    how = {"clients.by": "domain-dirichlet", "clients.count": 3, "clients.alpha": 0.1}
+    how = {"clients.partition": "domain-dirichlet", "clients.count": 3, "clients.alpha": 0.1}
     columns = [*(f"mean {domain}" for domain in OFFICE), "own"]
     places = [("office-caltech-10", column, how) for column in columns]
     lines = (549, 550, 552, 553, 554)
@@ -122,7 +123,7 @@ def _gammas(text: Document) -> list[Cell]:
 
 
 def _alphas(text: Document) -> list[Cell]:
-    how = {"clients.by": "coarse-dirichlet", "clients.count": 100}
+    how = {"clients.partition": "coarse-dirichlet", "clients.count": 100}
     alphas = (0.1, 0.3, 0.5, 1.0, 5.0, 10.0)
     places = [("cifar100", "own", {**how, "clients.alpha": alpha}) for alpha in alphas]
     lines = (605, 606, *range(608, 613))

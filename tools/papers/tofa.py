@@ -27,7 +27,7 @@ def read(text: Document) -> Sheet:
     five = ("oxford-pets", "flowers102", "food101", "caltech101", "dtd")
     places = [(data, "own", {"clients.shots": 16}) for data in five]
     sheet.cells += [one for line in range(197, 208) for one in _line(text, "T1", line, places)]
-    how = {"clients.by": "dirichlet", "clients.count": 100, "clients.alpha": 0.3}
+    how = {"clients.partition": "dirichlet", "clients.count": 100, "clients.alpha": 0.3}
     places = [(data, "own", how) for data in ("cifar10", "cifar100")]
     sheet.cells += [one for line in range(224, 229) for one in _line(text, "T2", line, places)]
     places = [("domainnet-10", column, {}) for column in (*DOMAINNET, "own")]

@@ -24,7 +24,7 @@ from tools.training import groups, share, trained
 
 HELD = 4  # validation rows of a class, however few are trained on: one would choose nothing
 RATES = (3e-2, 1e-1)
-COMMON = {"start": "template", "epochs": 5, "rounds": 10}
+COMMON = {"ctx_init": "template", "local_epochs": 5, "rounds": 10}
 USUAL = 0.8  # γ
 Found = dict[int, list[dict[str, Any]]]  # by shots; one training for every seed
 
@@ -62,7 +62,7 @@ class Shift:
         key = "-".join(f"{v:g}" if isinstance(v, float) else str(v) for v in method.values())
         file = self.work / f"{key}-{shots}-{seed}.json"
         if not file.exists():
-            dealt = {"by": "pathological", "count": 8, "shots": shots, "validation_shots": HELD}
+            dealt = {"partition": "pathological", "count": 8, "shots": shots, "val_shots": HELD}
             write(file, json.dumps(trained(self.rows, dealt, method, seed)[0]).encode())
         found: dict[str, Any] = json.loads(file.read_text())
         return found
@@ -75,7 +75,7 @@ class Shift:
         plain = {**method, "gamma": USUAL} if "gamma" in method else method
 
         def judge(rate: float) -> float:
-            return share(self.one({**plain, **COMMON, "rate": rate}, shots, 0)["validation"])
+            return share(self.one({**plain, **COMMON, "lr": rate}, shots, 0)["validation"])
 
         return max(RATES, key=judge)
 
@@ -83,7 +83,7 @@ class Shift:
         if method["name"] == "zero-shot":
             return self.every(method, shots), 0.0
         rate = self.best(method, shots)
-        return self.every({**method, **COMMON, "rate": rate}, shots), rate
+        return self.every({**method, **COMMON, "lr": rate}, shots), rate
 
 
 def spread(trainings: list[dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ class ChannelError(FederationError):
 @dataclass(frozen=True)
 class Channel:
     clip: float = within(0.0, AMOUNT)  # largest norm of a client's change; 0: any
-    noise: float = within(
+    noise_multiplier: float = within(
         0.0, AMOUNT
     )  # deviation of the noise each client adds, as a multiple of clip
     delta: float = within(1e-5, INSIDE)  # δ at which ε is counted
@@ -25,16 +25,16 @@ class Channel:
     # shortens it to twice the median of the round's.
     bound: float | Literal["median"] = within(0.0, AMOUNT)
     aggregation: Literal["mean", "median", "trimmed", "krum", "geometric-median"] = "mean"
-    rows: int = within(
+    max_samples: int = within(
         10_000_000, COUNT
     )  # the server refuses a client that says it has more training rows
 
     def __post_init__(self) -> None:
         read_fields("channel", self)
-        if self.noise and not self.clip:
+        if self.noise_multiplier and not self.clip:
             raise SettingsError(
-                f"channel.noise = {self.noise} is a multiple of the clip, which is off; "
-                "set channel.clip too"
+                f"channel.noise_multiplier = {self.noise_multiplier} is a multiple of the clip, "
+                "which is off; set channel.clip too"
             )
         if self.quantise and self.secure:
             raise SettingsError(

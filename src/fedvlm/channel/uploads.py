@@ -40,8 +40,8 @@ def leave(
     moved = change(upload, sent)
     if channel.clip:
         moved = clip(moved, channel.clip)
-    if channel.noise:
-        moved = add_noise(moved, channel.noise * channel.clip, draw)
+    if channel.noise_multiplier:
+        moved = add_noise(moved, channel.noise_multiplier * channel.clip, draw)
     if not channel.quantise:
         return apply(upload, sent, moved), kept
     left = {key.removeprefix(LEFT): value for key, value in kept.items() if key.startswith(LEFT)}
@@ -75,11 +75,11 @@ def spend(channel: Channel, weights: Mapping[str, float]) -> dict[str, float]:
 
     It sees every upload, or in a secure sum only all of them with all their noise.
     """
-    if not channel.noise:
+    if not channel.noise_multiplier:
         return {}
     square = sum(weight**2 for weight in weights.values())
     return {
-        id: (weight**2 / square if channel.secure else 1.0) / channel.noise**2
+        id: (weight**2 / square if channel.secure else 1.0) / channel.noise_multiplier**2
         for id, weight in weights.items()
     }
 

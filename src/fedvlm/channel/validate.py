@@ -47,7 +47,7 @@ def longest(channel: Channel, numbers: int) -> float:
     """
     if not channel.clip:
         return channel.most
-    most = channel.clip * (1 + channel.noise * (math.sqrt(numbers) + 6))
+    most = channel.clip * (1 + channel.noise_multiplier * (math.sqrt(numbers) + 6))
     if channel.quantise:
         most *= (1 + LOSS) / (1 - LOSS)
     return min(most * (1 + 1e-5), channel.most)
@@ -55,10 +55,10 @@ def longest(channel: Channel, numbers: int) -> float:
 
 def plausible(rows: Any, channel: Channel, where: str) -> int:
     """A row count that a client said, unless nobody has as many: it would own the mean."""
-    if type(rows) is not int or not 0 <= rows <= channel.rows:
+    if type(rows) is not int or not 0 <= rows <= channel.max_samples:
         raise FederationError(
-            f"{where}: it says it has {rows!r} training rows; between 0 and {channel.rows} "
-            "(channel.rows) are believed"
+            f"{where}: it says it has {rows!r} training rows; between 0 and {channel.max_samples} "
+            "(channel.max_samples) are believed"
         )
     return rows
 

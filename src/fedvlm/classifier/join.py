@@ -117,7 +117,7 @@ def alone(run: Record, rows: Embedded, id: str, common: Personalised, share: flo
         raise SettingsError(f"share = {share} is outside (0, 1); it is what the client learns from")
     checked = share * HELD
     shares = (share - checked, checked, 1 - share)
-    clients = set_aside(Clients(by="own", shares=shares))
+    clients = set_aside(Clients(partition="own", ratios=shares))
     settings = replace(build(run.manifest["identity"]), clients=clients)
     settings = tune.settled(settings, run.manifest, common.frozen.seed)
     bare = replace(rows, texts={})  # a client that comes later brings no sentences of its own

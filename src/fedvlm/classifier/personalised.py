@@ -100,7 +100,7 @@ class Personalised:
         if self.calibration is None:
             raise DataError(
                 f"no rows were set aside for {self!r}, so no coverage can be promised; train it "
-                "with clients.calibration = 0.33, or leave the coverage out"
+                "with clients.calibration_ratio = 0.33, or leave the coverage out"
             )
         names = self.frozen.classes
         inside = -chances <= limits(self.calibration, names, coverage)

@@ -46,15 +46,15 @@ def run(
     attack: Annotated[
         str | None, typer.Option(help="sign-flip, scale, label-flip, noise or collude: simulated.")
     ] = None,
-    attackers: Annotated[float | None, typer.Option(help="Share of the clients.")] = None,
-    strength: Annotated[float | None, typer.Option(help="Of the attack.")] = None,
+    attacker_fraction: Annotated[float | None, typer.Option(help="Share of the clients.")] = None,
+    attack_strength: Annotated[float | None, typer.Option(help="Of the attack.")] = None,
     no_report: NoReport = False,
     tune: Annotated[
         list[str] | None,
-        typer.Option(help="Choose rate on validation rows, as own data's methods do; or none."),
+        typer.Option(help="Choose lr on validation rows, as own data's methods do; or none."),
     ] = None,
-    no_bars: Annotated[
-        bool, typer.Option("--no-bars", help="Without chance, zero-shot, alone and pooled.")
+    no_baselines: Annotated[
+        bool, typer.Option("--no-baselines", help="Without chance, zero-shot, alone and pooled.")
     ] = False,
     track: Annotated[
         list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")
@@ -77,9 +77,13 @@ def run(
         raise unknown("table form", form, FORMS)
     place = find(file) if file else None
     given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
-    given |= {"attack": attack, "attackers": attackers, "strength": strength}
+    given |= {
+        "attack": attack,
+        "attacker_fraction": attacker_fraction,
+        "attack_strength": attack_strength,
+    }
     given |= {"allow_small": allow_small or None, "tune": tune if tune != ["none"] else []}
-    asked = {**given, "file": file, "method": method, "no_bars": no_bars}
+    asked = {**given, "file": file, "method": method, "no_baselines": no_baselines}
     key = key_of(place, {**asked, "set": set_, "sweep": sweep, "tune": tune, "out": str(out)})
     home = out or Path("runs") / (Path(file).stem if file else _data_name(data, encoder))
     shown = None if again or track else remembered(home, key)
@@ -92,7 +96,7 @@ def run(
             given["method"] = method
         values |= {name: value for name, value in given.items() if value is not None}
         typed = (set_ or [], sweep or [], file is None and tune is None)
-        options = (file, out, again, track or [], no_bars, no_report, form, key, on)
+        options = (file, out, again, track or [], no_baselines, no_report, form, key, on)
         _run(values, typed, *options)
         return
     for one in shown.records[shown.bars :]:
@@ -107,7 +111,7 @@ def _run(
     out: Path | None,
     again: bool,
     track: Sequence[str],
-    no_bars: bool,
+    no_baselines: bool,
     no_report: bool,
     form: str,
     key: str,
@@ -123,13 +127,13 @@ def _run(
     written, settings, over = _settings(values, *typed)
     # Bars are of one federation: a sweep over anything but a method's settings has several.
     one_world = all(key.startswith("method.") for key in over)
-    beside = wants_bars(values) and not no_bars and one_world
+    beside = wants_bars(values) and not no_baselines and one_world
     home = out or Path("runs") / _name(file, settings[0])
     results, failed, marks = _all(settings, over, home, out, beside, again, track, on)
     runs = [*marks, *results]
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
     words |= {"asked": over, "chance": beside}
-    write_folder(home, {**written, **({"bars": False} if no_bars else {})}, runs, **words)
+    write_folder(home, {**written, **({"baselines": False} if no_baselines else {})}, runs, **words)
     title = values.get("title") or ""
     command = f"fedvlm run {shlex.quote(file)}" if file else ""
     model = gather(runs, title, values.get("paper"), command)

@@ -43,7 +43,7 @@ def compare(
     every: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
     traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
     columns: Annotated[
-        str, typer.Option(help="More of them, as balanced,F1,kappa,worst,method.rate.")
+        str, typer.Option(help="More of them, as balanced,F1,kappa,worst,method.lr.")
     ] = "",
     paper: Annotated[bool, typer.Option(help="The papers' tables, with ours beside.")] = False,
     item: Annotated[str, typer.Option(help="This table or figure, as fedot-v1/T1.")] = "",

@@ -132,10 +132,10 @@ class Traits:
     uneven: frozenset[str] = said(
         frozenset(), "names of uploaded tensors whose shape differs between clients"
     )
-    smallest: int | None = said(
+    min_class_samples: int | None = said(
         None, "rows a class must have at a client for its statistics to be uploaded (a setting)"
     )
-    contributors: int | None = said(
+    min_class_clients: int | None = said(
         None, "clients that must have such a class before any uploads its statistics (a setting)"
     )
     reference: Literal["public", "target"] | None = said(
@@ -148,7 +148,7 @@ class Traits:
         False, "what a client keeps names classes, though not by its shape: no new class is known"
     )
     tunable: tuple[str, ...] | None = said(
-        None, "settings worth choosing on validation rows; None: `rate`, where there is a `loss`"
+        None, "settings worth choosing on validation rows; None: `lr`, where there is a `loss`"
     )
 
 
@@ -156,17 +156,17 @@ class Traits:
 class Schedule:
     """Settings that engines and parts read; the defaults are for a method that has none of them."""
 
-    batch: int = said(32, "rows of a minibatch")
-    epochs: int = said(1, "times a client's rows are gone through in a round")
-    rate: float = said(0.0, "of a step")
+    batch_size: int = said(32, "rows of a minibatch")
+    local_epochs: int = said(1, "times a client's rows are gone through in a round")
+    lr: float = said(0.0, "learning rate of a step")
     momentum: float = said(0.0, "of `parts.sgd`")
-    decay: float = said(0.0, "weight decay, added to the gradient")
+    weight_decay: float = said(0.0, "weight decay, added to the gradient")
     betas: tuple[float, float] = said((0.9, 0.999), "of `parts.adam`")
     eps: float = said(1e-8, "of `parts.adam`")
 
     def steps(self, rows: int) -> tuple[int, int, int]:
         """Epochs of so many rows, minibatches of each, and their size."""
-        return self.epochs, -(-rows // self.batch), self.batch
+        return self.local_epochs, -(-rows // self.batch_size), self.batch_size
 
 
 class Method(Protocol):

@@ -13,26 +13,38 @@ from fedvlm.outside import load_outside, place_of
 
 METHODS: dict[str, type[Method]] = {}
 T = TypeVar("T", bound=type[Any])
-USUAL = {"batch": "batch: int = 32", "epochs": "epochs: int = 1", "rate": "rate: float = 1e-3"}
+USUAL = {
+    "batch_size": "batch_size: int = 32",
+    "local_epochs": "local_epochs: int = 1",
+    "lr": "lr: float = 1e-3",
+}
 MORE = tuple(  # optional verbs; what their protocols ask for beside them are settings
     name
     for kind in OPTIONAL
     for name, one in vars(kind).items()
     if isfunction(one) and not name.startswith("_")
 )
-FROM_SETTINGS = ("smallest", "contributors", "reference")  # traits that are settings' values
+FROM_SETTINGS = (
+    "min_class_samples",
+    "min_class_clients",
+    "reference",
+)  # traits that are settings' values
 CLOSE = 0.85  # by difflib: `update_any` is close to update_many, `runs` is not to rounds
 TRAITS = {one.name: one.type for one in fields(Traits)}
 SETTINGS = {one.name for one in fields(Schedule)} | {"rounds", "tau", "head"}
-OTHERS = {  # what other libraries call them
-    "batch_size": "batch",
-    "bs": "batch",
-    "lr": "rate",
-    "learning_rate": "rate",
-    "local_epochs": "epochs",
-    "num_epochs": "epochs",
+OTHERS = {  # other names of the settings and traits that are read by name
+    "batch": "batch_size",
+    "bs": "batch_size",
+    "contributors": "min_class_clients",
+    "decay": "weight_decay",
+    "epoch": "local_epochs",
+    "epochs": "local_epochs",
+    "learning_rate": "lr",
+    "num_epochs": "local_epochs",
     "num_rounds": "rounds",
-    "weight_decay": "decay",
+    "rate": "lr",
+    "server_rate": "server_lr",
+    "smallest": "min_class_samples",
 }
 
 
@@ -90,8 +102,9 @@ def _check_names(method: Any) -> None:
             if name not in settings:
                 raise SettingsError(f"{name} is a trait; write it as `traits = Traits({name}=...)`")
             continue
-        near = [OTHERS[name]] if name in OTHERS else get_close_matches(name, known, 1, CLOSE)
-        if near:
+        if name in OTHERS:
+            raise SettingsError(f"setting {name!r} is called {OTHERS[name]!r}; rename it")
+        if near := get_close_matches(name, known, 1, CLOSE):
             raise SettingsError(
                 f"it has a {name}, which nothing reads; did you mean {near[0]}? if not, choose "
                 "a name that is less like it"
@@ -127,10 +140,10 @@ def _check_traits(method: Any) -> None:
             f"its traits speak of {missing[0]}, which is no setting of it; add a field of that name"
         )
     telling = {name for name in ("covers", "means") if hasattr(method, name)}
-    if len(telling) == 1 or (telling and traits.smallest is None):
+    if len(telling) == 1 or (telling and traits.min_class_samples is None):
         raise SettingsError(
-            "an upload of class statistics is told by covers, means and the trait smallest "
-            "together; add what is missing"
+            "an upload of class statistics is told by covers, means and the trait "
+            "min_class_samples together; add what is missing"
         )
 
 

@@ -58,7 +58,7 @@ class Described(Protocol):
 @runtime_checkable
 class Telling(Protocol):
     """of an upload of class statistics: which classes it tells of, and (classes, dim) the means
-    it gives of them, if any; the contract test compares the first with `smallest`"""
+    it gives of them, if any; the contract test compares the first with `min_class_samples`"""
 
     def covers(self, upload: Tensors) -> Tensor: ...
     def means(self, upload: Tensors) -> Tensor | None: ...
@@ -84,7 +84,7 @@ class Conditioned(Tempered, Protocol):
     """κ of a client's map, for the bound on how far clients pull a head apart"""
 
     @property
-    def rate(self) -> float: ...
+    def lr(self) -> float: ...
     def condition(self, local: Tensors) -> float: ...
 
 
@@ -115,7 +115,7 @@ class Matching(Protocol):
     @property
     def gamma(self) -> float: ...
     @property
-    def strength(self) -> float: ...
+    def entropy_reg(self) -> float: ...
     def similarity(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor: ...
 
 
@@ -193,4 +193,4 @@ def tunable(method: Method) -> tuple[str, ...]:
     """Settings worth choosing on validation rows."""
     if method.traits.tunable is not None:
         return method.traits.tunable
-    return ("rate",) if isinstance(method, Trained) else ()
+    return ("lr",) if isinstance(method, Trained) else ()

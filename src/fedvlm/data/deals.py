@@ -24,17 +24,17 @@ def owners(
     title: str,
 ) -> Ints:
     """The client of each row of a pool, counted from 0."""
-    drawn = numbers(clients.by, seed, pool)
+    drawn = numbers(clients.partition, seed, pool)
     count = clients.count
-    if clients.by == "pathological":
+    if clients.partition == "pathological":
         return splits.pathological(len(classes), count, drawn)[labels]
-    if clients.by == "iid":
+    if clients.partition == "iid":
         return _each_part(parts, lambda rows: _evenly(rows, count, drawn))
-    if clients.by == "shards":
+    if clients.partition == "shards":
         return shards(labels, parts, count, drawn)
-    if clients.by == "coarse":
+    if clients.partition == "coarse":
         return coarse(labels, parts, superclasses(classes), count, drawn)
-    groups = superclasses(classes) if clients.by == "coarse-dirichlet" else []
+    groups = superclasses(classes) if clients.partition == "coarse-dirichlet" else []
 
     def draw(rng: np.random.Generator) -> splits.Floats:
         return two_levels(groups, count, clients.alpha, rng)[np.unique(labels)]
@@ -44,7 +44,7 @@ def owners(
         parts,
         count,
         clients.alpha,
-        clients.minimum,
+        clients.min_samples,
         drawn,
         title,
         draw if groups else None,

@@ -115,17 +115,21 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
     for pool, rows in zip(pools.tolist(), _groups(order, pool_of, len(pools)), strict=True):
         if not len(rows):
             continue
-        title = f"{'client' if clients.by == 'own' else 'domain'} {pool!r}" if pool else "the data"
-        alone = clients.by in ("domain", "own") or pool in whole
-        if clients.public and pool not in whole:
+        title = (
+            f"{'client' if clients.partition == 'own' else 'domain'} {pool!r}"
+            if pool
+            else "the data"
+        )
+        alone = clients.partition in ("domain", "own") or pool in whole
+        if clients.public_ratio and pool not in whole:
             open_rows = rows[np.isin(table.splits[rows], ("", "train"))]
-            size = int(Fraction(str(clients.public)) * len(rows))
+            size = int(Fraction(str(clients.public_ratio)) * len(rows))
             parts[splits.some(open_rows, size, groups, numbers("public", seed, pool))] = len(PARTS)
             rows = rows[parts[rows] < len(PARTS)]
         drawn = numbers("split", seed, pool)
         marks = table.splits[rows].tolist()
         named = None if groups is None else groups[rows]
-        parts[rows] = splits.parts_of(marks, clients.shares, drawn, title, named)
+        parts[rows] = splits.parts_of(marks, clients.ratios, drawn, title, named)
         deal = np.zeros(len(rows), dtype=np.int64)
         if not alone:
             deal = owners_of(labels[rows], parts[rows], clients, table.classes, seed, pool, title)
@@ -137,7 +141,7 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
     parts[later] = -1
     if clients.shots:
         _check_trained(table.classes, labels[kept & (parts == 0)])
-    units = _units(content, groups) if clients.calibration else table.domains
+    units = _units(content, groups) if clients.calibration_ratio else table.domains
     made = Members()
     dealt = order[owners[order] >= 0]
     for name, mine in zip(names, _groups(dealt, owners, len(names)), strict=True):
@@ -146,11 +150,11 @@ def divide(table: Table, clients: Clients, seed: int, whole: Sequence[str] = ())
         validation = _few(labels, validation, clients.held, "validation shots", seed, name)
         domains = sorted(set(table.domains[mine].tolist()))
         domain = domains[0] if len(domains) == 1 else ""
-        apart = _apart(validation, clients.calibration or 0.0, units, seed, name)
+        apart = _apart(validation, clients.calibration_ratio or 0.0, units, seed, name)
         validation = validation[~np.isin(validation, apart)] if len(apart) else validation
         member = Member(name, domain, train, validation, test, apart)
         only = name.startswith(MARKED)  # rows of one part, and no other
-        _check_member(member, (0, 0, 1) if only else clients.shares, len(mine))
+        _check_member(member, (0, 0, 1) if only else clients.ratios, len(mine))
         made.add(member)
     for name in whole:
         if name not in made and name not in table.domains:
@@ -238,12 +242,14 @@ def _checked(table: Table, clients: Clients) -> Ints:
     if not counts.all():
         empty = table.classes[int(np.argmin(counts))]
         raise DataError(f"class {empty!r} has no rows; add images or leave it out of the classes")
-    if clients.by in ("domain", "domain-dirichlet"):
+    if clients.partition in ("domain", "domain-dirichlet"):
         own = "own" if (np.asarray(table.clients) != "").all() else "dirichlet"
-        others = f"{own}: --set clients.by={own} --set protocol=own-test"
-        _check_column("domain", table.domains, clients.by, others)
-    if clients.by == "own":
-        _check_column("client", table.clients, clients.by, '"domain", "dirichlet", "pathological"')
+        others = f"{own}: --set clients.partition={own} --set protocol=own-test"
+        _check_column("domain", table.domains, clients.partition, others)
+    if clients.partition == "own":
+        _check_column(
+            "client", table.clients, clients.partition, '"domain", "dirichlet", "pathological"'
+        )
     return labels
 
 
@@ -257,10 +263,10 @@ def _check_column(kind: str, column: Strings, by: str, others: str) -> None:
 
 def _pools(table: Table, clients: Clients, whole: Sequence[str]) -> Strings:
     """What is parted as a whole: a domain, one of the data's own clients, or everything."""
-    if clients.by in ("domain", "domain-dirichlet"):
+    if clients.partition in ("domain", "domain-dirichlet"):
         return table.domains
     nobody = np.broadcast_to(np.array(""), len(table.labels))
-    others = table.clients if clients.by == "own" else nobody
+    others = table.clients if clients.partition == "own" else nobody
     if not whole:
         return others
     apart = np.isin(table.domains, list(whole))
@@ -270,7 +276,7 @@ def _pools(table: Table, clients: Clients, whole: Sequence[str]) -> Strings:
 
 
 def _members(clients: Clients, pool: str) -> list[str]:
-    stem = pool if clients.by == "domain-dirichlet" else "client"
+    stem = pool if clients.partition == "domain-dirichlet" else "client"
     return [f"{stem}-{index}" for index in range(clients.count)]
 
 

@@ -100,8 +100,8 @@ def what(about: Mapping[str, Any]) -> str:
 
 def cost(method: Method, channel: Protection, rows: int) -> float:
     """1/z² of the noise that one upload has, of all its steps together; 0 if it has none."""
-    if channel.noise:
-        return float(1 / channel.noise**2)
+    if channel.noise_multiplier:
+        return float(1 / channel.noise_multiplier**2)
     own = float(asdict(method).get("noise_multiplier", 0.0))
     if not own:
         return 0.0

@@ -12,23 +12,23 @@ RULES = {
         "methods that may run here",
         'a method sends what it sends; name those you have read about. ["*"] is all of them',
     ),
-    "smallest_class": (
+    "min_class_samples": (
         "statistics of a class of fewer training rows stay here",
         "the mean of few images is nearly the images themselves",
     ),
-    "least_rows": (
+    "min_samples": (
         "with fewer training rows than this nothing is trained",
         "a model of a handful of rows tells which they were",
     ),
-    "most_rows": (
+    "max_samples": (
         "training rows that are used at most, drawn here; 0: all",
         "what is not used cannot leave",
     ),
     "server_divides": (
-        "the server may say shots, shares and the seed of the division",
+        "the server may say shots, ratios and the seed of the division",
         "two trainings that differ by one row tell that row",
     ),
-    "largest_upload": (
+    "max_upload_bytes": (
         "bytes of one message to the server; 0: any",
         "a large message can hold the data; heads, prompts and statistics are small",
     ),
@@ -36,7 +36,7 @@ RULES = {
         "the channel must clip to this norm or a smaller one; 0: it need not",
         "one site's change is bounded, and noise counts for something",
     ),
-    "noise": (
+    "noise_multiplier": (
         "the channel's noise multiplier must be this or more",
         "with noise nobody can be sure whether a row was there",
     ),

@@ -37,7 +37,7 @@ class ServerKit:
     quorum: float = within(0.5, PART)  # share of the sites asked that must answer
     deadline: float = within(600.0, AMOUNT)  # seconds a site has for one round
     wait: float = within(120.0, AMOUNT)  # seconds to wait for sites before the first round
-    rows: int = within(1_000_000, COUNT)  # training rows a site is believed to have at most
+    max_samples: int = within(1_000_000, COUNT)  # training rows a site is believed to have at most
     rehearsal: bool = False  # sites play clients of the experiment's own data
 
 

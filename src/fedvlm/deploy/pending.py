@@ -41,7 +41,7 @@ def request(settings: Settings, own: Own, account: Account, policy: Policy) -> d
         "rounds": method.rounds,
         "leaves": [f"{key} {list(value.shape)}" for key, value in upload.items()],
         "bytes": count_bytes(upload),
-        "noise": channel.noise,
+        "noise": channel.noise_multiplier,
         "before": account.epsilon(policy.delta),
         "after": account.epsilon(policy.delta, more=once * method.rounds),
     }

@@ -29,7 +29,7 @@ class Protection(Protocol):
     @property
     def clip(self) -> float: ...
     @property
-    def noise(self) -> float: ...
+    def noise_multiplier(self) -> float: ...
     @property
     def secure(self) -> bool: ...
 
@@ -38,15 +38,17 @@ class Protection(Protocol):
 class Policy:
     methods: tuple[str, ...] = ()  # the methods that may run here; none unless they are named
     # statistics of a class of fewer training rows stay here
-    smallest_class: int = within(16, AMOUNT)
-    least_rows: int = within(16, AMOUNT)  # with fewer training rows nothing is trained
+    min_class_samples: int = within(16, AMOUNT)
+    min_samples: int = within(16, AMOUNT)  # with fewer training rows nothing is trained
     # training rows that are used at most, drawn by the site; 0: all
-    most_rows: int = within(0, AMOUNT)
-    server_divides: bool = False  # the server may say shots, shares and the seed of the division
-    largest_upload: int = within(50_000_000, AMOUNT)  # bytes of one message to the server; 0: any
+    max_samples: int = within(0, AMOUNT)
+    server_divides: bool = False  # the server may say shots, ratios and the seed of the division
+    max_upload_bytes: int = within(50_000_000, AMOUNT)  # bytes of one message to the server; 0: any
     # the channel must clip to this norm or a smaller one; 0: it need not clip
     clip: float = within(0.0, AMOUNT)
-    noise: float = within(0.0, AMOUNT)  # the channel's noise multiplier must be this or more
+    noise_multiplier: float = within(
+        0.0, AMOUNT
+    )  # the channel's noise multiplier must be this or more
     epsilon: float = within(0.0, AMOUNT)  # ε of all that leaves, in total; 0: not limited
     delta: float = within(1e-5, INSIDE)  # δ at which ε is counted
     secure: bool = False  # uploads leave in a secure sum only
@@ -74,47 +76,54 @@ class Policy:
                 f"{self.clip:g} or less",
                 most=self.clip,
             )
-        if channel.noise < self.noise:
+        if channel.noise_multiplier < self.noise_multiplier:
             raise Refused(
                 "noise",
-                f"channel.noise = {channel.noise:g}, but this site wants {self.noise:g} or more",
-                least=self.noise,
+                f"channel.noise_multiplier = {channel.noise_multiplier:g}, but this site wants "
+                f"{self.noise_multiplier:g} or more",
+                least=self.noise_multiplier,
             )
         if self.secure and not channel.secure:
             raise Refused("secure")
-        if len(labels) < self.least_rows:
-            raise Refused("rows", least=self.least_rows)
-        cannot = isinstance(method, Telling) and setting(method, "smallest") is None
+        if len(labels) < self.min_samples:
+            raise Refused("rows", least=self.min_samples)
+        cannot = isinstance(method, Telling) and setting(method, "min_class_samples") is None
         if cannot and len(self.small(labels)):
-            raise Refused("class", least=self.smallest_class)
+            raise Refused("class", least=self.min_class_samples)
         if self.consent:
             check_consent(Path(folder), method.name)
 
     def small(self, labels: NDArray[np.int64]) -> list[int]:
         """The classes whose statistics stay here."""
         counts = np.bincount(labels, minlength=1)
-        few: list[int] = np.flatnonzero((counts > 0) & (counts < self.smallest_class)).tolist()
+        few: list[int] = np.flatnonzero((counts > 0) & (counts < self.min_class_samples)).tolist()
         return few
 
     def floored(self, method: Method) -> Method:
         """The method, made to leave out classes of few rows, whatever the experiment says."""
-        least = setting(method, "smallest")
-        if least is None or least >= self.smallest_class:
+        least = setting(method, "min_class_samples")
+        if least is None or least >= self.min_class_samples:
             return method
-        made: Method = replace(method, smallest=self.smallest_class)
+        made: Method = replace(method, min_class_samples=self.min_class_samples)
         return made
 
     def divide(self, clients: Clients) -> None:
         """Refuses a division that singles rows out: two that differ by a row tell it."""
-        own = replace(Clients(), by=clients.by, count=clients.count, domains=clients.domains)
-        own = replace(own, alpha=clients.alpha, minimum=clients.minimum)
+        own = replace(
+            Clients(), partition=clients.partition, count=clients.count, domains=clients.domains
+        )
+        own = replace(own, alpha=clients.alpha, min_samples=clients.min_samples)
         if not self.server_divides and clients != own:
             raise Refused("division")
 
     @property
     def how(self) -> str:
         """Scores are told so; beside noise, exact ones would undo it."""
-        return "none" if self.scores == "exact" and (self.noise or self.epsilon) else self.scores
+        return (
+            "none"
+            if self.scores == "exact" and (self.noise_multiplier or self.epsilon)
+            else self.scores
+        )
 
     def allowed_scores(self, scores: Mapping[str, Any]) -> dict[str, Any]:
         """The scores that may leave."""
@@ -136,8 +145,8 @@ class Policy:
 
     def release(self, size: int) -> None:
         """Refuses to let a message of this many bytes leave."""
-        if self.largest_upload and size > self.largest_upload:
-            raise Refused("upload", bytes=size, most=self.largest_upload)
+        if self.max_upload_bytes and size > self.max_upload_bytes:
+            raise Refused("upload", bytes=size, most=self.max_upload_bytes)
 
 
 def read_policy(folder: str | Path) -> Policy:

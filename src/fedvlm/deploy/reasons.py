@@ -16,7 +16,7 @@ KINDS = {
     # the policy
     "method": POLICY + "the method is not allowed here",
     "clip": POLICY + "channel.clip must be above 0, and {most:g} at most",
-    "noise": POLICY + "channel.noise must be {least:g} or more",
+    "noise": POLICY + "channel.noise_multiplier must be {least:g} or more",
     "secure": POLICY + "uploads leave this site in a secure sum only; set channel.secure",
     "consent": POLICY + "nobody at this site has consented to training",
     "consent refused": POLICY + "a person at this site has refused",
@@ -26,7 +26,7 @@ KINDS = {
     "withdrawn": POLICY + "this site has withdrawn from the federation",
     "class": POLICY + "a class has fewer than {least} training rows, and the method sends them all",
     "rows": POLICY + "it has fewer than {least} training rows",
-    "division": POLICY + "clients.shots and clients.shares are the site's to say, not the server's",
+    "division": POLICY + "clients.shots and clients.ratios are the site's to say, not the server's",
     "upload": POLICY + "the answer has {bytes} bytes, but this site sends {most} at most",
     "trainings": POLICY + "{most} trainings have been opened here, and no more may be",
     "rounds": POLICY + "{most} rounds of this training have been answered, and no more may be",

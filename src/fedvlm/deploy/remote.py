@@ -228,10 +228,10 @@ class Remote(Flower):
                 raise FederationError("it sends tensors that no opening has")
         for part in PARTS:
             plausible(about["rows"][part], self.channel, "it")
-        if self.kit.rows and about["rows"]["train"] > self.kit.rows:
+        if self.kit.max_samples and about["rows"]["train"] > self.kit.max_samples:
             raise FederationError(
                 f"it says it has {about['rows']['train']} training rows; server.toml believes "
-                f"{self.kit.rows} at most"
+                f"{self.kit.max_samples} at most"
             )
 
     def differs(self, first: str, name: str) -> str | None:

@@ -70,7 +70,7 @@ def own_rows(
         prepared = prepare_one(mine, rows, kit.name, deal, frozen_of(rows, seed))
         prepared = replace(prepared, seed=seed)
     id = kit.plays or kit.name
-    prepared = _few(prepared, id, policy.most_rows)
+    prepared = _few(prepared, id, policy.max_samples)
     if trial := "race" in spec:
         prepared = _untested(prepared, id)
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)

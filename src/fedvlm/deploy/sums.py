@@ -35,7 +35,7 @@ def why_bound(settings: Settings) -> str:
         return f"what {method.name} shares is trained or averaged, and no plain sum of uploads"
     if channel.secure:
         return "the server has only seen a secure sum"
-    if channel.noise or setting(method, "noise_multiplier"):
+    if channel.noise_multiplier or setting(method, "noise_multiplier"):
         return "the uploads had noise"
     if channel.aggregation != "mean":
         return f"the uploads were combined by a robust rule ({channel.aggregation})"

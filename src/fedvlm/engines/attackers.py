@@ -21,12 +21,17 @@ class Attack:
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
-            raise SettingsError(f"attackers = {self.share} is outside (0, 1); 0.1 is one of ten")
+            raise SettingsError(
+                f"attacker_fraction = {self.share} is outside (0, 1); 0.1 is one of ten"
+            )
         if not 0 <= self.strength < float("inf"):
-            raise SettingsError(f"strength = {self.strength}; it takes 0 (the usual) or more")
+            raise SettingsError(
+                f"attack_strength = {self.strength}; it takes 0 (the usual) or more"
+            )
         if self.kind == "label-flip" and self.strength > 1:
             raise SettingsError(
-                f"strength = {self.strength} of label-flip is the share of rows; it is at most 1"
+                f"attack_strength = {self.strength} of label-flip is the share of rows; "
+                "it is at most 1"
             )
 
     @property

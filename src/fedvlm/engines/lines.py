@@ -61,7 +61,7 @@ def disagreement(
         counts = [pace.steps(one.rows)[:2] for one in done.values()]
         walked = [epochs * each for epochs, each in counts]
         start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-        out["difference"] = largest_difference(start, ends, walked, method.rate)
+        out["difference"] = largest_difference(start, ends, walked, method.lr)
         conditions = [
             method.condition(here(one.local))
             if one.described is None

@@ -142,7 +142,7 @@ def train(
         if len(done) < len(tasks):
             line["missing"] = dict(answers.missing)
         kept = {**state.channel, **came.kept}
-        if terms.channel.noise:
+        if terms.channel.noise_multiplier:
             line["epsilon"] = spent_epsilon(terms.channel, kept)
         local = after(before, {id: done[id].local for id in ids if id not in came.settled})
         state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)

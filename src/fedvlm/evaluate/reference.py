@@ -49,8 +49,8 @@ def check(method: Method, table: Embedded, division: Division, training: Trainin
     if not len(rows):
         raise SettingsError(
             f"{method.name} adapts to an unlabelled reference set, and there is none: no client is "
-            "unseen and no rows are set aside; set clients.public to a share of the rows, as 0.1, "
-            "or method.reference = 'target' (transductive)"
+            "unseen and no rows are set aside; set clients.public_ratio to a share of the rows, "
+            "as 0.1, or method.reference = 'target' (transductive)"
         )
     if method.traits.reference == "public":
         everyone = {*training.train, *training.unseen} & division.members.keys()

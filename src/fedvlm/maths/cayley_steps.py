@@ -30,15 +30,15 @@ REFRESH = 128  # steps after which the inverse is computed anew, against the dri
 class Pace:
     """How far a step goes."""
 
-    rate: float  # η
+    lr: float  # η
     momentum: float
-    decay: float
+    weight_decay: float
     tau: float  # τ
 
     @property
     def refresh(self) -> int:
         """Steps between two inverses; the map's own decay waits until then, being below 1e-5."""
-        shrink = self.rate * self.decay
+        shrink = self.lr * self.weight_decay
         return REFRESH if shrink * REFRESH <= 1e-5 else int(1e-5 / shrink)
 
 
@@ -72,7 +72,7 @@ def walk_directly(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tupl
     real, rows = client.order >= 0, client.order.clamp(min=0)
     y = client.y[clients[..., None], rows].clamp(min=0)
     wanted, weight = lesson(y, real, head.shape[1], head.dtype)  # (clients, steps, B, ...)
-    length = -pace.rate * real.any(-1).to(head.dtype)[..., None, None]
+    length = -pace.lr * real.any(-1).to(head.dtype)[..., None, None]
     eye = identity_like(raw)
     back = inverse(eye + trained[1])
     for number, step in enumerate(real.any(-1).any(0).nonzero()[:, 0].tolist()):
@@ -81,7 +81,9 @@ def walk_directly(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tupl
         moves = gradients(trained[0], back, x, wanted[:, step], weight[:, step])
         for i, move in enumerate(moves):
             far = length[:, step] if move.ndim == 3 else length[:, step, None]
-            new = move.add_(trained[i], alpha=pace.decay).add_(speeds[i], alpha=pace.momentum)
+            new = move.add_(trained[i], alpha=pace.weight_decay).add_(
+                speeds[i], alpha=pace.momentum
+            )
             trained[i].addcmul_(new, far)
             speeds[i] = torch.where(far == 0, speeds[i], new)
     return trained[0], trained[1]
@@ -182,7 +184,7 @@ def stride(
     target, share = lesson(y[rows].clamp(min=0), real, both.shape[2], both.dtype)
     seen = full(x.index_select(0, rows.flatten())).mul_(pace.tau)  # 6 times faster than x[rows]
     steps = split(seen.reshape(*rows.shape, -1), len(skew)).contiguous()  # (steps, r, B, m)
-    rank, far = min(both.shape[2], order.shape[1]), pace.rate / (1 - pace.momentum)
+    rank, far = min(both.shape[2], order.shape[1]), pace.lr / (1 - pace.momentum)
     taken = skew.new_empty(2, len(skew), len(order), rank, skew.shape[-1])  # V and U of all steps
     follower = Follower(skew, rank, last, pace.momentum)
     back, sides, head = follower.back, follower.sides, both[0]
@@ -213,8 +215,8 @@ def stride(
             moves = (error.mT @ turned)[None]
         sides[1] = u
         taken[:, :, number] = sides
-        speeds = moves.add_(speeds, alpha=pace.momentum).add_(both, alpha=pace.decay)
-        both.sub_(speeds, alpha=pace.rate)
+        speeds = moves.add_(speeds, alpha=pace.momentum).add_(both, alpha=pace.weight_decay)
+        both.sub_(speeds, alpha=pace.lr)
         if narrow:
             follower.owe(toward, head, -1)
 
@@ -222,6 +224,6 @@ def stride(
     if over:  # the last push has not done all it will
         taken[0][:, -1].mul_(1 - pace.momentum)
     v, u = taken.flatten(2, 3)
-    keep = 1 - far * pace.decay
+    keep = 1 - far * pace.weight_decay
     skew.mul_(keep ** len(order)).add_(odd(u.mT @ v), alpha=keep ** ((len(order) - 1) / 2))
     return speeds, last

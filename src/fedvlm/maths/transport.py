@@ -32,49 +32,50 @@ def plan(
     similarity: Tensor,
     kind: Kind,
     gamma: float = 1.0,
-    strength: float = 0.1,
+    entropy_reg: float = 0.1,
     steps: int = LAST,
 ) -> Tensor:
     """(..., prompts, patches) cosines -> the plan T of the same shape, at least in float32.
 
-    `gamma` is the mass γ of an unbalanced plan, `strength` the weight λ of the entropy. The usual
-    number of `steps` is right to rounding for cosines as CLIP has them; wider ones may take more.
+    `gamma` is the mass γ of an unbalanced plan, `entropy_reg` the weight λ of the entropy. The
+    usual number of `steps` is right to rounding for cosines as CLIP has them; wider ones may take
+    more.
     """
     similarity = similarity.to(torch.promote_types(similarity.dtype, torch.float32))
     *many, prompts, patches = similarity.shape
     if kind == "averaging":
         return torch.full_like(similarity, 1 / (prompts * patches))
-    check_plan(gamma, strength)
+    check_plan(gamma, entropy_reg)
     exact = kind == "classical" or gamma == 1  # where all mass is taken every patch gives all
     problems = similarity.reshape(-1, prompts, patches)
     size = max(1, AT_ONCE // (prompts * patches))
     found = [
-        _solve(some, 1 if exact else gamma, strength, exact, steps)
+        _solve(some, 1 if exact else gamma, entropy_reg, exact, steps)
         for some in torch.split(problems, size)
     ]
     return torch.cat(found).reshape(*many, prompts, patches)
 
 
-def check_plan(gamma: float, strength: float) -> None:
+def check_plan(gamma: float, entropy_reg: float) -> None:
     """Refuses what is no transport problem."""
     if not 0 < gamma <= 1:
         raise SettingsError(
             f"gamma = {gamma} is outside (0, 1]; it is the share of an image that prompts take"
         )
-    if not 0 < strength < float("inf"):
+    if not 0 < entropy_reg < float("inf"):
         raise SettingsError(
-            f"strength = {strength} of the entropy is not above 0; the paper's λ is 0.1"
+            f"entropy_reg = {entropy_reg} of the entropy is not above 0; the paper's λ is 0.1"
         )
 
 
-def _solve(similarity: Tensor, gamma: float, strength: float, exact: bool, steps: int) -> Tensor:
+def _solve(similarity: Tensor, gamma: float, entropy_reg: float, exact: bool, steps: int) -> Tensor:
     _, prompts, patches = similarity.shape
     target = gamma * patches / prompts  # β in units of α
     # One prompt after the other in memory, so that all that a prompt takes is one piece.
     cost = similarity.transpose(0, 1).contiguous().transpose(0, 1)
     # A constant added to a prompt's row changes g and not T; with 0 as the largest no e overflows.
     cost = cost - cost.amax(dim=-1, keepdim=True)
-    levels = [strength]
+    levels = [entropy_reg]
     while levels[-1] < WIDE:
         levels.append(2 * levels[-1])
     kernel = (cost / levels[-1]).exp()
@@ -88,7 +89,7 @@ def _solve(similarity: Tensor, gamma: float, strength: float, exact: bool, steps
             g = 2 * g - (log(gamma / prompts) if plain else 0)
         cold = len(levels) == 1  # no larger λ came before
         last = steps + cold + (not plain) + (NEAR if gamma > 0.9 and not exact else 0)
-        count = WARM if level > strength else last
+        count = WARM if level > entropy_reg else last
         two = kernel.unbind(-2) if plain and prompts == 2 else ()
         product = two[0] * two[1] if two else kernel
         for _ in range(count):

@@ -117,7 +117,7 @@ def gradients(
         real = torch.cat([real, real.new_ones(batch.reference.shape[:2])], 1)
         x = torch.cat([x, batch.reference], 1)
     by, own = shares(real, x.dtype), shares(batch.real, x.dtype).rows[..., None]
-    logits, kept, new = forth(nets.mask, "mask", every, self.length * x, by)
+    logits, kept, new = forth(nets.mask, "mask", every, self.feature_norm * x, by)
     mask = softmax(logits, 2)
     masked = mask * x
     length = torch.linalg.vector_norm(masked, dim=2, keepdim=True).clamp_(min=LEAST)
@@ -131,7 +131,7 @@ def gradients(
         off = torch.sigmoid(says)
         off[:, :rows].sub_(1).mul_(own)
         off[:, rows:].div_(max(1, off.shape[1] - rows))
-        off.mul_(self.weight / 2)
+        off.mul_(self.adaptation_weight / 2)
         slope.sub_(back(nets.judge, "judge", every, seen, off, by, slopes))  # reversed
     # back through the length, the product with x and the softmax
     slope = torch.addcmul(slope, masked, (slope * masked).sum(2, keepdim=True), value=-1)

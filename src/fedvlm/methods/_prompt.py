@@ -25,9 +25,9 @@ class Prompted(Protocol):
     """A method with a prompt's two settings."""
 
     @property
-    def vectors(self) -> int | None: ...  # None: the usual number, or as many as the template has
+    def n_ctx(self) -> int | None: ...  # None: the usual number, or as many as the template has
     @property
-    def start(self) -> Start: ...
+    def ctx_init(self) -> Start: ...
 
 
 def tower_of(frozen: Frozen) -> TextTower:
@@ -42,24 +42,24 @@ def tower_of(frozen: Frozen) -> TextTower:
 def length(method: Prompted, frozen: Frozen, usual: int = USUAL) -> int:
     """The vectors of a prompt; what does not fit the tower or the template is refused."""
     tower = tower_of(frozen)
-    vectors, words = method.vectors, len(tower.prefix)
-    if method.start == "template":
+    vectors, words = method.n_ctx, len(tower.prefix)
+    if method.ctx_init == "template":
         if vectors not in (None, words) or not words:
-            asked = "" if vectors is None else f" and vectors = {vectors}"
+            asked = "" if vectors is None else f" and n_ctx = {vectors}"
             raise SettingsError(
-                f"start = 'template'{asked}, but the template {tower.template!r} has {words} "
-                "tokens before the class; leave vectors out, or set start = 'random'"
+                f"ctx_init = 'template'{asked}, but the template {tower.template!r} has {words} "
+                "tokens before the class; leave n_ctx out, or set ctx_init = 'random'"
             )
         vectors = words
     elif vectors is None:
         vectors = usual
     if vectors < 1:
-        raise SettingsError(f"vectors = {vectors}; a prompt has 1 or more")
+        raise SettingsError(f"n_ctx = {vectors}; a prompt has 1 or more")
     if vectors > tower.room:
         longest = int(tower.ends.argmax())
         name, tokens = frozen.classes[longest], int(tower.ends[longest]) + 1
         raise SettingsError(
-            f"vectors = {vectors}, but the text tower reads {len(tower.positions)} tokens and the "
+            f"n_ctx = {vectors}, but the text tower reads {len(tower.positions)} tokens and the "
             f"class {name!r} takes {tokens} of them, which leaves room for {max(tower.room, 0)}; "
             "use fewer vectors, or shorten the class name"
         )
@@ -71,7 +71,7 @@ def first_prompt(
 ) -> Tensor:
     """(vectors, width) drawn from N(0, 0.02²), or the template's words before the class."""
     vectors, tower = length(method, frozen, usual), tower_of(frozen)
-    if method.start == "template":
+    if method.ctx_init == "template":
         return tower.prefix.detach().clone()
     return 0.02 * torch.randn(vectors, tower.width, generator=seeds.generator(purpose, frozen.seed))
 

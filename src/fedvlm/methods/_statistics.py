@@ -23,7 +23,7 @@ def covers(self: Any, upload: Tensors) -> Tensor:
 
 def means(self: Any, upload: Tensors) -> Tensor | None:
     """(classes, dim) what the upload says of the class means."""
-    return prototypes.means(upload, self.most) if "sums" in upload else None
+    return prototypes.means(upload, self.max_samples) if "sums" in upload else None
 
 
 def describe(self: Any, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:

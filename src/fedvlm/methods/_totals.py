@@ -15,7 +15,9 @@ def per_row(self: Any, upload: Tensors, found: Tensors) -> dict[str, tuple[Tenso
     said: dict[str, tuple[Tensor, Tensor]] = {}
     if "counts" in upload:
         counts = upload["counts"].double()
-        sums, second = (gaussian.from_fixed(upload[k], self.most) for k in ("sums", "moments"))
+        sums, second = (
+            gaussian.from_fixed(upload[k], self.max_samples) for k in ("sums", "moments")
+        )
         means, scatter = gaussian.moments(counts, sums, second, found.get("means"))
         said = {"means": (means, counts), "scatter": (scatter[None], counts.sum()[None])}
     if "scores" in upload:
@@ -33,7 +35,7 @@ def whole(self: Any, said: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors:
         counts = said["means"][1].round()
         sums, second = gaussian.sums_of(counts, said["means"][0], said["scatter"][0][0])
         out["counts"] = counts.long()
-        step = gaussian.quantum(self.most)
+        step = gaussian.quantum(self.max_samples)
         out |= {"sums": (sums / step).round().long(), "moments": (second / step).round().long()}
     if "scores" in said:
         terms, voters = said["scores"][0], said["scores"][1].round()

@@ -31,7 +31,9 @@ OPEN = -0.7  # log weight of the class frequencies, before validation rows have 
 @register
 @dataclass(frozen=True)
 class Auto:
-    smallest: int = SMALLEST  # rows a class must have at a client for its statistics to be uploaded
+    min_class_samples: int = (
+        SMALLEST  # rows a class must have at a client for its statistics to be uploaded
+    )
     # the first also asks for statistics, the last only for the shared mix
     rounds: int = within(16, Range(2))
 
@@ -40,7 +42,9 @@ class Auto:
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), sums="total", smallest=self.smallest)
+        return Traits(
+            needs=frozenset({"image"}), sums="total", min_class_samples=self.min_class_samples
+        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         anchor = _probe.anchor_of(frozen)
@@ -72,15 +76,15 @@ class Auto:
     ) -> tuple[Tensors, Tensors]:
         if "gauss weight" in sent:
             return {"judged": self.judge(frozen, sent, client)}, local
-        upload = _probe.answer(sent, client, self.smallest)
+        upload = _probe.answer(sent, client, self.min_class_samples)
         return upload if "begun" in sent else upload | self.statistics(frozen, client), local
 
     def statistics(self, frozen: Frozen, client: Client) -> Tensors:
         """TOFA's sums over rows; rows of classes with too few are one nameless group, if enough."""
         classes = len(frozen.classes)
-        few = gaussian.members(client.y, classes).sum(0) < self.smallest
+        few = gaussian.members(client.y, classes).sum(0) < self.min_class_samples
         rest = few[client.y.clamp(min=0)] & (client.y >= 0)
-        enough = rest.sum() >= self.smallest
+        enough = rest.sum() >= self.min_class_samples
         y = torch.where(rest, torch.where(enough, classes, -1), client.y)
         counts, sums, _ = gaussian.raw(
             torch.where((y >= 0)[:, None], client.x, 0.0), y, classes + 1
@@ -108,7 +112,7 @@ class Auto:
         found = []
         for share in torch.split(mixes(len(logits)), len(SHARES)):  # all at once would be large
             found.append(probe.losses(torch.einsum("mj,jnk->mnk", share.to(logits), logits), y))
-        return torch.where((client.y >= 0).sum() >= self.smallest, torch.cat(found), 0.0)
+        return torch.where((client.y >= 0).sum() >= self.min_class_samples, torch.cat(found), 0.0)
 
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]

@@ -29,13 +29,13 @@ TOKENS = 1 << 15  # token vectors in the text tower at once: every image has pro
 class CoCoOp:
     # where the network lives: zero at first and local, drawn and local, or shared
     form: Literal["server-coop", "random-meta", "all-global"] = "server-coop"
-    vectors: int | None = None  # M: 4, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 2e-3  # η
+    n_ctx: int | None = None  # M: 4, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 2e-3  # η
     momentum: float = 0.9
-    decay: float = 5e-4  # weight decay
-    batch: int = 8  # B; the paper's 1 takes as many steps as there are images
-    epochs: int = 1  # E
+    weight_decay: float = 5e-4  # weight decay
+    batch_size: int = 8  # B; the paper's 1 takes as many steps as there are images
+    local_epochs: int = 1  # E
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

@@ -15,13 +15,13 @@ from fedvlm.methods.promptfl import PromptFL
 @register
 @dataclass(frozen=True)
 class CoOp:
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-3  # η; FedOTP's tables, the CoOp paper has 2e-3
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-3  # η; FedOTP's tables, the CoOp paper has 2e-3
     momentum: float = 0.9
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 5  # E, per round, so that its budget is that of the federated methods
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 5  # E, per round, so that its budget is that of the federated methods
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

@@ -31,11 +31,11 @@ class DPFPL:
     clip: float = within(10.0, POSITIVE)
     delta: float = within(1e-5, INSIDE)  # δ at which ε is told
     rank: int = within(8, COUNT)  # of the local prompt's factors; at most as many as its vectors
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-3  # η
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-3  # η
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 100  # T
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class DPFPL:
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         epsilon(self.noise_multiplier, 1, 1.0, self.delta)  # a missing library is found now
         prompt, own = first_prompt(self, frozen), first_prompt(self, frozen, "local prompt")
-        if self.start == "template":  # half of it each: it is their sum that is read
+        if self.ctx_init == "template":  # half of it each: it is their sum that is read
             prompt, own = prompt / 2, own / 2
         counts = {"noisy steps": torch.tensor(0), "passes": torch.tensor(0)}
         return {"prompt": prompt}, {"own": own, **counts}
@@ -70,11 +70,11 @@ class DPFPL:
             total = clipped_sum(each, self.clip, batch.real)
             total = blurred(total, self.noise_multiplier * self.clip, client.noise[step])
             # divided by B and not by the rows that are there, whose number would tell of a row
-            pace = torch.where(batch.real.any(), self.rate / self.batch, 0.0)
+            pace = torch.where(batch.real.any(), self.lr / self.batch_size, 0.0)
             prompt = prompt - pace * total["prompt"]
             own = own - pace * carried(left, right, total["left"], total["right"])
             steps = steps + batch.real.any()
-        passes = local["passes"] + self.epochs * (client.order >= 0).any()
+        passes = local["passes"] + self.local_epochs * (client.order >= 0).any()
         return {"prompt": prompt}, {"own": own, "noisy steps": steps, "passes": passes}
 
     def noise(self, frozen: Frozen) -> int:

@@ -38,20 +38,20 @@ class FAACLIP:
     mask: Literal["full", "deeper", "no norm", "no second", "linear, norm", "linear"] = "full"
     adaptation: bool = True  # False: no judge ("w/o DA"), and no reference set
     reference: Literal["public", "target"] = "public"  # D_tgt, whose rows the judge sees
-    weight: float = 0.5  # λ of eq. 6
-    shared_judge: bool = False  # "w/ shared D"
+    adaptation_weight: float = 0.5  # λ of eq. 6
+    shared_discriminator: bool = False  # "w/ shared D"
     local_norm: bool = False  # "w/o shared BN"
     mask_duplicates: bool = False  # rows of one class are no opposites of each other
     # The mask is meant for raw features, ours have length 1. CLIP's are about 10 long: so long they
     # enter it. BatchNorm takes the length out again but for its first statistics.
-    length: float = 10.0
-    rate: float = 5e-5
+    feature_norm: float = 10.0
+    lr: float = 5e-5
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
-    decay: float = 0.02  # L2, inside Adam
+    weight_decay: float = 0.02  # L2, inside Adam
     persist: bool = False  # keep Adam's moments over the rounds, at the client
-    batch: int = 32  # B; the judge sees as many rows of the reference set
-    epochs: int = 1
+    batch_size: int = 32  # B; the judge sees as many rows of the reference set
+    local_epochs: int = 1
     rounds: int = 50
 
     @property
@@ -76,7 +76,7 @@ class FAACLIP:
                 own = [key for key in shared if layer == "norm" and key.startswith(at)]
                 local |= {key: shared.pop(key) for key in own}
         if self.adaptation:
-            (shared if self.shared_judge else local).update(draw("judge", JUDGE, 1))
+            (shared if self.shared_discriminator else local).update(draw("judge", JUDGE, 1))
         if self.persist:
             both = {**shared, **local}
             local |= parts.moments({key: both[key] for key in both if key not in MEMORY})
@@ -84,7 +84,7 @@ class FAACLIP:
 
     def features(self, every: Tensors, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensors]:
         """I* of the paper at unit length, and the mask's new statistics."""
-        logits, new = through(LAYERS[self.mask], "mask", every, self.length * x, real)
+        logits, new = through(LAYERS[self.mask], "mask", every, self.feature_norm * x, real)
         return normalize(logits.softmax(-1) * x, dim=-1), new
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class FAACLIP:
         ours = torch.where(batch.real, softplus(-says[:rows, 0]), 0.0).sum()
         ours = ours / batch.real.sum().clamp(min=1)
         theirs = softplus(says[rows:, 0]).sum() / max(1, len(says) - rows)
-        return fit + self.weight * (ours + theirs) / 2, new | more
+        return fit + self.adaptation_weight * (ours + theirs) / 2, new | more
 
     def update_many(
         self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client

@@ -22,11 +22,11 @@ from fedvlm.methods._head import first_head, head_traits
 class FedAKT:
     width: int = 128  # of the adapter's bottleneck
     distil: float = 1.0  # λ, how much the two views are held together
-    rate: float = 1e-3
+    lr: float = 1e-3
     momentum: float = 0.0
-    decay: float = 5e-4
-    batch: int = 32
-    epochs: int = 1
+    weight_decay: float = 5e-4
+    batch_size: int = 32
+    local_epochs: int = 1
     rounds: int = 50
     head: Literal["text", "random"] = "text"
 

@@ -17,11 +17,11 @@ from fedvlm.methods._head import first_head, head_traits
 @register
 @dataclass(frozen=True)
 class FedAvg:
-    rate: float = 1e-3  # η
+    lr: float = 1e-3  # η
     momentum: float = 0.0
-    decay: float = 5e-4  # weight decay
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    weight_decay: float = 5e-4  # weight decay
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 50  # T
     head: Literal["text", "random"] = "text"
 

@@ -17,12 +17,12 @@ from fedvlm.methods._tower import by_text, sizes, tower_of
 @dataclass(frozen=True)
 class FedAvgTower:
     blocks: int = 0  # of the tower that are trained, the last ones; 0 is all of it
-    rate: float = 5e-5  # η, FAA-CLIP's, as is the rest of its Adam
+    lr: float = 5e-5  # η, FAA-CLIP's, as is the rest of its Adam
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
-    decay: float = 0.02  # added to the gradient, not AdamW's
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    weight_decay: float = 0.02  # added to the gradient, not AdamW's
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 50  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

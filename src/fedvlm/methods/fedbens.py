@@ -26,29 +26,32 @@ SHARPEST = 1e6  # a variance is 1e-6 at least
 @register
 @dataclass(frozen=True)
 class FedBEns:
-    runs: int = within(3, COUNT)  # M': prompts a client trains, each from its own start
+    prompts_per_client: int = within(
+        3, COUNT
+    )  # M': prompts a client trains, each from its own start
     prior: float = within(10.0, POSITIVE)  # precision of the prior N(0, 1/prior) of every number
     temperature: float = 0.1  # T: the Fisher information counts 1/T times
     iterations: int = 50  # of the server's climb
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-2  # η
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-2  # η
     momentum: float = 0.9
-    decay: float = 0.0
-    batch: int = 32  # B
-    epochs: int = 50  # E
+    weight_decay: float = 0.0
+    batch_size: int = 32  # B
+    local_epochs: int = 50  # E
     rounds: int = 1
 
     def __post_init__(self) -> None:
         check_ranges("fedbens", self)
-        if self.start == "template" and self.runs > 1:
+        if self.ctx_init == "template" and self.prompts_per_client > 1:
             raise SettingsError(
-                f"start = 'template' and runs = {self.runs}: prompts that start from the same "
-                "words stay the same; set runs = 1, or start = 'random'"
+                f"ctx_init = 'template' and prompts_per_client = {self.prompts_per_client}: "
+                "prompts that start from the same words stay the same; set "
+                "prompts_per_client = 1, or ctx_init = 'random'"
             )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        purposes = ("prompt", *(f"prompt {run}" for run in range(1, self.runs)))
+        purposes = ("prompt", *(f"prompt {run}" for run in range(1, self.prompts_per_client)))
         starts = [first_prompt(self, frozen, purpose) for purpose in purposes]
         return {"prompts": torch.stack(starts)}, {}
 
@@ -73,7 +76,9 @@ class FedBEns:
         upload, own = parts.sgd(self, frozen, sent, local, client)
 
         def sharpness(prompt: Tensor) -> Tensor:
-            return torch.stack(samples(frozen, prompt, client)).square().sum(dim=0) / self.epochs
+            return (
+                torch.stack(samples(frozen, prompt, client)).square().sum(dim=0) / self.local_epochs
+            )
 
         seen = vmap(sharpness)(upload["prompts"])
         precision = (seen / self.temperature + self.prior).clamp(max=max(SHARPEST, self.prior))

@@ -23,14 +23,14 @@ LAYERS = ("linear", "tanh", "linear")  # before the softmax
 class FedCLIP:
     # The mask is meant for raw features, ours have length 1. CLIP's are about 10 long: so long they
     # enter it.
-    length: float = 10.0
+    feature_norm: float = 10.0
     mask_duplicates: bool = False  # rows of one class are no opposites of each other
-    rate: float = 5e-5
+    lr: float = 5e-5
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
-    decay: float = 0.2  # L2, inside Adam
-    batch: int = 32
-    epochs: int = 1
+    weight_decay: float = 0.2  # L2, inside Adam
+    batch_size: int = 32
+    local_epochs: int = 1
     rounds: int = 200
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
@@ -38,7 +38,7 @@ class FedCLIP:
         return first_values(LAYERS, "mask", [frozen.dim] * 3, draw), {}
 
     def features(self, every: Tensors, x: Tensor) -> Tensor:
-        logits, _ = through(LAYERS, "mask", every, self.length * x)
+        logits, _ = through(LAYERS, "mask", every, self.feature_norm * x)
         return normalize(logits.softmax(-1) * x, dim=-1)
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:

@@ -21,20 +21,22 @@ from fedvlm.methods._head import first_head, head_needs
 @register
 @dataclass(frozen=True)
 class FedGH:
-    server_rate: float = 1e-2  # the server's SGD
-    smallest: int = SMALLEST  # rows a class must have at a client for its mean to be uploaded
-    passes: int = 1  # of the server over all prototypes in a round
-    rate: float = 1e-3  # a client's own SGD, at the end
+    server_lr: float = 1e-2  # the server's SGD
+    min_class_samples: int = (
+        SMALLEST  # rows a class must have at a client for its mean to be uploaded
+    )
+    server_epochs: int = 1  # of the server over all prototypes in a round
+    lr: float = 1e-3  # a client's own SGD, at the end
     momentum: float = 0.0
-    decay: float = 0.0
-    batch: int = 32
-    epochs: int = 1
+    weight_decay: float = 0.0
+    batch_size: int = 32
+    local_epochs: int = 1
     rounds: int = 50
     head: Literal["text", "random"] = "text"
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=head_needs(self.head), smallest=self.smallest)
+        return Traits(needs=head_needs(self.head), min_class_samples=self.min_class_samples)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         head = first_head(self.head, frozen)
@@ -54,7 +56,9 @@ class FedGH:
         counts = kind.sum(0)
         # Zero where the client has no row of a class, or too few to tell of.
         means = kind.to(client.x.dtype).mT @ client.x / counts.clamp(min=1)[:, None]
-        return {"prototypes": torch.where((counts >= self.smallest)[:, None], means, 0.0)}, local
+        return {
+            "prototypes": torch.where((counts >= self.min_class_samples)[:, None], means, 0.0)
+        }, local
 
     def means(self, upload: Tensors) -> Tensor:
         """(classes, dim) what the upload says of the class means, for an audit."""
@@ -78,9 +82,9 @@ class FedGH:
             )
 
         head = {key: shared[key] for key in ("head", "bias")}
-        for _ in range(self.passes):
+        for _ in range(self.server_epochs):
             slope = grad(misfit)(head)
-            head = {key: value - self.server_rate * slope[key] for key, value in head.items()}
+            head = {key: value - self.server_lr * slope[key] for key, value in head.items()}
         return {**shared, **head}
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:

@@ -25,20 +25,20 @@ from fedvlm.methods.promptfl import PromptFL
 class FedLPA:
     damping: float = within(1.0, AMOUNT)  # added to a factor's diagonal, as a share of its mean
     iterations: int = 100  # of conjugate gradients, from the mean prompt
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-3  # η
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-3  # η
     momentum: float = 0.9
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 50  # E: as many as PromptFL takes in all its rounds
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 50  # E: as many as PromptFL takes in all its rounds
     rounds: int = 1
 
     def __post_init__(self) -> None:
         check_ranges("fedlpa", self)
 
     def noise(self, frozen: Frozen) -> int:
-        return self.batch * len(frozen.classes)
+        return self.batch_size * len(frozen.classes)
 
     def update(
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client

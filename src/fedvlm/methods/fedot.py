@@ -22,11 +22,11 @@ from fedvlm.methods._head import first_head, head_traits
 class FedOT:
     blocks: int | Literal["auto"] = 1  # r, any divisor of d; "auto": each client's own choice
     tau: float = 100.0  # τ; the paper does not say, CLIP's own is 100
-    rate: float = 5e-5  # η of both the head and the map
+    lr: float = 5e-5  # η of both the head and the map
     momentum: float = 5e-4  # "weight decay and momentum set to 5e-4", read literally
-    decay: float = 5e-4
-    batch: int = 32  # B, after FedCLIP; the paper does not say
-    epochs: int = 1  # E
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B, after FedCLIP; the paper does not say
+    local_epochs: int = 1  # E
     rounds: int = 200  # T
     head: Literal["text", "random"] = "text"  # text embeddings, or RandInit
 
@@ -57,7 +57,7 @@ class FedOT:
         """`update` of many clients at once, by exact gradients; equal to it but for rounding."""
         if self.blocks == "auto":
             return race(self, frozen, sent, local, clients, FedOT.update_many)
-        pace = cayley_steps.Pace(self.rate, self.momentum, self.decay, self.tau)
+        pace = cayley_steps.Pace(self.lr, self.momentum, self.weight_decay, self.tau)
         every = {**sent, **local}
         head, skew = cayley_steps.walk(every["head"], every["skew"], clients, pace)
         new = {"head": head, "skew": skew}

@@ -18,11 +18,11 @@ from fedvlm.methods.fedot import FedOT
 class FedOTAllLocal:
     blocks: int = 1  # r, any divisor of d
     tau: float = 100.0  # τ
-    rate: float = 5e-5  # η
+    lr: float = 5e-5  # η
     momentum: float = 5e-4
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 200  # T
     head: Literal["text", "random"] = "text"
 

@@ -21,14 +21,14 @@ from fedvlm.methods.promptfl import PromptFL
 @register
 @dataclass(frozen=True)
 class FedOTPrompt:
-    vectors: int | None = None  # M: 16, or the template's; the paper says K
-    start: Start = "random"  # or the template's words
+    n_ctx: int | None = None  # M: 16, or the template's; the paper says K
+    ctx_init: Start = "random"  # or the template's words
     blocks: int = 1  # r, any divisor of d
-    rate: float = 1e-3  # η of both the prompt and the map
+    lr: float = 1e-3  # η of both the prompt and the map
     momentum: float = 0.9
-    decay: float = 5e-4  # weight decay
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    weight_decay: float = 5e-4  # weight decay
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 50  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

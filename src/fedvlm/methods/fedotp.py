@@ -22,18 +22,18 @@ from fedvlm.methods._prompt import Start, features_of_both, first_prompt, sgd_to
 class FedOTP:
     transport: Kind = "unbalanced"  # of patches to prompts
     gamma: float = 0.8  # γ: the share of an image's patches that prompts take, if unbalanced
-    strength: float = 0.1  # λ of the entropy
-    vectors: int | None = None  # s of each prompt: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-3  # η
+    entropy_reg: float = 0.1  # λ of the entropy
+    n_ctx: int | None = None  # s of each prompt: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-3  # η
     momentum: float = 0.9  # the code's; the paper does not say
-    decay: float = 5e-4  # likewise
-    batch: int = 32  # B
-    epochs: int = 5  # R; 1 for CIFAR
+    weight_decay: float = 5e-4  # likewise
+    batch_size: int = 32  # B
+    local_epochs: int = 5  # R; 1 for CIFAR
     rounds: int = 10  # T; 150 for CIFAR
 
     def __post_init__(self) -> None:
-        check_plan(self.gamma, self.strength)
+        check_plan(self.gamma, self.entropy_reg)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {"prompt": first_prompt(self, frozen)}
@@ -49,7 +49,7 @@ class FedOTP:
     def match(self, similarity: Tensor) -> Tensor:
         """T of the same shape; it stays fixed while the prompts move."""
         with torch.no_grad():
-            return plan(similarity.detach(), self.transport, self.gamma, self.strength)
+            return plan(similarity.detach(), self.transport, self.gamma, self.entropy_reg)
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         similarity = self.similarity(frozen, sent, local, x)

@@ -18,11 +18,11 @@ from fedvlm.methods.fedavg import FedAvg
 @dataclass(frozen=True)
 class FedProx:
     mu: float = 0.1  # μ of eq. 2
-    rate: float = 1e-3  # η
+    lr: float = 1e-3  # η
     momentum: float = 0.0
-    decay: float = 5e-4  # weight decay
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    weight_decay: float = 5e-4  # weight decay
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 50  # T
     head: Literal["text", "random"] = "text"
 

@@ -19,12 +19,12 @@ from fedvlm.methods.fedavg_tower import FedAvgTower
 class FedProxTower:
     mu: float = 1e-2  # μ of eq. 2; FAA-CLIP has μ/2 = 5e-3
     blocks: int = 0  # of the tower that are trained, the last ones; 0 is all of it
-    rate: float = 5e-5  # η
+    lr: float = 5e-5  # η
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
-    decay: float = 0.02
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    weight_decay: float = 0.02
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 50  # T
 
     def loss(

@@ -23,19 +23,19 @@ class FedRep:
         10, AMOUNT
     )  # τ of a round: first the head, with the map that was sent
     map_epochs: int = within(1, AMOUNT)  # then the map, with that head
-    rate: float = 1e-3  # α
+    lr: float = 1e-3  # α
     momentum: float = 0.0
-    decay: float = 5e-4  # weight decay
-    batch: int = 32  # B
+    weight_decay: float = 5e-4  # weight decay
+    batch_size: int = 32  # B
     rounds: int = 50  # T
     head: Literal["text", "random"] = "text"
 
     def __post_init__(self) -> None:
         check_ranges("fedrep", self)
-        check_range("fedrep: head_epochs + map_epochs", self.epochs, EPOCHS)
+        check_range("fedrep: head_epochs + map_epochs", self.local_epochs, EPOCHS)
 
     @property
-    def epochs(self) -> int:
+    def local_epochs(self) -> int:
         return self.head_epochs + self.map_epochs
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

@@ -28,14 +28,14 @@ BETAS, ADAPTIVITY = (0.9, 0.99), 1e-3  # β₁, β₂ and τ of FedAdam
 @dataclass(frozen=True)
 class FENS:
     units: int = within(2, COUNT)  # d': hidden units per client
-    server_rate: float = 1e-3  # of FedAdam; a client's step of rate 1 is the gradient itself
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-3  # η
+    server_lr: float = 1e-3  # of FedAdam; a client's step of rate 1 is the gradient itself
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-3  # η
     momentum: float = 0.9
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 50  # E
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 50  # E
     rounds: int = 501  # one for the prompts, 500 for the network
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class FENS:
         for key, value in network.items():
             first = BETAS[0] * shared[f"first {key}"] + (1 - BETAS[0]) * gradient[key]
             second = BETAS[1] * shared[f"second {key}"] + (1 - BETAS[1]) * gradient[key] ** 2
-            moved = value - self.server_rate * first / (second.sqrt() + ADAPTIVITY)
+            moved = value - self.server_lr * first / (second.sqrt() + ADAPTIVITY)
             out |= {key: moved, f"first {key}": first, f"second {key}": second}
         return out
 

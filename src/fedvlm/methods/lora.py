@@ -23,12 +23,12 @@ class LoRA:
     targets: tuple[str, ...] = ("q", "k", "v", "out", "up", "down")  # matrices of every block
     rank: int = 3  # r; 0 trains nothing
     average: Literal["factors", "products"] = "factors"  # the mean of A and of B, or of B A
-    rate: float = 5e-5  # η
+    lr: float = 5e-5  # η
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-6
-    decay: float = 0.02
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    weight_decay: float = 0.02
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 50  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

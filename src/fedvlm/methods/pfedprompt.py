@@ -25,17 +25,17 @@ SHARPNESS = (1.0, 3.0, 10.0, 30.0, 100.0)  # b
 @register
 @dataclass(frozen=True)
 class PFedPrompt:
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-3  # η
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-3  # η
     momentum: float = 0.9
-    decay: float = 5e-4  # weight decay
-    batch: int = 32  # B
-    epochs: int = 5  # E
+    weight_decay: float = 5e-4  # weight decay
+    batch_size: int = 32  # B
+    local_epochs: int = 5  # E
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        shared, _ = PromptFL(vectors=self.vectors, start=self.start).init(frozen)
+        shared, _ = PromptFL(n_ctx=self.n_ctx, ctx_init=self.ctx_init).init(frozen)
         empty = {"features": torch.zeros(0, frozen.dim), "labels": torch.zeros(0, dtype=torch.long)}
         return shared, {**empty, "weight": torch.tensor(0.0), "sharpness": torch.tensor(1.0)}
 

@@ -23,8 +23,8 @@ from fedvlm.methods.alone import own_path
 @dataclass(frozen=True)
 class Probe:
     ridge: float = within(1e-4, POSITIVE)  # of the shared head, per row
-    own: bool = True  # False: every client uses the shared head
-    smallest: int = SMALLEST  # rows a client must have to say anything of them
+    local_head: bool = True  # False: every client uses the shared head
+    min_class_samples: int = SMALLEST  # rows a client must have to say anything of them
     rounds: int = 20
 
     def __post_init__(self) -> None:
@@ -35,8 +35,8 @@ class Probe:
         dim = frozen.dim + 1
         shared = {**_probe.keep(quasi.begin(anchor)), "walk anchor": anchor}
         shared["walk round"] = torch.zeros((), dtype=torch.int64)
-        local = {"weight change": torch.zeros(len(anchor), frozen.dim)} if self.own else {}
-        local |= {"bias change": torch.zeros(len(anchor))} if self.own else {}
+        local = {"weight change": torch.zeros(len(anchor), frozen.dim)} if self.local_head else {}
+        local |= {"bias change": torch.zeros(len(anchor))} if self.local_head else {}
         return {**shared, "walk gram": torch.zeros(dim * (dim + 1) // 2)}, local
 
     def send(self, shared: Tensors, id: str) -> Tensors:
@@ -48,9 +48,9 @@ class Probe:
     def update(
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
     ) -> tuple[Tensors, Tensors]:
-        upload = _probe.answer(sent, client, self.smallest)
+        upload = _probe.answer(sent, client, self.min_class_samples)
         if "begun" not in sent:
-            upload["gram"] = _probe.second(client, self.smallest)
+            upload["gram"] = _probe.second(client, self.min_class_samples)
         return upload, local
 
     def aggregate(
@@ -66,7 +66,7 @@ class Probe:
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         """The likeliest on validation rows of the shared head, heads near it, and own ones."""
-        if not self.own:
+        if not self.local_head:
             return local
         shared = probe.Head(sent["weight"].double(), sent["bias"].double())
         ridges, own, there = own_path(frozen, client)
@@ -82,7 +82,7 @@ class Probe:
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         weight, bias = sent["weight"], sent["bias"]
-        if self.own:
+        if self.local_head:
             weight, bias = weight + local["weight change"], bias + local["bias change"]
         return x @ weight.mT + bias
 

@@ -27,14 +27,14 @@ class PromptFLFedAMP:
     alpha: float = within(0.1, POSITIVE)
     # σ: squared distance at which the attraction has fallen to 1/e
     sigma: float = within(1.0, POSITIVE)
-    pull: float = within(0.05, AMOUNT)  # λ: of a client's prompt towards its cloud
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 1e-3  # η
+    prox_weight: float = within(0.05, AMOUNT)  # λ: of a client's prompt towards its cloud
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 1e-3  # η
     momentum: float = 0.9
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 5  # E
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 5  # E
     rounds: int = 10  # T
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class PromptFLFedAMP:
         away = (shared["prompt"] - start["prompt"]).square().sum()
         return (
             parts.masked_cross_entropy(logits, batch.y, batch.real)
-            + self.pull / (2 * self.alpha) * away
+            + self.prox_weight / (2 * self.alpha) * away
         )
 
     def aggregate(

@@ -19,31 +19,34 @@ from fedvlm.methods.promptfl import PromptFL
 @register
 @dataclass(frozen=True)
 class PromptFLFedPer:
-    vectors: int | None = None  # M: 16, or the template's
-    start: Start = "random"  # or the template's words
-    own: int = 8  # of the vectors, the last ones: never sent
-    rate: float = 1e-3  # η
+    n_ctx: int | None = None  # M: 16, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    local_vectors: int = 8  # of the vectors, the last ones: never sent
+    lr: float = 1e-3  # η
     momentum: float = 0.9
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 5  # E
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 5  # E
     rounds: int = 10  # T
 
     def __post_init__(self) -> None:
-        usual = USUAL if self.start == "random" else self.own + 1  # the template is not known yet
-        self.check(usual if self.vectors is None else self.vectors)
+        usual = (
+            USUAL if self.ctx_init == "random" else self.local_vectors + 1
+        )  # the template is not known yet
+        self.check(usual if self.n_ctx is None else self.n_ctx)
 
     def check(self, vectors: int) -> None:
-        if not 0 <= self.own < vectors:
+        if not 0 <= self.local_vectors < vectors:
             raise SettingsError(
-                f"own = {self.own} of vectors = {vectors}; keep 0 or more and share at least 1"
+                f"local_vectors = {self.local_vectors} of n_ctx = {vectors}; "
+                "keep 0 or more and share at least 1"
             )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         prompt = first_prompt(self, frozen)
         self.check(len(prompt))
-        cut = len(prompt) - self.own
-        return {"prompt": prompt[:cut]}, {"own": prompt[cut:]} if self.own else {}
+        cut = len(prompt) - self.local_vectors
+        return {"prompt": prompt[:cut]}, {"own": prompt[cut:]} if self.local_vectors else {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         whole = torch.cat([sent["prompt"], *local.values()], dim=-2)

@@ -21,13 +21,13 @@ VECTORS = 8  # M of the paper's code
 @dataclass(frozen=True)
 class PromptFolio:
     mix: float = within(0.4, UNIT)  # θ: the share of the local prompt's features
-    vectors: int | None = None  # M: 8, or the template's
-    start: Start = "random"  # or the template's words
-    rate: float = 2e-3  # η
+    n_ctx: int | None = None  # M: 8, or the template's
+    ctx_init: Start = "random"  # or the template's words
+    lr: float = 2e-3  # η
     momentum: float = 0.9
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 5  # E
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 5  # E
     rounds: int = 10  # T
 
     def __post_init__(self) -> None:

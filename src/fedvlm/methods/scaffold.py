@@ -20,11 +20,11 @@ from fedvlm.methods.fedavg import FedAvg
 @register
 @dataclass(frozen=True)
 class Scaffold:
-    server_rate: float = 1.0  # η_g
-    rate: float = 1e-3  # η_l; without momentum, which the variates have no account of
-    decay: float = 5e-4  # weight decay
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    server_lr: float = 1.0  # η_g
+    lr: float = 1e-3  # η_l; without momentum, which the variates have no account of
+    weight_decay: float = 5e-4  # weight decay
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 50  # T
     head: Literal["text", "random"] = "text"
 
@@ -47,7 +47,7 @@ class Scaffold:
     ) -> tuple[Tensors, Tensors]:
         head = walk(self, frozen, sent, local, client)[0]["head"]
         steps = (client.order >= 0).any(dim=-1).sum(-1).clamp(min=1)[..., None, None]  # K
-        change = (sent["head"] - head) / (steps * self.rate) - sent["variate"]  # option II
+        change = (sent["head"] - head) / (steps * self.lr) - sent["variate"]  # option II
         own = {"own variate": local["own variate"] + change}
         return {"head": head, "variate change": change}, own
 
@@ -55,7 +55,7 @@ class Scaffold:
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
     ) -> Tensors:
         mean = parts.uniform(self, uploads[0], uploads, weights, ids)
-        head = torch.lerp(shared["head"], mean["head"], self.server_rate)
+        head = torch.lerp(shared["head"], mean["head"], self.server_lr)
         variate = shared["variate"] + len(uploads) / shared["clients"] * mean["variate change"]
         return {**shared, "head": head, "variate": variate}
 

@@ -47,9 +47,11 @@ class TOFA:
     # which rows say how sure each modality is: own ones by leaving out, or validation rows
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
     # rows a client may have; the fixed point of uploads is made for them
-    most: int = within(4096, COUNT)
-    smallest: int = SMALLEST  # rows a class must have at a client to be uploaded
-    contributors: int = 1  # clients it must have then; above 1 an exchange before all counts them
+    max_samples: int = within(4096, COUNT)
+    min_class_samples: int = SMALLEST  # rows a class must have at a client to be uploaded
+    min_class_clients: int = (
+        1  # clients it must have then; above 1 an exchange before all counts them
+    )
     noise_multiplier: float = 0.0  # of the noise in what is uploaded, by what one row can change
     delta: float = 1e-5  # δ at which ε is counted
     rounds: int = 1  # 2: clients' own texts go round first, and are scored in a second exchange
@@ -66,7 +68,7 @@ class TOFA:
 
     @property
     def exchanges(self) -> int:  # without the one that counts contributors
-        return self.rounds - (self.contributors > 1)
+        return self.rounds - (self.min_class_clients > 1)
 
     @property
     def traits(self) -> Traits:
@@ -74,13 +76,13 @@ class TOFA:
             needs=frozenset({"image"}),
             sums=None if self.text and self.exchanges == 2 else "total",  # texts have none
             uneven=frozenset({"texts"}),  # of clients that bring more or fewer
-            smallest=self.smallest,
-            contributors=self.contributors,
+            min_class_samples=self.min_class_samples,
+            min_class_clients=self.min_class_clients,
         )
 
     @property
-    def batch(self) -> int:  # all rows in one minibatch, so that noise is drawn once
-        return self.most
+    def batch_size(self) -> int:  # all rows in one minibatch, so that noise is drawn once
+        return self.max_samples
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, local = len(frozen.classes), dict[str, Tensor]()
@@ -98,18 +100,20 @@ class TOFA:
         self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
     ) -> tuple[Tensors, Tensors]:
         rows, first = client.x.shape[0], "texts" not in sent
-        if rows > self.most:
-            raise SettingsError(f"tofa: a client has {rows} rows; set most = {rows} or higher")
+        if rows > self.max_samples:
+            raise SettingsError(
+                f"tofa: a client has {rows} rows; set max_samples = {rows} or higher"
+            )
         if self.text and client.texts.shape[1] and self.exchanges == 1:
             raise SettingsError("tofa: clients bring texts of their own; set rounds = 2")
         allowed = open_classes(sent, len(frozen.classes))
-        limits = allowed, self.smallest, self.noise_multiplier, client.noise[:1].flatten()
+        limits = allowed, self.min_class_samples, self.noise_multiplier, client.noise[:1].flatten()
         counts, sums, second = prototypes.released(client.x, client.y, *limits)
-        if self.contributors > 1 and "open" not in sent:
+        if self.min_class_clients > 1 and "open" not in sent:
             return {"holders": (counts > 0).to(torch.int32)}, local
         upload: Tensors = {}
         if self.visual and first:
-            upload |= prototypes.packed(counts, sums, second, self.most)
+            upload |= prototypes.packed(counts, sums, second, self.max_samples)
             if "row weight" in local:
                 local = {**local, "row weight": 1 + self.alpha * (counts > 0).float()}
         if self.text and first and self.exchanges == 2:
@@ -140,9 +144,9 @@ class TOFA:
         total = prototypes.added(uploads, uploads[0].keys() - {"texts"})
         out = {key: value for key, value in shared.items() if key != "texts"}
         if "holders" in total:
-            out["open"] = (total["holders"] >= self.contributors).double()
+            out["open"] = (total["holders"] >= self.min_class_clients).double()
         if "moments" in total:
-            out |= prototypes.prior(total, self.most, self.shrinkage)
+            out |= prototypes.prior(total, self.max_samples, self.shrinkage)
         if "scores" in total:
             out |= aligned(shared, total, self.temperature)
         return out | ({"texts": gathered(uploads, ids)} if "texts" in uploads[0] else {})

@@ -23,11 +23,11 @@ class VPT:
     prompts: int = 2  # p, tokens in each block that has some; 0 leaves only the head
     depth: int = 1  # d, blocks with prompts of their own, the first ones; 1 is VPT-shallow
     tau: float = 100.0  # τ
-    rate: float = 5e-5  # η, FedOT's, as is the rest of its SGD
+    lr: float = 5e-5  # η, FedOT's, as is the rest of its SGD
     momentum: float = 5e-4
-    decay: float = 5e-4
-    batch: int = 32  # B
-    epochs: int = 1  # E
+    weight_decay: float = 5e-4
+    batch_size: int = 32  # B
+    local_epochs: int = 1  # E
     rounds: int = 200  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

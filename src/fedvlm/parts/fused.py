@@ -67,8 +67,8 @@ def adam_step(
         amsgrad=False,
         beta1=pace.betas[0],
         beta2=pace.betas[1],
-        lr=pace.rate,
-        weight_decay=pace.decay,
+        lr=pace.lr,
+        weight_decay=pace.weight_decay,
         eps=pace.eps,
         maximize=False,
     )

@@ -51,10 +51,10 @@ def heads(self: Any, scale: float, head: Tensor, clients: Client, pull: Pull) ->
     speed = torch.zeros_like(head)
     for batch, own, share, going in steps(scale, clients):
         slope = slope_of(head, batch, own, share)
-        slope = (slope + pull(head)).add_(head, alpha=pace.decay)
+        slope = (slope + pull(head)).add_(head, alpha=pace.weight_decay)
         # A client without rows in this step keeps its head and its speed.
         speed = torch.where(going, pace.momentum * speed + slope, speed) if pace.momentum else slope
-        head.sub_(torch.where(going, speed, 0.0), alpha=pace.rate)
+        head.sub_(torch.where(going, speed, 0.0), alpha=pace.lr)
     return head
 
 
@@ -71,11 +71,11 @@ def maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Client) 
     added, part_speed, added_speed = torch.zeros_like(head), 0 * part, torch.zeros_like(head)
     for batch, own, share, going in steps(scale, clients):
         slope = slope_of(part * begun + torch.bmm(square, added), batch, own, share)
-        faster = pace.momentum * part_speed + pace.decay * part
+        faster = pace.momentum * part_speed + pace.weight_decay * part
         part_speed = torch.where(going, faster, part_speed)
-        faster = pace.momentum * added_speed + slope + pace.decay * added
+        faster = pace.momentum * added_speed + slope + pace.weight_decay * added
         added_speed = torch.where(going, faster, added_speed)
-        far = pace.rate * going
+        far = pace.lr * going
         part, added = part - far * part_speed, added - far * added_speed
     return torch.baddbmm(part * first, head.mT, added)
 

@@ -27,7 +27,7 @@ STATE = "state "  # starts the names of local tensors that hold an optimiser's s
 def sgd(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
-    """update: minibatch SGD on `self.loss` with rate, momentum and decay; velocity starts anew."""
+    """update: minibatch SGD on `self.loss` with lr, momentum and weight_decay, velocity anew."""
     return descend(self, frozen, sent, local, client, each(sgd_step(self)))
 
 
@@ -35,10 +35,10 @@ def sgd_step(self: Any) -> Stepper:
     pace = schedule(self)
 
     def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
-        speed = gradient + pace.decay * value
+        speed = gradient + pace.weight_decay * value
         if kept:
             speed = pace.momentum * kept["speed"] + speed
-        return value - pace.rate * speed, {"speed": speed}
+        return value - pace.lr * speed, {"speed": speed}
 
     return step
 
@@ -47,7 +47,7 @@ def sgd_step(self: Any) -> Stepper:
 def adam(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
 ) -> tuple[Tensors, Tensors]:
-    """update: Adam on `self.loss` with rate, betas, eps and decay.
+    """update: Adam on `self.loss` with lr, betas, eps and weight_decay.
 
     Moments start anew in every round, unless `init` puts `moments` among the local tensors.
     """
@@ -55,14 +55,14 @@ def adam(
     first, second = pace.betas
 
     def step(value: Tensor, gradient: Tensor, kept: Tensors) -> tuple[Tensor, Tensors]:
-        pull = gradient + pace.decay * value
+        pull = gradient + pace.weight_decay * value
         mean, square, count = (1 - first) * pull, (1 - second) * pull.square(), torch.ones(())
         if kept:
             mean = mean + first * kept["mean"]
             square = square + second * kept["square"]
             count = count + kept["count"]
         spread = (square / (1 - second**count)).sqrt() + pace.eps
-        moved = value - pace.rate * mean / (1 - first**count) / spread
+        moved = value - pace.lr * mean / (1 - first**count) / spread
         return moved, {"mean": mean, "square": square, "count": count}
 
     return descend(self, frozen, sent, local, client, each(step))
@@ -170,7 +170,7 @@ def descend(
 def epoch_of(self: Any, order: Tensor) -> Tensor:
     """(..., steps): in which pass over its rows a step is; steps without a row do not count."""
     real = (order >= 0).any(dim=-1)
-    each = real.sum(dim=-1, keepdim=True) // schedule(self).epochs
+    each = real.sum(dim=-1, keepdim=True) // schedule(self).local_epochs
     return (real.cumsum(dim=-1) - 1).clamp(min=0) // each.clamp(min=1)
 
 

@@ -78,7 +78,7 @@ def explain(
     trained = method.gamma if method.transport == "unbalanced" else None
     wanted = set(gammas or GAMMAS) | ({trained} if trained is not None and not gammas else set())
     shares = {
-        gamma: count * plan(cosines, "unbalanced", gamma, method.strength)
+        gamma: count * plan(cosines, "unbalanced", gamma, method.entropy_reg)
         for gamma in sorted(wanted)
     }
     return Explanation(
@@ -145,7 +145,7 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
     if len(local) < FEWEST:
         raise SettingsError(
             f"{result.folder} has {len(local)} local prompts, too few for a map; show a run with "
-            f"{FEWEST} clients or more, as clients.by = 'dirichlet' makes them"
+            f"{FEWEST} clients or more, as clients.partition = 'dirichlet' makes them"
         )
     return PromptMap(
         title=f"local prompts of {identity['method']['name']} on {result.manifest['data']}",

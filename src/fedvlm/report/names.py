@@ -15,7 +15,7 @@ def label(result: Record, besides: Collection[str] = ()) -> str:
     name = settings.pop("name")
     usual = result.manifest.get("usual") or _usual(name, settings)
     if small := result.manifest["identity"].get("allow_small", False):
-        settings.pop("smallest", None)
+        settings.pop("min_class_samples", None)
     rest = {key: value for key, value in settings.items() if f"method.{key}" not in besides}
     odd = [f"{key}={value}" for key, value in rest.items() if usual["method"][key] != value]
     odd += [key for key in ("descriptions", "texts") if result.manifest["identity"].get(key)]

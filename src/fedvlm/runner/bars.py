@@ -17,10 +17,10 @@ BARS = ("zero-shot", "alone", "pooled")
 
 
 def wants_bars(values: Mapping[str, Any]) -> bool:
-    """As `bars` says; without it, unless an experiment stands beside a paper's own table."""
-    if "bars" in values:
-        check_type("bars", values["bars"], bool)
-        return bool(values["bars"])
+    """As `baselines` says; without it, unless an experiment stands beside a paper's own table."""
+    if "baselines" in values:
+        check_type("baselines", values["baselines"], bool)
+        return bool(values["baselines"])
     return not (values.get("reproduces") or values.get("paper"))
 
 

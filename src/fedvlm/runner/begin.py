@@ -98,7 +98,7 @@ def _notes(seeds: Sequence[Prepared]) -> list[str]:
         notes.append(room.check(settings, first.frozen, rows.images.shape[1:], most))
     for method in (settings.warm_start, settings.method):
         notes += withheld(method, first.division.members, rows.labels, len(rows.classes))
-    if settings.channel.noise or asdict(settings.method).get("noise_multiplier"):
+    if settings.channel.noise_multiplier or asdict(settings.method).get("noise_multiplier"):
         notes.append(SEEDED)
     if attack := attack_of(settings):
         for one in seeds:

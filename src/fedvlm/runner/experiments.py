@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedvlm.errors import SettingsError
+from fedvlm.errors import SettingsError, renamed, unknown
 from fedvlm.runner.settings import override
 from fedvlm.runner.sweep import Grid, expand, grid
 
 # What an experiment says besides the settings of a run.
-NOTES = ("title", "paper", "traffic", "bars", "methods", "sweep")
+NOTES = ("title", "paper", "traffic", "baselines", "methods", "sweep")
 
 
 def swept(values: Mapping[str, Any], assignments: Iterable[str] = ()) -> Grid:
@@ -29,6 +29,8 @@ def runs(values: Mapping[str, Any], assignments: Iterable[str] = ()) -> list[dic
 
 def unswept(values: Mapping[str, Any], assignments: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The settings of each method, as they are before a sweep goes over them."""
+    if (strange := next((key for key in values if renamed(key, NOTES)), None)) is not None:
+        raise unknown("setting of an experiment", strange, NOTES)
     common = {key: value for key, value in values.items() if key not in NOTES}
     many = values.get("methods")
     if many is not None and (not isinstance(many, list) or not many or "method" in common):

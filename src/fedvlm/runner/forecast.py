@@ -121,14 +121,14 @@ def _round(one: Settings, entry: Entry, speed: float) -> float:
     """Seconds of a round: its steps, and passes through towers."""
     half = 2 if one.protocol == BaseToNew.name else 1  # of the classes
     classes = max(1, len(entry.classes) // half)
-    train = one.clients.shares[0] * _rows(one, entry) / half
+    train = one.clients.ratios[0] * _rows(one, entry) / half
     if one.clients.shots:
-        each = 1 if one.clients.by == "pathological" else max(1, len(entry.domains))
+        each = 1 if one.clients.partition == "pathological" else max(1, len(entry.domains))
         train = min(train, one.clients.shots * classes * each)
     plan = schedule(one.method)
-    visits = one.fraction * plan.epochs * train
+    visits = one.fraction * plan.local_epochs * train
     # a client of few rows has steps of few rows
-    steps = max(visits / plan.batch, one.fraction * plan.epochs * _clients(one, entry))
+    steps = max(visits / plan.batch_size, one.fraction * plan.local_epochs * _clients(one, entry))
     step = STEP * (REFERENCE if one.method.traits.reference else 1)
     seconds, needs = ROUND + step * steps, one.method.traits.needs
     if "image tower" in needs:
@@ -140,7 +140,7 @@ def _round(one: Settings, entry: Entry, speed: float) -> float:
 
 
 def _clients(one: Settings, entry: Entry) -> int:
-    if one.clients.by == "domain":
+    if one.clients.partition == "domain":
         return max(1, len(entry.domains))
     return min(one.clients.count, FEW_CLIENTS) if one.smoke else one.clients.count
 
@@ -150,10 +150,10 @@ def training_time(prepared: Prepared, training: Training) -> float:
     settings, method = prepared.settings, prepared.settings.method
     pace = schedule(method)
     rows = [len(prepared.division.members[id].train) for id in training.train]
-    steps = sum(pace.epochs * -(-count // pace.batch) for count in rows)
+    steps = sum(pace.local_epochs * -(-count // pace.batch_size) for count in rows)
     shared, local = method.init(prepared.frozen)
     numbers = sum(one.numel() for one in (*shared.values(), *local.values()))
-    work = float(EACH * pace.batch * numbers)
+    work = float(EACH * pace.batch_size * numbers)
     if "text tower" in method.traits.needs:
         work += BACK * len(prepared.frozen.classes) * _forward(TEXT)
     each = len(rows) * CLIENT + steps * (BARE + work / SPEED)

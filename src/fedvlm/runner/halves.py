@@ -81,7 +81,7 @@ def placed(found: Division, mine: Ints) -> Division:
 
 def plain(clients: Clients) -> Clients:
     """How the new half is dealt: nobody trains on it, so no shots and no public share of it."""
-    return replace(clients, shots=0, minimum=1, calibration=None, public=0.0)
+    return replace(clients, shots=0, min_samples=1, calibration_ratio=None, public_ratio=0.0)
 
 
 def tested(base: Embedded, new: Division, ids: Collection[str]) -> dict[str, Member]:

@@ -187,6 +187,6 @@ def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
         method = replace(method, rounds=min(method.rounds, FEW_ROUNDS))
     few_of = settings.clients
     clients = replace(
-        few_of, count=min(few_of.count, FEW_CLIENTS), minimum=min(few_of.minimum, FEWEST)
+        few_of, count=min(few_of.count, FEW_CLIENTS), min_samples=min(few_of.min_samples, FEWEST)
     )
     return replace(settings, method=method, clients=clients), small

@@ -67,9 +67,9 @@ def check(settings: Settings, frozen: Frozen, image: Sequence[int], clients: int
     raise SettingsError(
         f"{method.name} would take about {_gb(wanted)}{at} and {_gb(there)} are free: "
         f"{room.takers} clients send {_gb(room.upload)} each, {room.processes} train at once on "
-        f"{_gb(COPIES * room.trained)} of weights and {_gb(room.graph)} for batch = "
-        f"{schedule(method).batch}; train fewer blocks (blocks = 2), use lora or vpt, a "
-        "smaller batch, workers = 1, or a smaller fraction"
+        f"{_gb(COPIES * room.trained)} of weights and {_gb(room.graph)} for batch_size = "
+        f"{schedule(method).batch_size}; train fewer blocks (blocks = 2), use lora or vpt, a "
+        "smaller batch_size, workers = 1, or a smaller fraction"
     )
 
 
@@ -87,7 +87,7 @@ def estimate(settings: Settings, frozen: Frozen, image: Sequence[int], clients: 
     takers = max(1, round(settings.fraction * clients))
     alone = settings.engine != "batched" or not on_cpu(settings.device)
     each = [graph_bytes(method, frozen, image, every, local, rows) for rows in (1, 2)]
-    batch = schedule(method).batch
+    batch = schedule(method).batch_size
     return Room(
         shared=tensors.count_bytes(shared),
         upload=tensors.count_bytes(uploaded),

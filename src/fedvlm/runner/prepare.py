@@ -191,7 +191,11 @@ def own_data(settings: Settings) -> bool:
 
 def set_aside(clients: Clients) -> Clients:
     """A third of the validation rows, unless a share is named."""
-    return clients if clients.calibration is not None else replace(clients, calibration=THIRD)
+    return (
+        clients
+        if clients.calibration_ratio is not None
+        else replace(clients, calibration_ratio=THIRD)
+    )
 
 
 def pooled(members: Sequence[Member]) -> Member:
@@ -222,7 +226,7 @@ def prepare_one(
     classes = tuple(rows.classes[i] for i in present)
     mine = np.full(len(labels), id)
     table = Listing(classes, labels, rows.domains, mine, rows.splits, rows.content, rows.groups)
-    division = divide(table, replace(settings.clients, by="own"), seed)
+    division = divide(table, replace(settings.clients, partition="own"), seed)
     return Prepared(settings, rows, seed, division, frozen or frozen_of(rows, seed))
 
 

@@ -11,7 +11,7 @@ from fedvlm.core import FEWEST, SMALLEST, Method, is_method, make
 from fedvlm.core.schema import AMOUNT, PART, check_ranges, read_table, several, within
 from fedvlm.data.clients import Clients
 from fedvlm.engines.attackers import Attack, Kind
-from fedvlm.errors import SettingsError, nearest, unknown
+from fedvlm.errors import SettingsError, nearest, renamed, unknown
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -33,7 +33,7 @@ class Settings:
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
     seeds: tuple[int, ...] = (0,)
-    tune: tuple[str, ...] = several()  # the method's settings to choose on validation rows, as rate
+    tune: tuple[str, ...] = several()  # the method's settings to choose on validation rows, as lr
     fraction: float = within(1.0, PART)  # of the clients that take part in a round
     counts: tuple[int, ...] = several()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
@@ -47,8 +47,8 @@ class Settings:
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through
     attack: Kind = "none"  # by some clients, to see what it does; simulations only
-    attackers: float = 0.1  # share of the training clients that attack, drawn by seed
-    strength: float = 0.0  # of the attack; 0: the usual one
+    attacker_fraction: float = 0.1  # share of the training clients that attack, drawn by seed
+    attack_strength: float = 0.0  # of the attack; 0: the usual one
     reproduces: tuple[str, ...] = (
         several()
     )  # tables and figures of papers, as fedot-v1/T1; only noted
@@ -64,9 +64,9 @@ class Settings:
         whole = asdict(self)
         idle = ["workers", "access", "reproduces"]
         idle += ["device"] if self.device == "cpu" else []
-        idle += ["attack", "attackers", "strength"] if self.attack == "none" else []
+        idle += ["attack", "attacker_fraction", "attack_strength"] if self.attack == "none" else []
         both = [one for one in (self.method, self.warm_start) if one is not None]
-        if not (self.allow_small and any(one.traits.smallest for one in both)):
+        if not (self.allow_small and any(one.traits.min_class_samples for one in both)):
             idle.append("allow_small")
         for key in idle:
             del whole[key]
@@ -93,10 +93,13 @@ def _refuse(key: str, method: Any, known: Iterable[str]) -> None:
     """A name that no run has: it may be one of its method's."""
     if method is not None:
         whole = _method(method)
-        if key in {one.name for one in fields(whole)}:
+        mine = {one.name for one in fields(whole)}
+        name = key if key in mine else renamed(key, mine)
+        if name and not renamed(key, known):
+            called = "" if name == key else f"{key!r} is called {name!r}: "
             raise SettingsError(
-                f"{key} is a setting of the method {whole.name}: write it in [method], or "
-                f"--set method.{key}=…"
+                f"{called}{name} is a setting of the method {whole.name}: write it in [method], or "
+                f"--set method.{name}=…"
             )
     raise unknown("setting", key, known)
 
@@ -147,7 +150,7 @@ def _checked(settings: Settings) -> Settings:
 def attack_of(settings: Settings) -> Attack | None:
     if settings.attack == "none":
         return None
-    return Attack(settings.attack, settings.attackers, settings.strength)
+    return Attack(settings.attack, settings.attacker_fraction, settings.attack_strength)
 
 
 def _check_attack(settings: Settings) -> None:
@@ -178,25 +181,25 @@ def _method(value: Any) -> Method:
 
 def _guarded(method: Method, settings: Settings) -> Method:
     """A method that uploads class statistics, held to those of enough rows and enough clients."""
-    smallest, contributors = method.traits.smallest, method.traits.contributors
+    smallest, contributors = method.traits.min_class_samples, method.traits.min_class_clients
     if settings.allow_small:
-        return method if smallest is None else replace(method, smallest=1)
+        return method if smallest is None else replace(method, min_class_samples=1)
     if smallest is not None and smallest < SMALLEST:
         raise SettingsError(
-            f"{method.name}.smallest = {smallest}: the statistics of a class of fewer than "
-            f"{SMALLEST} rows give its rows away; set allow_small = true (--allow-small) if they "
-            "may be uploaded all the same"
+            f"{method.name}.min_class_samples = {smallest}: the statistics of a class of fewer "
+            f"than {SMALLEST} rows give its rows away; set allow_small = true (--allow-small) if "
+            "they may be uploaded all the same"
         )
     if not settings.channel.secure or contributors is None or contributors >= FEWEST:
         return method
-    return replace(method, contributors=FEWEST, rounds=method.rounds + (contributors == 1))
+    return replace(method, min_class_clients=FEWEST, rounds=method.rounds + (contributors == 1))
 
 
 def clients_of(value: Any) -> Clients:
-    """How rows become clients, from a table of settings or just the word for `by`."""
+    """How rows become clients, from a table of settings or just the word for `partition`."""
     if isinstance(value, Clients):
         return value
-    return read_table(Clients, "clients", {"by": value} if isinstance(value, str) else value)
+    return read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
 
 
 def channel_of(value: Any) -> Channel:
@@ -266,7 +269,7 @@ def laid(values: Mapping[str, Any], path: str, value: Any, said: str = "") -> di
         return {**out, path: value}
     table = out.get(keys[0], {})
     if isinstance(table, str):  # method = "fedot" given as a word
-        table = {"by" if keys[0] == "clients" else "name": table}
+        table = {"partition" if keys[0] == "clients" else "name": table}
     if not isinstance(table, Mapping):
         raise SettingsError(f"{said}: {keys[0]} is {table!r}, which has no parts")
     return {**out, keys[0]: {**table, keys[1]: value}}

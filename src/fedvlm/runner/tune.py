@@ -70,10 +70,14 @@ def check(settings: Settings) -> None:
 def by_default(settings: Settings, said: Collection[str]) -> Settings:
     """With a race for the rate where it costs little: embeddings are cached, no ε is spent."""
     method = settings.method
-    costly = bool(settings.channel.noise) or "image tower" in method.traits.needs or settings.smoke
-    if "rate" not in tunable(method) or "method.rate" in said or not method.rounds or costly:
+    costly = (
+        bool(settings.channel.noise_multiplier)
+        or "image tower" in method.traits.needs
+        or settings.smoke
+    )
+    if "lr" not in tunable(method) or "method.lr" in said or not method.rounds or costly:
         return settings
-    raced = replace(settings, tune=("rate",))
+    raced = replace(settings, tune=("lr",))
     try:
         check(raced)
     except SettingsError:
@@ -146,7 +150,7 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
     if not judges:
         raise SettingsError(
             f"tune = {list(settings.tune)}: no client of training {training.name} has validation "
-            "rows; give clients.shares a share for them, or set --tune none"
+            "rows; give clients.ratios a share for them, or set --tune none"
         )
     state, fresh = start(world)
     trial.states.setdefault(training.name, state)

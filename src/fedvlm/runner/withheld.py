@@ -14,7 +14,7 @@ def withheld(
     method: Method | None, members: Mapping[str, Any], labels: NDArray[np.int64], classes: int
 ) -> list[str]:
     """What stays at the clients because a class has too few rows there, for the run's owner."""
-    least = (method.traits.smallest if method else None) or 1
+    least = (method.traits.min_class_samples if method else None) or 1
     if least <= 1:
         return []
     counts = {id: np.bincount(labels[one.train], minlength=classes) for id, one in members.items()}

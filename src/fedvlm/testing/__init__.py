@@ -124,7 +124,7 @@ def check_uploads(world: World) -> None:
     for name, key in sorted(twins):
         raise AssertionError(f"the upload {name!r} is the local tensor {key!r} renamed")
     if isinstance(method, Telling):
-        check_small(world, method, method.traits.smallest or 1)
+        check_small(world, method, method.traits.min_class_samples or 1)
     assert set(own) == set(local), f"update returns local {sorted(own)}, init {sorted(local)}"
 
 
@@ -152,7 +152,7 @@ def check_small(world: World, tells: Telling, smallest: int) -> None:
         small = tells.covers(upload) & (counts < smallest)
         assert not small.any(), (
             f"the upload tells of a class with {counts[small].min()} rows at a client, fewer than "
-            f"smallest = {smallest}; leave it out with `parts.withhold`"
+            f"min_class_samples = {smallest}; leave it out with `parts.withhold`"
         )
 
 

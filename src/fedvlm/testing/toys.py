@@ -145,5 +145,5 @@ def learn(world: World, engine: str = "batched", workers: int = 1, **plan: Any) 
 def short(method: Method) -> Method:
     """The method with two rounds and two epochs at most: enough to see every verb at work."""
     names = {one.name for one in fields(method)}
-    now = {"rounds": method.rounds, "epochs": schedule(method).epochs}
+    now = {"rounds": method.rounds, "local_epochs": schedule(method).local_epochs}
     return replace(method, **{key: min(value, 2) for key, value in now.items() if key in names})

@@ -74,7 +74,7 @@ def test_rows_on_demand_are_those_of_the_file(tmp_path, monkeypatch):
 
 
 def test_training_on_rows_on_demand_is_training_on_a_tensor(tmp_path, monkeypatch):
-    world = toy_world(make("fedotp", vectors=3, rounds=1, epochs=1))
+    world = toy_world(make("fedotp", n_ctx=3, rounds=1, local_epochs=1))
     world.x.numpy().tofile(tmp_path / "rows")
     monkeypatch.setattr(mapped, "LARGE", 1)
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=tuple(world.x.shape))

@@ -49,7 +49,7 @@ def test_a_method_gives_the_same_numbers_through_messages(name):
 
 @pytest.mark.parametrize("selection", ["validation", "oracle"])
 def test_the_chosen_round_is_the_same_through_messages(selection):
-    world = toy_world(make("fedot", rounds=4, rate=0.05))
+    world = toy_world(make("fedot", rounds=4, lr=0.05))
     alone = learn(world, Single(world), selection=selection, fraction=0.7)
     through = learn(world, InProcess(world), selection=selection, fraction=0.7)
     assert through.round == alone.round
@@ -150,7 +150,7 @@ def test_below_the_quorum_the_run_stops_and_says_who_is_missing():
 
 def test_a_client_that_was_left_out_goes_on_from_its_own_local_tensors():
     """Its lost round leaves no trace: the next starts from the version the server names."""
-    world = toy_world(make("fedot", rounds=1, rate=0.05))
+    world = toy_world(make("fedot", rounds=1, lr=0.05))
     engine = InProcess(world)
     state, fresh = start(world)
     plan = Plan(("client-0",), ())
@@ -257,10 +257,11 @@ def test_a_run_goes_on_with_a_third_of_the_clients_missing_in_each_round():
 
 
 @pytest.mark.parametrize(
-    "channel", [Channel(clip=0.05), Channel(clip=0.05, noise=0.5), Channel(quantise=True)]
+    "channel",
+    [Channel(clip=0.05), Channel(clip=0.05, noise_multiplier=0.5), Channel(quantise=True)],
 )
 def test_the_channel_does_the_same_at_the_clients_as_in_one_process(channel):
-    world = replace(toy_world(make("fedot", rounds=3, rate=1e-3)), channel=channel)
+    world = replace(toy_world(make("fedot", rounds=3, lr=1e-3)), channel=channel)
     plain, sent = [], []
     alone = learn(world, Single(world), plain)
     through = learn(world, InProcess(world), sent)

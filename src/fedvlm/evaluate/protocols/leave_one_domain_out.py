@@ -67,7 +67,7 @@ def _cells(domains: Mapping[str, str], done: Done) -> dict[tuple[str, str], floa
             value = accuracy(scores, [id for id in scores if domains[id] == domain])
             if value is None:
                 raise SettingsError(
-                    f"domain {domain} has no test rows; give clients.shares a share for the test"
+                    f"domain {domain} has no test rows; give clients.ratios a share for the test"
                 )
             a[held, domain] = value
     return a
