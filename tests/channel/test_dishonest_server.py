@@ -21,7 +21,7 @@ class Server:
     """Drive SecAgg+ of four clients stage by stage, so that any message can be changed."""
 
     def __init__(self):
-        world = toy_world(make("fedavg", rounds=1, rate=0.01), sizes=(30,) * 4)
+        world = toy_world(make("fedavg", rounds=1, lr=0.01), sizes=(30,) * 4)
         self.world = replace(world, channel=Channel(clip=0.5, secure=True))
         self.engine = InProcess(self.world)
         self.grid = self.engine.grid

@@ -306,9 +306,9 @@ def test_init_writes_a_policy_that_can_be_read(place):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rate": 1e8}, "fedavg.rate must be above 0 and at most 1000, got 100000000.0"),
+        ({"lr": 1e8}, "fedavg.lr must be above 0 and at most 1000, got 100000000.0"),
         ({"decay": 1e9}, "fedavg.decay must be between 0 and 100, got 1000000000.0"),
-        ({"epochs": 10**6}, "fedavg.epochs must be between 1 and 10000, got 1000000"),
+        ({"local_epochs": 10**6}, "fedavg.local_epochs must be between 1 and 10000, got 1000000"),
     ],
 )
 def test_a_site_opens_no_training_whose_settings_are_out_of_range(heard, settings, words):

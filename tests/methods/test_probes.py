@@ -162,7 +162,7 @@ def test_auto_works_without_validation_rows_and_with_one_class_at_a_client():
     ("name", "wrong", "words"),
     [
         ("auto", {"rounds": 1}, "auto.rounds must be at least 2, got 1"),
-        ("auto", {"smallest": 0}, "auto.smallest must be at least 1, got 0"),
+        ("auto", {"min_class_samples": 0}, "auto.min_class_samples must be at least 1, got 0"),
         ("probe", {"ridge": 0.0}, "probe.ridge must be above 0, got 0.0"),
     ],
 )

@@ -297,7 +297,7 @@ def test_open_classes_are_a_mask_and_lift_no_limit(multiplier, noise):
     """A server that sends `open` = 1000 must not get a class of fewer than `smallest` samples."""
     frozen, x, y = setting(rows=80)
     y = torch.where((y == 1) & (torch.arange(80) > 1), 0, y)  # one sample of class b
-    method = tofa(smallest=16, noise_multiplier=noise)
+    method = tofa(min_class_samples=16, noise_multiplier=noise)
     shared, local = method.init(frozen)
     each = one(x, y)
     if noise:
