@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from federation import made
-from figures import peak, say
+from figures import peak, report
 
 import fedvlm
 from fedvlm.encoders.store import save_store
@@ -39,38 +39,36 @@ def measure(method: dict[str, Any], rounds: int, store: str, out: Path) -> dict[
         clients={"partition": "own"},
         workers=1,
         out=out,
-        progress=lambda what, done, total: ends.append(process_time()),
+        progress=lambda label, done, total: ends.append(process_time()),
     )
     return {"ms": 1000 * (ends[rounds + 1] - ends[1]) / rounds, "peak": peak() / 1e3}
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("--rounds", type=int, default=5)
-    ask.add_argument("--methods", default="fedavg,fedprox,scaffold,fedrep,fedot")
-    ask.add_argument("--crowds", default="100,1000")
-    ask.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--methods", default="fedavg,fedprox,scaffold,fedrep,fedot")
+    parser.add_argument("--crowds", default="100,1000")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
     if args.one:
         method, store, out = args.one
         print(json.dumps(measure(json.loads(method), args.rounds, store, Path(out))))
         return
-    for crowd in args.crowds.split(","):
+    for n_clients in args.crowds.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            store = save_store(f"{folder}/rows", made(SIZES[crowd], classes=10))
+            store = save_store(f"{folder}/rows", made(SIZES[n_clients], classes=10))
             for name in args.methods.split(","):
-                method = {"name": name, "batch_size": 10 if crowd == "100" else 32}
+                method = {"name": name, "batch_size": 10 if n_clients == "100" else 32}
                 method |= {"blocks": 16} if name == "fedot" else {}
                 command = [sys.executable, __file__, "--rounds", str(args.rounds), "--one"]
                 command += [json.dumps(method), str(store), f"{folder}/{name}"]
-                found = json.loads(
-                    subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-                )
-                case = f"{name}, {crowd} clients"
-                say(
-                    f"{case}: {found['ms']:.0f} ms a round, at most {found['peak']:.2f} GB",
+                measurement = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+                case = f"{name}, {n_clients} clients"
+                report(
+                    f"{case}: {measurement['ms']:.0f} ms a round, at most {measurement['peak']:.2f} GB",
                     case,
-                    **{"processor ms a round": found["ms"], "GB at most": found["peak"]},
+                    **{"processor ms a round": measurement["ms"], "GB at most": measurement["peak"]},
                 )
 
 

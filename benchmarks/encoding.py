@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from figures import say
+from figures import report
 from numpy.typing import NDArray
 from PIL import Image
 
 from fedvlm.data.table import Dataset
 from fedvlm.encoders.cache.embed import embed
-from fedvlm.encoders.cache.folder import use
+from fedvlm.encoders.cache.folder import lock_entry
 from fedvlm.encoders.interface import BATCH, Vectors
 from fedvlm.errors import EncoderError
 
@@ -35,8 +35,8 @@ def preprocess(picture: Image.Image) -> NDArray[np.float32]:
     width, height = picture.size
     short = min(width, height)
     scaled = picture.resize((width * 224 // short, height * 224 // short), Image.Resampling.BICUBIC)
-    left, top = (scaled.width - 224) // 2, (scaled.height - 224) // 2
-    pixels = np.asarray(scaled.crop((left, top, left + 224, top + 224)), dtype=np.float32) / 255
+    left_edge, top = (scaled.width - 224) // 2, (scaled.height - 224) // 2
+    pixels = np.asarray(scaled.crop((left_edge, top, left_edge + 224, top + 224)), dtype=np.float32) / 255
     return np.ascontiguousarray(((pixels - 0.45) / 0.27).transpose(2, 0, 1))
 
 
@@ -97,7 +97,7 @@ def seconds(action: Any) -> float:
 
 def ratio(root: Path) -> float:
     """The bare model's time over the time from JPEG to unit vectors, start of workers included."""
-    tower, bare, whole, inside = Tower(), 0.0, 0.0, 0.0
+    tower, bare, cached_seconds, inside = Tower(), 0.0, 0.0, 0.0
     tensors = [preprocess(Image.open(BytesIO(Jpegs.make(n))).convert("RGB")) for n in range(BATCH)]
     tower.embed(tensors, False)
     for turn in range(TURNS):
@@ -108,16 +108,14 @@ def ratio(root: Path) -> float:
         batches = PICTURES // BATCH
         bare += seconds(lambda n=batches: [tower.embed(tensors, False) for _ in range(n)])
         before = tower.seconds
-        whole += seconds(
-            lambda d=data: embed(d, tower, fingerprint="e" * 64, cache=root, workers=1)
-        )
+        cached_seconds += seconds(lambda d=data: embed(d, tower, fingerprint="e" * 64, cache=root, workers=1))
         inside += tower.seconds - before
-    rates = [TURNS * PICTURES / one for one in (bare, whole)]
+    rates = [TURNS * PICTURES / duration for duration in (bare, cached_seconds)]
     size = sum(map(len, source.data)) / len(source) / 1000
     print(f"{TURNS * PICTURES} JPEGs of 640 x 480, {size:.0f} kB each, 1 worker process")
     print(f"images per second: bare model {rates[0]:.2f}, with decoding and cache {rates[1]:.2f}")
-    print(f"bare time {bare / whole:.1%}, time inside the model {inside / whole:.1%} of the whole")
-    return min(bare, inside) / whole  # load that comes and goes can flatter either, hardly both
+    print(f"bare time {bare / cached_seconds:.1%}, time inside the model {inside / cached_seconds:.1%} of the whole")
+    return min(bare, inside) / cached_seconds  # load that comes and goes can flatter either, hardly both
 
 
 def loading(root: Path) -> float:
@@ -126,8 +124,8 @@ def loading(root: Path) -> float:
     digests = [sha256(row.tobytes()).digest() for row in x]
 
     def read() -> torch.Tensor:
-        with use(root, "d" * 64, "none") as (entry, _):
-            table = entry.need("pooled.float32", "float32", (512,))
+        with lock_entry(root, "d" * 64, "none") as (entry, _):
+            table = entry.ensure_table("pooled.float32", "float32", (512,))
             if not len(table):
                 table.append(digests, x)
             return torch.from_numpy(table.read(digests))
@@ -139,18 +137,18 @@ def loading(root: Path) -> float:
 def main() -> int:
     with TemporaryDirectory() as root:
         took = loading(Path(root))
-        say(
+        report(
             f"loading 10,000 x 512: {took:.0f} ms (wanted: below {WANTED_MS})",
             "loading 10,000 x 512 from the cache",
             ms=took,
         )
-        kept = ratio(Path(root))
-        say(
-            f"throughput kept: {kept:.1%} of the bare model (wanted: {WANTED_RATIO:.0%})",
+        ratio_of_cache = ratio(Path(root))
+        report(
+            f"throughput kept: {ratio_of_cache:.1%} of the bare model (wanted: {WANTED_RATIO:.0%})",
             "from JPEG to the cache, beside the bare model",
-            **{"% of its throughput": 100 * kept},
+            **{"% of its throughput": 100 * ratio_of_cache},
         )
-    return int(kept < WANTED_RATIO or took > WANTED_MS)
+    return int(ratio_of_cache < WANTED_RATIO or took > WANTED_MS)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from figures import say
+from figures import report
 
 import fedvlm
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import EmbeddedTable
 
 PACS = {"art_painting": 2048, "cartoon": 2344, "photo": 1670, "sketch": 3929}
 
 
-def made(sizes: dict[str, int], classes: int, dim: int = 512) -> Embedded:
+def made(sizes: dict[str, int], classes: int, dim: int = 512) -> EmbeddedTable:
     """Rows around class centres, every client with a shift of its own."""
     draw = torch.Generator().manual_seed(0)
     unit = torch.nn.functional.normalize
@@ -36,7 +36,7 @@ def made(sizes: dict[str, int], classes: int, dim: int = 512) -> Embedded:
         noise = 0.08 * torch.randn(size, dim, generator=draw)
         x[part] = unit(text[labels[part]] + shift + noise, dim=1)
         first += size
-    return Embedded(
+    return EmbeddedTable(
         name="made",
         classes=tuple(f"class {i}" for i in range(classes)),
         x=x,
@@ -57,23 +57,23 @@ def pacs(rounds: int) -> None:
     """Leave-one-domain-out with FedOT on a federation of PACS's sizes."""
     rows = made(PACS, classes=7)
     with tempfile.TemporaryDirectory() as folder, Memory() as memory:
-        begin = perf_counter()
+        start_time = perf_counter()
         fedvlm.run({"name": "fedot", "rounds": rounds}, embedded=rows, out=folder)
-        seconds = perf_counter() - begin
-    say(
+        seconds = perf_counter() - start_time
+    report(
         f"PACS-sized, FedOT, 4 folds, {rounds} rounds: {seconds:.0f} s, {memory.peak:.2f} GB",
         f"PACS-sized, FedOT, 4 folds, {rounds} rounds",
         **{"s": seconds, "GB": memory.peak},
     )
 
 
-def crowd(method: str, rounds: int) -> None:
+def run_many_clients(method: str, rounds: int) -> None:
     """1,000 clients of 5 to 500 rows; 10 classes, all clients in every round."""
     sizes = {f"{i:03}": 5 + (i * 331) % 496 for i in range(1000)}
     rows = made(sizes, classes=10)
     options = {"blocks": 16} if method == "fedot" else {}
     with tempfile.TemporaryDirectory() as folder, Memory() as memory:
-        begin = perf_counter()
+        start_time = perf_counter()
         fedvlm.run(
             {"name": method, "rounds": rounds, **options},
             embedded=rows,
@@ -82,8 +82,8 @@ def crowd(method: str, rounds: int) -> None:
             clients={"partition": "own"},
             workers=1,
         )
-        seconds = perf_counter() - begin
-    say(
+        seconds = perf_counter() - start_time
+    report(
         f"1,000 clients of 5 to 500 rows, {method} {options}, one process: "
         f"{seconds / rounds:.1f} s a round, {memory.peak:.2f} GB",
         f"1,000 clients of 5 to 500 rows, {method}, one process, a round",
@@ -108,12 +108,7 @@ class Memory:
             total = 0
             for process in family:
                 with suppress(OSError):
-                    total += int(
-                        Path(f"/proc/{process}/smaps_rollup")
-                        .read_text()
-                        .split("Pss:")[1]
-                        .split()[0]
-                    )
+                    total += int(Path(f"/proc/{process}/smaps_rollup").read_text().split("Pss:")[1].split()[0])
             self.peak = max(self.peak, total / 1e6)
 
     def __exit__(self, *error: object) -> None:
@@ -125,11 +120,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", nargs="?", choices=["pacs", "crowd-fedavg", "crowd-fedot"])
     parser.add_argument("--rounds", type=int, default=0)
-    given = parser.parse_args()
-    if given.case is None:  # each case in a process of its own, so that its peak is its own
+    args = parser.parse_args()
+    if args.case is None:  # each case in a process of its own, so that its peak is its own
         for case in ("pacs", "crowd-fedavg", "crowd-fedot"):
             subprocess.run([sys.executable, str(Path(__file__)), case], check=True)
-    elif given.case == "pacs":
-        pacs(given.rounds or 200)
+    elif args.case == "pacs":
+        pacs(args.rounds or 200)
     else:
-        crowd(given.case.removeprefix("crowd-"), given.rounds or 3)
+        run_many_clients(args.case.removeprefix("crowd-"), args.rounds or 3)

@@ -10,11 +10,11 @@ from time import process_time
 
 import naive_fedot
 import torch
-from figures import say
+from figures import report
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, make
-from fedvlm.testing import bare
+from fedvlm.testing import make_test_client
 
 DIM, BATCH = 512, 32
 
@@ -30,7 +30,7 @@ def world(classes: int, steps: int) -> tuple[Frozen, Client]:
     order = torch.randperm(rows, generator=generator).reshape(1, steps, BATCH)
     y = torch.randint(classes, (1, rows), generator=generator)
     held = rows // 3  # 60 : 20, as the paper splits
-    client = bare(unit(rows)[None], y, order, unit(held)[None], y[:, :held])
+    client = make_test_client(unit(rows)[None], y, order, unit(held)[None], y[:, :held])
     return Frozen(tuple(map(str, range(classes))), DIM, 100.0, unit(classes)), client
 
 
@@ -42,32 +42,32 @@ def seconds(run: Callable[[], object]) -> float:
 
 def compare(classes: int, blocks: int, repeats: int, slow_steps: int, steps: int = 40) -> None:
     """Prints milliseconds per step of both and their ratio, for a map far from the identity."""
-    frozen, many = world(classes, steps)
+    frozen, clients = world(classes, steps)
     method = make("fedot", blocks=blocks)
     shared, local = method.init(frozen)
     sent = {key: value[None] for key, value in shared.items()}
     local = {"skew": 0.01 * torch.randn(1, *local["skew"].shape)}
     local["skew"] = local["skew"] - local["skew"].mT
-    one = Client(*(value[0] for value in vars(many).values()))
-    few = bare(one.x, one.y, one.order[:slow_steps], one.held_x, one.held_y)
+    client_data = Client(*(value[0] for value in vars(clients).values()))
+    short_client = make_test_client(
+        client_data.x, client_data.y, client_data.order[:slow_steps], client_data.val_x, client_data.val_y
+    )
     raws = list(local["skew"][0])
-    pace = (method.lr, method.weight_decay, method.momentum)
+    optimizer = (method.lr, method.weight_decay, method.momentum)
 
-    ours, naive = [], []
+    stacked_times, naive = [], []
     for _ in range(repeats):
-        ours.append(seconds(lambda: method.update_many(frozen, sent, local, many)) / steps)
-        naive.append(
-            seconds(lambda: naive_fedot.update(sent["head"][0], raws, few, *pace)) / slow_steps
-        )
-    short = Client(*(value[None] for value in vars(few).values()))
-    head, blocks_after = naive_fedot.update(sent["head"][0], raws, few, *pace)
-    found, own = method.update_many(frozen, sent, local, short)
-    gap = tensors.difference(
-        {"head": found["head"][0], "skew": own["skew"][0]},
+        stacked_times.append(seconds(lambda: method.update_many(frozen, sent, local, clients)) / steps)
+        naive.append(seconds(lambda: naive_fedot.update(sent["head"][0], raws, short_client, *optimizer)) / slow_steps)
+    short = Client(*(value[None] for value in vars(short_client).values()))
+    head, blocks_after = naive_fedot.update(sent["head"][0], raws, short_client, *optimizer)
+    upload, new_local = method.update_many(frozen, sent, local, short)
+    gap = tensors.max_relative_difference(
+        {"head": upload["head"][0], "skew": new_local["skew"][0]},
         {"head": head, "skew": torch.stack(blocks_after)},
     )
-    fast, slow = median(ours) * 1e3, median(naive) * 1e3
-    say(
+    fast, slow = median(stacked_times) * 1e3, median(naive) * 1e3
+    report(
         f"K={classes:<3} r={blocks:<4} naive {slow:7.2f} ms  ours {fast:6.3f} ms  "
         f"ratio {slow / fast:5.1f}  (results differ by {gap:.0e}; "
         f"a client's round of {steps} steps {fast * steps:.0f} ms)",
@@ -78,7 +78,7 @@ def compare(classes: int, blocks: int, repeats: int, slow_steps: int, steps: int
 
 def compare_auto(classes: int, rounds: int = 12, steps: int = 40) -> None:
     """Prints what a run with `blocks = "auto"` costs beside one with r = 1, if r = 1 wins."""
-    frozen, many = world(classes, steps)
+    frozen, clients = world(classes, steps)
     times: dict[int | str, list[float]] = {1: [], "auto": []}
     runs = {}
     for blocks in (1, "auto"):
@@ -90,14 +90,14 @@ def compare_auto(classes: int, rounds: int = 12, steps: int = 40) -> None:
             if "leader" in local:
                 local["leader"].fill_(1)  # the costliest map
             start = process_time()
-            upload, local = method.update_many(frozen, sent, local, many)
+            upload, local = method.update_many(frozen, sent, local, clients)
             times[blocks].append(process_time() - start)
             runs[blocks] = (method, upload, local)
-    race = 2 * rounds // 3
-    both = [times["auto"][:race], times["auto"][race:]]
-    ratios = [median(some) / median(times[1]) for some in both]
-    total = (race * ratios[0] + (rounds - race) * ratios[1]) / rounds
-    say(
+    tuning_rounds = 2 * rounds // 3
+    phases = [times["auto"][:tuning_rounds], times["auto"][tuning_rounds:]]
+    ratios = [median(some) / median(times[1]) for some in phases]
+    total = (tuning_rounds * ratios[0] + (rounds - tuning_rounds) * ratios[1]) / rounds
+    report(
         f"K={classes:<3} auto  a round costs {ratios[0]:.2f} of r=1 in the race and "
         f"{ratios[1]:.2f} after it; a run {total:.2f}",
         f"blocks = auto beside r = 1, {classes} classes",

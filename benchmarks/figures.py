@@ -12,11 +12,11 @@ from pathlib import Path
 PLACE = "FEDVLM_FIGURES"
 
 
-def say(line: str, what: str, **figures: float | str) -> None:
+def report(line: str, subject: str, **figures: float | str) -> None:
     """Prints the line; its numbers go to the file by names, as one row of the script's table."""
     print(line, flush=True)
     if place := os.environ.get(PLACE):
-        row = {"what": what, "figures": figures}
+        row = {"what": subject, "figures": figures}
         with Path(place).open("a") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -19,16 +19,16 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from figures import say
+from figures import report
 from PIL import Image
 
 from fedvlm.core import Frozen, make
-from fedvlm.encoders.cache.stream import stream
+from fedvlm.encoders.cache.stream import stream_images
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.client import Part, World
-from fedvlm.engines.loop import start, train
-from fedvlm.engines.state import Plan, pack
+from fedvlm.engines.client import ClientRows, World
+from fedvlm.engines.loop import initial_state, run_rounds
+from fedvlm.engines.state import Plan, pack_state
 from fedvlm.maths.towers import ImageTower
 from fedvlm.runner import memory as room
 from fedvlm.runner.settings import Settings
@@ -66,19 +66,19 @@ def vit_b_32() -> ImageTower:
 
 def federation(words: str, clients: int, batch: int, rounds: int) -> World:
     name, *odd = words.split()
-    settings = {key: int(value) for key, value in (one.split("=") for one in odd)}
+    settings = {key: int(value) for key, value in (option.split("=") for option in odd)}
     method = make(name, batch_size=batch, rounds=rounds, **settings)
     text = torch.nn.functional.normalize(torch.randn(CLASSES, 512), dim=1)
     classes = tuple(f"class {i}" for i in range(CLASSES))
     frozen = Frozen(classes, 512, 100.0, text, image_tower=vit_b_32())
-    each = batch + 2 * HELD  # one step for everyone
-    source = Made(clients * each)
+    rows_per_client = batch + 2 * HELD  # one step for everyone
+    source = Made(clients * rows_per_client)
     content = [sha256(source.read(row)).hexdigest() for row in range(len(source))]
-    x = stream(source, np.arange(len(source)), content, Pixels(size=224, crop=(224, 224)))
+    x = stream_images(source, np.arange(len(source)), content, Pixels(size=224, crop=(224, 224)))
     members = {}
     for client in range(clients):
-        rows = np.arange(client * each, (client + 1) * each)
-        members[f"client-{client}"] = Part(rows[:batch], rows[batch:-HELD], rows[-HELD:])
+        rows = np.arange(client * rows_per_client, (client + 1) * rows_per_client)
+        members[f"client-{client}"] = ClientRows(rows[:batch], rows[batch:-HELD], rows[-HELD:])
     y = torch.arange(len(source)) % CLASSES
     return World(method, frozen, 0, x=x, y=y, members=members)
 
@@ -90,24 +90,24 @@ def measure(words: str, clients: int, batch: int, rounds: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     settings = Settings(world.method, workers=1)
     guess = room.estimate(settings, world.frozen, world.x.shape[1:], clients)
-    state, fresh = start(world)
+    state, initial_local = initial_state(world)
     sent: list[tuple[int, int]] = []
-    begin = perf_counter()
+    start_time = perf_counter()
     with TemporaryDirectory() as folder:
 
         def on_round(state: object, line: dict) -> None:
-            each = line["clients"].values()
+            clients = line["clients"].values()
             sent.append(
-                (sum(one["bytes_up"] for one in each), sum(one["bytes_down"] for one in each))
+                (sum(client["bytes_up"] for client in clients), sum(client["bytes_down"] for client in clients))
             )
-            write_tensors(Path(folder) / "state.safetensors", *pack(state))
+            write_tensors(Path(folder) / "state.safetensors", *pack_state(state))
 
         plan = Plan(tuple(world.members), ())
-        train(world, Batched(world, workers=1), plan, state, fresh, on_round)
+        run_rounds(world, Batched(world, workers=1), plan, state, initial_local, on_round)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     up, down = sent[0]
-    seconds = (perf_counter() - begin) / rounds
-    say(
+    seconds = (perf_counter() - start_time) / rounds
+    report(
         f"{words:24} {guess.trained // 4:>12,} parameters {up / 1e6:>9.2f} MB up "
         f"{down / 1e6:>9.2f} MB down a round; peak {peak:5.2f} GB ({before:.2f} before), expected "
         f"{before + guess.total / 1e9:5.2f} GB; {seconds:.0f} s a round",
@@ -122,12 +122,10 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--batch", type=int, default=4, help="also the training rows of a client")
     parser.add_argument("--rounds", type=int, default=2, help="MOON holds most in the second")
-    asked = parser.parse_args()
-    print(f"{asked.clients} clients, batch {asked.batch}, {asked.rounds} rounds")
-    for words in asked.methods:
-        process = get_context("spawn").Process(
-            target=measure, args=(words, asked.clients, asked.batch, asked.rounds)
-        )
+    args = parser.parse_args()
+    print(f"{args.clients} clients, batch {args.batch}, {args.rounds} rounds")
+    for words in args.methods:
+        process = get_context("spawn").Process(target=measure, args=(words, args.clients, args.batch, args.rounds))
         process.start()
         process.join()
         if process.exitcode:

@@ -19,30 +19,30 @@ from time import perf_counter, sleep
 
 import numpy as np
 import torch
-from figures import say
+from figures import report
 
 from fedvlm.deploy.flower.processes import (
-    LINK,
+    CONNECTION_NAME,
     Process,
-    answers,
-    connect,
-    environment,
-    flwr,
+    flower_environment,
+    flower_home,
     free_port,
-    home,
-    superlink,
+    is_server_up,
+    run_flwr,
+    start_superlink,
+    write_connection,
 )
-from fedvlm.deploy.kits import ServerKit, init, keep_site, read_server, read_site, toml
-from fedvlm.deploy.membership import member
-from fedvlm.deploy.runs import APP, processes, run, start_site
-from fedvlm.deploy.server import Run
+from fedvlm.deploy.kits import ServerKit, create_kits, read_server, read_site, to_toml, write_site
+from fedvlm.deploy.membership import current_certificate
+from fedvlm.deploy.runs import FLOWER_APP, run_over_sites, running_processes, start_site
+from fedvlm.deploy.server import DeployedRun
 from fedvlm.deploy.site import Site
 from fedvlm.engines.client import Task
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.single import one
+from fedvlm.engines.single import run_client
 from fedvlm.record import Record
 from fedvlm.runner.settings import build
-from fedvlm.storage.files import write
+from fedvlm.storage.files import write_file
 
 CLASSES, DIM, ROWS, SITES = 65, 512, 200, ["a", "b", "c"]
 
@@ -66,10 +66,10 @@ def settings(rounds: int):
 
 
 def kits(folder: Path):
-    init(folder / "fed", SITES, "127.0.0.1", free_port(), deadline=120.0)
+    create_kits(folder / "fed", SITES, "127.0.0.1", free_port(), deadline=120.0)
     for name in SITES:
         kit = read_site(folder / "fed" / f"site-{name}")
-        keep_site(replace(kit, encoder=f"store:{rows(folder, name)}"))
+        write_site(replace(kit, encoder=f"store:{rows(folder, name)}"))
     return read_server(folder / "fed" / "server")
 
 
@@ -78,30 +78,28 @@ def added(folder: Path, rounds: int = 20) -> None:
     kit = kits(folder)
     sites = {name: Site(read_site(folder / "fed" / f"site-{name}")) for name in SITES}
     record = Record(folder / "run")
-    Run(local_grid(sites), kit, settings(rounds), record, lambda *words: None).all()
-    ours = median(line["seconds"] for line in record.lines())
-    training = next(iter(sites["a"].desk.trainings.values()))
+    DeployedRun(local_grid(sites), kit, settings(rounds), record, lambda *words: None).run_all()
+    simulated = median(line["seconds"] for line in record.lines())
+    training = next(iter(sites["a"].handler.trainings.values()))
     world = training.world
     shared, local = world.method.init(world.frozen)
     times = []
     for number in range(rounds):
-        begin = perf_counter()
-        one(world, number, Task("a", shared, local, True))
-        times.append(perf_counter() - begin)
+        start_time = perf_counter()
+        run_client(world, number, Task("a", shared, local, True))
+        times.append(perf_counter() - start_time)
     work = median(times) * len(SITES)
-    print(
-        f"three sites, one after the other: {1e3 * ours:.0f} ms a round, of which {1e3 * work:.0f}"
-    )
-    extra = 1e3 * (ours - work) / len(SITES)
-    say(
+    print(f"three sites, one after the other: {1e3 * simulated:.0f} ms a round, of which {1e3 * work:.0f}")
+    extra = 1e3 * (simulated - work) / len(SITES)
+    report(
         f"the method itself; {extra:.0f} ms are added per site and round",
         "a round of three sites without processes",
-        **{"ms": 1e3 * ours, "of which training": 1e3 * work, "added a site": extra},
+        **{"ms": 1e3 * simulated, "of which training": 1e3 * work, "added a site": extra},
     )
 
 
 BARE = {
-    "pyproject.toml": APP["pyproject.toml"].replace("fedvlm_app", "bare")
+    "pyproject.toml": FLOWER_APP["pyproject.toml"].replace("fedvlm_app", "bare")
     + '\n[tool.flwr.app.config]\nout = ""\nrounds = 3\n',
     "bare/__init__.py": "",
     "bare/server.py": """\
@@ -176,79 +174,75 @@ def plain_link(kit: ServerKit) -> Process:
         *("--ssl-keyfile", str(kit.folder / "server.key"), "--enable-supernode-auth"),
         *("--host", "127.0.0.1", "--port", kit.address.rpartition(":")[2]),
     ]
-    env = environment(home(kit), BIN)
+    env = flower_environment(flower_home(kit), BIN)
     link = Process("superlink", command, kit.folder / "superlink.log", env)
-    while not answers(kit):
+    while not is_server_up(kit):
         sleep(0.1)
-    connect(kit)
+    write_connection(kit)
     for name in SITES:
-        key = home(kit).resolve() / f"{name}.pub"
-        write(key, member(kit.folder, name).key.encode())
-        assert flwr(kit, "supernode", "register", str(key), LINK)["success"]
+        key = flower_home(kit).resolve() / f"{name}.pub"
+        write_file(key, current_certificate(kit.folder, name).key.encode())
+        assert run_flwr(kit, "supernode", "register", str(key), CONNECTION_NAME)["success"]
     return link
 
 
 def bare(folder: Path, rounds: int, node: list[str]) -> list[float]:
     kit = kits(folder)
     for name, text in BARE.items():
-        write(folder / "app" / name, text.encode())
+        write_file(folder / "app" / name, text.encode())
     out = folder / "seconds.json"
-    with processes() as running:
+    with running_processes() as running:
         running.append(plain_link(kit))
         for name in SITES:
             site = folder / "fed" / f"site-{name}"
             command = [*node, "--root-certificates", str(site / "ca.crt")]
             command += ["--auth-supernode-private-key", str(site / "key")]
             command += ["--superlink", kit.address, "--port", str(free_port())]
-            env = environment(site / "flwr", BIN)
+            env = flower_environment(site / "flwr", BIN)
             running.append(Process(name, command, site / "supernode.log", env))
-        config = toml({"out": str(out), "rounds": rounds}).replace("\n", " ").replace(" = ", "=")
-        answer = flwr(kit, "run", str(folder / "app"), LINK, "--run-config", config.strip())
-        assert "run-id" in answer, (answer, home(kit))
+        config = to_toml({"out": str(out), "rounds": rounds}).replace("\n", " ").replace(" = ", "=")
+        answer = run_flwr(kit, "run", str(folder / "app"), CONNECTION_NAME, "--run-config", config.strip())
+        assert "run-id" in answer, (answer, flower_home(kit))
         while not out.exists() or not out.read_text():
             sleep(0.2)
     return list(json.loads(out.read_text()))
 
 
-def ours(folder: Path, rounds: int) -> list[float]:
+def run_fedvlm(folder: Path, rounds: int) -> list[float]:
     kit = kits(folder)
-    with processes() as running:
-        running.append(superlink(kit))
+    with running_processes() as running:
+        running.append(start_superlink(kit))
         running += [start_site(folder / "fed" / f"site-{name}") for name in SITES]
-        return [line["seconds"] for line in run(kit, settings(rounds)).rounds]
+        return [line["seconds"] for line in run_over_sites(kit, settings(rounds)).rounds]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deployed", action="store_true")
     parser.add_argument("--rounds", type=int, default=6)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
         added(Path(place))
-    if not given.deployed:
+    if not args.deployed:
         return
     kinds = {
-        "bare app on Flower's SuperNode": lambda place: bare(
-            place, given.rounds, [str(BIN / "flower-supernode")]
-        ),
-        "bare app that looks every 0.3 s": lambda place: bare(
-            place, given.rounds, [sys.executable, "-c", LOOKS_OFTEN]
-        ),
-        "fedvlm": lambda place: ours(place, given.rounds),
+        "bare app on Flower's SuperNode": lambda place: bare(place, args.rounds, [str(BIN / "flower-supernode")]),
+        "bare app that looks every 0.3 s": lambda place: bare(place, args.rounds, [sys.executable, "-c", LOOKS_OFTEN]),
+        "fedvlm": lambda place: run_fedvlm(place, args.rounds),
     }
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(2):  # one after the other, twice, because a machine has its moods
         for name, go in kinds.items():
             with tempfile.TemporaryDirectory() as place:
                 seconds[name] += go(Path(place))
-    least = median(seconds["fedvlm"])
+    baseline = median(seconds["fedvlm"])
     for name, times in seconds.items():
-        each = ", ".join(f"{time:.2f}" for time in times)
-        say(
-            f"{name}: {median(times):.2f} s a round, {median(times) / least:.2f} x ({each})",
+        text = ", ".join(f"{time:.2f}" for time in times)
+        report(
+            f"{name}: {median(times):.2f} s a round, {median(times) / baseline:.2f} x ({text})",
             name,
-            **{"s a round": median(times), "times ours": median(times) / least},
+            **{"s a round": median(times), "times ours": median(times) / baseline},
         )
 
 

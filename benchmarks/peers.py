@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from figures import say
+from figures import report
 
-HERE = Path(__file__).parent
-CONSTRAINTS = HERE.parent / "constraints.txt"
+FOLDER = Path(__file__).parent
+CONSTRAINTS = FOLDER.parent / "constraints.txt"
 # pfl-research asks for an older dp-accounting than ours, and FedJAX for a jax that we have not:
 # only Flower, which we pin, can have all our versions; the others have our torch.
 PEERS = {
@@ -45,19 +45,17 @@ class Unusable(Exception):
     """Why a peer is skipped."""
 
 
-def install(folder: Path, packages: list[str], ours: bool) -> Path:
+def install(folder: Path, packages: list[str], with_fedvlm: bool) -> Path:
     """The Python of an environment with these packages."""
     python = folder / "bin" / "python"
     if (folder / "ready").exists():
         return python
-    pins = [CONSTRAINTS.read_text()] if ours else []
+    pins = [CONSTRAINTS.read_text()] if with_fedvlm else []
     pins += [line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch==")]
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     (folder / "pins.txt").write_text("\n".join(pins))
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*pip, "-c", folder / "pins.txt", *packages], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*pip, "-c", folder / "pins.txt", *packages], capture_output=True, text=True, check=False)
     if done.returncode:
         raise Unusable(f"pip: {last(done.stderr)}")
     (folder / "ready").touch()
@@ -71,59 +69,57 @@ def last(text: str) -> str:
 
 def run(python: Path | str, script: str, folder: Path, rounds: int) -> dict:
     """What a script found; `folder` has the rows, and gets the head it ends with."""
-    command = [python, HERE / "peer" / script, str(rounds)]
-    env = {**ONE_THREAD, "FEDVLM_PEER": str(folder), "PYTHONPATH": str(HERE / "peer")}
+    command = [python, FOLDER / "peer" / script, str(rounds)]
+    env = {**ONE_THREAD, "FEDVLM_PEER": str(folder), "PYTHONPATH": str(FOLDER / "peer")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode or not (folder / "found.json").exists():
         raise Unusable(f"{script}: {last(done.stderr)}")
-    found = json.loads((folder / "found.json").read_text())
+    measurement = json.loads((folder / "found.json").read_text())
     (folder / "found.json").unlink()
     x, y = np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy")
-    found["head"] = np.load(folder / "head.npy")
-    found["accuracy"] = 100 * float(((x @ found["head"].T).argmax(1) == y).mean())
-    return found
+    measurement["head"] = np.load(folder / "head.npy")
+    measurement["accuracy"] = 100 * float(((x @ measurement["head"].T).argmax(1) == y).mean())
+    return measurement
 
 
-def tell(name: str, found: dict, ours: dict) -> None:
-    wall, processor = (1000 * median(found[kind]) for kind in ("wall", "processor"))
-    least = [1000 * median(ours[kind]) for kind in ("wall", "processor")]
-    versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
-    apart = float(np.abs(found["head"] - ours["head"]).max())
-    say(
-        f"{name} ({versions}): {wall:.0f} ms a round ({wall / least[0]:.1f}x), {processor:.0f} ms "
-        f"of processor time ({processor / least[1]:.1f}x), {found['accuracy']:.2f} % right, head "
-        f"within {apart:.0e} of ours",
+def print_row(name: str, measurement: dict, reference: dict) -> None:
+    wall, processor = (1000 * median(measurement[kind]) for kind in ("wall", "processor"))
+    reference_ms = [1000 * median(reference[kind]) for kind in ("wall", "processor")]
+    versions = ", ".join(f"{key} {value}" for key, value in measurement["versions"].items())
+    gap = float(np.abs(measurement["head"] - reference["head"]).max())
+    report(
+        f"{name} ({versions}): {wall:.0f} ms a round ({wall / reference_ms[0]:.1f}x), {processor:.0f} ms "
+        f"of processor time ({processor / reference_ms[1]:.1f}x), {measurement['accuracy']:.2f} % right, head "
+        f"within {gap:.0e} of ours",
         f"{name} ({versions})",
         **{
             "ms a round": wall,
-            "times ours": wall / least[0],
+            "times ours": wall / reference_ms[0],
             "processor ms": processor,
-            "times ours, processor": processor / least[1],
-            "% right": found["accuracy"],
+            "times ours, processor": processor / reference_ms[1],
+            "% right": measurement["accuracy"],
         },
     )
-    off = abs(found["accuracy"] - ours["accuracy"])
+    off = abs(measurement["accuracy"] - reference["accuracy"])
     assert off <= 1, f"{name} ends {off:.1f} points from our accuracy: not the same work"
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    ask.add_argument("--rounds", type=int, default=7)
-    ask.add_argument("--keep", type=Path)
-    given = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--keep", type=Path)
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "rows"
         folder.mkdir()
-        ours = run(sys.executable, "with_fedvlm.py", folder, given.rounds)
-        tell("fedvlm", ours, ours)
+        reference = run(sys.executable, "with_fedvlm.py", folder, args.rounds)
+        print_row("fedvlm", reference, reference)
         for name, (script, packages, pinned) in PEERS.items():
             try:
-                python = install((given.keep or Path(place)) / Path(script).stem, packages, pinned)
-                tell(name, run(python, script, folder, given.rounds), ours)
+                python = install((args.keep or Path(place)) / Path(script).stem, packages, pinned)
+                print_row(name, run(python, script, folder, args.rounds), reference)
             except Unusable as reason:
-                say(f"{name}: skipped, {reason}", f"{name}: skipped, {reason}")
+                report(f"{name}: skipped, {reason}", f"{name}: skipped, {reason}")
 
 
 if __name__ == "__main__":

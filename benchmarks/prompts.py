@@ -20,20 +20,20 @@ from zlib import crc32
 import numpy as np
 import psutil
 import torch
-from figures import say
+from figures import report
 from torch import Tensor
 from torch.nn.functional import cross_entropy, layer_norm, linear, normalize
 from transport import scaling
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, make
-from fedvlm.encoders.cache.mapped import checked
+from fedvlm.encoders.cache.mapped import check_and_map
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.client import Part, World
-from fedvlm.engines.loop import start, train
+from fedvlm.engines.client import ClientRows, World
+from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.state import Plan
 from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower
-from fedvlm.testing import bare
+from fedvlm.testing import make_test_client
 
 WIDTH, LAYERS, LENGTH, PATCHES, BATCH = 512, 12, 77, 196, 32
 
@@ -90,15 +90,13 @@ def plain_features(text: TextTower, prompts: Tensor) -> Tensor:
     x = x + text.positions
     for layer in text.layers:
         qkv = linear(layer_norm(x, (WIDTH,), *layer.norm1, text.eps), *layer.qkv)
-        q, k, v = (
-            one.unflatten(-1, (text.heads, -1)).transpose(1, 2) for one in qkv.chunk(3, dim=-1)
-        )
-        seen = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + linear(seen.transpose(1, 2).flatten(2), *layer.out)
+        q, k, v = (tensor.unflatten(-1, (text.heads, -1)).transpose(1, 2) for tensor in qkv.chunk(3, dim=-1))
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(attended.transpose(1, 2).flatten(2), *layer.out)
         wide = linear(layer_norm(x, (WIDTH,), *layer.norm2, text.eps), *layer.up)
         x = x + linear(ACTIVATIONS[text.activation](wide), *layer.down)
-    where = (1 + vectors + text.ends).repeat(count)
-    last = layer_norm(x[torch.arange(len(x)), where], (WIDTH,), *text.final, text.eps)
+    end_positions = (1 + vectors + text.ends).repeat(count)
+    last = layer_norm(x[torch.arange(len(x)), end_positions], (WIDTH,), *text.final, text.eps)
     return normalize(linear(last, text.projection), dim=-1).unflatten(0, (count, classes))
 
 
@@ -109,8 +107,8 @@ def plain_step(frozen: Frozen, prompts: Tensor, client: Client) -> Tensor:
     text = plain_features(frozen.text_tower, prompts)
     patches = normalize(client.x[client.order[0]].float(), dim=-1)
     cosine = torch.einsum("nkd,bvd->bknv", text, patches)
-    found = scaling(cosine.detach(), 0.8, 0.1, diagonal=True)
-    loss = cross_entropy(frozen.scale * (found * cosine).sum(dim=(2, 3)), client.y[client.order[0]])
+    plan = scaling(cosine.detach(), 0.8, 0.1, diagonal=True)
+    loss = cross_entropy(frozen.scale * (plan * cosine).sum(dim=(2, 3)), client.y[client.order[0]])
     return torch.autograd.grad(loss, prompts)[0]
 
 
@@ -119,23 +117,23 @@ def step(classes: int = 37, repeats: int = 3) -> None:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, PATCHES, WIDTH, generator=draw).half()
     y = torch.randint(classes, (BATCH,), generator=draw)
-    client = bare(x, y, torch.arange(BATCH)[None], x[:0], y[:0])
-    many = bare(x[None], y[None], torch.arange(BATCH)[None, None], x[None, :0], y[None, :0])
+    client = make_test_client(x, y, torch.arange(BATCH)[None], x[:0], y[:0])
+    clients = make_test_client(x[None], y[None], torch.arange(BATCH)[None, None], x[None, :0], y[None, :0])
     method = make("fedotp", lr=1.0, momentum=0.0, weight_decay=0.0)
     shared, local = method.init(frozen)
     stacked = ({key: value[None] for key, value in part.items()} for part in (shared, local))
-    sent, own = stacked
+    sent, stacked_local = stacked
     fast, slow = [], []
     for _ in range(repeats):
-        begin = process_time()
-        upload, after = method.update_many(frozen, sent, own, many)
-        fast.append(process_time() - begin)
-        begin = process_time()
+        start_time = process_time()
+        upload, after = method.update_many(frozen, sent, stacked_local, clients)
+        fast.append(process_time() - start_time)
+        start_time = process_time()
         gradient = plain_step(frozen, torch.stack([shared["prompt"], local["own"]]), client)
-        slow.append(process_time() - begin)
-    ours = torch.stack([sent["prompt"] - upload["prompt"], own["own"] - after["own"]])[:, 0]
-    gap = tensors.difference({"": ours}, {"": gradient})
-    say(
+        slow.append(process_time() - start_time)
+    gradients = torch.stack([sent["prompt"] - upload["prompt"], stacked_local["own"] - after["own"]])[:, 0]
+    gap = tensors.max_relative_difference({"": gradients}, {"": gradient})
+    report(
         f"K={classes} batch {BATCH}: a step {median(slow):.2f} s plain, {median(fast):.2f} s ours, "
         f"ratio {median(slow) / median(fast):.1f} (gradients differ by {gap:.0e})",
         f"a step of FedOTP, {classes} classes, batch {BATCH}",
@@ -155,9 +153,9 @@ class Watch(Thread):
         me = psutil.Process()
         while not self.over.wait(0.05):
             held = 0
-            for one in [me, *me.children(recursive=True)]:
+            for process in [me, *me.children(recursive=True)]:
                 try:
-                    held += one.memory_full_info().pss
+                    held += process.memory_full_info().pss
                 except psutil.Error:
                     continue
             self.most = max(self.most, held)
@@ -175,25 +173,27 @@ def cache(images: int = 10_000, clients: int = 10, classes: int = 37) -> None:
         size = path.stat().st_size
         sums = np.tile(np.array([crc32(row.tobytes()) for row in block], np.uint32), images // 100)
         patches = np.memmap(path, np.float16, mode="c", shape=(images, PATCHES, WIDTH))
-        x = checked(patches, sums, path.name)
+        x = check_and_map(patches, sums, path.name)
         y = torch.from_numpy(draw.integers(classes, size=images))
-        each = images // clients
+        images_per_client = images // clients
         members = {}
         for number in range(clients):
-            rows = np.arange(number * each, (number + 1) * each)
-            members[f"client-{number}"] = Part(*np.split(rows, [each * 3 // 5, each * 4 // 5]))
+            rows = np.arange(number * images_per_client, (number + 1) * images_per_client)
+            members[f"client-{number}"] = ClientRows(
+                *np.split(rows, [images_per_client * 3 // 5, images_per_client * 4 // 5])
+            )
         method = make("fedotp", rounds=1, local_epochs=1, batch_size=150)  # four steps a client
         world = World(method, frozen, 0, x=x, y=y, members=members)
         engine, watch = Batched(world, workers=2), Watch()
-        state, fresh = start(world)
+        state, initial_local = initial_state(world)
         watch.start()
-        begin = perf_counter()
-        train(world, engine, Plan(tuple(members), ()), state, fresh, lambda state, line: None)
+        start_time = perf_counter()
+        run_rounds(world, engine, Plan(tuple(members), ()), state, initial_local, lambda state, line: None)
         engine.close()
         watch.over.set()
         watch.join()
-    seconds = perf_counter() - begin
-    say(
+    seconds = perf_counter() - start_time
+    report(
         f"{images} images, {size / 1e9:.2f} GB of patches, {clients} clients, two workers: a round "
         f"in {seconds:.0f} s, at most {watch.most / 1e9:.2f} GB resident",
         f"a round of {clients} clients on {images} images' patches",

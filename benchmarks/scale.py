@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from figures import peak, say
+from figures import peak, report
 
 import fedvlm
 
-SIZES, SHARE = "1000,3000,10000,30000,100000", 0.01
-EACH, CLASSES, DIM = 20, 10, 512
+SIZES, FRACTION = "1000,3000,10000,30000,100000", 0.01
+SAMPLES_PER_CLIENT, CLASSES, DIM = 20, 10, 512
 
 
 def write_rows(path: Path, clients: int) -> None:
@@ -32,7 +32,7 @@ def write_rows(path: Path, clients: int) -> None:
     draw = torch.Generator().manual_seed(0)
     unit = torch.nn.functional.normalize
     text = unit(torch.randn(CLASSES, DIM, generator=draw), dim=1)
-    rows = clients * EACH
+    rows = clients * SAMPLES_PER_CLIENT
     shapes = {
         "x": ("F32", [rows, DIM], 4 * rows * DIM),
         "y": ("I64", [rows], 8 * rows),
@@ -49,11 +49,11 @@ def write_rows(path: Path, clients: int) -> None:
     labels = torch.arange(rows) % CLASSES
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(words)) + words)
-        for mine in labels.split(1000 * EACH):
-            noise = 0.08 * torch.randn(len(mine), DIM, generator=draw)
-            file.write(unit(text[mine] + noise, dim=1).numpy().tobytes())
+        for client_labels in labels.split(1000 * SAMPLES_PER_CLIENT):
+            noise = 0.08 * torch.randn(len(client_labels), DIM, generator=draw)
+            file.write(unit(text[client_labels] + noise, dim=1).numpy().tobytes())
         file.write(labels.numpy().tobytes())
-        file.write(np.repeat(np.arange(clients, dtype=np.int32), EACH).tobytes())
+        file.write(np.repeat(np.arange(clients, dtype=np.int32), SAMPLES_PER_CLIENT).tobytes())
         file.write(text.numpy().tobytes())
 
 
@@ -63,7 +63,7 @@ def measure(clients: int, rounds: int, folder: Path) -> dict[str, Any]:
     ends: list[float] = []
     before = []
 
-    def progress(what: str, done: int, total: int) -> None:
+    def progress(label: str, done: int, total: int) -> None:
         if not ends:
             before.append(peak())
         ends.append(process_time())
@@ -73,14 +73,14 @@ def measure(clients: int, rounds: int, folder: Path) -> dict[str, Any]:
         encoder=f"store:{folder / 'rows.safetensors'}",
         protocol="own-test",
         clients={"partition": "own", "ratios": [0.8, 0.0, 0.2]},
-        fraction=SHARE,
+        fraction=FRACTION,
         workers=1,
         out=folder / "run",
         progress=progress,
     )
     return {
         "clients": clients,
-        "participants": max(1, round(SHARE * clients)),
+        "participants": max(1, round(FRACTION * clients)),
         "seconds": (ends[rounds + 1] - ends[1]) / rounds,
         "begin": ends[0],
         "end": process_time() - ends[rounds + 1],
@@ -91,24 +91,26 @@ def measure(clients: int, rounds: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def draw(found: list[dict[str, Any]], path: Path) -> None:
+def draw(measurements: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "scale", "font.size": 9, "svg.fonttype": "none"}
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.8), layout="constrained")
-    clients = [one["clients"] for one in found]
-    left.plot(clients, [one["peak"] for one in found], "o-", color="#0b6e99", label="rounds, end")
-    before = [one["before"] for one in found]
-    left.plot(clients, before, "o--", color="#7a7a7a", label="table of clients")
-    left.legend(frameon=False, loc="lower right")
-    left.set(xscale="log", xlabel="clients", ylabel="peak memory (MB)")
-    each = [1000 * one["seconds"] / one["participants"] for one in found]
-    right.plot(clients, each, "o-", color="#b5541c")
+    figure, (memory_axes, right) = plt.subplots(1, 2, figsize=(7.2, 2.8), layout="constrained")
+    clients = [measurement["clients"] for measurement in measurements]
+    memory_axes.plot(
+        clients, [measurement["peak"] for measurement in measurements], "o-", color="#0b6e99", label="rounds, end"
+    )
+    before = [measurement["before"] for measurement in measurements]
+    memory_axes.plot(clients, before, "o--", color="#7a7a7a", label="table of clients")
+    memory_axes.legend(frameon=False, loc="lower right")
+    memory_axes.set(xscale="log", xlabel="clients", ylabel="peak memory (MB)")
+    ms_per_client = [1000 * measurement["seconds"] / measurement["participants"] for measurement in measurements]
+    right.plot(clients, ms_per_client, "o-", color="#b5541c")
     right.set(xscale="log", xlabel="clients", ylabel="CPU ms per participant")
-    for axis in (left, right):
+    for axis in (memory_axes, right):
         axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", alpha=0.3)
@@ -116,35 +118,35 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("--rounds", type=int, default=4)
-    ask.add_argument("--clients", default=SIZES)
-    ask.add_argument("--plot", type=Path)
-    ask.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--clients", default=SIZES)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(int(args.one[0]), args.rounds, Path(args.one[1]))))
         return
-    found = []
+    measurements = []
     for clients in map(int, args.clients.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             write_rows(Path(folder) / "rows.safetensors", clients)
             command = [sys.executable, __file__, "--rounds", str(args.rounds)]
             command += ["--one", str(clients), folder]
-            one = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-        found.append(one)
-        each = 1000 * one["seconds"] / one["participants"]
-        say(
-            f"{clients:,} clients, {one['participants']:,} a round: {1000 * one['seconds']:.0f} ms "
-            f"a round ({each:.2f} ms each), at most {one['peak']:.0f} MB ({one['base']:.0f} as it "
-            f"starts, {one['before']:.0f} while the table of clients is made), rows of "
-            f"{one['on_disk']:.0f} MB on disk; {one['begin']:.0f} s before the first round, "
-            f"{one['end']:.0f} s after the last",
+            measurement = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        measurements.append(measurement)
+        ms_per_client = 1000 * measurement["seconds"] / measurement["participants"]
+        report(
+            f"{clients:,} clients, {measurement['participants']:,} a round: {1000 * measurement['seconds']:.0f} ms "
+            f"a round ({ms_per_client:.2f} ms each), at most {measurement['peak']:.0f} MB ({measurement['base']:.0f} as it "
+            f"starts, {measurement['before']:.0f} while the table of clients is made), rows of "
+            f"{measurement['on_disk']:.0f} MB on disk; {measurement['begin']:.0f} s before the first round, "
+            f"{measurement['end']:.0f} s after the last",
             f"{clients:,} clients, 1 % of them a round",
-            **{"ms a participant": each, "peak MB": one["peak"], "rows MB": one["on_disk"]},
+            **{"ms a participant": ms_per_client, "peak MB": measurement["peak"], "rows MB": measurement["on_disk"]},
         )
     if args.plot:
-        draw(found, args.plot)
+        draw(measurements, args.plot)
 
 
 if __name__ == "__main__":

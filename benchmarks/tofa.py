@@ -18,15 +18,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from federation import Memory
-from figures import say
+from figures import report
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, make
-from fedvlm.data.members import Member
+from fedvlm.data.members import ClientSplit
 from fedvlm.engines.client import World
-from fedvlm.engines.loop import finish, open_engine, start, train
-from fedvlm.engines.state import Plan, shelves
-from fedvlm.storage.shelf import Shelf
+from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
+from fedvlm.engines.state import Plan, stores_on_disk
+from fedvlm.storage.shelf import ClientStateStore
 
 CLASSES, DIM, ROWS, TESTED = 100, 512, 160, 40
 CASES = ((100, 0), (100, 50), (1000, 50), (10_000, 50))  # clients and descriptions of a class
@@ -34,32 +34,32 @@ CASES = ((100, 0), (100, 50), (1000, 50), (10_000, 50))  # clients and descripti
 
 def world_of(clients: int, texts: int, folder: Path) -> World:
     """Rows around class centres, every client with a shift of its own."""
-    draw, near = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
+    draw, noise_draw = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)
     unit = torch.nn.functional.normalize
     text = unit(torch.randn(CLASSES, DIM, generator=draw), dim=1)
-    each = ROWS + TESTED
-    y = torch.randint(CLASSES, (clients * each,), generator=draw)
+    rows_per_client = ROWS + TESTED
+    y = torch.randint(CLASSES, (clients * rows_per_client,), generator=draw)
     with (folder / "rows").open("wb") as file:
-        for mine in y.split(each):
+        for client_labels in y.split(rows_per_client):
             shift = 0.02 * torch.randn(DIM, generator=draw)
-            noise = 0.08 * torch.randn(each, DIM, generator=draw)
-            file.write(unit(text[mine] + shift + noise, dim=1).numpy().data)
+            noise = 0.08 * torch.randn(rows_per_client, DIM, generator=draw)
+            file.write(unit(text[client_labels] + shift + noise, dim=1).numpy().data)
     x = torch.from_numpy(np.memmap(folder / "rows", np.float32, "c", shape=(len(y), DIM)))
-    noise = 0.05 * torch.randn(CLASSES, texts, DIM, generator=near)
-    told = unit(text[:, None] + noise, dim=-1) if texts else None
+    noise = 0.05 * torch.randn(CLASSES, texts, DIM, generator=noise_draw)
+    descriptions = unit(text[:, None] + noise, dim=-1) if texts else None
     names = tuple(f"class {i}" for i in range(CLASSES))
-    frozen = Frozen(names, DIM, 100.0, text, descriptions=told)
+    frozen = Frozen(names, DIM, 100.0, text, descriptions=descriptions)
     members = {
-        f"{i:05}": Member(f"{i:05}", "", one[:ROWS], one[:0], one[ROWS:])
-        for i, one in enumerate(np.arange(len(y)).reshape(clients, each))
+        f"{i:05}": ClientSplit(f"{i:05}", "", client_rows[:ROWS], client_rows[:0], client_rows[ROWS:])
+        for i, client_rows in enumerate(np.arange(len(y)).reshape(clients, rows_per_client))
     }
     return World(make("tofa", min_class_samples=1), frozen, 0, x=x, y=y, members=members)
 
 
 def spent() -> float:
     """Processor seconds of this process and of its workers that have ended."""
-    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in both)
+    usages = (resource.getrusage(process) for process in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def measure(clients: int, texts: int, workers: int) -> None:
@@ -69,23 +69,23 @@ def measure(clients: int, texts: int, workers: int) -> None:
         folder = Path(place)
         world = world_of(clients, texts, folder)
         plan = Plan(tuple(world.members), ())
-        begin, processor = perf_counter(), spent()
+        start_time, processor = perf_counter(), spent()
         engine = open_engine("batched", world, workers, 1)
-        state, fresh = start(world)
-        if shelves(plan, fresh):
-            state = replace(state, local=Shelf(folder / "local", plan.train, fresh))
+        state, initial_local = initial_state(world)
+        if stores_on_disk(plan, initial_local):
+            state = replace(state, local=ClientStateStore(folder / "local", plan.train, initial_local))
         on_round = lambda state, line: sizes.append(line["clients"]["00000"]["bytes_up"])  # noqa: E731
-        state = train(world, engine, plan, state, fresh, on_round)
-        outcome = finish(world, engine, plan, state, fresh)
+        state = run_rounds(world, engine, plan, state, initial_local, on_round)
+        outcome = finish_training(world, engine, plan, state, initial_local)
         engine.close()
-        seconds, processor = perf_counter() - begin, spent() - processor
-    hits = sum(one["test_hits"] for one in outcome.scores.values()) / (clients * TESTED)
-    say(
+        seconds, processor = perf_counter() - start_time, spent() - processor
+    accuracy = sum(scores["test_hits"] for scores in outcome.scores.values()) / (clients * TESTED)
+    report(
         f"{clients} clients of {ROWS} rows, {CLASSES} classes, d = 512, {texts} descriptions, "
         f"{workers} workers: {seconds:.1f} s, {processor:.1f} s of processor time "
         f"({1000 * processor / clients:.0f} ms a client), {memory.peak:.2f} GB, "
         f"{sizes[0]:,} bytes up, {tensors.count_bytes(state.shared):,} down, "
-        f"{100 * hits:.1f} % right",
+        f"{100 * accuracy:.1f} % right",
         f"{clients} clients of {ROWS} rows, {CLASSES} classes, {texts} descriptions",
         **{"s": seconds, "processor s": processor, "GB": memory.peak, "bytes up": sizes[0]},
     )
@@ -96,10 +96,10 @@ if __name__ == "__main__":
     parser.add_argument("clients", nargs="?", type=int)
     parser.add_argument("--texts", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)
-    given = parser.parse_args()
-    if given.clients is None:  # each case in a process of its own, so that its peak is its own
+    args = parser.parse_args()
+    if args.clients is None:  # each case in a process of its own, so that its peak is its own
         for clients, texts in CASES:
             command = [sys.executable, str(Path(__file__)), f"{clients}", "--texts", f"{texts}"]
-            subprocess.run([*command, "--workers", f"{given.workers}"], check=True)
+            subprocess.run([*command, "--workers", f"{args.workers}"], check=True)
     else:
-        measure(given.clients, given.texts, given.workers)
+        measure(args.clients, args.texts, args.workers)

@@ -15,12 +15,12 @@ from pathlib import Path
 from time import perf_counter
 
 from federation import PACS, made
-from figures import say
+from figures import report
 
 import fedvlm
-from fedvlm.runner.experiments import runs
-from fedvlm.runner.named import find
-from fedvlm.runner.run import together
+from fedvlm.runner.experiments import experiment_runs
+from fedvlm.runner.named import find_experiment
+from fedvlm.runner.run import execute_all
 from fedvlm.runner.settings import build, read_toml
 
 HOME = {"art": 2427, "clipart": 4365, "product": 4439, "real_world": 4357}
@@ -31,60 +31,63 @@ def fedot(case: str, workers: int, rounds: int, folder: Path) -> tuple[float, fl
     sizes, classes, usual = CASES[case] or (PACS, 7, 200)
     rows = made(sizes, classes)
     method = {"name": "fedot", "rounds": rounds or usual}
-    begin = clock()
+    start_time = clock()
     fedvlm.run(method, embedded=rows, out=folder / "run", workers=workers)
-    return since(begin)
+    return since(start_time)
 
 
 def demo(workers: int, folder: Path) -> tuple[float, float]:
-    asked = []
+    jobs = []
     for name in ("demo", "demo-shift"):
-        each = [build({**one, "workers": workers}) for one in runs(read_toml(find(name)))]
-        asked.append([(one, folder / name / f"{i}") for i, one in enumerate(each)])
+        all_settings = [
+            build({**run_settings, "workers": workers})
+            for run_settings in experiment_runs(read_toml(find_experiment(name)))
+        ]
+        jobs.append([(run_settings, folder / name / f"{i}") for i, run_settings in enumerate(all_settings)])
     fedvlm.run("zero-shot", out=folder / "embedded")
-    begin = clock()
-    for experiment in asked:
-        for done in together(experiment):
+    start_time = clock()
+    for experiment in jobs:
+        for done in execute_all(experiment):
             if isinstance(done, Exception):
                 raise done
-    return since(begin)
+    return since(start_time)
 
 
 def clock() -> tuple[float, float]:
     return perf_counter(), sum(os.times()[:4])  # of processes that have ended too
 
 
-def since(begin: tuple[float, float]) -> tuple[float, float]:
-    wall, spent = (now - then for now, then in zip(clock(), begin, strict=True))
+def since(start_time: tuple[float, float]) -> tuple[float, float]:
+    wall, spent = (now - then for now, then in zip(clock(), start_time, strict=True))
     return wall, spent
 
 
 def measured(case: str, workers: int, rounds: int) -> tuple[float, float]:
     """In a process of its own."""
     command = [sys.executable, str(Path(__file__)), case, "--workers", str(workers)]
-    said = subprocess.run([*command, "--rounds", str(rounds)], check=True, capture_output=True)
-    wall, spent = map(float, said.stdout.split()[-2:])
+    output = subprocess.run([*command, "--rounds", str(rounds)], check=True, capture_output=True)
+    wall, spent = map(float, output.stdout.split()[-2:])
     return wall, spent
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
-    ask.add_argument("--rounds", type=int, default=0, help="other than the usual ones")
-    ask.add_argument("--workers", type=int, default=0, help="only with so many processes")
-    given = ask.parse_args()
-    if given.workers:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--rounds", type=int, default=0, help="other than the usual ones")
+    parser.add_argument("--workers", type=int, default=0, help="only with so many processes")
+    args = parser.parse_args()
+    if args.workers:
         with tempfile.TemporaryDirectory() as folder:
-            place, (case,) = Path(folder), given.cases
+            place, (case,) = Path(folder), args.cases
             if case == "demo":
-                print(*demo(given.workers, place))
+                print(*demo(args.workers, place))
             else:
-                print(*fedot(case, given.workers, given.rounds, place))
+                print(*fedot(case, args.workers, args.rounds, place))
         return
-    for case in given.cases:
-        each = {workers: measured(case, workers, given.rounds) for workers in (1, 2)}
-        (wall, spent), (walls, spents) = each[1], each[2]
-        say(
+    for case in args.cases:
+        results = {workers: measured(case, workers, args.rounds) for workers in (1, 2)}
+        (wall, spent), (walls, spents) = results[1], results[2]
+        report(
             f"{case}: one process {wall:.1f} s ({spent:.1f} s of CPU), two {walls:.1f} s "
             f"({spents:.1f} s of CPU); wall {wall / walls:.2f} times shorter, CPU "
             f"{spents / spent:.2f} times",

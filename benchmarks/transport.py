@@ -12,7 +12,7 @@ from statistics import median
 from time import process_time
 
 import torch
-from figures import say
+from figures import report
 from torch import Tensor
 
 from fedvlm.maths import transport
@@ -26,9 +26,7 @@ def cosines() -> Tensor:
     return 0.2 + 0.03 * torch.randn(IMAGES, CLASSES, PROMPTS, PATCHES, generator=draw)
 
 
-def scaling(
-    similarity: Tensor, gamma: float, strength: float, diagonal: bool, exact: bool = False
-) -> Tensor:
+def scaling(similarity: Tensor, gamma: float, strength: float, diagonal: bool, exact: bool = False) -> Tensor:
     kernel = torch.exp((similarity.mT - 1) / strength).flatten(0, 1)  # (problems, patches, prompts)
     rows = torch.full((len(kernel), PATCHES, 1), 1 / PATCHES)
     columns = torch.full((len(kernel), PROMPTS, 1), gamma / PROMPTS)
@@ -45,10 +43,10 @@ def scaling(
         if done:
             break
     if diagonal:
-        found = torch.diag_embed(u[..., 0]) @ kernel @ torch.diag_embed(v[..., 0])
+        plan = torch.diag_embed(u[..., 0]) @ kernel @ torch.diag_embed(v[..., 0])
     else:
-        found = u * kernel * v.mT
-    return found.mT.unflatten(0, similarity.shape[:2])
+        plan = u * kernel * v.mT
+    return plan.mT.unflatten(0, similarity.shape[:2])
 
 
 def milliseconds(run: Callable[[], Tensor]) -> float:
@@ -59,12 +57,12 @@ def milliseconds(run: Callable[[], Tensor]) -> float:
 
 def compare(gamma: float, strength: float, repeats: int = 7) -> None:
     similarity = cosines()
-    exact = transport.plan(similarity.double(), "unbalanced", gamma, strength)
+    exact = transport.transport_plan(similarity.double(), "unbalanced", gamma, strength)
     runs: dict[str, Callable[[], Tensor]] = {
         "diagonal": lambda: scaling(similarity, gamma, strength, True),
         "matmul": lambda: scaling(similarity, gamma, strength, False),
         "matmul, exact": lambda: scaling(similarity, gamma, strength, False, True),
-        "ours": lambda: transport.plan(similarity, "unbalanced", gamma, strength),
+        "ours": lambda: transport.transport_plan(similarity, "unbalanced", gamma, strength),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
@@ -72,15 +70,13 @@ def compare(gamma: float, strength: float, repeats: int = 7) -> None:
             times[name].append(milliseconds(run))
     cost = {name: median(some) for name, some in times.items()}
     off = {name: ((run() - exact).abs().max() / exact.max()).item() for name, run in runs.items()}
-    said = "  ".join(f"{name} {cost[name]:6.1f} ms (off by {off[name]:.0e})" for name in runs)
-    ratios = ", ".join(
-        f"{cost[name] / cost['ours']:.1f} of {name}" for name in runs if name != "ours"
-    )
-    say(
-        f"gamma {gamma} lambda {strength}: {said}  ratio {ratios}",
+    text = "  ".join(f"{name} {cost[name]:6.1f} ms (off by {off[name]:.0e})" for name in runs)
+    ratios = ", ".join(f"{cost[name] / cost['ours']:.1f} of {name}" for name in runs if name != "ours")
+    report(
+        f"gamma {gamma} lambda {strength}: {text}  ratio {ratios}",
         f"γ = {gamma}, λ = {strength}",
-        **{f"{name} ms": one for name, one in cost.items()},
-        **{f"{name}: ours": one / cost["ours"] for name, one in cost.items() if name != "ours"},
+        **{f"{name} ms": value for name, value in cost.items()},
+        **{f"{name}: ours": value / cost["ours"] for name, value in cost.items() if name != "ours"},
     )
 
 

@@ -4,16 +4,16 @@ import re
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
 SOURCE = "https://github.com/fedvlm/fedvlm/blob/main/"
-sys.path[:0] = [str(ROOT / "src"), str(HERE)]
+sys.path[:0] = [str(ROOT / "src"), str(DOCS)]
 
 import generate  # noqa: E402
 
 import fedvlm  # noqa: E402
 
-generate.write(HERE / "reference" / "generated")
+generate.write(DOCS / "reference" / "generated")
 
 project = "fedvlm"
 author = "the authors of fedvlm"
@@ -34,10 +34,10 @@ def outside(app, docname, text):
     """A link that leaves docs/ goes to the repository, if the file is there."""
     page = Path(app.env.doc2path(docname))
 
-    def point(found):
-        goal = (page.parent / found[1]).resolve()
-        if goal.is_relative_to(HERE) or not goal.exists():
-            return found[0]  # Sphinx checks the first and complains of the second
+    def point(match):
+        goal = (page.parent / match[1]).resolve()
+        if goal.is_relative_to(DOCS) or not goal.exists():
+            return match[0]  # Sphinx checks the first and complains of the second
         return f"]({SOURCE}{goal.relative_to(ROOT)})"
 
     text[0] = re.sub(r"\]\((\.\./[^)#]*)\)", point, text[0])

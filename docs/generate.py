@@ -34,9 +34,9 @@ PUBLIC += (".evaluate.metrics", ".evaluate.protocols")
 
 def comments(kind: type) -> dict[str, str]:
     """What a dataclass's source says beside or right above each of its fields."""
-    said = {one.name: one.metadata["says"] for one in fields(Schedule)}
-    for one in reversed([one for one in kind.__mro__ if "__annotations__" in vars(one)]):
-        text = inspect.getsource(one)
+    descriptions = {field.name: field.metadata["says"] for field in fields(Schedule)}
+    for field in reversed([field for field in kind.__mro__ if "__annotations__" in vars(field)]):
+        text = inspect.getsource(field)
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         notes = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
         [node] = ast.parse(text).body
@@ -47,8 +47,8 @@ def comments(kind: type) -> dict[str, str]:
                 lines.insert(0, above)
                 above -= 1
             words = " ".join(notes[at].string.lstrip("# ") for at in lines)
-            said[part.target.id] = words or said.get(part.target.id, COMMON.get(part.target.id, ""))
-    return said
+            descriptions[part.target.id] = words or descriptions.get(part.target.id, COMMON.get(part.target.id, ""))
+    return descriptions
 
 
 def cell(words: Any) -> str:
@@ -56,38 +56,39 @@ def cell(words: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *([cell(one) for one in row] for row in rows)]
+    lines = [head, ["---"] * len(head), *([cell(value) for value in row] for row in rows)]
     return [f"| {' | '.join(line)} |" for line in lines] + [""]
 
 
-def default(one: Field[Any]) -> str:
-    value = one.default if one.default_factory is MISSING else one.default_factory()
+def default(field: Field[Any]) -> str:
+    value = field.default if field.default_factory is MISSING else field.default_factory()
     if value is MISSING:
         return "must be given"
     plain = value is None or isinstance(value, bool | int | float | str | tuple | list | dict)
     return f"`{value!r}`" if plain else "see its table"
 
 
-def takes(one: Field[Any]) -> str:
-    kind = one.type.__name__ if isinstance(one.type, type) else str(one.type)
+def describe_type(field: Field[Any]) -> str:
+    kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     kind = kind.replace("typing.", "").replace("collections.abc.", "")
-    span = str(range_of(one) or "")
+    span = str(range_of(field) or "")
     return f"`{kind}`" + (f", {span}" if span else "")
 
 
 def settings(kind: type) -> list[str]:
-    said = comments(kind)
+    descriptions = comments(kind)
     rows = [
-        (f"`{one.name}`", default(one), takes(one), said.get(one.name, "")) for one in fields(kind)
+        (f"`{field.name}`", default(field), describe_type(field), descriptions.get(field.name, ""))
+        for field in fields(kind)
     ]
     return table(("setting", "default", "takes", "symbol and meaning"), rows)
 
 
 def own_words(thing: Any) -> str:
     """Its docstring, unless Python wrote it."""
-    said = inspect.getdoc(thing) or ""
-    made = inspect.isclass(thing) and said.startswith(f"{thing.__name__}(")
-    return "" if made else said.replace("*", "\\*")
+    docstring = inspect.getdoc(thing) or ""
+    made = inspect.isclass(thing) and docstring.startswith(f"{thing.__name__}(")
+    return "" if made else docstring.replace("*", "\\*")
 
 
 def paragraphs(thing: Any) -> list[str]:
@@ -108,20 +109,18 @@ def methods_page() -> list[str]:
     return lines
 
 
-def listed(what: str, title: str, leave: Sequence[str] = ()) -> list[str]:
-    rows = LISTS[what]()
-    head = [
-        key for key, value in rows[0].items() if not isinstance(value, list) and key not in leave
-    ]
+def listed(list_name: str, title: str, omitted: Sequence[str] = ()) -> list[str]:
+    rows = LISTS[list_name]()
+    head = [key for key, value in rows[0].items() if not isinstance(value, list) and key not in omitted]
     body = [[f"`{row[head[0]]}`", *(row[key] for key in head[1:])] for row in rows]
-    return [f"# {title}", "", f"`fedvlm list {what}` prints the same.", "", *table(head, body)]
+    return [f"# {title}", "", f"`fedvlm list {list_name}` prints the same.", "", *table(head, body)]
 
 
 def protocols_page() -> list[str]:
     lines = ["# Protocols", ""]
     for name, kind in sorted(protocols().items()):
         knobs = settings(kind) if fields(kind) else []
-        lines += [f"## {name}", "", kind.what[0].upper() + kind.what[1:] + ".", "", *knobs]
+        lines += [f"## {name}", "", kind.summary[0].upper() + kind.summary[1:] + ".", "", *knobs]
     return lines
 
 
@@ -151,8 +150,7 @@ def api_page() -> list[str]:
         module = import_module(f"fedvlm{part}")
         lines += [f"## fedvlm{part}", ""]
         rows = [
-            (f"`{name}{call(getattr(module, name))}`", doc(getattr(module, name)))
-            for name in sorted(module.__all__)
+            (f"`{name}{call(getattr(module, name))}`", doc(getattr(module, name))) for name in sorted(module.__all__)
         ]
         lines += table(("name", "what it is"), rows)
     return lines
@@ -160,9 +158,7 @@ def api_page() -> list[str]:
 
 def call(thing: Any) -> str:
     """The names of what a function takes; annotations are in the source."""
-    return (
-        f"({', '.join(inspect.signature(thing).parameters)})" if inspect.isfunction(thing) else ""
-    )
+    return f"({', '.join(inspect.signature(thing).parameters)})" if inspect.isfunction(thing) else ""
 
 
 def doc(thing: Any) -> str:
@@ -170,7 +166,7 @@ def doc(thing: Any) -> str:
     if (inspect.isclass(thing) or inspect.isfunction(thing)) and "fedvlm" in thing.__module__:
         return own_words(thing).split("\n\n")[0]
     if isinstance(thing, tuple):
-        return ", ".join(f"`{getattr(one, '__name__', one)}`" for one in thing)
+        return ", ".join(f"`{getattr(entry, '__name__', entry)}`" for entry in thing)
     return f"`{thing}`" if isinstance(thing, int) else f"a {type(thing).__name__}"
 
 

@@ -23,9 +23,9 @@ def draw_images(folder: Path, paper: str, draw: Random) -> None:
         (folder / finding).mkdir(parents=True)
         for number in range(30):
             image = Image.new("RGB", (64, 64), paper)
-            where = draw.randint(20, 44), draw.randint(20, 44), draw.randint(8, 18)
+            circle = draw.randint(20, 44), draw.randint(20, 44), draw.randint(8, 18)
             ink = draw.choice(["red", "green", "navy", "black"])
-            ImageDraw.Draw(image).regular_polygon(where, sides, draw.randint(-20, 20), ink)
+            ImageDraw.Draw(image).regular_polygon(circle, sides, draw.randint(-20, 20), ink)
             image.save(folder / finding / f"{number}.png")
 
 

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from fedvlm.data import Clients, Entry, add, divide, open_dataset, rows_of
+from fedvlm.data import Clients, Entry, add, list_samples, make_partition, open_dataset
 
 SLIDES = add(
     Entry(
@@ -37,8 +37,8 @@ def main() -> None:
         make_pictures(Path(folder))
         data = open_dataset("slides", root=folder)  # classes, domains and counts are checked
         print(f"{data.name}: {len(data.labels)} images of {', '.join(data.classes)}")
-        division = divide(rows_of(data), Clients(partition="domain"), seed=0)
-        for member in division.members.values():
+        partition = make_partition(list_samples(data), Clients(partition="domain"), seed=0)
+        for member in partition.clients.values():
             train, test = len(member.train), len(member.test)
             print(f"{member.id}: {train} rows to train, {test} to test")
 

@@ -32,16 +32,12 @@ class FedBias:
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return frozen.scale * (x @ sent["head"].mT + local["bias"])
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        return parts.masked_cross_entropy(
-            self.predict(frozen, shared, local, batch.x), batch.y, batch.real
-        )
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
+        return parts.masked_cross_entropy(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
 
     name = "fedbias"
     traits = Traits(needs=frozenset({"image", "text"}))
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
 
 
 def main() -> None:
@@ -50,9 +46,9 @@ def main() -> None:
     clients = {"partition": "dirichlet", "count": 6, "alpha": 0.3}
     plain = {"name": "fedavg", "lr": 1e-2, "rounds": 30}
     with TemporaryDirectory() as folder:
-        for number, one in enumerate(["zero-shot", plain, FedBias()]):
+        for number, method in enumerate(["zero-shot", plain, FedBias()]):
             out = f"{folder}/{number}"
-            result = fedvlm.run(one, clients=clients, protocol="own-test", out=out, smoke=True)
+            result = fedvlm.run(method, clients=clients, protocol="own-test", out=out, smoke=True)
             print(result.table())
 
 

@@ -18,9 +18,9 @@ def cohen(p: Tensor, y: Tensor) -> float:
     `p` (rows, classes) are probabilities, `y` (rows,) the true classes; NaN where there is none.
     """
     guess, classes = p.argmax(1), p.shape[1]
-    shares = [torch.bincount(one, minlength=classes).double() / len(y) for one in (guess, y)]
-    hits, chance = (guess == y).double().mean(), (shares[0] * shares[1]).sum()
-    return ((hits - chance) / (1 - chance)).item()  # one class alone: 0 / 0, which is left out
+    frequencies = [torch.bincount(labels, minlength=classes).double() / len(y) for labels in (guess, y)]
+    agreement, chance = (guess == y).double().mean(), (frequencies[0] * frequencies[1]).sum()
+    return ((agreement - chance) / (1 - chance)).item()  # one class alone: 0 / 0, which is left out
 
 
 register("cohen", cohen)

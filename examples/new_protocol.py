@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 
 import fedvlm
 from fedvlm.evaluate.protocols import (
-    Done,
+    Participants,
     Table,
     Training,
+    TrainingResults,
     Weights,
-    Who,
     accuracy,
     register,
 )
@@ -23,21 +23,21 @@ from fedvlm.evaluate.protocols import (
 @dataclass(frozen=True)
 class WorstUnseen:
     name = "worst-unseen"
-    what = "each client in turn is unseen; the worst and the mean of them"
+    summary = "each client in turn is unseen; the worst and the mean of them"
     every_round = False  # metrics are measured at the end
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
-        others = {one: tuple(id for id in domains if id != one) for one in domains}
-        return [Training(one, rest, (one,)) for one, rest in others.items()]
+        train_ids = {client_id: tuple(id for id in domains if id != client_id) for client_id in domains}
+        return [Training(client_id, rest, (client_id,)) for client_id, rest in train_ids.items()]
 
-    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
-        found = [accuracy(scores, one.unseen) for one, scores in done.values()]
-        there = [value for value in found if value is not None] if generalises else []
-        worst, mean = (min(there), sum(there) / len(there)) if there else (None, None)
+    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
+        accuracies = [accuracy(scores, training.unseen) for training, scores in done.values()]
+        defined = [value for value in accuracies if value is not None] if generalises else []
+        worst, mean = (min(defined), sum(defined) / len(defined)) if defined else (None, None)
         return {"unseen, worst": worst, "unseen, mean": mean}
 
-    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
-        cells = [(name, id) for name, (_, unseen) in who.items() for id in unseen]
+    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
+        cells = [(name, id) for name, (_, unseen) in participants.items() for id in unseen]
         even = dict.fromkeys(cells, 1 / len(cells))
         return {"unseen, mean": even} if generalises else {}  # the worst is no mean of hits
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fedvlm.data import Clients, Dataset, divide, open_dataset, register, rows_of, tabulate
+from fedvlm.data import Clients, Dataset, list_samples, make_partition, open_dataset, register, tabulate
 
 
 class Rows:
@@ -50,7 +50,7 @@ def main() -> None:
         labels, wards = np.tile(["healthy", "ill"], 20), np.repeat(["east", "west"], 20)
         np.savez(file, images=images, labels=labels, ward=wards)
         data = open_dataset(f"npz:{file}", sites="ward")
-        for member in divide(rows_of(data), Clients(partition="own"), seed=0).members.values():
+        for member in make_partition(list_samples(data), Clients(partition="own"), seed=0).clients.values():
             print(f"{data.name}, {member.id}: {len(member.train)} rows to train")
 
 

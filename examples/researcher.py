@@ -25,15 +25,12 @@ SETTINGS = {
 
 def main() -> None:
     with TemporaryDirectory() as folder:
-        runs = [
-            fedvlm.run(method, out=f"{folder}/{number}", **SETTINGS)
-            for number, method in enumerate(METHODS)
-        ]
+        runs = [fedvlm.run(method, out=f"{folder}/{number}", **SETTINGS) for number, method in enumerate(METHODS)]
         table = fedvlm.compare(*runs)  # a pandas data frame, one row per run
         print(table[["own", "exchanges", "kB per client"]].round(3))  # to read
         print(table[["own", "kB per client"]].to_latex(float_format="%.3f"))  # to paste
-        own = runs[2].frame()  # one row per client
-        worst = own.loc[own.accuracy.idxmin()]
+        per_client = runs[2].frame()  # one row per client
+        worst = per_client.loc[per_client.accuracy.idxmin()]
         print(f"fedbias is worst at {worst.client}: {worst.accuracy:.0%} of {worst.rows} rows")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedvlm.core import METHODS
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import EmbeddedTable
 
 torch.set_num_threads(1)
 
@@ -26,11 +26,11 @@ def own_cache(tmp_path_factory, monkeypatch):
 def own_methods():
     """A method that a test registers is gone after it; those of fedvlm stay, however late."""
     yield
-    for name in [key for key, one in METHODS.items() if one.__module__.split(".")[0] != "fedvlm"]:
+    for name in [key for key, method_class in METHODS.items() if method_class.__module__.split(".")[0] != "fedvlm"]:
         del METHODS[name]
 
 
-def make_rows(rows: int = 240, dim: int = 16, seed: int = 0) -> Embedded:
+def make_rows(rows: int = 240, dim: int = 16, seed: int = 0) -> EmbeddedTable:
     """Four classes in three domains, each domain with a shift of its own."""
     draw = torch.Generator().manual_seed(seed)
     unit = torch.nn.functional.normalize
@@ -40,7 +40,7 @@ def make_rows(rows: int = 240, dim: int = 16, seed: int = 0) -> Embedded:
     shift = 0.4 * torch.randn(3, dim, generator=draw)
     x = unit(text[labels] + shift[domains] + 0.3 * torch.randn(rows, dim, generator=draw), dim=1)
     empty = np.full(rows, "")
-    return Embedded(
+    return EmbeddedTable(
         name="toy",
         classes=("ant", "bee", "cat", "dog"),
         x=x,
@@ -58,12 +58,12 @@ def make_rows(rows: int = 240, dim: int = 16, seed: int = 0) -> Embedded:
 
 
 @pytest.fixture
-def rows() -> Embedded:
+def rows() -> EmbeddedTable:
     return make_rows()
 
 
 @pytest.fixture(scope="session")
-def rows_like() -> Callable[..., Embedded]:
+def rows_like() -> Callable[..., EmbeddedTable]:
     return make_rows
 
 

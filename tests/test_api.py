@@ -34,8 +34,8 @@ def test_an_example_imports_nothing_that_is_not_public(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fedvlm"):
             assert node.module in PUBLIC, f"{path.name} imports from {node.module}"
-            offered = {*import_module(node.module).__all__, *(one.split(".")[-1] for one in PUBLIC)}
-            assert {one.name for one in node.names} <= offered
+            offered = {*import_module(node.module).__all__, *(name.split(".")[-1] for name in PUBLIC)}
+            assert {name.name for name in node.names} <= offered
 
 
 def test_the_package_lists_its_names_before_they_are_used():

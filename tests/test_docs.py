@@ -14,7 +14,7 @@ from fedvlm.deploy.kits import ServerKit
 from fedvlm.encoders import ENCODERS
 from fedvlm.errors import FedVLMError
 from fedvlm.evaluate.protocols import protocols
-from fedvlm.runner.load import meet
+from fedvlm.runner.load import check_needs
 from fedvlm.runner.settings import Settings
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -51,10 +51,10 @@ def written(default):
 
 
 def defaults(kind, without=()):
-    found = {one.name: one for one in fields(kind) if one.name not in without}
+    known_fields = {field.name: field for field in fields(kind) if field.name not in without}
     return {
-        name: written(one.default if one.default_factory is MISSING else one.default_factory())
-        for name, one in found.items()
+        name: written(field.default if field.default_factory is MISSING else field.default_factory())
+        for name, field in known_fields.items()
     }
 
 
@@ -68,49 +68,45 @@ def defaults(kind, without=()):
     ],
 )
 def test_a_table_of_settings_has_every_name_and_default(page, head, kind, without):
-    said = {row[0].strip("`"): row[1] for row in table(page, head)}
-    assert said == defaults(kind, without)
+    documented = {row[0].strip("`"): row[1] for row in table(page, head)}
+    assert documented == defaults(kind, without)
 
 
 def test_the_settings_page_has_every_word_of_a_choice():
-    said = {row[0].strip("`"): " ".join(row[1:]) for row in table("reference/settings.md", "key")}
-    for one in fields(Settings):
-        for word in get_args(one.type):
+    documented = {row[0].strip("`"): " ".join(row[1:]) for row in table("reference/settings.md", "key")}
+    for field in fields(Settings):
+        for word in get_args(field.type):
             if isinstance(word, str):
-                assert f"`{word}`" in said[one.name], f"{one.name} = {word!r} is not on the page"
-    ways = {row[0]: " ".join(row[1:]) for row in table("reference/settings.md", "`clients.`")}[
-        "`partition`"
-    ]
+                assert f"`{word}`" in documented[field.name], f"{field.name} = {word!r} is not on the page"
+    ways = {row[0]: " ".join(row[1:]) for row in table("reference/settings.md", "`clients.`")}["`partition`"]
     assert set(re.findall(r"`([a-z-]+)`", ways)) == set(get_args(By))
 
 
 def test_encoders_offer_what_the_page_says():
-    said = {}
+    documented = {}
     for names, offers in table("explanation/concepts.md", "encoder"):
         for form in re.findall(r"`([^`]+)`", names):
-            said[form] = tuple(offers.split(", "))
-    assert said == {kind.form: kind.offers for kind in ENCODERS.values()}
+            documented[form] = tuple(offers.split(", "))
+    assert documented == {kind.form: kind.offers for kind in ENCODERS.values()}
 
 
 def test_every_protocol_and_engine_is_on_the_page():
-    found = table("explanation/concepts.md", "`protocol`")
-    assert {row[0].strip("`") for row in found} == set(protocols())
+    rows = table("explanation/concepts.md", "`protocol`")
+    assert {row[0].strip("`") for row in rows} == set(protocols())
     text = (DOCS / "explanation/concepts.md").read_text()
     engines = text[text.index("## Engines") : text.index("## Protocols")]
-    [choice] = [get_args(one.type) for one in fields(Settings) if one.name == "engine"]
-    assert [row[0].strip("`") for row in table("explanation/concepts.md", "`engine`")] == list(
-        choice
-    )
+    [choice] = [get_args(field.type) for field in fields(Settings) if field.name == "engine"]
+    assert [row[0].strip("`") for row in table("explanation/concepts.md", "`engine`")] == list(choice)
     assert all(f"`{name}`" in engines for name in choice)
 
 
 def image_alone(name):
     """Whether a method runs on pooled embeddings alone, set to do without text if it can be."""
     without = {"head": "random", "text": False}
-    chosen = {one.name for one in fields(methods()[name])} & without.keys()
+    chosen = {field.name for field in fields(methods()[name])} & without.keys()
     method = make(name, **{key: without[key] for key in chosen})
     try:
-        meet(method, "a black box", {"image"})
+        check_needs(method, "a black box", {"image"})
         method.init(Frozen(("ant", "bee"), 16, 1.0, None))
     except FedVLMError:
         return set()
@@ -118,12 +114,12 @@ def image_alone(name):
 
 
 def test_the_methods_for_a_black_box_of_images_are_those_the_page_names():
-    found = {"head": set(), "text": set(), "nothing": set()}
+    methods_by_need = {"head": set(), "text": set(), "nothing": set()}
     for name in methods():
         for key in image_alone(name):
-            found[key].add(name)
-    said = {
+            methods_by_need[key].add(name)
+    documented = {
         re.findall("`([^`]+)`", row[0])[0].split(" ")[0]: set(re.findall("`([^`]+)`", row[1]))
         for row in table("explanation/concepts.md", "set")
     }
-    assert said == {key: names for key, names in found.items() if names}
+    assert documented == {key: names for key, names in methods_by_need.items() if names}

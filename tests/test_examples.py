@@ -10,13 +10,9 @@ ELSEWHERE = {"new_dataset.py"}  # run by tests/data/test_catalogue.py
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in EXAMPLES if p.name not in ELSEWHERE], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in ELSEWHERE], ids=lambda p: p.name)
 def test_example_runs_and_prints(path, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", path], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-W", "error", path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert not list(tmp_path.iterdir()), "an example left something behind"

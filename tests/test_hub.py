@@ -39,42 +39,42 @@ def proxied(bare):
         yield
 
 
-@pytest.mark.parametrize("where", ["silent", "proxied"])
-def test_a_hub_that_never_answers_is_given_up_soon_in_one_sentence(request, where):
-    request.getfixturevalue(where)
-    begin = monotonic()
+@pytest.mark.parametrize("address", ["silent", "proxied"])
+def test_a_hub_that_never_answers_is_given_up_soon_in_one_sentence(request, address):
+    request.getfixturevalue(address)
+    start = monotonic()
     with pytest.raises(EncoderError, match="does not answer") as refused:
         open_encoder("hf:some/model")
-    assert monotonic() - begin < LIMIT
+    assert monotonic() - start < LIMIT
     assert "hf:some/model cannot be opened" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_data_of_a_hub_that_never_answers_are_given_up_too(silent):
-    begin = monotonic()
+    start = monotonic()
     with pytest.raises(DataError, match="some/set cannot be loaded .the Hub at http") as refused:
         open_dataset("hub:some/set")
-    assert monotonic() - begin < LIMIT
+    assert monotonic() - start < LIMIT
     assert "\n" not in str(refused.value)
 
 
 def test_patience_is_below_two_seconds():
-    assert hub.PATIENCE < 2
+    assert hub.TIMEOUT_SECONDS < 2
 
 
 def test_a_hub_that_refuses_connections_does_not_answer(bare):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     bare.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
-    assert hub.unreachable() == f"the Hub at http://127.0.0.1:{port} does not answer"
+    assert hub.unreachable_reason() == f"the Hub at http://127.0.0.1:{port} does not answer"
 
 
 def test_nobody_is_asked_when_the_hub_is_switched_off(silent, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hub.unreachable() == ""
+    assert hub.unreachable_reason() == ""
 
 
 def test_a_cached_model_is_read_without_the_hub(silent, monkeypatch, tmp_path):
-    monkeypatch.setattr(hub, "cached", lambda name: True)
-    assert hub.only_here("some/model")
-    assert hub.only_here(tmp_path)
+    monkeypatch.setattr(hub, "is_cached", lambda name: True)
+    assert hub.is_local_only("some/model")
+    assert hub.is_local_only(tmp_path)

@@ -49,7 +49,7 @@ def name(path: Path) -> str:
 
 def layer(module: str) -> int:
     """The longest name of the order that the module's begins with."""
-    fits = [one for one in ORDER if f"{module}.".startswith(f"{one}.")]
+    fits = [package for package in ORDER if f"{module}.".startswith(f"{package}.")]
     assert fits, f"{module} has no place in the order of layers; give it one in {__file__}"
     return ORDER.index(max(fits, key=len))
 
@@ -58,20 +58,18 @@ def imported(path: Path) -> Iterator[str]:
     """Every module of ours that is imported, at the top, in a function or for types alone."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found = [one.name for one in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively; write the whole name"
-            found = [f"{node.module}.{one.name}" for one in node.names]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        ours = (one.removeprefix("fedvlm.") for one in found if one.startswith("fedvlm."))
-        yield from (one for one in ours if not one.startswith("__"))  # the version is no module
+        internal = (alias.removeprefix("fedvlm.") for alias in names if alias.startswith("fedvlm."))
+        yield from (alias for alias in internal if not alias.startswith("__"))  # the version is no module
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_module_imports_only_what_stands_before_it(path: Path) -> None:
-    own = name(path)
-    wrong = [
-        other for other in imported(path) if layer(other) > layer(own) and (own, other) not in NAMED
-    ]
-    assert not wrong, f"fedvlm.{own} imports {', '.join(wrong)}, which stand after it"
+    module = name(path)
+    wrong = [target for target in imported(path) if layer(target) > layer(module) and (module, target) not in NAMED]
+    assert not wrong, f"fedvlm.{module} imports {', '.join(wrong)}, which stand after it"

@@ -17,13 +17,13 @@ def names(texts):
 
 
 def pinned(file):
-    found = re.findall(r"^([\w.-]+)==([\w.+!-]+)", (ROOT / file).read_text(), re.MULTILINE)
-    return {canonicalize_name(name): version for name, version in found}
+    pins = re.findall(r"^([\w.-]+)==([\w.+!-]+)", (ROOT / file).read_text(), re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in pins}
 
 
 def test_lock_has_every_direct_dependency_of_servers_and_sites_but_torch():
-    wanted = names(PROJECT["dependencies"]) | names(EXTRAS["flower"])
-    assert wanted - set(pinned("requirements.lock")) == {"torch"}
+    expected = names(PROJECT["dependencies"]) | names(EXTRAS["flower"])
+    assert expected - set(pinned("requirements.lock")) == {"torch"}
 
 
 def test_lock_has_the_versions_of_the_constraints():
@@ -35,13 +35,13 @@ def test_every_package_of_the_lock_has_hashes():
     text = (ROOT / "requirements.lock").read_text()
     blocks = re.split(r"^(?=[a-zA-Z])", text, flags=re.MULTILINE)[1:]
     assert len(blocks) == len(pinned("requirements.lock"))
-    assert [one for one in blocks if not re.search("--hash=sha256:[0-9a-f]{64}", one)] == []
+    assert [block for block in blocks if not re.search("--hash=sha256:[0-9a-f]{64}", block)] == []
 
 
 def test_page_of_licences_has_every_direct_dependency():
     page = (ROOT / "docs/reference/licences.md").read_text()
     listed = set(re.findall(r"^\| ([\w.-]+) \|", page, re.MULTILINE))
-    wanted = [texts for extra, texts in EXTRAS.items() if extra not in ("dev", "docs")]
-    asked = names(PROJECT["dependencies"]).union(*map(names, wanted))
-    assert asked - listed == set()
+    extras = [texts for extra, texts in EXTRAS.items() if extra not in ("dev", "docs")]
+    required = names(PROJECT["dependencies"]).union(*map(names, extras))
+    assert required - listed == set()
     assert "not said" not in page

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fedvlm import record
-from fedvlm.engines.state import State, pack, unpack
+from fedvlm.engines.state import State, pack_state, unpack_state
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.files import write
+from fedvlm.storage.files import write_file
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
 TENSORS = {"head": torch.arange(12.0).reshape(3, 4), "count": torch.tensor(3)}
@@ -29,13 +29,11 @@ def test_tensors_and_what_is_said_about_them_come_back(tmp_path):
 def test_every_flipped_byte_is_refused(tmp_path):
     path = tmp_path / "t"
     write_tensors(path, TENSORS, {"round": 7})
-    whole = path.read_bytes()
+    content = path.read_bytes()
     picker = random.Random(0)
     for _ in range(200):
-        place = picker.randrange(len(whole))
-        path.write_bytes(
-            whole[:place] + bytes([whole[place] ^ 1 << picker.randrange(8)]) + whole[place + 1 :]
-        )
+        place = picker.randrange(len(content))
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1 << picker.randrange(8)]) + content[place + 1 :])
         try:
             back, about = read_tensors(path)
         except DataError:
@@ -56,14 +54,14 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(tmp_path, monkeypatch):
     path = tmp_path / "t"
-    write(path, b"old")
+    write_file(path, b"old")
 
     def full(handle):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match="the disk is full at .* resume"):
-        write(path, b"new")
+        write_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["t"]
 
@@ -71,7 +69,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_half_written(tmp_path, monk
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write .*; choose another place"):
-        write(tmp_path / "file" / "below", b"x")
+        write_file(tmp_path / "file" / "below", b"x")
 
 
 def test_a_state_comes_back_whatever_the_clients_are_called(tmp_path):
@@ -82,8 +80,8 @@ def test_a_state_comes_back_whatever_the_clients_are_called(tmp_path):
         State(0, {}, {}),
         State(1, {}, {"x": {}}, 0.1, 1, {}, {"x": {}}),
     ):
-        write_tensors(tmp_path / "s", *pack(state))
-        back = unpack(*read_tensors(tmp_path / "s"))
+        write_tensors(tmp_path / "s", *pack_state(state))
+        back = unpack_state(*read_tensors(tmp_path / "s"))
         assert (back.round, back.best, back.best_round) == (
             state.round,
             state.best,
@@ -91,9 +89,9 @@ def test_a_state_comes_back_whatever_the_clients_are_called(tmp_path):
         )
         assert (back.best_shared is None) == (state.best_shared is None)
         assert back.local.keys() == state.local.keys()
-        for id, own in state.local.items():
-            assert own.keys() == back.local[id].keys()
-            assert all(torch.equal(own[key], back.local[id][key]) for key in own)
+        for id, tensors in state.local.items():
+            assert tensors.keys() == back.local[id].keys()
+            assert all(torch.equal(tensors[key], back.local[id][key]) for key in tensors)
 
 
 def test_a_torn_line_is_left_out_and_lines_past_the_checkpoint_are_forgotten(tmp_path):
@@ -103,7 +101,7 @@ def test_a_torn_line_is_left_out_and_lines_past_the_checkpoint_are_forgotten(tmp
     with open(notes.lines_path, "ab") as file:
         file.write(b'{"training": "b", "rou')
     assert len(notes.lines()) == 4
-    notes.keep_lines("b", 1)
+    notes.drop_lines_after("b", 1)
     assert [(line["training"], line["round"]) for line in notes.lines()] == [("a", 0), ("b", 0)]
     first = json.loads(notes.lines_path.read_text().splitlines()[0])
     assert first.keys() == {"training", "round", "checksum"}
@@ -143,8 +141,8 @@ def test_a_refused_run_leaves_no_directory(tmp_path):
 
 def test_who_comes_at_the_same_moment_does_not_take_the_directory_away(tmp_path, monkeypatch):
     with Record(tmp_path / "run").lock():
-        with monkeypatch.context() as both:
-            both.setattr(Path, "exists", lambda path: False)  # as it was when both looked
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "exists", lambda path: False)  # as it was when both looked
             with (
                 pytest.raises(DataError, match="another process is working in"),
                 Record(tmp_path / "run").lock(),
@@ -153,18 +151,16 @@ def test_who_comes_at_the_same_moment_does_not_take_the_directory_away(tmp_path,
         assert (tmp_path / "run" / ".lock").exists()
 
 
-@pytest.mark.parametrize("there", [0, 1, None])
-def test_a_record_of_another_format_is_refused_with_both_numbers(tmp_path, there):
+@pytest.mark.parametrize("number", [0, 1, None])
+def test_a_record_of_another_format_is_refused_with_both_numbers(tmp_path, number):
     about = {"identity": {}, "encoder": "e", "rows": "r", "versions": {"fedvlm": "9.9"}}
-    one = record.Record(tmp_path)
-    one.begin(about)
-    assert one.manifest["format"] == record.FORMAT
-    kept = {key: value for key, value in one.manifest.items() if key != "format"}
-    record.write_json(
-        tmp_path / "manifest.json", kept if there is None else {**kept, "format": there}
-    )
-    shown = "none" if there is None else there
-    said = rf"format {shown}, and this fedvlm reads format {record.FORMAT}; .*9\.9.*run again"
-    for ask in (lambda: record.Record(tmp_path).manifest, lambda: one.begin(about)):
-        with pytest.raises(DataError, match=said):
-            ask()
+    run = record.Record(tmp_path)
+    run.start(about)
+    assert run.manifest["format"] == record.RECORD_FORMAT
+    stored = {key: value for key, value in run.manifest.items() if key != "format"}
+    record.write_json(tmp_path / "manifest.json", stored if number is None else {**stored, "format": number})
+    shown_number = "none" if number is None else number
+    message = rf"format {shown_number}, and this fedvlm reads format {record.RECORD_FORMAT}; .*9\.9.*run again"
+    for read in (lambda: record.Record(tmp_path).manifest, lambda: run.start(about)):
+        with pytest.raises(DataError, match=message):
+            read()

@@ -39,10 +39,8 @@ assert torch.func.grad(lambda x: (x * x).sum())(torch.ones(2)).tolist() == [2, 2
 """
 
 
-def run(script, *given, **more):
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, given)], capture_output=True, text=True, **more
-    )
+def run(script, *args, **kwargs):
+    done = subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True, **kwargs)
     assert not done.returncode, done.stderr
     return done.stdout
 
@@ -83,32 +81,32 @@ def experiment(rows, tmp_path, monkeypatch):
     return ["run", "mine.toml"]
 
 
-def shown(*words):
+def imported_by(*words):
     done = CliRunner().invoke(app, words)
     assert not done.exit_code, done.output
     return done.stdout
 
 
 def test_a_finished_experiment_is_shown_again_without_torch(experiment, tmp_path):
-    first = shown(*experiment)
+    first = imported_by(*experiment)
     assert "A table" in first and "fedot" in first and "report: " in first
     assert run(COMMAND, *experiment) == first
-    assert run(COMMAND, *experiment, "--form", "csv") == shown(*experiment, "--form", "csv")
+    assert run(COMMAND, *experiment, "--form", "csv") == imported_by(*experiment, "--form", "csv")
 
 
-@pytest.mark.parametrize("more", [[], ["--columns", "balanced,worst,method.rounds", "--all"]])
-def test_runs_are_compared_without_torch(more, experiment):
-    shown(*experiment)
-    assert run(COMMAND, "compare", "runs/mine", *more) == shown("compare", "runs/mine", *more)
+@pytest.mark.parametrize("options", [[], ["--columns", "balanced,worst,method.rounds", "--all"]])
+def test_runs_are_compared_without_torch(options, experiment):
+    imported_by(*experiment)
+    assert run(COMMAND, "compare", "runs/mine", *options) == imported_by("compare", "runs/mine", *options)
 
 
 def test_what_was_shown_is_not_shown_for_another_question_or_other_records(experiment, tmp_path):
-    first = shown(*experiment)
-    assert shown(*experiment, "--set", "seeds=[1]") != first
-    assert shown(*experiment) == first  # and is asked for anew
+    first = imported_by(*experiment)
+    assert imported_by(*experiment, "--set", "seeds=[1]") != first
+    assert imported_by(*experiment) == first  # and is asked for anew
     text = (tmp_path / "mine.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace("rounds = 2", "rounds = 3"))
-    assert "rounds=3" in shown(*experiment)
+    assert "rounds=3" in imported_by(*experiment)
     for path in (tmp_path / "runs" / "mine").glob("fedot*/index.json"):
         path.write_text("{}")
-    assert "rounds=3" in shown(*experiment)
+    assert "rounds=3" in imported_by(*experiment)

@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fedvlm.machine import cores
-from fedvlm.storage.files import write
+from fedvlm.machine import count_cores
+from fedvlm.storage.files import write_file
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "benchmarks"
@@ -47,7 +47,7 @@ def machine() -> str:
         pass
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (
-        f"{chip}, {cores()} cores, {memory:.0f} GiB, {platform.system()}, "
+        f"{chip}, {count_cores()} cores, {memory:.0f} GiB, {platform.system()}, "
         f"Python {platform.python_version()}, torch {version('torch')}, "
         f"fedvlm {version('fedvlm')}"
     )
@@ -59,20 +59,20 @@ def scripts() -> list[str]:
 
 def measure(names: list[str]) -> dict[str, Any]:
     """Every script's rows, with the day, the machine and its load before and after."""
-    found = {}
+    results = {}
     for name in names:
         print(f"== benchmarks/{name}.py", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             place, before = Path(folder) / "figures", os.getloadavg()[0]
             env = {**os.environ, "FEDVLM_FIGURES": str(place), "OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, SCRIPTS / f"{name}.py"], env=env, check=True)
-            found[name] = {
+            results[name] = {
                 "day": datetime.now(UTC).date().isoformat(),
                 "machine": machine(),
-                "load": [round(one, 1) for one in (before, os.getloadavg()[0])],
+                "load": [round(load, 1) for load in (before, os.getloadavg()[0])],
                 "rows": [json.loads(line) for line in place.read_text().splitlines()],
             }
-    return found
+    return results
 
 
 def number(value: float | str) -> str:
@@ -103,28 +103,26 @@ def tables(rows: list[dict[str, Any]]) -> str:
 def page(results: dict[str, Any]) -> str:
     """The page of these figures: a section a script, headed by the first line of its docstring."""
     parts = [HEAD]
-    for name, found in sorted(results.items()):
-        said = ast.get_docstring(ast.parse((SCRIPTS / f"{name}.py").read_text())) or ""
-        before, after = found["load"]
+    for name, results_of_script in sorted(results.items()):
+        docstring = ast.get_docstring(ast.parse((SCRIPTS / f"{name}.py").read_text())) or ""
+        before, after = results_of_script["load"]
         parts.append(
-            f"## {name}\n{said.splitlines()[0]}\n\n{tables(found['rows'])}\n"
-            f"{found['day']}, {found['machine']}; load {before} before and {after} after.\n"
+            f"## {name}\n{docstring.splitlines()[0]}\n\n{tables(results_of_script['rows'])}\n"
+            f"{results_of_script['day']}, {results_of_script['machine']}; load {before} before and {after} after.\n"
         )
     return "\n".join(parts)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    ask.add_argument("--quick", action="store_true")
-    ask.add_argument("--page", action="store_true")
-    given = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--page", action="store_true")
+    args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not given.page:
-        results |= measure(list(QUICK) if given.quick else scripts())
-        write(RESULTS, json.dumps(results, indent=1, ensure_ascii=False).encode() + b"\n")
-    write(PAGE, page(results).encode())
+    if not args.page:
+        results |= measure(list(QUICK) if args.quick else scripts())
+        write_file(RESULTS, json.dumps(results, indent=1, ensure_ascii=False).encode() + b"\n")
+    write_file(PAGE, page(results).encode())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from demo.captions import Captions
-from demo.gate import gate
+from demo.gate import measure_gate
 from demo.images import Demo, near_copies
 from demo.model import make_model, save
 from demo.pretrain import Stage, pretrain
@@ -39,7 +39,7 @@ SHIPPED = Path(__file__).parents[1] / "src/fedvlm/data/demo/emoji.zip"
 def measure(images: Path, folder: Path) -> list[str]:
     model, tokenizer = load(folder)
     print(f"{folder} on {images}, per cent")
-    scores = gate(Demo(images), model, tokenizer, seeds=5)
+    scores = measure_gate(Demo(images), model, tokenizer, seeds=5)
     print(scores.table())
     failed = scores.failures()
     print(f"gate: {'; '.join(f'FAILED: {name}' for name in failed) or 'passed'}")
@@ -88,13 +88,13 @@ def build(args: argparse.Namespace, recipe: Recipe) -> list[str]:
         print(progress, validate(average, tokenizer), flush=True)
 
     if not args.start:
-        stage = Stage(recipe.steps, 1.0, 0.8, 0.998, settled=False)
+        stage = Stage(recipe.steps, 1.0, 0.8, 0.998, starts_from_drawings=False)
         pretrain(pixels, captions, model, tokenizer, recipe, stage, checkpoint)
         model, _ = load(folder)
         views = locked_views(model, pixels, recipe.seed)
         tune_text(views, captions, model, tokenizer, recipe, recipe.text_steps)
         model.requires_grad_(True)
-    stage = Stage(recipe.align_steps, recipe.align_pace, 0.5, 0.995, settled=True)
+    stage = Stage(recipe.align_steps, recipe.align_pace, 0.5, 0.995, starts_from_drawings=True)
     pretrain(pixels, captions, model, tokenizer, recipe, stage, checkpoint)
     model, _ = load(folder)
     choose_text(pixels, captions, model, tokenizer, recipe, validate)
@@ -107,9 +107,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--cache", type=Path, default=Path("demo-packages"))
     parser.add_argument("--art-only", action="store_true", help="images and keywords, no encoder")
-    parser.add_argument(
-        "--start", type=Path, metavar="MODEL_DIR", help="in place of stages 1 and 2"
-    )
+    parser.add_argument("--start", type=Path, metavar="MODEL_DIR", help="in place of stages 1 and 2")
     parser.add_argument(
         "--gate-only",
         type=Path,
@@ -117,19 +115,17 @@ def main() -> None:
         help="measure this model on the emoji.zip beside its folder, or else on the shipped one",
     )
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer to use again")
-    for one in fields(Recipe):
-        kind = float if isinstance(one.default, float) else int
-        flag, told = "--" + one.name.replace("_", "-"), f"{one.metadata['help']} ({one.default})"
-        parser.add_argument(flag, type=kind, default=one.default, help=told)
+    for setting in fields(Recipe):
+        kind = float if isinstance(setting.default, float) else int
+        flag, help_text = "--" + setting.name.replace("_", "-"), f"{setting.metadata['help']} ({setting.default})"
+        parser.add_argument(flag, type=kind, default=setting.default, help=help_text)
     args = parser.parse_args()
     torch.set_num_threads(1)  # one thread gives the same sums on any machine
     if args.gate_only:
-        beside = args.gate_only.parent / "emoji.zip"
-        failed = measure(beside if beside.exists() else SHIPPED, args.gate_only)
+        archive = args.gate_only.parent / "emoji.zip"
+        failed = measure(archive if archive.exists() else SHIPPED, args.gate_only)
     else:
-        failed = build(
-            args, Recipe(**{one.name: getattr(args, one.name) for one in fields(Recipe)})
-        )
+        failed = build(args, Recipe(**{setting.name: getattr(args, setting.name) for setting in fields(Recipe)}))
     raise SystemExit(bool(failed))
 
 

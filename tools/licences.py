@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "licences.md"
-Found = dict[str, tuple[str, str, str]]  # package: version, licence, what needs it
+Packages = dict[str, tuple[str, str, str]]  # package: version, licence, what needs it
 HEAD = """# Licences of what fedvlm stands on
 
 Made by `python tools/licences.py` from what each installed package says of itself: all that fedvlm
@@ -27,38 +27,36 @@ not listed. The last column is the first that asks: fedvlm itself, or an extra.
 
 
 def main() -> None:
-    found: Found = {}
+    packages: Packages = {}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = {"fedvlm": project["dependencies"], **project["optional-dependencies"]}
-    for why, texts in groups.items():
-        if why not in ("dev", "docs"):
-            walk(texts, {""}, why, found, set())
-    rows = [f"| {name} | {' | '.join(found[name])} |\n" for name in sorted(found)]
+    for group, texts in groups.items():
+        if group not in ("dev", "docs"):
+            collect_requirements(texts, {""}, group, packages, set())
+    rows = [f"| {name} | {' | '.join(packages[name])} |\n" for name in sorted(packages)]
     PAGE.write_text(HEAD + "".join(rows))
 
 
-def walk(texts: list[str], extras: set[str], why: str, found: Found, seen: set[str]) -> None:
+def collect_requirements(texts: list[str], extras: set[str], group: str, packages: Packages, visited: set[str]) -> None:
     """Adds what these requirements name, and what that requires in turn."""
-    for one in map(Requirement, texts):
-        name = canonicalize_name(one.name)
-        wanted = one.marker is None or any(one.marker.evaluate({"extra": e}) for e in extras)
-        if not wanted or name in seen:
+    for requirement in map(Requirement, texts):
+        name = canonicalize_name(requirement.name)
+        is_needed = requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in extras)
+        if not is_needed or name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         try:
             package = distribution(name)
         except PackageNotFoundError:  # of another system
             continue
-        found.setdefault(name, (package.version, licence(package.metadata), why))
-        walk(package.requires or [], {"", *one.extras}, why, found, seen)
+        packages.setdefault(name, (package.version, licence(package.metadata), group))
+        collect_requirements(package.requires or [], {"", *requirement.extras}, group, packages, visited)
 
 
-def licence(told: Any) -> str:
-    get = told.get_all
-    classes = [
-        one.split(" :: ")[-1] for one in get("Classifier") or [] if one.startswith("License")
-    ]
-    short = [one for one in get("License") or [] if len(one) < 60 and "\n" not in one]
+def licence(metadata: Any) -> str:
+    get = metadata.get_all
+    classes = [entry.split(" :: ")[-1] for entry in get("Classifier") or [] if entry.startswith("License")]
+    short = [entry for entry in get("License") or [] if len(entry) < 60 and "\n" not in entry]
     words = (get("License-Expression") or []) or short or classes or ["not said"]
     return re.sub(r"\s+", " ", ", ".join(words)).replace("|", "/")
 

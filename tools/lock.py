@@ -26,10 +26,10 @@ COMMAND = (
 
 def main() -> None:
     command = [sys.executable, "-m", *COMMAND.split()]
-    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    blocks = re.split(r"^(?=\S)", said, flags=re.MULTILINE)
-    kept = [one for one in blocks if one.strip() and not BY_VERSION.match(one)]
-    (ROOT / "requirements.lock").write_text(HEAD + "".join(kept))
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    blocks = re.split(r"^(?=\S)", output, flags=re.MULTILINE)
+    blocks_to_keep = [block for block in blocks if block.strip() and not BY_VERSION.match(block)]
+    (ROOT / "requirements.lock").write_text(HEAD + "".join(blocks_to_keep))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The limit below which two images count as nearly the same: fedvlm.encoders.near.NEAR.
+"""The limit below which two images count as nearly the same: fedvlm.encoders.near.MAX_DUPLICATE_RMS.
 
 python -m tools.near [--data demo] [--images 300]
 Only training images are looked at. Each is saved again in the usual ways, and held against itself
@@ -13,9 +13,9 @@ from PIL import Image
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import divide, rows_of
+from fedvlm.data.federation import list_samples, make_partition
 from fedvlm.encoders.cache.decode import decode
-from fedvlm.encoders.near import NEAR, thumbnail
+from fedvlm.encoders.near import MAX_DUPLICATE_RMS, thumbnail
 
 WAYS = {
     "PNG": ("PNG", 1.0, {}),
@@ -48,26 +48,20 @@ def main() -> None:
     ask.add_argument("--images", type=int, default=300)
     told = ask.parse_args()
     dataset = open_dataset(told.data)
-    rows = np.concatenate(
-        [one.train for one in divide(rows_of(dataset), Clients(), 0).members.values()]
-    )
+    rows = np.concatenate([one.train for one in make_partition(list_samples(dataset), Clients(), 0).clients.values()])
     rows = np.random.default_rng(0).permutation(rows)[: told.images]
     files = [dataset.source.read(int(row)) for row in rows]
     small = np.stack([thumbnail(data) for data in files])
     nearest = np.array([np.partition(apart(one, small), 1)[1] for one in small])
     limit = nearest.min() / 2
-    print(
-        f"nearest other image: least {nearest.min():.1f}, median {np.median(nearest):.1f}; ", end=""
-    )
-    print(f"half of the least is {limit:.1f}, and NEAR is {NEAR}\n")
+    print(f"nearest other image: least {nearest.min():.1f}, median {np.median(nearest):.1f}; ", end="")
+    print(f"half of the least is {limit:.1f}, and NEAR is {MAX_DUPLICATE_RMS}\n")
     print("| saved again | median | 99 % | largest | found |\n|---|---|---|---|---|")
     for name, (kind, factor, options) in WAYS.items():
         other = np.stack([thumbnail(again(data, kind, factor, options)) for data in files])
         far = apart(small, other)
         numbers = [np.median(far), np.quantile(far, 0.99), far.max()]
-        print(
-            f"| {name} | {' | '.join(f'{n:.1f}' for n in numbers)} | {(far <= NEAR).mean():.1%} |"
-        )
+        print(f"| {name} | {' | '.join(f'{n:.1f}' for n in numbers)} | {(far <= MAX_DUPLICATE_RMS).mean():.1%} |")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fedvlm.channel import compare
-from fedvlm.data.table import Embedded
-from fedvlm.engines.attackers import attackers
-from fedvlm.engines.loop import finish, open_engine, start, train
+from fedvlm.data.table import EmbeddedTable
+from fedvlm.engines.attackers import choose_attackers
+from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.scores import accuracy
 from fedvlm.runner.load import load
@@ -68,7 +68,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }
 
 
-def opened(name: str, stores: Path) -> Embedded:
+def opened(name: str, stores: Path) -> EmbeddedTable:
     file, source, _ = SETS[name]
     values: dict[str, Any] = {"method": "alone", "source": source}
     if file:
@@ -80,7 +80,7 @@ def opened(name: str, stores: Path) -> Embedded:
 def overheard() -> Iterator[list[dict[str, Any]]]:
     """What each round's comparison is made of: norms, and cosines of each two clients."""
     heard: list[dict[str, Any]] = []
-    judge = compare.apart
+    judge = compare.outlier_scores
 
     def listen(ids: Sequence[str], dots: Tensor) -> Any:
         norms = dots.diagonal().sqrt()
@@ -89,11 +89,11 @@ def overheard() -> Iterator[list[dict[str, Any]]]:
         heard.append({"ids": list(ids), "norms": norms.tolist(), "cosines": pairs})
         return judge(ids, dots)
 
-    compare.apart = listen
+    compare.outlier_scores = listen
     try:
         yield heard
     finally:
-        compare.apart = judge
+        compare.outlier_scores = judge
 
 
 def _below(count: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def dots_of(heard: dict[str, Any]) -> Tensor:
 
 
 def measure(
-    rows: Embedded, name: str, method: str, channel: str, attack: dict[str, Any], seed: int
+    rows: EmbeddedTable, name: str, method: str, channel: str, attack: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """Accuracy by client, who attacks, and what each round's comparison is made of."""
     own = METHODS[method][rows.scale > 50]
@@ -129,13 +129,13 @@ def measure(
     (training,) = prepared.trainings
     world = prepared.world(training)
     engine = open_engine("batched", world, 1, settings.method.rounds)
-    state, fresh = start(world)
+    state, fresh = initial_state(world)
     plan = Plan(training.train, ())
     with overheard() as seen:
-        state = train(world, engine, plan, state, fresh, lambda state, line: None)
-    outcome = finish(world, engine, plan, state, fresh)
+        state = run_rounds(world, engine, plan, state, fresh, lambda state, line: None)
+    outcome = finish_training(world, engine, plan, state, fresh)
     kind = attack_of(settings)
-    bad = attackers(kind, training.train, seed) if kind else set()
+    bad = choose_attackers(kind, training.train, seed) if kind else set()
     right = {id: accuracy(outcome.scores, [id], "test") for id in training.train}
     return {"accuracy": right, "bad": sorted(bad), "seen": seen}
 
@@ -149,11 +149,9 @@ class Runs:
         work.mkdir(parents=True, exist_ok=True)
         kept = self.path.read_text().splitlines() if self.path.exists() else []
         self.known = {tuple(key): one for key, one in map(json.loads, kept)}
-        self.rows: dict[str, Embedded] = {}
+        self.rows: dict[str, EmbeddedTable] = {}
 
-    def get(
-        self, name: str, method: str, channel: str, attack: str, share: float, seed: int
-    ) -> dict[str, Any]:
+    def get(self, name: str, method: str, channel: str, attack: str, share: float, seed: int) -> dict[str, Any]:
         key = (name, method, channel, attack, share, seed)
         if key not in self.known:
             if name not in self.rows:
@@ -165,18 +163,16 @@ class Runs:
         return dict(self.known[key])
 
 
-def flagged(run: dict[str, Any], limits: compare.Limits) -> set[str]:
+def flagged(run: dict[str, Any], limits: compare.OutlierLimits) -> set[str]:
     """Who is far in most of its rounds."""
     count: dict[str, list[bool]] = {}
     for one in run["seen"]:
-        for id, seen in compare.apart(one["ids"], dots_of(one), limits).items():
+        for id, seen in compare.outlier_scores(one["ids"], dots_of(one), limits).items():
             count.setdefault(id, []).append(bool(seen["far"]))
-    return {id for id, many in count.items() if sum(many) > limits.often * len(many)}
+    return {id for id, many in count.items() if sum(many) > limits.max_outlier_fraction * len(many)}
 
 
-def rates(
-    runs: list[dict[str, Any]], limits: compare.Limits = compare.USUAL
-) -> tuple[float, float]:
+def rates(runs: list[dict[str, Any]], limits: compare.OutlierLimits = compare.DEFAULT_LIMITS) -> tuple[float, float]:
     """Shares of runs in which every attacker is named, and in which an honest client is."""
     found = [(set(run["bad"]), flagged(run, limits)) for run in runs]
     return fmean(bad <= far for bad, far in found), fmean(bool(far - bad) for bad, far in found)
@@ -195,7 +191,7 @@ def choose(runs: Runs, sets: list[str], methods: list[str], shares: list[float])
     found = []
     tried = ((2.5, 3.0, 4.0), (4.0, 6.0), (2.0, 3.0), (0.3, 0.5), (0.7,), (6.0,), (0.5, 0.6, 0.7))
     for values in product(*tried):
-        limits = compare.Limits(*values)
+        limits = compare.OutlierLimits(*values)
         pairs = [rates(many, limits) for many in cells]
         missed = sum(max(0.0, NAMED - named) for named, _ in pairs)
         wrong = sum(max(0.0, one - WRONG) for _, one in pairs)
@@ -237,10 +233,7 @@ def table(
                     continue
                 many = [runs.get(*key) for key in keys]
                 plain = [runs.get(name, method, "mean", "", 0.0, seed) for seed in range(seeds)]
-                pairs = [
-                    (of_honest(a, a["bad"]), of_honest(b, a["bad"]))
-                    for a, b in zip(many, plain, strict=True)
-                ]
+                pairs = [(of_honest(a, a["bad"]), of_honest(b, a["bad"])) for a, b in zip(many, plain, strict=True)]
                 mean, before = (fmean(one) for one in zip(*pairs, strict=True))
                 cells.append(shown(mean - before, mean))
                 found.append(rates(many))

@@ -18,9 +18,9 @@ from time import monotonic, sleep
 import numpy as np
 from PIL import Image
 
-from fedvlm.deploy.explain import example
+from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.flower.processes import free_port
-from fedvlm.deploy.kits import init
+from fedvlm.deploy.kits import create_kits
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "recording.md"
 SITES = ["north", "south", "west", "east"]
@@ -45,7 +45,7 @@ def images(root: Path) -> None:
                 colour[c] += 70
                 path = root / site / name / f"{row}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                Image.new("RGB", (8, 8), tuple(int(one) for one in colour)).save(path)
+                Image.new("RGB", (8, 8), tuple(int(channel_value) for channel_value in colour)).save(path)
 
 
 class Show:
@@ -58,9 +58,9 @@ class Show:
     def title(self, text: str) -> None:
         self.lines += [f"\n## {text}\n"]
 
-    def told(self, command: str, text: str) -> None:
-        kept = [one for one in text.splitlines() if not LOCAL.search(one)]
-        plain = "\n".join(kept).replace(f"{self.folder}/", "").replace(str(self.folder), ".")
+    def add_output(self, command: str, text: str) -> None:
+        lines = [line for line in text.splitlines() if not LOCAL.search(line)]
+        plain = "\n".join(lines).replace(f"{self.folder}/", "").replace(str(self.folder), ".")
         block = "\n".join(line.rstrip() for line in [f"$ {command}", *plain.splitlines()])
         self.lines += ["```text", block, "```"]
 
@@ -72,7 +72,7 @@ class Show:
             text=True,
             env=self.env,
         )
-        self.told(command, done.stdout + done.stderr)
+        self.add_output(command, done.stdout + done.stderr)
         return done.stdout + done.stderr
 
     @property
@@ -103,11 +103,11 @@ class Show:
         return (self.folder / f"{name}.log").read_text()
 
     def stop(self) -> None:
-        for one in self.running.values():
-            if one.poll() is None:
-                one.send_signal(signal.SIGTERM)
-        for one in self.running.values():
-            one.wait(30)
+        for process in self.running.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.running.values():
+            process.wait(30)
 
 
 def experiment(show: Show, method: str, rounds: int) -> str:
@@ -124,9 +124,9 @@ def site(show: Show, name: str) -> None:
 
 def record(show: Show) -> None:
     images(show.folder / "images")
-    init(show.folder / "fed", SITES, "127.0.0.1", free_port())
+    create_kits(show.folder / "fed", SITES, "127.0.0.1", free_port())
     south = show.folder / "fed" / "site-south" / "policy.toml"
-    south.write_text(example(("tofa",)))
+    south.write_text(example_policy(("tofa",)))
     show.start("server", "fedvlm deploy server fed/server", "the server is up")
     for name in SITES[:3]:
         site(show, name)
@@ -134,30 +134,27 @@ def record(show: Show) -> None:
     show.call("fedvlm deploy doctor fed/server")
     show.call("fedvlm deploy doctor fed/site-north")
     show.title("A run; east is not there")
-    one = experiment(show, "tofa", 1)
-    show.call(f"fedvlm deploy run fed/server {one} --out one --wait 5")
-    show.told("what north has read meanwhile", show.log("north"))
+    first_run = experiment(show, "tofa", 1)
+    show.call(f"fedvlm deploy run fed/server {first_run} --out one --wait 5")
+    show.add_output("what north has read meanwhile", show.log("north"))
     show.title("A late joiner")
     site(show, "east")
     show.call("fedvlm deploy join fed/server one east")
     show.title("A refusal, and a killed site")
-    other = experiment(show, "fedavg", 4)
+    second_run = experiment(show, "fedavg", 4)
     show.start(
         "run",
-        f"fedvlm deploy run fed/server {other} --out other --wait 5 --deadline 8",
+        f"fedvlm deploy run fed/server {second_run} --out other --wait 5 --deadline 8",
         "round 1 of 4",
     )
     os.killpg(show.running["west"].pid, signal.SIGKILL)
     show.running["run"].wait(180)
-    command = f"fedvlm deploy run fed/server {other} --out other --wait 5 --deadline 8"
-    show.told(f"{command}    # west is killed in round 2", show.log("run"))
+    command = f"fedvlm deploy run fed/server {second_run} --out other --wait 5 --deadline 8"
+    show.add_output(f"{command}    # west is killed in round 2", show.log("run"))
     show.call("fedvlm deploy status fed/server")
     show.title("A withdrawal")
     show.call("fedvlm deploy withdraw fed/site-south --by A.Person")
-    show.call(
-        "fedvlm deploy withdraw fed/server fed/site-south/withdrawal.safetensors "
-        "--record one --record other"
-    )
+    show.call("fedvlm deploy withdraw fed/server fed/site-south/withdrawal.safetensors --record one --record other")
     show.call("fedvlm ledger fed/server")
     show.call("fedvlm deploy keys fed/server")
 

@@ -11,69 +11,65 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fedvlm.report.page.gather import gather
-from fedvlm.report.tables import compare
-from fedvlm.runner.experiments import runs
-from fedvlm.runner.named import find
+from fedvlm.report.page.gather import build_model
+from fedvlm.report.tables import compare_table
+from fedvlm.runner.experiments import experiment_runs
+from fedvlm.runner.named import find_experiment
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build, read_toml
-from fedvlm.storage.files import write
+from fedvlm.storage.files import write_file
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-BLOCK = re.compile(
-    r"(?ms)^<!-- table: (?P<name>[\w-]+)(?P<text>, text)? -->\n(?P<body>.*?)^<!-- table ends -->$"
-)
+BLOCK = re.compile(r"(?ms)^<!-- table: (?P<name>[\w-]+)(?P<text>, text)? -->\n(?P<body>.*?)^<!-- table ends -->$")
 
 
 def named(text: str) -> list[str]:
     """The experiments whose tables a page has."""
-    return [found["name"] for found in BLOCK.finditer(text)]
+    return [match["name"] for match in BLOCK.finditer(text)]
 
 
 def rewritten(text: str, table: Callable[[str, bool], str]) -> str:
     """A page with the tables that `table` gives for a name, and whether as on a terminal."""
 
-    def block(found: re.Match[str]) -> str:
-        head = f"<!-- table: {found['name']}{found['text'] or ''} -->"
-        return f"{head}\n{table(found['name'], bool(found['text']))}<!-- table ends -->"
+    def block(match: re.Match[str]) -> str:
+        head = f"<!-- table: {match['name']}{match['text'] or ''} -->"
+        return f"{head}\n{table(match['name'], bool(match['text']))}<!-- table ends -->"
 
     return BLOCK.sub(block, text)
 
 
 def table_of(name: str, folder: Path, plain: bool) -> str:
     """What the runs of an experiment come to; those that the folder has are read."""
-    values = read_toml(find(name))
+    values = read_toml(find_experiment(name))
     results = []
-    for number, one in enumerate(map(build, runs(values))):
-        results.append(execute(one, folder / name / f"{number}-{one.method.name}"))
+    for number, run_settings in enumerate(map(build, experiment_runs(values))):
+        results.append(execute(run_settings, folder / name / f"{number}-{run_settings.method.name}"))
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
     if not plain:
-        return "\n" + compare(results, "markdown", **words) + "\n"
-    said = [values.get("title", name), "", compare(results, **words).rstrip("\n")]
-    return "\n".join(["```", *said, *gather(results)["sentences"], "```", ""])
+        return "\n" + compare_table(results, "markdown", **words) + "\n"
+    parts = [values.get("title", name), "", compare_table(results, **words).rstrip("\n")]
+    return "\n".join(["```", *parts, *build_model(results)["sentences"], "```", ""])
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("names", nargs="*", help="experiments; all that pages name if none")
-    asked.add_argument("--runs", type=Path, help="where the records are kept")
-    said = asked.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="experiments; all that pages name if none")
+    parser.add_argument("--runs", type=Path, help="where the records are kept")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as passing:
         made: dict[tuple[str, bool], str] = {}
         for page in PAGES:
             before = page.read_text(encoding="utf-8")
-            bodies = {
-                (one["name"], bool(one["text"])): one["body"] for one in BLOCK.finditer(before)
-            }
+            bodies = {(match["name"], bool(match["text"])): match["body"] for match in BLOCK.finditer(before)}
             for key, body in bodies.items():
-                if said.names and key[0] not in said.names:
+                if args.names and key[0] not in args.names:
                     made[key] = body
                 elif key not in made:
-                    made[key] = table_of(key[0], said.runs or Path(passing), key[1])
+                    made[key] = table_of(key[0], args.runs or Path(passing), key[1])
             after = rewritten(before, lambda name, plain: made[name, plain])
             if after != before:
-                write(page, after.encode())
+                write_file(page, after.encode())
                 print(f"{page.relative_to(ROOT)}: {', '.join(named(after))}")
 
 

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.client import predict
-from fedvlm.engines.loop import finish, open_engine, start, train
+from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import build
 
 
 def trained(
-    rows: Embedded, clients: Mapping[str, Any], method: Mapping[str, Any], seed: int
+    rows: EmbeddedTable, clients: Mapping[str, Any], method: Mapping[str, Any], seed: int
 ) -> tuple[dict[str, Any], list[Any]]:
     """Every client's hits on its validation and its test rows, CPU seconds; local tensors."""
     values = {"method": method, "clients": clients, "protocol": "own-test", "seeds": [seed]}
@@ -25,9 +25,9 @@ def trained(
     world, plan = prepared.world(training), Plan(training.train, training.unseen)
     begin = process_time()
     engine = open_engine("batched", world, 1, world.method.rounds)
-    state, fresh = start(world)
-    state = train(world, engine, plan, state, fresh, lambda state, line: None)
-    outcome = finish(world, engine, plan, state, fresh)
+    state, fresh = initial_state(world)
+    state = run_rounds(world, engine, plan, state, fresh, lambda state, line: None)
+    outcome = finish_training(world, engine, plan, state, fresh)
     out: dict[str, Any] = {"validation": [], "test": [], "seconds": process_time() - begin}
     kept: list[Any] = [outcome.local.get(id, fresh) for id in training.train]
     for id, local in zip(training.train, kept, strict=True):

@@ -34,9 +34,9 @@ FOLDER = Path(os.environ["FEDVLM_PEER"])  # not an argument: Flower's actors hav
 
 @cache  # one of Flower's actors asks for every client
 def rows() -> Rows:
-    given = json.loads((FOLDER / "given.json").read_text())
+    inputs = json.loads((FOLDER / "given.json").read_text())
     names = ("x", "y", "order", "start")
-    return Rows(*(np.load(FOLDER / f"{name}.npy", mmap_mode="r") for name in names), **given)
+    return Rows(*(np.load(FOLDER / f"{name}.npy", mmap_mode="r") for name in names), **inputs)
 
 
 class Clock:
@@ -50,9 +50,9 @@ class Clock:
         self.wall.append(perf_counter())
         me = psutil.Process()
         spent = 0.0
-        for one in [me, *me.children(recursive=True)]:
+        for process in [me, *me.children(recursive=True)]:
             try:
-                times = one.cpu_times()
+                times = process.cpu_times()
             except psutil.Error:
                 continue
             spent += times.user + times.system
@@ -61,9 +61,9 @@ class Clock:
     def close(self, head: np.ndarray, versions: dict[str, str]) -> None:
         """Writes what was found; the first round, which compiles and starts, is left out."""
         np.save(FOLDER / "head.npy", head)
-        found = {
+        measurement = {
             "wall": np.diff(self.wall).tolist(),
             "processor": np.diff(self.processor).tolist(),
             "versions": versions,
         }
-        (FOLDER / "found.json").write_text(json.dumps(found))
+        (FOLDER / "found.json").write_text(json.dumps(measurement))

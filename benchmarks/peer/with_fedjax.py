@@ -10,7 +10,7 @@ from clock import Clock, rows
 from fedjax.algorithms import fed_avg
 
 jax.tree_map = jax.tree_util.tree_map  # newer releases of jax have not the name that FedJAX calls
-given, clock = rows(), Clock()
+inputs, clock = rows(), Clock()
 
 
 class Ordered:
@@ -20,11 +20,11 @@ class Ordered:
         self.client, self.number = client, number
 
     def __len__(self) -> int:
-        return given.x.shape[1]
+        return inputs.x.shape[1]
 
     def shuffle_repeat_batch(self, hparams: object) -> list[dict[str, np.ndarray]]:
-        x, y = given.of(self.client, self.number)
-        size = given.batch
+        x, y = inputs.of(self.client, self.number)
+        size = inputs.batch
         return [{"x": x[i : i + size], "y": y[i : i + size]} for i in range(0, len(y), size)]
 
 
@@ -35,14 +35,14 @@ def loss(params: jax.Array, batch: dict[str, jax.Array], rng: jax.Array) -> jax.
 
 algorithm = fed_avg.federated_averaging(
     fedjax.grad(loss),
-    fedjax.optimizers.sgd(given.rate),
+    fedjax.optimizers.sgd(inputs.rate),
     fedjax.optimizers.sgd(1.0),
-    fedjax.ShuffleRepeatBatchHParams(batch_size=given.batch, num_epochs=1),
+    fedjax.ShuffleRepeatBatchHParams(batch_size=inputs.batch, num_epochs=1),
 )
-state = algorithm.init(jnp.asarray(given.start))
+state = algorithm.init(jnp.asarray(inputs.start))
 key = jax.random.PRNGKey(0)
-for number in range(len(given.order)):
-    clients = [(client, Ordered(client, number), key) for client in range(len(given.x))]
+for number in range(len(inputs.order)):
+    clients = [(client, Ordered(client, number), key) for client in range(len(inputs.x))]
     state, _ = algorithm.apply(state, clients)
     jax.block_until_ready(state.params)
     clock.tick()

@@ -11,22 +11,20 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-given, clock = rows(), Clock()
+inputs, clock = rows(), Clock()
 client_app, server_app = ClientApp(), ServerApp()
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    here = rows()
+    inputs_here = rows()
     number = int(message.content["config"]["server-round"]) - 1
-    x, y = (
-        torch.from_numpy(one) for one in here.of(int(context.node_config["partition-id"]), number)
-    )
+    x, y = (torch.from_numpy(array) for array in inputs_here.of(int(context.node_config["partition-id"]), number))
     head = torch.from_numpy(message.content["arrays"]["head"].numpy().copy()).requires_grad_()
-    optimizer = torch.optim.SGD([head], lr=here.rate)
-    for some, wanted in zip(x.split(here.batch), y.split(here.batch), strict=True):
+    optimizer = torch.optim.SGD([head], lr=inputs_here.rate)
+    for some, targets in zip(x.split(inputs_here.batch), y.split(inputs_here.batch), strict=True):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(some @ head.T, wanted).backward()
+        torch.nn.functional.cross_entropy(some @ head.T, targets).backward()
         optimizer.step()
     content = {
         "arrays": ArrayRecord({"head": Array(head.detach().numpy())}),
@@ -37,21 +35,21 @@ def train(message: Message, context: Context) -> Message:
 
 class Timed(FedAvg):
     def aggregate_train(self, server_round: int, replies: object) -> object:
-        found = super().aggregate_train(server_round, replies)
+        result = super().aggregate_train(server_round, replies)
         clock.tick()
-        return found
+        return result
 
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     # In the first round a fraction would be one of those who are there already.
-    strategy = Timed(fraction_evaluate=0.0, min_train_nodes=len(given.x))
-    start = ArrayRecord({"head": Array(np.array(given.start))})
-    found = strategy.start(grid, start, num_rounds=len(given.order))
+    strategy = Timed(fraction_evaluate=0.0, min_train_nodes=len(inputs.x))
+    start = ArrayRecord({"head": Array(np.array(inputs.start))})
+    result = strategy.start(grid, start, num_rounds=len(inputs.order))
     versions = {name: version(name) for name in ("flwr", "ray", "torch")}
-    clock.close(found.arrays["head"].numpy(), versions)
+    clock.close(result.arrays["head"].numpy(), versions)
 
 
 if __name__ == "__main__":
     cores = {"init_args": {"num_cpus": 1}, "client_resources": {"num_cpus": 1}}
-    run_simulation(server_app, client_app, len(given.x), backend_config=cores)
+    run_simulation(server_app, client_app, len(inputs.x), backend_config=cores)

@@ -16,14 +16,14 @@ from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
 torch.set_num_threads(1)
-given, clock = rows(), Clock()
-clients = len(given.x)
+inputs, clock = rows(), Clock()
+clients = len(inputs.x)
 
 
 class Head(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.head = torch.nn.Parameter(torch.tensor(given.start))
+        self.head = torch.nn.Parameter(torch.tensor(inputs.start))
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(x @ self.head.T, y)
@@ -41,7 +41,7 @@ class Ticks(TrainingProcessCallback):
 
 
 def dataset(turn: int) -> Dataset:
-    x, y = given.of(turn % clients, turn // clients)
+    x, y = inputs.of(turn % clients, turn // clients)
     return Dataset(raw_data=[torch.from_numpy(x), torch.from_numpy(y)])
 
 
@@ -51,16 +51,14 @@ head = Head()
 model = PyTorchModel(head, torch.optim.SGD, torch.optim.SGD(head.parameters(), lr=1.0))
 FederatedAveraging().run(
     NNAlgorithmParams(
-        central_num_iterations=len(given.order),
-        evaluation_frequency=len(given.order) + 1,
+        central_num_iterations=len(inputs.order),
+        evaluation_frequency=len(inputs.order) + 1,
         train_cohort_size=clients,
         val_cohort_size=0,
     ),
     SimulatedBackend(training_data=data, val_data=data),
     model,
-    NNTrainHyperParams(
-        local_num_epochs=1, local_learning_rate=given.rate, local_batch_size=given.batch
-    ),
+    NNTrainHyperParams(local_num_epochs=1, local_learning_rate=inputs.rate, local_batch_size=inputs.batch),
     NNEvalHyperParams(local_batch_size=None),
     callbacks=[Ticks()],
 )

@@ -72,27 +72,27 @@ def renamed(name: str, known: Iterable[str]) -> str | None:
     return next((new for new in FORMER.get(name, ()) if new in names), None)
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> SettingsError:
+def unknown_name(kind: str, name: str, known_names: Iterable[str]) -> SettingsError:
     """The refusal of a name nobody has heard of, with the nearest one that exists."""
-    names = sorted(known)
+    names = sorted(known_names)
     if new := renamed(name, names):
         return SettingsError(f"{kind} {name!r} is called {new!r}; write {new} instead")
-    near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    matches = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
     return SettingsError(f"no {kind} is called {name!r}; {hint}there is: {', '.join(names)}")
 
 
-def listing(names: Sequence[str], most: int = 12) -> str:
+def join_names(names: Sequence[str], max_names: int = 12) -> str:
     """Names in a message, cut where nobody reads on."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - max_names
+    return ", ".join(names[:max_names]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def nearest(path: Path) -> str:
+def suggest_path(path: Path) -> str:
     """The question whether a name beside a missing path was meant, if one is near."""
     try:
-        beside = sorted(one.name for one in path.parent.iterdir())
+        siblings = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:
         return ""
-    near = get_close_matches(path.name, beside, n=1, cutoff=0.5)
-    return f"did you mean {path.parent / near[0]}? " if near else ""
+    matches = get_close_matches(path.name, siblings, n=1, cutoff=0.5)
+    return f"did you mean {path.parent / matches[0]}? " if matches else ""

@@ -7,27 +7,27 @@ from threading import Thread
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from fedvlm.errors import EncoderError, nearest
+from fedvlm.errors import EncoderError, suggest_path
 
-HUB = "https://huggingface.co"
-PATIENCE = 1.8  # seconds
+HUB_URL = "https://huggingface.co"
+TIMEOUT_SECONDS = 1.8  # seconds
 
 
-def unreachable() -> str:
+def unreachable_reason() -> str:
     """Why the Hub cannot be asked, in words; nothing if it can, or is not to be asked."""
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return ""  # its libraries look into their cache only, at once
-    address = os.environ.get("HF_ENDPOINT") or HUB
-    if answers(address):
+    address = os.environ.get("HF_ENDPOINT") or HUB_URL
+    if is_reachable(address):
         return ""
     return f"the Hub at {address} does not answer"
 
 
-def answers(address: str, seconds: float = PATIENCE) -> bool:
+def is_reachable(address: str, seconds: float = TIMEOUT_SECONDS) -> bool:
     """Whether anything answers there, by the proxies of the environment, in so many seconds."""
-    heard: list[bool] = []
+    answered: list[bool] = []
 
-    def ask() -> None:
+    def send_request() -> None:
         try:
             urlopen(Request(address, method="HEAD"), timeout=seconds).close()
         except HTTPError as error:  # which is an answer
@@ -37,33 +37,31 @@ def answers(address: str, seconds: float = PATIENCE) -> bool:
                 return
         except (OSError, ValueError):
             return
-        heard.append(True)
+        answered.append(True)
 
-    asking = Thread(target=ask, daemon=True)  # looking up a name knows no limit of time
-    asking.start()
-    asking.join(seconds)
-    return bool(heard)
+    request_thread = Thread(target=send_request, daemon=True)  # looking up a name knows no limit of time
+    request_thread.start()
+    request_thread.join(seconds)
+    return bool(answered)
 
 
-def only_here(source: str | Path) -> bool:
+def is_local_only(source: str | Path) -> bool:
     """Whether a model is read without asking the Hub: a directory, or cached and no Hub there."""
-    here = Path(source).expanduser()
-    if here.is_dir():
+    path = Path(source).expanduser()
+    if path.is_dir():
         return True
-    if here.is_absolute() or str(source).startswith((".", "~")):
+    if path.is_absolute() or str(source).startswith((".", "~")):
+        raise EncoderError(f"there is no directory {path}; {suggest_path(path)}give a model's directory or Hub name")
+    reason = unreachable_reason()
+    if reason and not is_cached(str(source)):
         raise EncoderError(
-            f"there is no directory {here}; {nearest(here)}give a model's directory or Hub name"
-        )
-    why = unreachable()
-    if why and not cached(str(source)):
-        raise EncoderError(
-            f"hf:{source} cannot be opened ({why}); check the name and the network, or give a "
+            f"hf:{source} cannot be opened ({reason}); check the name and the network, or give a "
             "directory that holds the model"
         )
-    return bool(why)
+    return bool(reason)
 
 
-def cached(name: str) -> bool:
+def is_cached(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

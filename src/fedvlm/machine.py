@@ -4,10 +4,10 @@ import ctypes
 import os
 from pathlib import Path
 
-GROUP = Path("/sys/fs/cgroup")  # what a container may use, on Linux
+CGROUP = Path("/sys/fs/cgroup")  # what a container may use, on Linux
 
 
-def cores() -> int:
+def count_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # where the system says so: a container may have fewer
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -15,23 +15,23 @@ def cores() -> int:
 
 def free_memory() -> int | None:
     """Bytes that can still be taken, within the limit of a container; None where nobody says."""
-    found = []
+    limits = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     except OSError:
         if {"SC_AVPHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names):
-            found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            limits.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     try:
-        limit, used = (int((GROUP / f"memory.{word}").read_text()) for word in ("max", "current"))
-        stat = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
-        found.append(limit - used + int(stat.get("inactive_file", 0)))  # caches can go
+        limit, used = (int((CGROUP / f"memory.{word}").read_text()) for word in ("max", "current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        limits.append(limit - used + int(stat.get("inactive_file", 0)))  # caches can go
     except (OSError, ValueError):  # no such group, or its limit is the word "max"
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Returns freed memory to the system, where the C library can: gigabytes after a tower."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:

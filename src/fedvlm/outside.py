@@ -25,30 +25,28 @@ def load_outside(group: str) -> None:
             try:
                 point.load()
             except Exception as error:
-                why = " ".join(f"{type(error).__name__}: {error}".split())
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
                 warn(
                     f"the entry point {point.name} = {point.value} of group {group} cannot be "
-                    f"loaded and is left out ({why}); repair or uninstall it",
+                    f"loaded and is left out ({reason}); repair or uninstall it",
                     OutsideWarning,
                     stacklevel=2,
                 )
 
 
-def enter(table: dict[str, E], what: str, name: str, one: E) -> None:
+def add_entry(table: dict[str, E], kind: str, name: str, entry: E) -> None:
     """Puts something under a name into a list that outside packages add to; a name is one's own."""
     if not name or not name.isprintable() or ":" in name:
-        raise SettingsError(
-            f"{what} {name!r}: a name is in a line and has no colon; choose another"
-        )
-    if name in table and table[name] != one and not _again(table[name], one):
-        raise SettingsError(f"{what} {name!r}: the name is taken; choose another")
-    table[name] = one
+        raise SettingsError(f"{kind} {name!r}: a name is in a line and has no colon; choose another")
+    if name in table and table[name] != entry and not _is_redefinition(table[name], entry):
+        raise SettingsError(f"{kind} {name!r}: the name is taken; choose another")
+    table[name] = entry
 
 
-def _again(there: object, one: object) -> bool:
+def _is_redefinition(registered: object, entry: object) -> bool:
     """Whether it is the same class or function, as when a cell of a notebook is run once more."""
-    return place_of(there) == place_of(one) and "<" not in place_of(one)[1]
+    return qualified_name(registered) == qualified_name(entry) and "<" not in qualified_name(entry)[1]
 
 
-def place_of(one: object) -> tuple[str, str]:
-    return one.__module__, getattr(one, "__qualname__", "<")
+def qualified_name(entry: object) -> tuple[str, str]:
+    return entry.__module__, getattr(entry, "__qualname__", "<")

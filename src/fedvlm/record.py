@@ -10,17 +10,17 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
-from fedvlm.errors import DataError, SettingsError, listing
-from fedvlm.evaluate.far import named
+from fedvlm.errors import DataError, SettingsError, join_names
+from fedvlm.evaluate.far import describe_outliers
 from fedvlm.evaluate.scores import Table
-from fedvlm.storage.files import alone, appending, disk, slug, write
+from fedvlm.storage.files import exclusive_lock, explain_os_errors, open_for_append, slug, write_file
 from fedvlm.storage.sealed import (
-    INDEX,
-    Damaged,
+    INDEX_FILE,
+    DamagedError,
+    decode_json,
+    encode_json,
     read_json,
     read_tensors,
-    seal_json,
-    unseal_json,
     write_index,
     write_json,
 )
@@ -30,67 +30,70 @@ if TYPE_CHECKING:  # most of a record is read without torch
 
     from fedvlm.tensors import Tensors
 
-FORMAT = 2  # of what a run leaves on disk; another number is not read
-SLOPE = "slope left"  # what a method calls the slope at which a convex fit of its ended
-SETTLED = 1e-5  # a larger one is told; below it scikit-learn predicts the same: auto.md
-PLACES = "places"  # where the file beside has whose local tensors, if they are many
-DESCRIPTIONS = "descriptions.safetensors"  # the file of a run that has some
-AUDIT = "audit.json"  # likewise
-AWAY = "away"  # folders of trainings that a cluster is at
+RECORD_FORMAT = 2  # of what a run leaves on disk; another number is not read
+GRADIENT_NORM_KEY = "slope left"  # what a method calls the slope at which a convex fit of its ended
+MAX_CONVERGED_GRADIENT = 1e-5  # a larger one is told; below it scikit-learn predicts the same: auto.md
+PLACES_KEY = "places"  # where the file beside has whose local tensors, if they are many
+DESCRIPTIONS_FILE = "descriptions.safetensors"  # the file of a run that has some
+AUDIT_FILE = "audit.json"  # likewise
+CLUSTER_FOLDER = "away"  # folders of trainings that a cluster is at
 # of a run's folder; a page, a table and bars may lie there too, and are written anew
-OWN = ("manifest.json", "result.json", "rounds.jsonl", "trainings", DESCRIPTIONS, AUDIT)
+RECORD_FILES = ("manifest.json", "result.json", "rounds.jsonl", "trainings", DESCRIPTIONS_FILE, AUDIT_FILE)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What a run's directory says of it, if it is written as this fedvlm reads it."""
-    found = dict(read_json(folder / "manifest.json"))
-    if found.get("format") != FORMAT:
-        wrote = found.get("versions", {}).get("fedvlm", "an earlier one")
+    manifest = dict(read_json(folder / "manifest.json"))
+    if manifest.get("format") != RECORD_FORMAT:
+        wrote = manifest.get("versions", {}).get("fedvlm", "an earlier one")
         raise DataError(
-            f"{folder} is a record of format {found.get('format', 'none')}, and this fedvlm reads "
-            f"format {FORMAT}; read it with the fedvlm that wrote it ({wrote}), or run again into "
+            f"{folder} is a record of format {manifest.get('format', 'none')}, and this fedvlm reads "
+            f"format {RECORD_FORMAT}; read it with the fedvlm that wrote it ({wrote}), or run again into "
             "another directory"
         )
-    return found
+    return manifest
 
 
 def differences(
-    there: Mapping[str, Any], here: Mapping[str, Any], within: str = ""
+    recorded: Mapping[str, Any], requested: Mapping[str, Any], prefix: str = ""
 ) -> list[tuple[str, str, str]]:
     """Every setting in which two runs differ: its name as it is written, and both values."""
     out = []
-    for key in {**there, **here}:
-        name = key if within in ("", "identity") else f"{within}.{key}"
-        one, other = there.get(key), here.get(key)
-        if isinstance(one, dict) and isinstance(other, dict):
-            out += differences(one, other, name)
-        elif one != other:
-            both = [repr(v[key]) if key in v else "not set" for v in (there, here)]
-            out.append((name, both[0], both[1]))
+    for key in {**recorded, **requested}:
+        name = key if prefix in ("", "identity") else f"{prefix}.{key}"
+        recorded_value, requested_value = recorded.get(key), requested.get(key)
+        if isinstance(recorded_value, dict) and isinstance(requested_value, dict):
+            out += differences(recorded_value, requested_value, name)
+        elif recorded_value != requested_value:
+            texts = [repr(v[key]) if key in v else "not set" for v in (recorded, requested)]
+            out.append((name, texts[0], texts[1]))
     return out
 
 
 class Record:
     """One run's directory."""
 
-    def __init__(self, folder: Path, listen: Callable[[str, Any], None] | None = None) -> None:
+    def __init__(self, folder: Path, on_line: Callable[[str, Any], None] | None = None) -> None:
         self.folder = folder
-        self.listen = listen  # is told of every line that is written
+        self.on_line = on_line  # is told of every line that is written
 
-    def begin(self, manifest: Mapping[str, Any]) -> None:
+    def start(self, manifest: Mapping[str, Any]) -> None:
         """Starts the record, or goes on with one of the same identity and the same rows."""
         path = self.folder / "manifest.json"
         if path.exists():
             self.compare({key: manifest[key] for key in ("identity", "encoder", "rows")})
         else:
-            write_json(path, {"format": FORMAT, **manifest})
+            write_json(path, {"format": RECORD_FORMAT, **manifest})
 
-    def compare(self, wanted: Mapping[str, Any]) -> None:
+    def compare(self, requested: Mapping[str, Any]) -> None:
         """Refuses to go on with the record of another run."""
-        found = read_manifest(self.folder)
-        both = ({key: found.get(key) for key in wanted}, json.loads(json.dumps(wanted)))
-        if apart := differences(*both):
-            lines = [f"  {name}: there {there}, here {here}" for name, there, here in apart]
+        manifest = read_manifest(self.folder)
+        compared_pair = ({key: manifest.get(key) for key in requested}, json.loads(json.dumps(requested)))
+        if mismatches := differences(*compared_pair):
+            lines = [
+                f"  {name}: there {recorded_text}, here {requested_text}"
+                for name, recorded_text, requested_text in mismatches
+            ]
             raise SettingsError(
                 f"{self.folder} holds another run, which differs in\n"
                 + "\n".join(lines)
@@ -99,34 +102,34 @@ class Record:
 
     def clear(self) -> None:
         """Forgets all but the manifest, so that the run is run again."""
-        ends = (self.folder / "result.json", self.folder / INDEX, self.folder / AUDIT)
+        ends = (self.folder / "result.json", self.folder / INDEX_FILE, self.folder / AUDIT_FILE)
         for path in (*(self.folder / "trainings").glob("*"), *ends):
             path.unlink(missing_ok=True)
         self.lines_path.unlink(missing_ok=True)
-        rmtree(self.folder / AWAY, ignore_errors=True)
+        rmtree(self.folder / CLUSTER_FOLDER, ignore_errors=True)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """One process at a time works in a run directory; the lock goes with the process."""
         manifest, lock = self.folder / "manifest.json", self.folder / ".lock"
-        with disk(self.folder):
-            new = self._make()
-            others = [path.name for path in self.folder.iterdir() if path.name[0] != "."]
-            if others and not manifest.exists():
+        with explain_os_errors(self.folder):
+            new = self._create_folder()
+            other_files = [path.name for path in self.folder.iterdir() if path.name[0] != "."]
+            if other_files and not manifest.exists():
                 raise SettingsError(
-                    f"{self.folder} is no run directory and holds {sorted(others)[0]}; "
+                    f"{self.folder} is no run directory and holds {sorted(other_files)[0]}; "
                     "choose a new or an empty directory"
                 )
         try:
-            with alone(lock, f"another process is working in {self.folder}; wait for it"):
-                self._tidy()
+            with exclusive_lock(lock, f"another process is working in {self.folder}; wait for it"):
+                self._remove_leftovers()
                 yield
         finally:
             if new and not manifest.exists():  # refused before anything was written
                 lock.unlink(missing_ok=True)
                 self.folder.rmdir()
 
-    def _make(self) -> bool:
+    def _create_folder(self) -> bool:
         """Whether the folder is new: of two that come at once it is for one, who may remove it."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -137,15 +140,15 @@ class Record:
             return False
         return True
 
-    def _tidy(self) -> None:
+    def _remove_leftovers(self) -> None:
         for folder in (self.folder, self.folder / "trainings"):
-            for left in folder.glob(".*"):  # drafts of a process that was killed
-                if left.suffix[1:].isdigit():
-                    left.unlink()
+            for leftover in folder.glob(".*"):  # drafts of a process that was killed
+                if leftover.suffix[1:].isdigit():
+                    leftover.unlink()
         if self.lines_path.exists():
-            whole, _, torn = self.lines_path.read_bytes().rpartition(b"\n")
+            complete, _, torn = self.lines_path.read_bytes().rpartition(b"\n")
             if torn:  # by a kill; the next line must not be written behind it
-                write(self.lines_path, whole + b"\n" if whole else b"")
+                write_file(self.lines_path, complete + b"\n" if complete else b"")
 
     @property
     def lines_path(self) -> Path:
@@ -153,9 +156,9 @@ class Record:
 
     def lines(self) -> list[dict[str, Any]]:
         """The whole lines; a line torn by a kill is left out."""
-        return list(self.each_line())
+        return list(self.iter_lines())
 
-    def each_line(self) -> Iterator[dict[str, Any]]:
+    def iter_lines(self) -> Iterator[dict[str, Any]]:
         """The same one by one: those of many clients are long."""
         if not self.lines_path.exists():
             return
@@ -164,37 +167,36 @@ class Record:
                 if not text.endswith(b"\n"):
                     return
                 try:
-                    yield unseal_json(text, None)
-                except Damaged as error:
+                    yield decode_json(text, None)
+                except DamagedError as error:
                     raise DataError(
-                        f"line {number} of {self.lines_path} is damaged: {error}; run again, into "
-                        "another directory"
+                        f"line {number} of {self.lines_path} is damaged: {error}; run again, into another directory"
                     ) from error
 
-    def keep_lines(self, training: str, rounds: int) -> None:
+    def drop_lines_after(self, training: str, rounds: int) -> None:
         """Forgets lines of a training that its checkpoint does not know: they will come again."""
 
-        def known(line: Mapping[str, Any]) -> bool:
+        def is_known(line: Mapping[str, Any]) -> bool:
             return bool(line["training"] != training or line["round"] < rounds)
 
-        if not self.lines_path.exists() or not all(map(known, self.each_line())):
-            self._write_lines(list(filter(known, self.each_line())))
+        if not self.lines_path.exists() or not all(map(is_known, self.iter_lines())):
+            self._write_lines(list(filter(is_known, self.iter_lines())))
 
     def sort_lines(self, trainings: Sequence[str]) -> None:
         """In the order of the trainings, whichever of them were side by side."""
         place = {name: number for number, name in enumerate(trainings)}
-        order = [place[line["training"]] for line in self.each_line()]
+        order = [place[line["training"]] for line in self.iter_lines()]
         if order != sorted(order):
             self._write_lines(sorted(self.lines(), key=lambda line: place[line["training"]]))
 
     def _write_lines(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        write(self.lines_path, b"".join(seal_json(line, None) for line in lines))
+        write_file(self.lines_path, b"".join(encode_json(line, None) for line in lines))
 
     def add_line(self, line: Mapping[str, Any]) -> None:
-        with appending(self.lines_path) as file:
-            file.write(seal_json(line, None))
-        if self.listen is not None:
-            self.listen(self.folder.name, line)
+        with open_for_append(self.lines_path) as file:
+            file.write(encode_json(line, None))
+        if self.on_line is not None:
+            self.on_line(self.folder.name, line)
 
     def result(self) -> Any | None:
         path = self.folder / "result.json"
@@ -203,7 +205,7 @@ class Record:
     def finish(self, tables: Sequence[Table]) -> None:
         """Writes the result, and the index that `fedvlm verify` goes by."""
         write_json(self.folder / "result.json", {"tables": tables})
-        write_index(self.folder, OWN)
+        write_index(self.folder, RECORD_FILES)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -212,7 +214,7 @@ class Record:
     @cached_property
     def descriptions(self) -> Tensor | None:
         """(classes, texts, dim) of the sentences that all clients had, if there were any."""
-        path = self.folder / DESCRIPTIONS
+        path = self.folder / DESCRIPTIONS_FILE
         return read_tensors(path)[0]["common"] if path.exists() else None
 
     @cached_property
@@ -228,43 +230,40 @@ class Record:
         it starts from, so the last download stands for the first, which everyone has by `init`.
         """
         moved: dict[tuple[str, str], list[int]] = {}
-        for line in self.each_line():
-            for id, one in line["clients"].items():
-                if size := one["bytes_up"] + one["bytes_down"]:
+        for line in self.iter_lines():
+            for id, client_line in line["clients"].items():
+                if size := client_line["bytes_up"] + client_line["bytes_down"]:
                     moved.setdefault((line["training"], id), []).append(size)
         totals = [sum(sizes) for sizes in moved.values()]
-        most = max(map(len, moved.values()), default=0)
-        return most, sum(totals) / len(totals) if totals else 0.0
+        n_rounds = max(map(len, moved.values()), default=0)
+        return n_rounds, sum(totals) / len(totals) if totals else 0.0
 
     @property
-    def far(self) -> list[str]:
+    def outlier_warnings(self) -> list[str]:
         """Which clients were far from the rest in most of their rounds, in words."""
-        return named(self.each_line())
+        return describe_outliers(self.iter_lines())
 
     @property
-    def unsettled(self) -> list[str]:
+    def convergence_warnings(self) -> list[str]:
         """Which clients' convex fits were not at their end after all steps, in words."""
-        left: dict[str, float] = {}
+        gradient_norms: dict[str, float] = {}
         for seed in self.manifest["identity"]["seeds"]:
-            for one in self.trainings(seed).values():
-                for id, described in one.get("maps", {}).items():
-                    if (slope := described.get(SLOPE, 0.0)) > SETTLED:
-                        left[id] = max(slope, left.get(id, 0.0))
-        if not left:
+            for training in self.trainings(seed).values():
+                for id, described in training.get("maps", {}).items():
+                    if (gradient_norm := described.get(GRADIENT_NORM_KEY, 0.0)) > MAX_CONVERGED_GRADIENT:
+                        gradient_norms[id] = max(gradient_norm, gradient_norms.get(id, 0.0))
+        if not gradient_norms:
             return []
-        most = max(left.values())
-        return [f"not converged at {listing(sorted(left), 8)} (largest slope left {most:.0e})"]
+        largest = max(gradient_norms.values())
+        return [f"not converged at {join_names(sorted(gradient_norms), 8)} (largest slope left {largest:.0e})"]
 
     def trainings(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
         """Scores and map diagnostics of every training of one seed (the first one if none)."""
         return {
-            training: dict(read_json(self.path_of(training, seed, "json")))
-            for training in self.manifest["trainings"]
+            training: dict(read_json(self.path_of(training, seed, "json"))) for training in self.manifest["trainings"]
         }
 
-    def outcome(
-        self, training: str, seed: int | None = None
-    ) -> tuple[Tensors, Mapping[str, Tensors]]:
+    def outcome(self, training: str, seed: int | None = None) -> tuple[Tensors, Mapping[str, Tensors]]:
         """What a training ended with: the shared tensors, and the local ones of each client."""
         path = self.path_of(training, seed, "safetensors")
         tensors, about = read_tensors(path)
@@ -277,12 +276,12 @@ class Record:
             elif kind == "local":
                 number, _, key = rest.partition("/")
                 local[about["train"][int(number)]][key] = value
-        if PLACES not in tensors:
+        if PLACES_KEY not in tensors:
             return groups["shared"], local
-        from fedvlm.storage.shelf import Saved
+        from fedvlm.storage.shelf import SavedClientStates
 
-        many = path.with_suffix(".clients")
-        return groups["shared"], Saved(many, about["train"], groups["fresh"], tensors[PLACES])
+        clients_path = path.with_suffix(".clients")
+        return groups["shared"], SavedClientStates(clients_path, about["train"], groups["fresh"], tensors[PLACES_KEY])
 
     def local(self, training: str | None = None, seed: int | None = None) -> Mapping[str, Tensors]:
         """What each client that trained in a training (the first one if none) keeps at home."""
@@ -292,8 +291,4 @@ class Record:
         seeds: Sequence[int] = self.manifest["identity"]["seeds"]
         if seed is not None and seed not in seeds:
             raise SettingsError(f"the run has no seed {seed}; it has {list(seeds)}")
-        return (
-            self.folder
-            / "trainings"
-            / f"{seeds[0] if seed is None else seed}-{slug(training)}.{ending}"
-        )
+        return self.folder / "trainings" / f"{seeds[0] if seed is None else seed}-{slug(training)}.{ending}"

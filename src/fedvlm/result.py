@@ -11,21 +11,21 @@ from warnings import warn
 
 from markupsafe import Markup
 
-from fedvlm.classifier.personalised import Personalised, of_client, of_newcomer
+from fedvlm.classifier.personalised import Personalised, client_classifier, unseen_classifier
 from fedvlm.data.arrays import are_arrays, from_arrays
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import EmbeddedTable
 from fedvlm.errors import DataError
 from fedvlm.record import Record
-from fedvlm.report.columns import curve
+from fedvlm.report.columns import ranking_curve
 from fedvlm.report.diagrams import diagram
-from fedvlm.report.frames import compared, frame
+from fedvlm.report.frames import comparison_frame, scores_frame
 from fedvlm.report.page.read import read_runs
-from fedvlm.report.tables import compare, grid
+from fedvlm.report.tables import compare_table, table_cells
 from fedvlm.runner import run as runner
 from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings, build, with_method
-from fedvlm.runner.sweep import built, expand, run_all
-from fedvlm.runner.sweep import grid as grid_of
+from fedvlm.runner.sweep import build_all, expand, run_all
+from fedvlm.runner.sweep import read_grid as grid_of
 from fedvlm.runner.track import Trackers
 
 
@@ -39,36 +39,30 @@ class Result(Record):
 
     def table(self, form: str = "text", columns: Sequence[str] = ()) -> str:
         """Mean ± deviation over seeds as text, markdown or latex; `columns` are further ones."""
-        return compare([self], form, asked=columns)
+        return compare_table([self], form, extra_columns=columns)
 
-    def curve(
-        self, kind: str = "ROC", training: str | None = None, seed: int | None = None
-    ) -> list[list[float]]:
+    def curve(self, kind: str = "ROC", training: str | None = None, seed: int | None = None) -> list[list[float]]:
         """Points of the ROC or PR curve of the clients of a training, on their test rows."""
-        return curve(self, kind, training, seed)
+        return ranking_curve(self, kind, training, seed)
 
     def __repr__(self) -> str:
         manifest = self.manifest
         name, clients = manifest["identity"]["method"]["name"], len(manifest["clients"])
-        return (
-            f"<{name} on {manifest['data']}: {clients} clients, {len(manifest['classes'])} classes>"
-        )
+        return f"<{name} on {manifest['data']}: {clients} clients, {len(manifest['classes'])} classes>"
 
     def frame(self) -> Any:
         """A pandas data frame: one row per seed, training and client, a column per metric."""
-        return frame(self)
+        return scores_frame(self)
 
-    def figure(
-        self, kind: str = "rounds", training: str | None = None, seed: int | None = None
-    ) -> Any:
+    def figure(self, kind: str = "rounds", training: str | None = None, seed: int | None = None) -> Any:
         """A matplotlib figure of one training: reliability, decision or rounds."""
         return diagram(self, [kind], training, seed)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the table."""
-        head, body = grid([self])
+        head, body = table_cells([self])
         lines = [
-            Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, one) for one in row)
+            Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, content) for content in row)
             for tag, row in (("th", head), *(("td", row) for row in body))
         ]
         rows = Markup("").join(Markup("<tr>{}</tr>").format(line) for line in lines)
@@ -76,11 +70,11 @@ class Result(Record):
 
     def personalised(self, client: str, seed: int | None = None) -> Personalised:
         """A client's own classifier, from the first training it took part in."""
-        return of_client(self, client, seed)
+        return client_classifier(self, client, seed)
 
     def unseen(self, training: str | None = None, seed: int | None = None) -> Personalised:
         """The classifier of a client that joins later: what is shared, and the first local."""
-        return of_newcomer(self, training, seed)
+        return unseen_classifier(self, training, seed)
 
 
 def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any:
@@ -88,12 +82,8 @@ def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any
 
     `columns` are further ones, as kappa or worst, and settings, as method.blocks.
     """
-    return compared(
-        [
-            one
-            for run in runs
-            for one in ([run] if isinstance(run, Record) else read_runs(Path(run)))
-        ],
+    return comparison_frame(
+        [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))],
         columns,
     )
 
@@ -103,7 +93,7 @@ def run(
     *,
     out: str | Path | None = None,
     again: bool = False,
-    embedded: Embedded | None = None,
+    embedded: EmbeddedTable | None = None,
     classes: Sequence[str] | None = None,
     text: Any = None,
     scale: float = 100.0,
@@ -122,25 +112,25 @@ def run(
     unless `again`; an unfinished one goes on. `track` names trackers, as "tensorboard:DIR", or
     functions of the run's name and a line of its record.
     """
-    here = are_arrays(settings.get("clients"))
+    has_arrays = are_arrays(settings.get("clients"))
     if settings.get("clients") == {}:
         raise DataError('clients = {} holds no rows; give arrays, as {"a": (x, y), …}')
-    if here:
+    if has_arrays:
         embedded = from_arrays(settings.pop("clients"), classes, text, scale)
-        dealt = {"partition": "own"} | ({} if ratios is None else {"ratios": list(ratios)})
-        settings = {"clients": dealt, "protocol": "own-test", **settings}
+        clients_settings = {"partition": "own"} | ({} if ratios is None else {"ratios": list(ratios)})
+        settings = {"clients": clients_settings, "protocol": "own-test", **settings}
     elif ratios is not None:
         raise DataError('ratios go with rows in memory; for other data write clients={"ratios": …}')
     elif classes is not None or text is not None:
         raise DataError('classes and text go with rows in memory: clients={"a": (x, y), …}')
-    if embedded is not None and not isinstance(embedded, Embedded):
+    if embedded is not None and not isinstance(embedded, EmbeddedTable):
         raise DataError(
             f"embedded is a {type(embedded).__name__} and takes a table of fedvlm; give arrays as "
             'clients={"a": (x, y), …}'
         )
     built = build(with_method(method, settings))
     trackers = Trackers(track)
-    passing = tempfile.mkdtemp(prefix="fedvlm-") if here and out is None else None
+    passing = tempfile.mkdtemp(prefix="fedvlm-") if has_arrays and out is None else None
     place = passing or out
     try:
         done = runner.execute(built, place, again, embedded, progress, trackers if track else None)
@@ -150,8 +140,8 @@ def run(
         raise
     finally:
         trackers.close()
-    for note in trackers.notes:
-        warn(note, stacklevel=2)
+    for message in trackers.notes:
+        warn(message, stacklevel=2)
     result = Result(done.folder)
     if passing is not None:  # the record of a run that was to leave none goes with its result
         weakref.finalize(result, shutil.rmtree, passing, ignore_errors=True)
@@ -169,7 +159,7 @@ def sweep(
     *,
     out: str | Path | None = None,
     again: bool = False,
-    embedded: Embedded | None = None,
+    embedded: EmbeddedTable | None = None,
     columns: Sequence[str] = (),
     progress: Progress | None = None,
     **settings: Any,
@@ -180,20 +170,22 @@ def sweep(
     are finished are read; one that fails is warned of and named in `attrs["failed"]`.
     """
     values = with_method(method, settings)
-    whole = values["method"]
-    ours = {one.name for one in fields(Settings)}
-    own = {one.name for one in fields(whole)} - ours
-    points = grid_of({f"method.{key}" if key in own else key: each for key, each in over.items()})
-    row = {**values, "method": {"name": whole.name, **asdict(whole)}}
+    method_object = values["method"]
+    run_fields = {field.name for field in fields(Settings)}
+    method_fields = {field.name for field in fields(method_object)} - run_fields
+    points = grid_of(
+        {f"method.{key}" if key in method_fields else key: grid_values for key, grid_values in over.items()}
+    )
+    row = {**values, "method": {"name": method_object.name, **asdict(method_object)}}
 
     def go(all: Sequence[Settings], enduring: bool) -> Sequence[Record | Exception]:
         home = Path(out) if out is not None else Path("runs")
-        asked = [(one, home / runner.default_name(one, embedded)) for one in all]
-        return runner.together(asked, again, embedded, progress, enduring=enduring)
+        requested = [(point_settings, home / runner.default_name(point_settings, embedded)) for point_settings in all]
+        return runner.execute_all(requested, again, embedded, progress, keep_going=enduring)
 
-    done, failed = run_all(built(expand([row], points), list(points)), list(points), go)
-    for note in failed:
-        warn(note, stacklevel=2)
-    found = compared(done, [*points, *columns])
-    found.attrs["failed"] = failed
-    return found
+    done, failed = run_all(build_all(expand([row], points), list(points)), list(points), go)
+    for message in failed:
+        warn(message, stacklevel=2)
+    frame = comparison_frame(done, [*points, *columns])
+    frame.attrs["failed"] = failed
+    return frame

@@ -35,33 +35,33 @@ T = TypeVar("T")
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def latest(function: Callable[..., T]) -> Callable[..., T]:
+def remember_latest(function: Callable[..., T]) -> Callable[..., T]:
     """Remembers what came of the tensors of the latest call: what all clients share is worked out
     once in a process. Told by where they are and by their version, so in-place changes are seen;
     of tensors that have neither (in vmap, or of inference) nothing is remembered.
     """
-    held: list[Any] = []
+    memory: list[Any] = []
 
-    def where(one: Tensor) -> Any:
-        return one.data_ptr(), one._version, one.shape, one.stride(), one.dtype, one.device
+    def identify(tensor: Tensor) -> Any:
+        return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
-    def remembering(*given: Tensor) -> T:
-        if any(_wrapped(one) or one.is_inference() for one in given):
-            return function(*given)
-        known = [where(one) for one in given]
-        found = held[0] if held else None  # taken once: another thread may put its own there
-        if found is None or found[0] != known:
-            found = known, given, function(*given)  # held, so that nothing takes their place
-            held[:] = [found]
-        out: T = found[2]
+    def call_remembered(*arguments: Tensor) -> T:
+        if any(_wrapped(tensor) or tensor.is_inference() for tensor in arguments):
+            return function(*arguments)
+        identities = [identify(tensor) for tensor in arguments]
+        cached = memory[0] if memory else None  # taken once: another thread may put its own there
+        if cached is None or cached[0] != identities:
+            cached = identities, arguments, function(*arguments)  # held, so that nothing takes their place
+            memory[:] = [cached]
+        out: T = cached[2]
         return out
 
-    return remembering
+    return call_remembered
 
 
-def stack(many: Sequence[Tensors]) -> Tensors:
+def stack(dicts: Sequence[Tensors]) -> Tensors:
     """One dict with a leading axis, from dicts of the same keys and shapes."""
-    return {key: torch.stack([one[key] for one in many]) for key in many[0]}
+    return {key: torch.stack([tensors[key] for tensors in dicts]) for key in dicts[0]}
 
 
 def select(stacked: Tensors, index: int) -> Tensors:
@@ -73,7 +73,7 @@ def copy(tensors: Tensors) -> Tensors:
     return {key: value.detach().clone() for key, value in tensors.items()}
 
 
-def full(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     """Rows as methods compute with them: half precision is for storing only."""
     return x.float() if x.dtype == torch.float16 else x
 
@@ -82,15 +82,13 @@ def count_bytes(tensors: Tensors) -> int:
     return sum([value.nbytes for value in tensors.values()])
 
 
-def flat(tensors: Tensors) -> Tensor:
+def flatten(tensors: Tensors) -> Tensor:
     """All floating-point values in one vector, by sorted key."""
-    parts = [
-        tensors[key].reshape(-1) for key in sorted(tensors) if tensors[key].is_floating_point()
-    ]
+    parts = [tensors[key].reshape(-1) for key in sorted(tensors) if tensors[key].is_floating_point()]
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
-def difference(a: Tensors, b: Tensors) -> float:
+def max_relative_difference(a: Tensors, b: Tensors) -> float:
     """The largest difference of two dicts, each key relative to its largest value (0 if empty).
 
     A key counts as no smaller than a hundredth of the largest: a bias whose true gradient is zero
@@ -101,8 +99,6 @@ def difference(a: Tensors, b: Tensors) -> float:
         return value.double().abs().max().item() if value.numel() else 0.0
 
     sizes = {key: max(largest(a[key]), largest(b[key])) for key in a}
-    least = max(1e-2 * max(sizes.values(), default=0.0), 1e-30)
-    gaps = [
-        largest(a[key].double() - b[key].double()) / max(size, least) for key, size in sizes.items()
-    ]
+    min_size = max(1e-2 * max(sizes.values(), default=0.0), 1e-30)
+    gaps = [largest(a[key].double() - b[key].double()) / max(size, min_size) for key, size in sizes.items()]
     return inf if any(isnan(gap) for gap in gaps) else max(gaps, default=0.0)

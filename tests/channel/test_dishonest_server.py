@@ -6,12 +6,12 @@ import pytest
 
 from fedvlm.channel import Channel
 from fedvlm.core import make
-from fedvlm.engines.flower.api import flower
-from fedvlm.engines.flower.client import arrays
-from fedvlm.engines.flower.local import InProcess
+from fedvlm.engines.flower.api import import_flower
+from fedvlm.engines.flower.client import to_arrays
+from fedvlm.engines.flower.local import InProcessEngine
 from fedvlm.engines.flower.secure import STAGE, STATE, plan_digest, sum_settings
-from fedvlm.engines.flower.wire import Parcel, seal, to_bytes
-from fedvlm.engines.loop import start
+from fedvlm.engines.flower.wire import Message, seal, to_bytes
+from fedvlm.engines.loop import initial_state
 from fedvlm.testing import toy_world
 
 STAGES = ["setup", "share_keys", "collect_masked_vectors", "unmask"]
@@ -23,9 +23,9 @@ class Server:
     def __init__(self):
         world = toy_world(make("fedavg", rounds=1, lr=0.01), sizes=(30,) * 4)
         self.world = replace(world, channel=Channel(clip=0.5, secure=True))
-        self.engine = InProcess(self.world)
+        self.engine = InProcessEngine(self.world)
         self.grid = self.engine.grid
-        self.state, self.fresh = start(self.world)
+        self.state, self.fresh = initial_state(self.world)
         self.nodes = dict(sorted(self.engine.nodes.items()))
         self.versions = {id: self.engine.version(id, dict(self.fresh)) for id in self.nodes}
         self.keys, self.shares = {}, {}
@@ -33,11 +33,11 @@ class Server:
     def request(self, id, largest=30):
         about = {"kind": "round", "training": "", "round": 0, "client": id, "trains": True}
         about |= {"version": self.versions[id], "held": [], "nonce": "n", "largest": largest}
-        return seal(Parcel(about, arrays(self.state.shared)))
+        return seal(Message(about, to_arrays(self.state.shared)))
 
     def send(self, id, config, kind="train", **records):
         """Return the client's reply, or what it says instead."""
-        app = flower()
+        app = import_flower()
         stage = {STAGE: app.ConfigRecord(config)} if config else {}
         content = app.RecordDict({**stage, **records})
         [reply] = self.grid.send_and_receive([app.Message(content, self.nodes[id], kind)])
@@ -75,8 +75,8 @@ class Server:
 
 
 def fit(parcel):
-    record = flower().ConfigRecord({"parcel": to_bytes(parcel)})
-    return {"fitins.config": record, "fitins.parameters": flower().ArrayRecord()}
+    record = import_flower().ConfigRecord({"parcel": to_bytes(parcel)})
+    return {"fitins.config": record, "fitins.parameters": import_flower().ArrayRecord()}
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_an_upload_of_a_secure_sum_leaves_in_the_stage_that_masks_it_only(server
 
 
 def test_names_of_flower_that_the_checks_read_are_as_they_were():
-    flower()
+    import_flower()
     from flwr.common.secure_aggregation import secaggplus_constants as constants
 
     assert (constants.RECORD_KEY_CONFIGS, constants.RECORD_KEY_STATE) == (STAGE, STATE)

@@ -23,19 +23,19 @@ def test_predict_tells_ranks_sets_and_decisions_in_both_forms(runs, folder, tmp_
     assert [line[1] for line in lines[:2]] == ["1", "2"]
     assert float(lines[0][3]) + float(lines[1][3]) == pytest.approx(1, abs=2e-4)
     assert "calibrated by 6 validation rows only" in done.stderr
-    told = json.loads(call("predict", tmp_path / "c", images, "--coverage", "0.5", "--json").stdout)
-    assert {tuple(one) for one in told["predictions"]} == {
+    output = json.loads(call("predict", tmp_path / "c", images, "--coverage", "0.5", "--json").stdout)
+    assert {tuple(prediction) for prediction in output["predictions"]} == {
         ("file", "class", "probability", "set", "decision")
     }
-    for one in told["predictions"]:
-        assert one["decision"] == (one["set"][0] if len(one["set"]) == 1 else "")
+    for prediction in output["predictions"]:
+        assert prediction["decision"] == (prediction["set"][0] if len(prediction["set"]) == 1 else "")
     with pytest.raises(DataError, match="needs 19 rows set aside, and 2 are there"):
         call("predict", tmp_path / "c", images, "--coverage", "0.95")
 
 
 def test_a_probability_that_nothing_calibrated_is_called_so(runs, folder, tmp_path, call):
-    one = runs("zero-shot").personalised("site-0")
-    replace(one, calibration=None).save_pretrained(tmp_path / "c")
+    classifier = runs("zero-shot").personalised("site-0")
+    replace(classifier, calibration=None).save_pretrained(tmp_path / "c")
     done = call("predict", tmp_path / "c", folder / "site-0" / "red")
     assert done.stdout.splitlines()[0] == "file,class,uncalibrated probability"
     assert "not calibrated" in done.stderr
@@ -43,16 +43,14 @@ def test_a_probability_that_nothing_calibrated_is_called_so(runs, folder, tmp_pa
 
 def test_score_measures_labelled_images(runs, folder, tmp_path, call):
     export(runs("tofa").folder, "site-0", tmp_path / "c")
-    told = json.loads(
-        call("score", tmp_path / "c", folder / "site-1", "--json", "--coverage", "0.5").stdout
-    )
-    found = predict(tmp_path / "c", [folder / "site-1"], coverage=0.5).rows
-    right = [one.label == one.file.split("/")[-2] for one in found]
-    inside = [one.file.split("/")[-2] in one.within for one in found]
-    assert told["rows"] == 40 and told["metrics"]["accuracy"] == pytest.approx(np.mean(right))
-    assert told["coverage"] == pytest.approx(np.mean(inside))
-    assert told["size"] == pytest.approx(np.mean([len(one.within) for one in found]))
-    assert set(told["recall"]) == {"red", "blue"}
+    output = json.loads(call("score", tmp_path / "c", folder / "site-1", "--json", "--coverage", "0.5").stdout)
+    predictions = predict(tmp_path / "c", [folder / "site-1"], coverage=0.5).rows
+    right = [prediction.label == prediction.file.split("/")[-2] for prediction in predictions]
+    inside = [prediction.file.split("/")[-2] in prediction.prediction_set for prediction in predictions]
+    assert output["rows"] == 40 and output["metrics"]["accuracy"] == pytest.approx(np.mean(right))
+    assert output["coverage"] == pytest.approx(np.mean(inside))
+    assert output["size"] == pytest.approx(np.mean([len(prediction.prediction_set) for prediction in predictions]))
+    assert set(output["recall"]) == {"red", "blue"}
     text = call("score", tmp_path / "c", folder / "site-1", "--coverage", "0.5").stdout
     assert "coverage, 50 promised" in text and "classes in a set" in text
     (tmp_path / "odd" / "green").mkdir(parents=True)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from fedvlm import cli
-from fedvlm.classifier.export import ONNX, export, linear, to_onnx
+from fedvlm.classifier.export import ONNX_FILE, export, linear_head, to_onnx
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.classifier.predict import predict
 from fedvlm.data import open_dataset
 from fedvlm.encoders import demo
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.runner.load import encode, reach
+from fedvlm.runner.load import encode, open_encoder_with_notes
 
 QUICK = {"rounds": 2, "lr": 1e-3}
 
@@ -35,48 +35,45 @@ METHODS = {
 def test_an_exported_classifier_predicts_as_the_run_did(runs, folder, tmp_path, name):
     result = runs(name, **METHODS[name])
     export(result.folder, "site-1", tmp_path / "c")
-    back, mine = Personalised.from_pretrained(tmp_path / "c"), result.personalised("site-1")
-    assert (back.encoder, back.method, back.client) == (mine.encoder, mine.method, "site-1")
+    back, original = Personalised.from_pretrained(tmp_path / "c"), result.personalised("site-1")
+    assert (back.encoder, back.method, back.client) == (original.encoder, original.method, "site-1")
     dataset = open_dataset(str(folder))
-    rows = encode(dataset, reach("demo", {})[0], False, "float32", lambda *_: None).embedded
-    chances = torch.from_numpy(mine.predict_proba(rows.x)).max(1)
-    wanted = {
-        dataset.source.name(row): (mine.frozen.classes[label], chance)
-        for row, (label, chance) in enumerate(
-            zip(chances.indices.tolist(), chances.values.tolist(), strict=True)
-        )
+    rows = encode(dataset, open_encoder_with_notes("demo", {})[0], False, "float32", lambda *_: None).embedded
+    chances = torch.from_numpy(original.predict_proba(rows.x)).max(1)
+    expected = {
+        dataset.source.name(row): (original.frozen.classes[label], chance)
+        for row, (label, chance) in enumerate(zip(chances.indices.tolist(), chances.values.tolist(), strict=True))
     }
-    found = predict(tmp_path / "c", [folder])
-    assert found.skipped == []
-    said = {one.file.removeprefix(f"{folder}/"): (one.label, one.probability) for one in found.rows}
-    assert said.keys() == wanted.keys()
-    for key, (label, chance) in wanted.items():
-        assert said[key][1] == pytest.approx(chance, abs=1e-4)
-        assert said[key][0] == label or chance < 0.51
+    predictions = predict(tmp_path / "c", [folder])
+    assert predictions.skipped == []
+    answers = {
+        prediction.file.removeprefix(f"{folder}/"): (prediction.label, prediction.probability)
+        for prediction in predictions.rows
+    }
+    assert answers.keys() == expected.keys()
+    for key, (label, chance) in expected.items():
+        assert answers[key][1] == pytest.approx(chance, abs=1e-4)
+        assert answers[key][0] == label or chance < 0.51
 
 
 def test_the_card_says_what_it_is_and_what_not_to_expect(runs, tmp_path):
     result = runs("fedot", **METHODS["fedot"])
     export(result.folder, "site-0", tmp_path / "c", onnx=True)
     card = (tmp_path / "c" / "README.md").read_text()
-    for words in (result.manifest["encoder"], "blue, red", "`rate` | 0.05", "site-0", ONNX):
+    for words in (result.manifest["encoder"], "blue, red", "`rate` | 0.05", "site-0", ONNX_FILE):
         assert words in card
     assert "treat the\nfolder as you treat the rows" in card
 
 
 def test_a_client_whose_own_tensors_are_at_its_site_is_sent_there(runs, tmp_path, monkeypatch):
     result = runs("fedot", **METHODS["fedot"])
-    mine = result.personalised("site-0")
+    classifier = result.personalised("site-0")
     shared = runs("fedavg", **QUICK).personalised("site-0")
     version = {"version": torch.tensor(3)}  # what a server has in place of local tensors
-    monkeypatch.setattr(
-        "fedvlm.classifier.export.of_client", lambda *_: replace(mine, local=version)
-    )
+    monkeypatch.setattr("fedvlm.classifier.export.client_classifier", lambda *_: replace(classifier, local=version))
     with pytest.raises(DataError, match="'skew' of site-0 never left its site; the classifier is"):
         export(result.folder, "site-0", tmp_path / "c")
-    monkeypatch.setattr(
-        "fedvlm.classifier.export.of_client", lambda *_: replace(shared, local=version)
-    )
+    monkeypatch.setattr("fedvlm.classifier.export.client_classifier", lambda *_: replace(shared, local=version))
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
     assert Personalised.from_pretrained(tmp_path / "c").local == {}
     assert "no tensor of this client's own" in (tmp_path / "c" / "README.md").read_text()
@@ -92,56 +89,52 @@ def session(data):
 def test_the_onnx_head_gives_torchs_logits_for_rows_of_any_length(runs, tmp_path, name):
     result = runs(name, **METHODS[name])
     export(result.folder, "site-0", tmp_path / "c", onnx=True)
-    mine = result.personalised("site-0")
-    x = 7 * torch.randn(33, mine.frozen.dim, generator=torch.Generator().manual_seed(3))
-    model = session((tmp_path / "c" / ONNX).read_bytes())
+    classifier = result.personalised("site-0")
+    x = 7 * torch.randn(33, classifier.frozen.dim, generator=torch.Generator().manual_seed(3))
+    model = session((tmp_path / "c" / ONNX_FILE).read_bytes())
     logits, chances = model.run(["logits", "probabilities"], {"embeddings": x.numpy()})
-    wanted = mine.logits(x)
-    assert np.abs(logits - wanted.numpy()).max() < 1e-4 * wanted.abs().max()
-    assert np.abs(chances - mine.predict_proba(x)).max() < 1e-4
-    told = model.get_modelmeta().custom_metadata_map
-    assert json.loads(told["classes"]) == list(mine.frozen.classes)
-    assert told["encoder"] == mine.encoder
+    expected = classifier.logits(x)
+    assert np.abs(logits - expected.numpy()).max() < 1e-4 * expected.abs().max()
+    assert np.abs(chances - classifier.predict_proba(x)).max() < 1e-4
+    metadata = model.get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["classes"]) == list(classifier.frozen.classes)
+    assert metadata["encoder"] == classifier.encoder
 
 
 def test_a_head_that_is_not_linear_is_refused_as_onnx_and_nothing_is_written(runs, tmp_path):
     result = runs("fedadapter", **QUICK)
-    mine = result.personalised("site-0")
-    bent = {key: torch.ones_like(value) for key, value in mine.local.items()}
+    classifier = result.personalised("site-0")
+    bent = {key: torch.ones_like(value) for key, value in classifier.local.items()}
     with pytest.raises(SettingsError, match="fedadapter is not linear in the embedding"):
-        to_onnx(replace(mine, local=bent))
+        to_onnx(replace(classifier, local=bent))
     with pytest.raises(SettingsError, match="no client 'site-9' trained"):
         export(result.folder, "site-9", tmp_path / "c", onnx=True)
     assert not (tmp_path / "c").exists()
 
 
 def test_a_bias_is_part_of_the_head(runs):
-    mine = runs("fedavg", **QUICK).personalised("site-0")
+    classifier = runs("fedavg", **QUICK).personalised("site-0")
 
     class Shifted(Personalised):
         def logits(self, x):
             return super().logits(x) + torch.tensor([3.0, -4.0])
 
-    weight, bias = linear(Shifted(**vars(mine)))
+    weight, bias = linear_head(Shifted(**vars(classifier)))
     assert bias.tolist() == pytest.approx([3.0, -4.0], abs=1e-4)
-    assert torch.allclose(weight, mine.frozen.scale * mine.shared["head"], atol=1e-4)
+    assert torch.allclose(weight, classifier.frozen.scale * classifier.shared["head"], atol=1e-4)
 
 
-def test_another_encoder_than_its_own_is_refused_by_fingerprint(
-    runs, folder, tmp_path, monkeypatch
-):
+def test_another_encoder_than_its_own_is_refused_by_fingerprint(runs, folder, tmp_path, monkeypatch):
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
 
-    def other():
+    def other_encoder():
         box = real()
         box.identity = {**box.identity, "weights": "0" * 64}
         return box
 
     real = demo.demo
-    monkeypatch.setattr(demo, "demo", other)
-    with pytest.raises(
-        SettingsError, match="demo is not the encoder this was trained on: its finger"
-    ):
+    monkeypatch.setattr(demo, "demo", other_encoder)
+    with pytest.raises(SettingsError, match="demo is not the encoder this was trained on: its finger"):
         predict(tmp_path / "c", [folder])
 
 
@@ -151,11 +144,9 @@ def test_a_broken_picture_is_named_and_the_others_go_on(runs, folder, tmp_path):
     good.write_bytes((folder / "site-0" / "red" / "0.png").read_bytes())
     (tmp_path / "cut.png").write_bytes(good.read_bytes()[:60])
     (tmp_path / "empty.jpg").write_bytes(b"")
-    found = predict(tmp_path / "c", [tmp_path / "cut.png", good, tmp_path / "empty.jpg"])
-    assert [one.file for one in found.rows] == [str(good)]
-    assert [name for name, _ in found.skipped] == [
-        str(tmp_path / n) for n in ("cut.png", "empty.jpg")
-    ]
+    predictions = predict(tmp_path / "c", [tmp_path / "cut.png", good, tmp_path / "empty.jpg"])
+    assert [prediction.file for prediction in predictions.rows] == [str(good)]
+    assert [name for name, _ in predictions.skipped] == [str(tmp_path / n) for n in ("cut.png", "empty.jpg")]
 
 
 def test_a_nan_of_the_encoder_is_said_of_its_picture_only(runs, folder, tmp_path, monkeypatch):
@@ -170,25 +161,25 @@ def test_a_nan_of_the_encoder_is_said_of_its_picture_only(runs, folder, tmp_path
         return answer
 
     monkeypatch.setattr(HuggingFace, "embed", spoilt)
-    found = predict(tmp_path / "c", [folder / "site-0" / "red"])
-    assert len(found.rows) == 19
-    assert "demo answered with NaN" in found.skipped[0][1]
+    predictions = predict(tmp_path / "c", [folder / "site-0" / "red"])
+    assert len(predictions.rows) == 19
+    assert "demo answered with NaN" in predictions.skipped[0][1]
 
 
 @pytest.mark.parametrize(
-    ("images", "says"),
+    ("images", "message"),
     [
         (["nowhere"], "there is no "),
         (["empty"], "has no images"),
         (["note.txt"], "does not end as"),
     ],
 )
-def test_places_without_pictures_are_refused(runs, tmp_path, images, says):
+def test_places_without_pictures_are_refused(runs, tmp_path, images, message):
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
     (tmp_path / "empty").mkdir()
     (tmp_path / "note.txt").write_text("x")
-    with pytest.raises(DataError, match=says):
-        predict(tmp_path / "c", [tmp_path / one for one in images])
+    with pytest.raises(DataError, match=message):
+        predict(tmp_path / "c", [tmp_path / name for name in images])
 
 
 def test_a_folder_without_a_classifier_and_a_damaged_one_are_refused(runs, tmp_path):
@@ -208,13 +199,11 @@ def test_a_folder_with_other_files_is_not_written_to(runs, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_the_commands_export_and_predict_write_csv_and_say_what_they_skipped(
-    runs, folder, tmp_path, call
-):
+def test_the_commands_export_and_predict_write_csv_and_say_what_they_skipped(runs, folder, tmp_path, call):
     run = runs("fedavg", **QUICK).folder
-    said = call("export", run, tmp_path / "c", "--client", "site-0", "--onnx")
-    assert said.exit_code == 0
-    assert "fedavg for site-0 (2 classes, demo@" in said.output
+    output = call("export", run, tmp_path / "c", "--client", "site-0", "--onnx")
+    assert output.exit_code == 0
+    assert "fedavg for site-0 (2 classes, demo@" in output.output
     done = call("predict", tmp_path / "c", folder / "site-0", "--out", tmp_path / "p.csv")
     assert done.exit_code == 0
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))

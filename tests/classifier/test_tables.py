@@ -37,9 +37,9 @@ def test_a_table_is_answered_row_by_row_as_python_does(saved, tmp_path, call):
     new, x, names = table(tmp_path / "new.csv", 10, 1, labelled=False)
     done = call("predict", saved / "classifier", new)
     lines = list(csv.DictReader(done.stdout.splitlines()))
-    own = fedvlm.Personalised.from_pretrained(saved / "classifier")
-    assert [one["class"] for one in lines] == own.predict(x) == names
-    assert [one["file"] for one in lines] == [f"scan-{i}.png" for i in range(10)]
+    classifier = fedvlm.Personalised.from_pretrained(saved / "classifier")
+    assert [line["class"] for line in lines] == classifier.predict(x) == names
+    assert [line["file"] for line in lines] == [f"scan-{i}.png" for i in range(10)]
     assert "new.csv are taken as those of store " in done.stderr
 
 

@@ -41,9 +41,7 @@ def ok(capsys):
 
 
 def test_help_does_not_wait_for_torch():
-    code = (
-        "import sys, fedvlm.cli; sys.exit('torch' in sys.modules or 'rich.progress' in sys.modules)"
-    )
+    code = "import sys, fedvlm.cli; sys.exit('torch' in sys.modules or 'rich.progress' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert "Adapt a frozen vision-language model" in call("--help").stdout
 
@@ -73,11 +71,11 @@ def test_a_toml_file_with_several_methods_is_one_table(ok, store, tmp_path):
     )
     out = ok("run", path, "--out", tmp_path / "r")
     assert "published: theirs  12.50      -      -" in out
-    both = [tmp_path / "r" / "0-zero-shot", tmp_path / "r" / "1-fedavg"]
-    assert ok("compare", *both, "--form", "csv").startswith("method,data,seed,")
-    assert "G art" in ok("compare", *both, "--all")
-    assert ok("compare", *both, "--form", "markdown").startswith("| method")
-    assert r"\begin{tabular}" in ok("compare", *both, "--form", "latex")
+    folders = [tmp_path / "r" / "0-zero-shot", tmp_path / "r" / "1-fedavg"]
+    assert ok("compare", *folders, "--form", "csv").startswith("method,data,seed,")
+    assert "G art" in ok("compare", *folders, "--all")
+    assert ok("compare", *folders, "--form", "markdown").startswith("| method")
+    assert r"\begin{tabular}" in ok("compare", *folders, "--form", "latex")
 
 
 def test_resume_of_a_finished_run_prints_its_table(ok, store, tmp_path):
@@ -86,11 +84,11 @@ def test_resume_of_a_finished_run_prints_its_table(ok, store, tmp_path):
     assert ok("resume", tmp_path / "r") == table
 
 
-@pytest.mark.parametrize("what", ["methods", "encoders", "datasets", "experiments"])
-def test_lists_are_for_people_and_programs(ok, what):
-    found = json.loads(ok("list", what, "--json"))
-    names = [next(iter(row.values())) for row in found]
-    text = ok("list", what)
+@pytest.mark.parametrize("kind", ["methods", "encoders", "datasets", "experiments"])
+def test_lists_are_for_people_and_programs(ok, kind):
+    rows = json.loads(ok("list", kind, "--json"))
+    names = [next(iter(row.values())) for row in rows]
+    text = ok("list", kind)
     assert names
     assert all(name in text for name in names)
 
@@ -125,7 +123,7 @@ def test_embed_fills_the_cache_once_and_cache_commands_see_it(ok, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["run"], "nothing to run; name a TOML file, or --method"),
         (["run", "--method", "fedto"], "did you mean 'fedot'"),
@@ -145,14 +143,12 @@ def test_embed_fills_the_cache_once_and_cache_commands_see_it(ok, tmp_path, monk
         (["cache", "rm", "abc"], "abc"),
     ],
 )
-def test_bad_input_is_said_in_a_line_with_exit_code_2(refused, words, says, tmp_path, monkeypatch):
+def test_bad_input_is_said_in_a_line_with_exit_code_2(refused, words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = refused(*words)
-    assert says in text
+    assert message in text
     assert "Traceback" not in text
-    assert not [
-        path for path in tmp_path.rglob("*") if path.name in ("manifest.json", "result.json")
-    ]
+    assert not [path for path in tmp_path.rglob("*") if path.name in ("manifest.json", "result.json")]
 
 
 def test_an_option_a_store_does_not_have_is_refused(refused, store):
@@ -171,7 +167,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
     def interrupt(*words, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedvlm.deploy.kits.init", interrupt)
+    monkeypatch.setattr("fedvlm.deploy.kits.create_kits", interrupt)
     monkeypatch.setattr(sys, "argv", ["fedvlm", "deploy", "init", "x", "--sites", "a"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -180,7 +176,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("word", "message"),
     [
         ("clientz.by=own", "did you mean 'clients'"),
         ("clients.coutn=3", "did you mean 'count'"),
@@ -188,8 +184,8 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
         ("rounds=3", "rounds is a setting of the method"),
     ],
 )
-def test_partition_refuses_what_a_run_would_refuse(refused, word, says):
-    assert says in refused("partition", "demo", "--set", word, "--set", "protocol=source-target")
+def test_partition_refuses_what_a_run_would_refuse(refused, word, message):
+    assert message in refused("partition", "demo", "--set", word, "--set", "protocol=source-target")
 
 
 def test_partition_keeps_a_target_whole_and_takes_the_first_seed_of_a_run(ok):
@@ -201,8 +197,8 @@ def test_partition_keeps_a_target_whole_and_takes_the_first_seed_of_a_run(ok):
         "--set",
         "clients.count=2",
     )
-    whole = ok(*words, "--set", "protocol=source-target", "--set", "target=noto")
-    names = [line.split()[0] for line in whole.splitlines()[2:]]
+    target_table = ok(*words, "--set", "protocol=source-target", "--set", "target=noto")
+    names = [line.split()[0] for line in target_table.splitlines()[2:]]
     assert names == ["client-0", "client-1", "noto"]
     assert ok(*words, "--set", "seeds=[7]") == ok(*words, "--seed", "7") != ok(*words)
 
@@ -228,12 +224,12 @@ def test_methods_fit_a_screen_and_one_of_them_tells_all():
     lines = CliRunner().invoke(cli.app, ["list", "methods"]).stdout.splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) > 30
     assert "ridge chosen on validation rows." in " ".join(" ".join(lines).split())
-    told = CliRunner().invoke(cli.app, ["list", "methods", "fedot"]).stdout
-    assert "settings: blocks=1" in told and "needs: image, text" in told
+    output = CliRunner().invoke(cli.app, ["list", "methods", "fedot"]).stdout
+    assert "settings: blocks=1" in output and "needs: image, text" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "there"),
+    ("words", "suggestion"),
     [
         (("run", "--data", "folder:{}"), "images"),
         (("run", "--data", "manifest:{}"), "rows.csv"),
@@ -243,10 +239,10 @@ def test_methods_fit_a_screen_and_one_of_them_tells_all():
         (("predict", "{}", "x.png"), "a-classifier"),
     ],
 )
-def test_whatever_path_is_missing_the_nearest_name_is_asked_for(refused, tmp_path, words, there):
-    place = tmp_path / there
-    place.mkdir() if "." not in there else place.write_text("")
-    wrong = tmp_path / (f"x{there}")
+def test_whatever_path_is_missing_the_nearest_name_is_asked_for(refused, tmp_path, words, suggestion):
+    place = tmp_path / suggestion
+    place.mkdir() if "." not in suggestion else place.write_text("")
+    wrong = tmp_path / (f"x{suggestion}")
     text = refused(*(word.format(wrong) for word in words))
     assert f"did you mean {place}?" in text
 
@@ -263,8 +259,8 @@ def test_a_clash_of_runs_tells_all_that_differs(refused, ok, store, tmp_path):
         "--no-baselines",
     )
     ok(*words, *QUICK)
-    more = ("--set", "method.rounds=3", "--set", "clients.partition=own", "--set", "seeds=[4]")
-    lines = refused(*words, *more, "--tune", "lr").splitlines()
+    extra_options = ("--set", "method.rounds=3", "--set", "clients.partition=own", "--set", "seeds=[4]")
+    lines = refused(*words, *extra_options, "--tune", "lr").splitlines()
     assert "  method.rounds: there 2, here 3" in lines
     assert "  clients.partition: there 'domain', here 'own'" in lines
     assert "  seeds: there [0], here [4]" in lines

@@ -13,10 +13,10 @@ from fedvlm.encoders.store import save_store
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
 from fedvlm.report.folder import runs_in
-from fedvlm.report.verify import examine
-from fedvlm.storage.toml import toml
+from fedvlm.report.verify import verify_files
+from fedvlm.storage.toml import to_toml
 
-ASKED = """title = "Two methods"
+EXPERIMENT = """title = "Two methods"
 protocol = "own-test"
 clients = "domain"
 seeds = [0, 1]
@@ -38,7 +38,7 @@ def call(*words):
 def place(rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = save_store(tmp_path / "clinic.safetensors", rows)
-    (tmp_path / "mine.toml").write_text(f'encoder = "store:{store}"\n' + ASKED)
+    (tmp_path / "mine.toml").write_text(f'encoder = "store:{store}"\n' + EXPERIMENT)
     return tmp_path
 
 
@@ -57,23 +57,23 @@ def test_an_experiment_has_one_folder_with_all_that_belongs_to_it(place):
 def test_its_table_has_numbers_for_programs(place):
     call("run", "mine.toml", "--no-report")
     home = place / "runs" / "mine"
-    whole = json.loads((home / "table.json").read_text())
-    runs = [Record(home / one) for one in whole["runs"]]
-    for row, run in zip(whole["table"], runs, strict=True):
-        own = [table["own"] for table in run.tables]
-        assert row["own"]["mean"] == pytest.approx(sum(own) / 2)
+    document = json.loads((home / "table.json").read_text())
+    runs = [Record(home / entry) for entry in document["runs"]]
+    for row, run in zip(document["table"], runs, strict=True):
+        own_table = [table["own"] for table in run.tables]
+        assert row["own"]["mean"] == pytest.approx(sum(own_table) / 2)
         assert row["seeds"] == 2
-    assert {one["metric"] for one in whole["scores"]} == set(METRICS)
+    assert {entry["metric"] for entry in document["scores"]} == set(METRICS)
 
 
 def test_what_was_asked_is_asked_again_by_its_own_file(place):
     call("run", "mine.toml", "--set", "method.rounds=1", "--method", "fedavg", "--no-report")
     file = place / "runs" / "mine" / "mine.toml"
-    asked = tomllib.loads(file.read_text())
-    assert asked["method"] == {"name": "fedavg", "rounds": 1} and "methods" not in asked
+    experiment = tomllib.loads(file.read_text())
+    assert experiment["method"] == {"name": "fedavg", "rounds": 1} and "methods" not in experiment
     done = call("run", file, "--no-report")
     assert "already finished, read from runs/mine/fedavg-clinic-" in done.stderr
-    assert tomllib.loads(file.read_text()) == asked
+    assert tomllib.loads(file.read_text()) == experiment
 
 
 def test_own_data_have_a_folder_with_the_race_written_down(place):
@@ -99,10 +99,10 @@ def test_other_settings_do_not_clash_in_an_experiments_folder(place):
 
 
 def test_compare_and_report_take_an_experiments_folder(place):
-    told = call("run", "mine.toml", "--no-report").stdout
-    head, rule, _, *rows = told.split("On the clients")[0].splitlines()[3:]
+    output = call("run", "mine.toml", "--no-report").stdout
+    head, rule, _, *rows = output.split("On the clients")[0].splitlines()[3:]
     again = call("compare", "runs/mine").stdout.splitlines()
-    assert [line.split() for line in again] == [one.split() for one in (head, rule, *rows)][:6]
+    assert [line.split() for line in again] == [cells.split() for cells in (head, rule, *rows)][:6]
     call("report", "runs/mine")
     assert (place / "runs" / "mine" / "report.html").exists()
 
@@ -110,27 +110,27 @@ def test_compare_and_report_take_an_experiments_folder(place):
 @pytest.mark.parametrize("form", ["csv", "json"])
 def test_long_form_has_a_line_per_seed_client_and_metric(place, form):
     done = call("run", "mine.toml", "--no-report", "--no-baselines", "--form", form)
-    told = call("compare", "runs/mine", "--form", form).stdout
-    assert done.stdout == told  # nothing else stands on stdout
-    lines = json.loads(told) if form == "json" else list(csv.DictReader(io.StringIO(told)))
+    output = call("compare", "runs/mine", "--form", form).stdout
+    assert done.stdout == output  # nothing else stands on stdout
+    lines = json.loads(output) if form == "json" else list(csv.DictReader(io.StringIO(output)))
     assert len(lines) == 2 * 2 * 3 * len(METRICS)  # methods, seeds, clients
-    own = Record(runs_in(place / "runs" / "mine")[0]).tables
+    tables = Record(runs_in(place / "runs" / "mine")[0]).tables
     for seed in (0, 1):
-        mine = [
-            float(one["value"])
-            for one in lines
-            if one["metric"] == "accuracy"
-            and str(one["seed"]) == str(seed)
-            and one["method"].startswith("fedavg")
+        matching = [
+            float(entry["value"])
+            for entry in lines
+            if entry["metric"] == "accuracy"
+            and str(entry["seed"]) == str(seed)
+            and entry["method"].startswith("fedavg")
         ]
-        assert sum(mine) / 3 == pytest.approx(own[seed]["own"], abs=1e-6)
+        assert sum(matching) / 3 == pytest.approx(tables[seed]["own"], abs=1e-6)
 
 
 def test_a_run_that_was_run_again_into_its_folder_is_sound(place):
     words = ("run", "mine.toml", "--method", "fedavg", "--out", "r")
     call(*words)
     call(*words, "--again")
-    assert examine("r")[1] == []
+    assert verify_files("r")[1] == []
 
 
 @pytest.mark.parametrize(
@@ -141,4 +141,4 @@ def test_a_run_that_was_run_again_into_its_folder_is_sound(place):
     ],
 )
 def test_toml_is_read_back_as_written(values):
-    assert tomllib.loads(toml(values)) == values
+    assert tomllib.loads(to_toml(values)) == values

@@ -18,7 +18,7 @@ def watch(event, words):
             file.write(f"{{event}} {{host}}\\n")
 sys.addaudithook(watch)
 """
-WHOLE = """
+SCRIPT = """
 import sys
 from typer.testing import CliRunner
 from fedvlm.cli import app
@@ -44,16 +44,14 @@ def run(tmp_path, code):
     env = {key: value for key, value in os.environ.items() if not key.startswith(offline)}
     paths = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
     env |= {"PYTHONPATH": paths, "FEDVLM_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
     return done, log.read_text().splitlines() if log.exists() else []
 
 
 def test_a_run_its_report_and_its_audit_ask_nobody(tmp_path):
-    done, asked = run(tmp_path, WHOLE)
+    done, requests = run(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert asked == []
+    assert requests == []
 
 
 def test_the_watch_sees_who_asks(tmp_path):
@@ -62,5 +60,5 @@ def test_the_watch_sees_who_asks(tmp_path):
         "one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
         "one.connect(('192.0.2.1', 9))\n"  # of documentation; a datagram socket sends nothing
     )
-    _, asked = run(tmp_path, code)
-    assert asked == ["socket.connect 192.0.2.1"]
+    _, requests = run(tmp_path, code)
+    assert requests == ["socket.connect 192.0.2.1"]

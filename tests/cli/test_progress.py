@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from fedvlm.cli.progress import SHORT, Bars, Lines, clock_time
+from fedvlm.cli.progress import QUIET_SECONDS, ProgressBars, ProgressLines, clock_time
 
 
 class Clock:
@@ -15,75 +15,73 @@ class Clock:
         return self.now
 
 
-def told(seconds, total=100, what="fedavg", lines=()):
+def progress_lines(seconds, total=100, task="fedavg", lines=()):
     """All that is said of so many steps that take so many seconds each."""
-    clock, said = Clock(), []
-    watch = Lines(said.append, clock)
+    clock, output = Clock(), []
+    watch = ProgressLines(output.append, clock)
     for done in range(total + 1):
         for line in lines:
-            watch.hear(what, line)
-        watch(what, done, total)
+            watch.update_status(task, line)
+        watch(task, done, total)
         clock.now += seconds
-    return said
+    return output
 
 
 def test_off_a_terminal_there_is_one_line_per_tenth():
-    said = told(1.0)
-    assert len(said) == 10
-    assert said[0] == "fedavg: 10 of 100, 0:00:10 elapsed, 0:01:30 left, 1.0/s"
-    assert said[-1] == "fedavg: 100 of 100, 0:01:40 elapsed, 0:00:00 left, 1.0/s"
+    output = progress_lines(1.0)
+    assert len(output) == 10
+    assert output[0] == "fedavg: 10 of 100, 0:00:10 elapsed, 0:01:30 left, 1.0/s"
+    assert output[-1] == "fedavg: 100 of 100, 0:01:40 elapsed, 0:00:00 left, 1.0/s"
 
 
 def test_nothing_is_said_of_what_takes_a_few_seconds():
-    assert told(SHORT / 101) == []
+    assert progress_lines(QUIET_SECONDS / 101) == []
 
 
 def test_a_resumed_run_counts_only_what_it_does_itself():
-    clock, said = Clock(), []
-    watch = Lines(said.append, clock)
+    clock, output = Clock(), []
+    watch = ProgressLines(output.append, clock)
     watch("fedot", 80, 100)
     clock.now = 10.0
     watch("fedot", 90, 100)
-    assert said == ["fedot: 90 of 100, 0:00:10 elapsed, 0:00:10 left, 1.0/s"]
+    assert output == ["fedot: 90 of 100, 0:00:10 elapsed, 0:00:10 left, 1.0/s"]
 
 
 def test_another_run_of_the_same_name_is_told_anew():
-    clock, said = Clock(), []
-    watch = Lines(said.append, clock)
+    clock, output = Clock(), []
+    watch = ProgressLines(output.append, clock)
     for _ in range(2):
         for done in range(11):
             watch("fedavg", done, 10)
             clock.now += 5.0
-    assert len(said) == 20
-    assert said[10:] == said[:10]
+    assert len(output) == 20
+    assert output[10:] == output[:10]
 
 
 def test_images_are_counted_by_the_second_while_they_are_encoded():
-    assert told(0.5, what="embedding")[-1].endswith(", 2.0 images/s")
+    assert progress_lines(0.5, task="embedding")[-1].endswith(", 2.0 images/s")
 
 
 def test_a_line_says_the_training_its_round_and_accuracy_on_validation_rows():
     line = {"training": "0-art", "round": 4, "validation": 0.8125, "accuracy": 0.99}
-    said = told(1.0, lines=[line])[0]
-    assert said.startswith("fedavg: training 0-art, round 5, 81.2 % of validation rows: 10 of 100")
-    assert "99" not in said  # nothing of test rows before a run has ended
-    assert told(1.0, lines=[{**line, "validation": None}])[0].startswith(
+    output = progress_lines(1.0, lines=[line])[0]
+    assert output.startswith("fedavg: training 0-art, round 5, 81.2 % of validation rows: 10 of 100")
+    assert "99" not in output  # nothing of test rows before a run has ended
+    assert progress_lines(1.0, lines=[{**line, "validation": None}])[0].startswith(
         "fedavg: training 0-art, round 5: 10 of 100"
     )
 
 
 def test_methods_side_by_side_are_told_apart():
-    clock, said = Clock(), []
-    watch = Lines(said.append, clock)
+    clock, output = Clock(), []
+    watch = ProgressLines(output.append, clock)
     for done in range(3):
         for name in ("fedotp", "promptfl"):
-            watch.hear(name, {"training": f"0-{name}", "round": done, "validation": None})
+            watch.update_status(name, {"training": f"0-{name}", "round": done, "validation": None})
             watch(name, done, 10)
-        clock.now += SHORT
-    assert [one.split(": ")[:2] for one in said] == [
-        [name, f"training 0-{name}, round {done + 1}"]
-        for done in (1, 2)
-        for name in ("fedotp", "promptfl")
+        clock.now += QUIET_SECONDS
+    assert [text.split(": ")[:2] for text in output] == [
+        [name, f"training 0-{name}, round {done + 1}"] for done in (1, 2) for name in ("fedotp", "promptfl")
     ]
 
 
@@ -94,13 +92,13 @@ def test_a_bar_says_the_same_and_takes_names_as_they_are():
         TextColumn("{task.fields[rate]}"),
     )
     bar = Progress(*columns, console=Console(file=out, width=120), auto_refresh=False)
-    watch = Bars(bar, clock)
+    watch = ProgressBars(bar, clock)
     watch("fedavg", 0, 10)
     clock.now = 1.0
     watch("fedavg", 1, 10)
     assert not bar.tasks  # not yet
     clock.now = 10.0
-    watch.hear("fedavg", {"training": "0-[red]x", "round": 4, "validation": 0.5})
+    watch.update_status("fedavg", {"training": "0-[red]x", "round": 4, "validation": 0.5})
     watch("fedavg", 5, 10)
     bar.stop()
     assert "fedavg: training 0-[red]x, round 5, 50.0 % of validation rows" in out.getvalue()

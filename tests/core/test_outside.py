@@ -61,12 +61,10 @@ def test_every_example_is_found_by_its_entry_point_beside_a_broken_package(insta
         "print(json.dumps({kind: [list(row.values())[0] for row in LISTS[kind]()] "
         "for kind in sys.argv[1:]}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *GROUPS], env=installed, capture_output=True, text=True
-    )
-    found = json.loads(done.stdout)
+    done = subprocess.run([sys.executable, "-c", program, *GROUPS], env=installed, capture_output=True, text=True)
+    modules = json.loads(done.stdout)
     for kind, (_, name) in GROUPS.items():
-        assert name in found[kind]
+        assert name in modules[kind]
     assert done.stderr.count("aaa = abroken") == len(GROUPS) - 1  # data and datasets are one group
 
 
@@ -109,30 +107,30 @@ def test_a_method_that_register_refuses_is_warned_of_and_ours_stay(tmp_path, mon
 
 
 def test_entry_points_are_looked_for_once_per_process(monkeypatch, anew):
-    asked = []
-    monkeypatch.setattr(outside, "entry_points", lambda group: asked.append(group) or [])
+    groups = []
+    monkeypatch.setattr(outside, "entry_points", lambda group: groups.append(group) or [])
     for _ in range(3):
         make("fedavg")
         data.kinds()
         encoders.encoders()
         metrics.metrics()
         protocols.protocols()
-    assert sorted(asked) == sorted(set(asked))
-    assert len(asked) == 5
+    assert sorted(groups) == sorted(set(groups))
+    assert len(groups) == 5
 
 
 def test_a_name_has_one_owner_who_may_come_again():
-    def one():
+    def function():
         """A thing."""
 
     table = {}
-    outside.enter(table, "metric", "one", metrics.auc)
-    outside.enter(table, "metric", "one", metrics.auc)
+    outside.add_entry(table, "metric", "one", metrics.auc)
+    outside.add_entry(table, "metric", "one", metrics.auc)
     with pytest.raises(SettingsError, match="metric 'one': the name is taken"):
-        outside.enter(table, "metric", "one", one)
+        outside.add_entry(table, "metric", "one", function)
     for name in ("", "a:b", "two\nlines"):
         with pytest.raises(SettingsError, match="choose another"):
-            outside.enter(table, "metric", name, one)
+            outside.add_entry(table, "metric", name, function)
     assert table == {"one": metrics.auc}
 
 
@@ -162,13 +160,13 @@ def test_an_outside_metric_is_measured_and_stays_at_its_site(monkeypatch):
     monkeypatch.setattr(metrics, "ALL", dict(metrics.ALL))
     metrics.register("row count", rows)
     p, y = torch.eye(3), torch.arange(3)
-    found = metrics.every_metric(p, y)
-    assert found["row count"] == 3
-    assert found["accuracy"] == 1
+    scores = metrics.compute_metrics(p, y)
+    assert scores["row count"] == 3
+    assert scores["accuracy"] == 1
     counts = dict.fromkeys(("validation_rows", "validation_hits", "test_rows", "test_hits"), 3)
-    left = Policy(methods=("*",)).allowed_scores({**counts, **found})
-    assert "row count" not in left
-    assert "F1" in left
+    allowed = Policy(methods=("*",)).allowed_scores({**counts, **scores})
+    assert "row count" not in allowed
+    assert "F1" in allowed
 
 
 def test_an_outside_metric_that_fails_is_named(monkeypatch):
@@ -179,4 +177,4 @@ def test_an_outside_metric_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(metrics, "ALL", dict(metrics.ALL))
     metrics.register("wrong", wrong)
     with pytest.raises(SettingsError, match=r"the metric 'wrong' .*ZeroDivisionError.*uninstall"):
-        metrics.every_metric(torch.eye(3), torch.arange(3))
+        metrics.compute_metrics(torch.eye(3), torch.arange(3))

@@ -17,16 +17,16 @@ from fedvlm.core import (
     methods,
     register,
     schedule,
-    sums,
-    tunable,
+    tunable_settings,
+    upload_sum,
 )
-from fedvlm.core.registry import MORE, SETTINGS, TRAITS
+from fedvlm.core.registry import CONTRACT_SETTINGS, OPTIONAL_VERBS, TRAIT_TYPES
 from fedvlm.errors import SettingsError
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.methods.zeroshot import ZeroShot
 from fedvlm.runner.settings import build
 
-WALK = {
+GRADIENT_METHOD = {
     "loss": parts.cross_entropy,
     "batch_size": 8,
     "local_epochs": 1,
@@ -34,7 +34,7 @@ WALK = {
 }  # what a gradient part reads
 
 
-def whole(**changes):
+def method_class(**changes):
     """A complete method class, with some attributes replaced or (None) left out."""
     body = {
         "name": "test-method",
@@ -42,10 +42,10 @@ def whole(**changes):
         "traits": Traits(needs=frozenset({"image"})),
         "init": lambda self, frozen: ({}, {}),
         "predict": ZeroShot.predict,
-        "send": parts.everything,
-        "update": parts.idle,
+        "send": parts.send_all,
+        "update": parts.no_update,
         "aggregate": parts.mean,
-        "adapt": parts.nothing,
+        "adapt": parts.no_adaptation,
         **changes,
     }
     kind = type("Made", (), {key: value for key, value in body.items() if value is not None})
@@ -62,31 +62,31 @@ def same_list_after():
 
 
 def test_a_whole_method_is_registered_under_its_name():
-    assert register(whole()) is METHODS["test-method"]
+    assert register(method_class()) is METHODS["test-method"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"name": None}, "no name; add"),
         ({"name": "fedavg"}, "taken by FedAvg; choose another"),
         ({"predict": None}, "no predict; write it or name a part"),
         ({"send": None}, "no send; write it or name a part"),
-        ({"update": parts.sgd, **WALK, "loss": None}, "needs a `loss`; add one"),
+        ({"update": parts.sgd, **GRADIENT_METHOD, "loss": None}, "needs a `loss`; add one"),
         (
-            {"update": parts.sgd, **WALK, "batch_size": None},
+            {"update": parts.sgd, **GRADIENT_METHOD, "batch_size": None},
             "needs a batch_size; add a field such as",
         ),
         (
-            {"update": parts.adam, **WALK, "local_epochs": None},
+            {"update": parts.adam, **GRADIENT_METHOD, "local_epochs": None},
             "needs a local_epochs; add a field such as",
         ),
-        ({**WALK, "lr": None}, "needs a lr; add a field such as `lr: float = 1e-3`"),
+        ({**GRADIENT_METHOD, "lr": None}, "needs a lr; add a field such as `lr: float = 1e-3`"),
         ({"rounds": None}, "no rounds; add a field"),
         ({"traits": None}, "no traits; add `traits = Traits"),
         ({"traits": Traits(needs={"image"})}, "traits.needs = {'image'} does not fit"),
         ({"traits": Traits(needs=frozenset({"sound"}))}, "needs 'sound'; an encoder can offer"),
-        ({"traits": Traits(sums="all")}, "traits.sums = 'all' does not fit; it takes 'rows' or"),
+        ({"traits": Traits(upload_sum="all")}, "traits.upload_sum = 'all' does not fit; it takes 'rows' or"),
         (
             {"traits": Traits(min_class_samples=4)},
             "speak of min_class_samples, which is no setting of it; add a",
@@ -100,7 +100,7 @@ def test_a_whole_method_is_registered_under_its_name():
         ({"smallest": 16}, "setting 'smallest' is called 'min_class_samples'"),
         ({"learning_rate": 0.1}, "setting 'learning_rate' is called 'lr'"),
         ({"weight_decy": 0.1}, "it has a weight_decy, .* did you mean weight_decay?"),
-        ({"update_any": parts.idle}, "it has a update_any, .* did you mean update_many?"),
+        ({"update_any": parts.no_update}, "it has a update_any, .* did you mean update_many?"),
         ({"noise": 0.1, "__annotations__": {"noise": float}}, "setting noise is called like a"),
         ({"send": 1, "__annotations__": {"send": int}}, "no send; write it"),
         ({"describe": 1}, "its describe is no verb"),
@@ -110,9 +110,9 @@ def test_a_whole_method_is_registered_under_its_name():
         ),
     ],
 )
-def test_registration_refuses_and_says_what_to_add(changes, says):
-    with pytest.raises(SettingsError, match=says):
-        register(whole(**changes))
+def test_registration_refuses_and_says_what_to_add(changes, message):
+    with pytest.raises(SettingsError, match=message):
+        register(method_class(**changes))
 
 
 def test_registration_refuses_what_is_no_frozen_dataclass():
@@ -122,11 +122,11 @@ def test_registration_refuses_what_is_no_frozen_dataclass():
 
 def test_registration_refuses_a_field_without_a_default():
     with pytest.raises(SettingsError, match="field lr has no default"):
-        register(whole(__annotations__={"lr": float}))
+        register(method_class(__annotations__={"lr": float}))
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "says"),
+    ("name", "settings", "message"),
     [
         ("fedto", {}, "no method is called 'fedto'; did you mean 'fedot'"),
         ("fedot", {"rate": 1e-3}, "setting of fedot 'rate' is called 'lr'; write lr instead"),
@@ -151,8 +151,8 @@ def test_registration_refuses_a_field_without_a_default():
         ("fens", {"server_lr": 0.0}, "fens.server_lr must be above 0"),
     ],
 )
-def test_a_wrong_name_or_value_is_refused_with_the_remedy(name, settings, says):
-    with pytest.raises(SettingsError, match=says):
+def test_a_wrong_name_or_value_is_refused_with_the_remedy(name, settings, message):
+    with pytest.raises(SettingsError, match=message):
         make(name, **settings)
 
 
@@ -168,17 +168,17 @@ def test_a_method_without_the_settings_of_a_walk_has_the_usual_ones():
 
 
 def test_the_rate_is_tuned_where_there_is_a_loss_and_nothing_where_there_is_none():
-    assert tunable(make("fedavg")) == ("lr",)
-    assert tunable(make("zero-shot")) == ()
-    assert tunable(whole(traits=Traits(tunable=("pull",)))()) == ("pull",)
+    assert tunable_settings(make("fedavg")) == ("lr",)
+    assert tunable_settings(make("zero-shot")) == ()
+    assert tunable_settings(method_class(traits=Traits(tunable=("pull",)))()) == ("pull",)
 
 
 def test_what_an_aggregate_is_a_sum_of_is_said_by_the_part_or_the_traits():
-    assert sums(make("fedavg")) == "rows"
-    assert sums(make("fedot")) == "clients"
-    assert sums(make("tofa")) == "total"
-    assert sums(make("tofa", rounds=2)) is None
-    assert sums(make("promptfl-fedamp")) is None
+    assert upload_sum(make("fedavg")) == "rows"
+    assert upload_sum(make("fedot")) == "clients"
+    assert upload_sum(make("tofa")) == "total"
+    assert upload_sum(make("tofa", rounds=2)) is None
+    assert upload_sum(make("promptfl-fedamp")) is None
 
 
 def test_text_is_needed_only_for_a_head_that_starts_from_it():
@@ -188,19 +188,26 @@ def test_text_is_needed_only_for_a_head_that_starts_from_it():
 
 def test_no_one_outside_core_looks_for_the_words_of_the_contract_by_getattr():
     home = Path(fedvlm.__file__).parent
-    words = {*VERBS, *MORE, *TRAITS, *SETTINGS, "traits", "factors", "gamma", "noise_multiplier"}
-    found = []
+    words = {
+        *VERBS,
+        *OPTIONAL_VERBS,
+        *TRAIT_TYPES,
+        *CONTRACT_SETTINGS,
+        "traits",
+        "factors",
+        "gamma",
+        "noise_multiplier",
+    }
+    calls = []
     for path in sorted(home.rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call) or "core" in path.relative_to(home).parts:
                 continue
             if getattr(call.func, "id", "") in ("getattr", "hasattr"):
-                of, name = (ast.unparse(one) for one in call.args[:2])
+                of, name = (ast.unparse(argument) for argument in call.args[:2])
                 if "method" in of or name.strip("'") in words:
-                    found.append(f"{path}:{call.lineno} {ast.unparse(call)}")
-    assert not found, (
-        "a method's words are read through Traits, Schedule or a protocol: " + found[0]
-    )
+                    calls.append(f"{path}:{call.lineno} {ast.unparse(call)}")
+    assert not calls, "a method's words are read through Traits, Schedule or a protocol: " + calls[0]
 
 
 def test_a_whole_number_passes_as_a_float():
@@ -208,8 +215,8 @@ def test_a_whole_number_passes_as_a_float():
 
 
 def test_another_package_cannot_take_the_place_of_a_method_by_its_class_name():
-    ours = METHODS["fedavg"]
-    theirs = dataclass(frozen=True)(type("FedAvg", (ours,), {"__module__": "theirs"}))
+    our_class = METHODS["fedavg"]
+    theirs = dataclass(frozen=True)(type("FedAvg", (our_class,), {"__module__": "theirs"}))
     with pytest.raises(SettingsError, match="the name 'fedavg' is taken"):
         register(theirs)
-    assert METHODS["fedavg"] is ours
+    assert METHODS["fedavg"] is our_class

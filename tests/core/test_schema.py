@@ -8,7 +8,16 @@ from typing import Literal
 import pytest
 
 import fedvlm
-from fedvlm.core.schema import AMOUNT, COUNT, INSIDE, PART, SHARE, read_table, several, within
+from fedvlm.core.schema import (
+    COUNT,
+    FRACTION,
+    NON_NEGATIVE,
+    OPEN_FRACTION,
+    POSITIVE_FRACTION,
+    list_field,
+    ranged_field,
+    read_table,
+)
 from fedvlm.errors import SettingsError
 
 
@@ -16,10 +25,10 @@ from fedvlm.errors import SettingsError
 class Oven:
     folder: str
     name: str
-    heat: float = within(0.5, SHARE)
-    loaves: int | None = within(None, COUNT)
-    bound: float | Literal["median"] = within(0.0, AMOUNT)
-    grains: tuple[str, ...] = several()
+    temperature: float = ranged_field(0.5, FRACTION)
+    loaves: int | None = ranged_field(None, COUNT)
+    bound: float | Literal["median"] = ranged_field(0.0, NON_NEGATIVE)
+    grains: tuple[str, ...] = list_field()
     rows: tuple[str, ...] = ()
     lr: float = 0.1  # held to the range of its name
 
@@ -35,7 +44,7 @@ def test_lists_become_tuples_and_one_may_stand_for_several():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"haet": 1}, r"no setting of a/oven.toml is called 'haet'; did you mean 'heat'"),
         ({"folder": "b"}, r"no setting of a/oven.toml is called 'folder'"),
@@ -51,8 +60,8 @@ def test_lists_become_tuples_and_one_may_stand_for_several():
         ({"lr": 0}, r"lr must be above 0 and at most 1000, got 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_place(values, said):
-    with pytest.raises(SettingsError, match=said):
+def test_what_does_not_fit_is_refused_with_its_place(values, message):
+    with pytest.raises(SettingsError, match=message):
         read(**values)
 
 
@@ -66,25 +75,25 @@ def test_what_is_missing_is_named_and_what_is_no_table_too():
 @pytest.mark.parametrize(
     ("range", "inside", "outside"),
     [
-        (AMOUNT, [0, 2.5], [-1, float("inf")]),
+        (NON_NEGATIVE, [0, 2.5], [-1, float("inf")]),
         (COUNT, [1], [0]),
-        (SHARE, [0, 0.9], [1]),
-        (PART, [0.1, 1], [0, 1.1]),
-        (INSIDE, [0.5], [0, 1]),
+        (FRACTION, [0, 0.9], [1]),
+        (POSITIVE_FRACTION, [0.1, 1], [0, 1.1]),
+        (OPEN_FRACTION, [0.5], [0, 1]),
     ],
 )
 def test_a_range_has_its_ends(range, inside, outside):
-    assert all(one in range for one in inside)
-    assert not any(one in range for one in [*outside, float("nan")])
+    assert all(number in range for number in inside)
+    assert not any(number in range for number in [*outside, float("nan")])
 
 
 def test_nobody_else_reads_tables():
     """Only the schema compares the names of a table with the fields of a class and their types."""
     home = Path(fedvlm.__file__).parent
     allowed = {"core/schema.py", "core/registry.py", "runner/bars.py"}  # traits; a single value
-    found = set()
+    readers = set()
     for path in home.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "check_type":
-                found.add(path.relative_to(home).as_posix())
-    assert found <= allowed
+                readers.add(path.relative_to(home).as_posix())
+    assert readers <= allowed

@@ -14,7 +14,7 @@ from trees import grid, image, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data import sources as data_sources
-from fedvlm.encoders.cache.images import Images
+from fedvlm.encoders.cache.images import DatasetImages
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import DataError
 
@@ -70,13 +70,11 @@ def test_fifo_in_a_folder_is_named_and_skipped_and_never_opened(tmp_path, monkey
     root = plant(tmp_path / "set", grid(["x"], ["a", "b"], rows=20))
     os.mkfifo(root / "x/a/waiting.png")
     opened, real = [], os.open
-    monkeypatch.setattr(
-        os, "open", lambda path, *rest: opened.append(str(path)) or real(path, *rest)
-    )
-    images = Images(open_dataset(str(root)))
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(str(path)) or real(path, *rest))
+    images = DatasetImages(open_dataset(str(root)))
     assert [name for name, _ in images.skipped()] == ["x/a/waiting.png"]
     assert "FIFO" in images.skipped()[0][1]
-    assert len(images.sound()) == 40
+    assert len(images.readable_rows()) == 40
     assert not [path for path in opened if path.endswith("waiting.png")]
 
 
@@ -85,12 +83,12 @@ def test_special_files_are_no_images_and_do_not_count_as_unreadable_ones(tmp_pat
     root = plant(tmp_path / "set", grid(["x"], ["a", "b"], rows=6))
     for name in ("one.png", "two.png", "three.jpg"):
         os.mkfifo(root / "x/a" / name)
-    images = Images(open_dataset(str(root)))
-    assert len(images.skipped()) == 3 and len(images.sound()) == 12
+    images = DatasetImages(open_dataset(str(root)))
+    assert len(images.skipped()) == 3 and len(images.readable_rows()) == 12
     dataset = open_dataset(str(root))
     (root / "x/b/0.png").unlink()
     with pytest.raises(DataError, match="1 of the 12 images"):
-        Images(dataset)
+        DatasetImages(dataset)
 
 
 def test_device_is_named_and_not_read():
@@ -121,9 +119,7 @@ def test_npz_larger_than_the_memory_is_refused(tmp_path, monkeypatch):
 
 def test_npz_whose_header_claims_more_than_there_is_is_refused(tmp_path):
     head = BytesIO()
-    np.lib.format.write_array_header_1_0(
-        head, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 1 << 10)}
-    )
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 1 << 10)})
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as made:
         made.writestr("x.npy", head.getvalue() + bytes(100))
     with pytest.raises(DataError, match="cannot be read"):

@@ -52,7 +52,7 @@ def test_every_entry_opens_with_its_classes_in_order(name, tmp_path):
     entry = ENTRIES[name]
     data = open_dataset(name, root=build(tmp_path, entry, entry.classes), check=False)
     assert data.name == name
-    assert data.classes == tuple(one.replace("_", " ") for one in entry.classes)
+    assert data.classes == tuple(class_name.replace("_", " ") for class_name in entry.classes)
     assert len(data.source) == len(data.labels) == len(data.clients)
     assert sorted(set(data.labels.tolist())) == list(range(len(entry.classes)))
     assert set(entry.domains or data.domains.tolist()) == set(data.domains.tolist())
@@ -123,8 +123,8 @@ def test_well_known_sizes_are_right(name, classes, rows):
 
 def test_spellings_of_domains_and_classes_do_not_matter(tmp_path):
     entry = ENTRIES["office-home"]
-    other = [one.lower().replace("_", " ") for one in entry.classes]
-    paths = [f"{d}/{c}/1.png" for d in ("Art", "clipart", "Product", "RealWorld") for c in other]
+    respelled = [class_name.lower().replace("_", " ") for class_name in entry.classes]
+    paths = [f"{d}/{c}/1.png" for d in ("Art", "clipart", "Product", "RealWorld") for c in respelled]
     data = open_dataset("office-home", root=plant(tmp_path, paths), check=False)
     assert data.classes[0] == "Alarm Clock"
     assert sorted(set(data.domains.tolist())) == sorted(entry.domains)
@@ -133,8 +133,8 @@ def test_spellings_of_domains_and_classes_do_not_matter(tmp_path):
 def test_caltech_leaves_two_classes_out_and_renames_four(tmp_path):
     entry = ENTRIES["caltech101"]
     former = {new: old for old, new in entry.aliases.items()}
-    folders = [former.get(one, one) for one in entry.classes]
-    paths = [f"{one}/1.png" for one in (*folders, "BACKGROUND_Google", "Faces_easy")]
+    folders = [former.get(class_name, class_name) for class_name in entry.classes]
+    paths = [f"{class_name}/1.png" for class_name in (*folders, "BACKGROUND_Google", "Faces_easy")]
     data = open_dataset("caltech101", root=plant(tmp_path, paths), check=False)
     assert data.classes[:3] == ("face", "leopard", "motorbike")
     assert len(data.labels) == 100
@@ -169,7 +169,7 @@ def test_strange_classes_and_domains_are_named(tmp_path):
 
 
 def test_a_saved_copy_of_the_hub_is_read_by_the_entrys_columns(tmp_path):
-    names = ["cra" if one == "crab" else one for one in ENTRIES["cifar100"].classes]
+    names = ["cra" if class_name == "crab" else class_name for class_name in ENTRIES["cifar100"].classes]
     features = {
         "img": datasets.Image(),
         "fine_label": datasets.ClassLabel(names=names),
@@ -217,9 +217,7 @@ def test_a_name_is_given_once():
 def test_the_example_of_a_new_data_set_runs():
     example = ROOT / "examples" / "new_dataset.py"
     assert len(example.read_text(encoding="utf-8").splitlines()) < 60
-    ran = subprocess.run(
-        [sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=120
-    )
+    ran = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert "slides: 60 images of healthy tissue, tumour" in ran.stdout
     assert "west: 12 rows to train, 4 to test" in ran.stdout
@@ -233,15 +231,13 @@ def test_sentences_around_a_class_are_those_of_the_papers_and_of_the_demo_model(
 
 def test_groups_stay_with_their_rows_where_classes_are_left_out(tmp_path):
     """A manifest may name lesions, and a data set of the catalogue be a part of its classes."""
-    names = [*(one for one in ENTRIES["domainnet-10"].classes), "xylophone"]
+    names = [*(class_name for class_name in ENTRIES["domainnet-10"].classes), "xylophone"]
     domains = ENTRIES["domainnet-10"].domains
     paths = [f"{name}-{domain}.png" for name in reversed(names) for domain in domains]
     plant(tmp_path, paths)
-    lines = [
-        f"{path},{path.rpartition('-')[0]},{path[:-4].rpartition('-')[2]},{path}" for path in paths
-    ]
+    lines = [f"{path},{path.rpartition('-')[0]},{path[:-4].rpartition('-')[2]},{path}" for path in paths]
     (tmp_path / "rows.csv").write_text("\n".join(["path,label,domain,group", *lines]) + "\n")
     data = open_dataset("domainnet-10", root=tmp_path / "rows.csv")
     assert len(data.labels) == len(paths) - len(domains)
-    found = [data.source.name(row) for row in range(len(data.source))]
-    assert data.groups.tolist() == [str(paths.index(name)) for name in found]
+    image_names = [data.source.name(row) for row in range(len(data.source))]
+    assert data.groups.tolist() == [str(paths.index(name)) for name in image_names]

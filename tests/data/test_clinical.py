@@ -13,8 +13,8 @@ from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage
 import fedvlm
 from fedvlm.classifier.predict import predict
 from fedvlm.data import open_dataset
-from fedvlm.data.clinical import develop
-from fedvlm.data.png import png
+from fedvlm.data.clinical import to_eight_bit
+from fedvlm.data.png import encode_png
 from fedvlm.errors import DataError, SettingsError
 
 NAME = "Doe^Jane"
@@ -49,25 +49,25 @@ RAMP = np.arange(16).reshape(1, 4, 4) * 100
 
 def test_a_window_of_the_file_decides_what_is_black_and_white() -> None:
     tags = {"WindowCenter": [600.5, 1], "WindowWidth": [401, 1], "RescaleSlope": 1}
-    found = pixels(develop("a.dcm", scan(RAMP, RescaleIntercept=0, **tags), None))
-    wanted = np.rint(255 * ((RAMP[0] - 400) / 400).clip(0, 1))
-    assert (found == wanted).all()
-    given = pixels(develop("a.dcm", scan(RAMP, RescaleIntercept=-1000, **tags), (-1000, 500)))
-    assert (given == np.rint(255 * (RAMP[0] / 1500).clip(0, 1))).all()
+    developed = pixels(to_eight_bit("a.dcm", scan(RAMP, RescaleIntercept=0, **tags), None))
+    expected = np.rint(255 * ((RAMP[0] - 400) / 400).clip(0, 1))
+    assert (developed == expected).all()
+    windowed = pixels(to_eight_bit("a.dcm", scan(RAMP, RescaleIntercept=-1000, **tags), (-1000, 500)))
+    assert (windowed == np.rint(255 * (RAMP[0] / 1500).clip(0, 1))).all()
 
 
 def test_the_first_frame_by_its_own_range_and_inverted_where_white_is_low() -> None:
     frames = np.concatenate([RAMP, 0 * RAMP + 9])
-    plain = pixels(develop("a.dcm", scan(frames), None))
+    plain = pixels(to_eight_bit("a.dcm", scan(frames), None))
     assert (plain == np.rint(255 * RAMP[0] / 1500)).all()
-    turned = pixels(develop("a.dcm", scan(frames, PhotometricInterpretation="MONOCHROME1"), None))
+    turned = pixels(to_eight_bit("a.dcm", scan(frames, PhotometricInterpretation="MONOCHROME1"), None))
     assert (turned == 255 - plain).all()
 
 
 def test_a_damaged_scan_is_refused_without_its_tags() -> None:
     data = scan(RAMP)[:-20]
     with pytest.raises(DataError, match="DICOM that cannot be read") as refused:
-        develop("a.dcm", data, None)
+        to_eight_bit("a.dcm", data, None)
     assert "Doe" not in str(refused.value)
 
 
@@ -75,25 +75,25 @@ def test_a_damaged_scan_is_refused_without_its_tags() -> None:
 def test_sixteen_bits_are_scaled_by_their_own_range_or_a_window(form: str) -> None:
     out = BytesIO()
     Image.fromarray(RAMP[0].astype(np.uint16)).save(out, format=form)
-    own = pixels(develop(f"a.{form}", out.getvalue(), None))
-    assert (own == np.rint(255 * RAMP[0] / 1500)).all()
-    given = pixels(develop(f"a.{form}", out.getvalue(), (0, 3000)))
-    assert given.max() == 128
+    own_range = pixels(to_eight_bit(f"a.{form}", out.getvalue(), None))
+    assert (own_range == np.rint(255 * RAMP[0] / 1500)).all()
+    windowed = pixels(to_eight_bit(f"a.{form}", out.getvalue(), (0, 3000)))
+    assert windowed.max() == 128
 
 
 def test_eight_bits_stay_byte_for_byte() -> None:
     for mode in ("L", "RGB"):
         out = BytesIO()
         Image.new(mode, (5, 4)).save(out, format="png")
-        assert develop("a.png", out.getvalue(), (0, 9)) == out.getvalue()
-    assert develop("a.png", b"no image", None) == b"no image"
+        assert to_eight_bit("a.png", out.getvalue(), (0, 9)) == out.getvalue()
+    assert to_eight_bit("a.png", b"no image", None) == b"no image"
 
 
 def test_large_and_coloured_pixels_survive_png() -> None:
     draw = np.random.default_rng(0)
     for shape in ((300, 400), (200, 150, 3), (1, 1)):
-        wanted = draw.integers(0, 256, shape, dtype=np.uint8)
-        assert (pixels(png(wanted)) == wanted).all()
+        expected = draw.integers(0, 256, shape, dtype=np.uint8)
+        assert (pixels(encode_png(expected)) == expected).all()
 
 
 def test_scans_run_and_no_patient_is_in_the_record(tmp_path: Path) -> None:
@@ -104,16 +104,14 @@ def test_scans_run_and_no_patient_is_in_the_record(tmp_path: Path) -> None:
         frames = draw.integers(0, 400, (1, 16, 16)) + 600 * (number % 2)
         (place / f"{number}.dcm").write_bytes(scan(frames))
     source = {"window": [0, 1000]}
-    result = fedvlm.run(
-        "alone", data=str(tmp_path / "data"), source=source, protocol="own-test", out=tmp_path / "r"
-    )
+    result = fedvlm.run("alone", data=str(tmp_path / "data"), source=source, protocol="own-test", out=tmp_path / "r")
     assert set(result.tables[0].values()) >= {1.0}
-    own = result.personalised("site-0")
-    own.save_pretrained(tmp_path / "c")
-    found = predict(tmp_path / "c", [tmp_path / "data"]).rows
-    assert own.window == (0, 1000) and len(found) == 40
-    assert all(one.label == one.file.split("/")[-2] for one in found)
-    for path in (one for one in tmp_path.glob("r/**/*") if one.is_file()):
+    personalised = result.personalised("site-0")
+    personalised.save_pretrained(tmp_path / "c")
+    predictions = predict(tmp_path / "c", [tmp_path / "data"]).rows
+    assert personalised.window == (0, 1000) and len(predictions) == 40
+    assert all(entry.label == entry.file.split("/")[-2] for entry in predictions)
+    for path in (entry for entry in tmp_path.glob("r/**/*") if entry.is_file()):
         assert b"Doe" not in path.read_bytes() and b"PID-4711" not in path.read_bytes()
 
 

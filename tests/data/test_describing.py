@@ -8,8 +8,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedvlm.cli import app
-from fedvlm.data.describing import WORDS, describe, lines, local_writer, sentences
-from fedvlm.data.descriptions import by_class, read_file
+from fedvlm.data.describing import MAX_SENTENCE_WORDS, load_writer, split_lines, split_sentences, write_descriptions
+from fedvlm.data.descriptions import match_sentences, read_file
 from fedvlm.errors import SettingsError
 
 
@@ -25,9 +25,7 @@ def tiny(tmp_path_factory):
     words = ["<unk>", "<eos>", ".", "The", "bird", *(f"word{i}" for i in range(55))]
     inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
     torch.manual_seed(3)
     config = GPT2Config(
         vocab_size=60, n_positions=256, n_embd=16, n_layer=1, n_head=2, bos_token_id=1,
@@ -38,32 +36,32 @@ def tiny(tmp_path_factory):
 
 
 def test_questions_come_first_and_every_class_answers_each():
-    asked = []
+    prompts = []
 
-    def write(prompt, most):
-        asked.append(prompt)
+    def write(prompt, max_tokens):
+        prompts.append(prompt)
         if "questions" in prompt:
             return "1. What colour is it?\n2) Where does it live?\n\n- And more?"
         return "The bird has wings. The bird is small!\n* it sings"
 
-    found = describe(["bird", "Sea_Animal"], "a zoo", write, questions=2)
-    assert len(asked) == 1 + 2 * 2
-    assert "a zoo" in asked[0] and "bird, sea animal" in asked[0]
-    assert asked[1].startswith("What colour is it?")
-    assert asked[2].startswith("Where does it live?")
-    assert found["bird"] == ["The bird has wings.", "The bird is small.", "The bird: it sings."]
-    assert found["Sea_Animal"][0] == "The sea animal: The bird has wings."
+    described = write_descriptions(["bird", "Sea_Animal"], "a zoo", write, questions=2)
+    assert len(prompts) == 1 + 2 * 2
+    assert "a zoo" in prompts[0] and "bird, sea animal" in prompts[0]
+    assert prompts[1].startswith("What colour is it?")
+    assert prompts[2].startswith("Where does it live?")
+    assert described["bird"] == ["The bird has wings.", "The bird is small.", "The bird: it sings."]
+    assert described["Sea_Animal"][0] == "The sea animal: The bird has wings."
 
 
 def test_long_sentences_are_cut_and_empty_ones_left_out():
     long = "The owl " + "very " * 40 + "big."
-    assert len(sentences(long, "owl")[0].split()) == WORDS
-    assert sentences("...\n 1.\n--", "owl") == []
-    assert lines("12. a\n3. an owl") == ["an owl"]
+    assert len(split_sentences(long, "owl")[0].split()) == MAX_SENTENCE_WORDS
+    assert split_sentences("...\n 1.\n--", "owl") == []
+    assert split_lines("12. a\n3. an owl") == ["an owl"]
 
 
 def test_a_model_that_says_nothing_leaves_the_template():
-    assert describe(["owl"], "x", lambda prompt, most: "") == {"owl": []}
+    assert write_descriptions(["owl"], "x", lambda prompt, max_tokens: "") == {"owl": []}
 
 
 def test_a_tiny_model_writes_a_file_that_a_run_reads(tmp_path, tiny):
@@ -73,18 +71,16 @@ def test_a_tiny_model_writes_a_file_that_a_run_reads(tmp_path, tiny):
     zoo = str(tmp_path / "zoo")
     out = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in out:
-        done = CliRunner().invoke(
-            app, ["describe", zoo, "--model", str(tiny), "--out", str(path), "--questions", "1"]
-        )
+        done = CliRunner().invoke(app, ["describe", zoo, "--model", str(tiny), "--out", str(path), "--questions", "1"])
         assert done.exit_code == 0, done.output
     assert out[0].read_bytes() == out[1].read_bytes()  # greedy: the same sentences
-    found = read_file(out[0])
-    classes = list(found)
+    content = read_file(out[0])
+    classes = list(content)
     assert classes == ["bird", "owl"]
-    assert all(one is not None for one in by_class(out[0], found, classes))
+    assert all(class_sentences is not None for class_sentences in match_sentences(out[0], content, classes))
     assert any(json.loads(out[0].read_text()).values())
 
 
 def test_a_folder_without_a_model_is_said(tmp_path):
     with pytest.raises(SettingsError, match="holds no text-generation model"):
-        local_writer(tmp_path)
+        load_writer(tmp_path)

@@ -8,9 +8,9 @@ import torch
 
 import fedvlm
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.data.descriptions import dealt, read
+from fedvlm.data.descriptions import read_common_descriptions, texts_by_client
 from fedvlm.encoders import open_encoder
-from fedvlm.encoders.descriptions import describe_rows
+from fedvlm.encoders.descriptions import add_descriptions
 from fedvlm.errors import SettingsError
 from fedvlm.result import Result
 
@@ -38,38 +38,36 @@ GOOD = {"Sea_Animal": ["a fish with fins", "an octopus"], "bird": ["a bird has w
 
 
 def test_sentences_are_embedded_once_and_padded_with_nothing(tmp_path, table, encoder):
-    asked = []
+    encoded = []
 
     class Counting:
         def __getattr__(self, name):
             return getattr(encoder, name)
 
         def embed_text(self, sentences):
-            asked.extend(sentences)
+            encoded.extend(sentences)
             return encoder.embed_text(sentences)
 
     path = written(tmp_path / "d.json", GOOD)
-    first = describe_rows(table, Counting(), path, "")
-    again = describe_rows(table, Counting(), path, "")
-    assert sorted(asked) == ["a bird has wings", "a fish with fins", "an octopus"]
+    first = add_descriptions(table, Counting(), path, "")
+    again = add_descriptions(table, Counting(), path, "")
+    assert sorted(encoded) == ["a bird has wings", "a fish with fins", "an octopus"]
     assert torch.equal(first.descriptions, again.descriptions)
     assert first.descriptions.shape == (2, 2, encoder.dim)
-    assert torch.allclose(
-        first.descriptions[0, 1], encoder.embed_text(["an octopus"])[0], atol=1e-5
-    )
+    assert torch.allclose(first.descriptions[0, 1], encoder.embed_text(["an octopus"])[0], atol=1e-5)
     assert (first.descriptions[1, 1] == 0).all()
     assert first.fingerprint != table.fingerprint
 
 
 def test_other_sentences_are_other_rows(tmp_path, table, encoder):
-    a = describe_rows(table, encoder, written(tmp_path / "a.json", GOOD), "")
-    b = describe_rows(table, encoder, written(tmp_path / "b.json", {**GOOD, "bird": []}), "")
+    a = add_descriptions(table, encoder, written(tmp_path / "a.json", GOOD), "")
+    b = add_descriptions(table, encoder, written(tmp_path / "b.json", {**GOOD, "bird": []}), "")
     assert a.fingerprint != b.fingerprint
     assert (b.descriptions[1] == 0).all()
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("content", "message"),
     [
         ({"bird": ["a bird"]}, "says nothing of the class 'sea animal'"),
         ({**GOOD, "brid": []}, "did you mean 'bird'"),
@@ -79,42 +77,42 @@ def test_other_sentences_are_other_rows(tmp_path, table, encoder):
         ({**GOOD, "bird": ["word " * 80]}, "shorten it"),
     ],
 )
-def test_a_mistake_in_the_file_is_said(tmp_path, table, encoder, found, said):
-    with pytest.raises(SettingsError, match=said):
-        describe_rows(table, encoder, written(tmp_path / "d.json", found), "")
+def test_a_mistake_in_the_file_is_said(tmp_path, table, encoder, content, message):
+    with pytest.raises(SettingsError, match=message):
+        add_descriptions(table, encoder, written(tmp_path / "d.json", content), "")
 
 
 def test_no_file_and_no_json_are_said(tmp_path, table, encoder):
     (tmp_path / "bad.json").write_text("{")
-    for name, said in (("none.json", "cannot be read"), ("bad.json", "not valid JSON")):
-        with pytest.raises(SettingsError, match=said):
-            describe_rows(table, encoder, str(tmp_path / name), "")
+    for name, message in (("none.json", "cannot be read"), ("bad.json", "not valid JSON")):
+        with pytest.raises(SettingsError, match=message):
+            add_descriptions(table, encoder, str(tmp_path / name), "")
 
 
 def test_the_demos_keywords_are_the_demos_only(table):
     with pytest.raises(SettingsError, match="those of the demo"):
-        read("keywords", table)
+        read_common_descriptions("keywords", table)
 
 
 def test_own_texts_have_one_shape_and_unknown_clients_are_refused(tmp_path, table, encoder):
-    own = {"north": {"bird": ["a gull"]}, "south": {"sea animal": ["a crab", "a whale"]}}
-    rows = describe_rows(table, encoder, "", written(tmp_path / "own.json", own))
-    assert {id: tuple(one.shape) for id, one in rows.texts.items()} == {
+    client_texts = {"north": {"bird": ["a gull"]}, "south": {"sea animal": ["a crab", "a whale"]}}
+    rows = add_descriptions(table, encoder, "", written(tmp_path / "own.json", client_texts))
+    assert {id: tuple(texts.shape) for id, texts in rows.texts.items()} == {
         "north": (2, 2, encoder.dim),
         "south": (2, 2, encoder.dim),
     }
-    everyone = dealt(rows.texts, ["north", "south", "west"])
+    everyone = texts_by_client(rows.texts, ["north", "south", "west"])
     assert (everyone["west"] == 0).all()
     assert everyone["west"].shape == everyone["south"].shape
     with pytest.raises(SettingsError, match="no client is called 'south'"):
-        dealt(rows.texts, ["north"])
-    assert dealt({}, ["north"]) == {}
+        texts_by_client(rows.texts, ["north"])
+    assert texts_by_client({}, ["north"]) == {}
 
 
 def test_an_encoder_without_text_is_refused(tmp_path, table, encoder):
     blind = type("Blind", (), {"offers": frozenset({"image"}), "name": "blind"})()
     with pytest.raises(SettingsError, match="blind has no text"):
-        describe_rows(table, blind, written(tmp_path / "d.json", GOOD), "")
+        add_descriptions(table, blind, written(tmp_path / "d.json", GOOD), "")
 
 
 def test_rows_in_memory_bring_their_own_descriptions(tmp_path, rows):
@@ -124,15 +122,15 @@ def test_rows_in_memory_bring_their_own_descriptions(tmp_path, rows):
 
 def test_a_saved_classifier_keeps_the_descriptions_it_mixes(tmp_path, rows):
     unit = torch.nn.functional.normalize
-    near = unit(rows.text[:, None] + 0.1 * torch.randn(4, 3, 16), dim=-1)
+    descriptions = unit(rows.text[:, None] + 0.1 * torch.randn(4, 3, 16), dim=-1)
     method = {"name": "tofa", "visual": False}
-    fedvlm.run(method, embedded=replace(rows, descriptions=near), out=tmp_path / "run")
+    fedvlm.run(method, embedded=replace(rows, descriptions=descriptions), out=tmp_path / "run")
     result = Result(tmp_path / "run")
-    mine = result.personalised("photo")
-    mine.save_pretrained(tmp_path / "mine")
+    personalised = result.personalised("photo")
+    personalised.save_pretrained(tmp_path / "mine")
     again = Personalised.from_pretrained(tmp_path / "mine")
-    assert torch.equal(again.logits(rows.x), mine.logits(rows.x))
-    assert torch.equal(again.frozen.descriptions, near)
+    assert torch.equal(again.logits(rows.x), personalised.logits(rows.x))
+    assert torch.equal(again.frozen.descriptions, descriptions)
 
 
 def test_clients_own_texts_make_two_exchanges_of_the_record(tmp_path, rows):

@@ -175,13 +175,13 @@ def test_a_zip_is_read_in_place_and_equals_the_folder(tmp_path):
     assert (data.domains == folder.domains).all()
     read = [data.source.read(row) for row in range(8)]
     assert read == [folder.source.read(row) for row in range(8)]
-    there = deepcopy(data.source)  # as it is sent to another process: without the open file
-    assert there.read(3) == read[3]
+    copied = deepcopy(data.source)  # as it is sent to another process: without the open file
+    assert copied.read(3) == read[3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tree", "tree.zip"]
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "problem"),
     [
         ("../art/cat/1.png", "leads out of the archive"),
         ("art/../../cat/1.png", "leads out of the archive"),
@@ -190,9 +190,9 @@ def test_a_zip_is_read_in_place_and_equals_the_folder(tmp_path):
         ("art\\cat\\1.png", "has a backslash"),
     ],
 )
-def test_members_that_lead_out_are_refused_by_name(tmp_path, name, what):
+def test_members_that_lead_out_are_refused_by_name(tmp_path, name, problem):
     path = make_zip(tmp_path / "bad.zip", [*PATHS, name])
-    with pytest.raises(DataError, match=what) as caught:
+    with pytest.raises(DataError, match=problem) as caught:
         open_dataset(str(path))
     assert repr(name) in str(caught.value)
 
@@ -221,9 +221,9 @@ def test_a_damaged_archive_is_named(tmp_path):
     path.write_bytes(b"PK\x03\x04 not a zip")
     with pytest.raises(DataError, match=r"cannot be opened as a \.zip"):
         open_dataset(str(path))
-    whole = bytearray(make_zip(path, PATHS).read_bytes())
+    archive = bytearray(make_zip(path, PATHS).read_bytes())
     data = open_dataset(str(path))
-    whole[60] ^= 0xFF
-    path.write_bytes(whole)
+    archive[60] ^= 0xFF
+    path.write_bytes(archive)
     with pytest.raises(DataError, match=r"art/cat/0\.png of .* cannot be read"):
         data.source.read(0)

@@ -14,9 +14,9 @@ from trees import grid, image, make_zip, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import divide, rows_of
-from fedvlm.data.table import matched
-from fedvlm.deploy.rows import _labels as own_labels
+from fedvlm.data.federation import list_samples, make_partition
+from fedvlm.data.table import match_classes
+from fedvlm.deploy.rows import _map_labels as own_labels
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 
 PATHS = grid(["art", "photo"], ["cat", "dog"])
@@ -251,15 +251,15 @@ def test_what_is_not_there_is_said_for_every_kind(tmp_path, kind):
 
 def test_a_folder_is_divided_the_same_from_wherever_it_is_read(tmp_path):
     paths = grid(["art", "photo"], ["cat", "dog"], rows=10)
-    folder = rows_of(open_dataset(str(plant(tmp_path / "tree", paths))))
-    archive = rows_of(open_dataset(str(make_zip(tmp_path / "tree.zip", list(reversed(paths))))))
-    seen: list[int] = []
-    rows_of(open_dataset(str(tmp_path / "tree")), lambda done, total: seen.append(done))
-    assert seen == list(range(1, 41))
-    one, other = divide(folder, Clients(), 3), divide(archive, Clients(), 3)
-    for key, member in one.members.items():
+    folder = list_samples(open_dataset(str(plant(tmp_path / "tree", paths))))
+    archive = list_samples(open_dataset(str(make_zip(tmp_path / "tree.zip", list(reversed(paths))))))
+    counts: list[int] = []
+    list_samples(open_dataset(str(tmp_path / "tree")), lambda done, total: counts.append(done))
+    assert counts == list(range(1, 41))
+    from_folder, from_archive = make_partition(folder, Clients(), 3), make_partition(archive, Clients(), 3)
+    for key, member in from_folder.clients.items():
         assert [folder.content[row] for row in member.test] == [
-            archive.content[row] for row in other.members[key].test
+            archive.content[row] for row in from_archive.clients[key].test
         ]
 
 
@@ -272,8 +272,8 @@ def test_a_stray_json_beside_the_pictures_does_not_make_a_folder_leaf(tmp_path):
 
 
 def test_classes_that_differ_in_case_alone_are_two_and_others_are_found_in_any_case():
-    assert matched(["a", "B"], ["A", "a", "b"]) == [1, 2]
-    assert matched(["alarm_clock", "c"], ["Alarm_Clock"]) == [0, -1]
+    assert match_classes(["a", "B"], ["A", "a", "b"]) == [1, 2]
+    assert match_classes(["alarm_clock", "c"], ["Alarm_Clock"]) == [0, -1]
 
 
 def test_a_site_labels_characters_that_differ_in_case_alone_as_the_experiment_counts_them(tmp_path):

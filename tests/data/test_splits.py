@@ -11,15 +11,15 @@ from plain_rows import make_rows
 
 from fedvlm.data import splits
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import Division, Listing, divide
+from fedvlm.data.federation import Partition, SampleList, make_partition
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.seeds import numbers
 
 PACS = (2048, 2344, 1670, 3929)  # rows of its domains
 
 
-def shuffled(table: Listing, order: np.ndarray) -> Listing:
-    return Listing(
+def shuffled(table: SampleList, order: np.ndarray) -> SampleList:
+    return SampleList(
         table.classes,
         table.labels[order],
         table.domains[order],
@@ -29,11 +29,11 @@ def shuffled(table: Listing, order: np.ndarray) -> Listing:
     )
 
 
-def images(table: Listing, division: Division) -> dict[tuple[str, str], list[str]]:
+def images(table: SampleList, partition: Partition) -> dict[tuple[str, str], list[str]]:
     return {
         (member.id, part): [table.content[row] for row in getattr(member, part)]
-        for member in division.members.values()
-        for part in splits.PARTS
+        for member in partition.clients.values()
+        for part in splits.SPLITS
     }
 
 
@@ -59,18 +59,18 @@ tables = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(tables, ways, st.integers(0, 5))
 def test_no_picture_is_in_two_parts_and_no_row_is_lost(table, clients, seed):
-    division = divide(table, clients, seed)
-    seen = {part: set() for part in splits.PARTS}
+    partition = make_partition(table, clients, seed)
+    contents = {part: set() for part in splits.SPLITS}
     rows = []
-    for member in division.members.values():
-        for part in splits.PARTS:
-            seen[part] |= {table.content[row] for row in getattr(member, part)}
+    for member in partition.clients.values():
+        for part in splits.SPLITS:
+            contents[part] |= {table.content[row] for row in getattr(member, part)}
             rows += getattr(member, part).tolist()
-    assert seen["train"].isdisjoint(seen["validation"] | seen["test"])
-    assert seen["validation"].isdisjoint(seen["test"])
+    assert contents["train"].isdisjoint(contents["validation"] | contents["test"])
+    assert contents["validation"].isdisjoint(contents["test"])
     assert len(rows) == len(set(rows))
-    assert len(rows) + division.dropped == len(table.labels)
-    assert set().union(*seen.values()) == set(table.content)
+    assert len(rows) + partition.dropped == len(table.labels)
+    assert set().union(*contents.values()) == set(table.content)
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,48 +78,46 @@ def test_no_picture_is_in_two_parts_and_no_row_is_lost(table, clients, seed):
 def test_division_does_not_depend_on_the_order_of_rows(table, clients, seed, random):
     order = np.array(random.sample(range(len(table.labels)), len(table.labels)))
     mixed = shuffled(table, order)
-    assert images(mixed, divide(mixed, clients, seed)) == images(
-        table, divide(table, clients, seed)
-    )
+    assert images(mixed, make_partition(mixed, clients, seed)) == images(table, make_partition(table, clients, seed))
 
 
 @settings(max_examples=20, deadline=None)
 @given(ways)
 def test_division_is_the_same_for_one_seed_and_another_for_another(clients):
     table = make_rows(200, clients=3)
-    first, again, other = (images(table, divide(table, clients, seed)) for seed in (0, 0, 1))
+    first, again, different = (images(table, make_partition(table, clients, seed)) for seed in (0, 0, 1))
     assert first == again
-    assert first != other
+    assert first != different
 
 
 @pytest.mark.parametrize("rows", [*PACS, 5, 100])
 def test_test_and_validation_are_the_floor_of_a_fifth_as_in_fedot(rows):
-    parts = splits.parts_of([""] * rows, (0.6, 0.2, 0.2), numbers("t"), "x")
+    parts = splits.split_samples([""] * rows, (0.6, 0.2, 0.2), numbers("t"), "x")
     assert np.bincount(parts).tolist() == [rows - 2 * floor(rows / 5), rows // 5, rows // 5]
 
 
 def test_shares_are_taken_exactly_where_binary_fractions_are_not():
-    parts = splits.parts_of([""] * 100, (0.42, 0.29, 0.29), numbers("t"), "x")
+    parts = splits.split_samples([""] * 100, (0.42, 0.29, 0.29), numbers("t"), "x")
     assert np.bincount(parts).tolist() == [42, 29, 29]
 
 
 def test_rows_marked_by_the_data_keep_their_part_and_validation_comes_from_train():
     marks = ["train"] * 80 + ["test"] * 20
-    parts = splits.parts_of(marks, (0.6, 0.2, 0.2), numbers("t"), "x")
+    parts = splits.split_samples(marks, (0.6, 0.2, 0.2), numbers("t"), "x")
     assert (parts[80:] == 2).all()
     assert np.bincount(parts[:80]).tolist() == [60, 20]
     full = [*["train"] * 5, *["validation"] * 3, *["test"] * 2]
-    kept = splits.parts_of(full, (0.6, 0.2, 0.2), numbers("t"), "x")
-    assert np.bincount(kept).tolist() == [5, 3, 2]
-    none = splits.parts_of(marks, (0.8, 0.0, 0.2), numbers("t"), "x")
+    assigned = splits.split_samples(full, (0.6, 0.2, 0.2), numbers("t"), "x")
+    assert np.bincount(assigned).tolist() == [5, 3, 2]
+    none = splits.split_samples(marks, (0.8, 0.0, 0.2), numbers("t"), "x")
     assert np.bincount(none).tolist() == [80, 0, 20]
 
 
 def test_a_split_is_all_or_nothing_and_of_three_names():
     with pytest.raises(DataError, match=r"domain 'a': 1 of 2 rows have no split"):
-        splits.parts_of(["train", ""], (0.6, 0.2, 0.2), numbers("t"), "domain 'a'")
+        splits.split_samples(["train", ""], (0.6, 0.2, 0.2), numbers("t"), "domain 'a'")
     with pytest.raises(DataError, match=r"'val' is not a split; .* train, validation, test"):
-        splits.parts_of(["val"], (0.6, 0.2, 0.2), numbers("t"), "x")
+        splits.split_samples(["val"], (0.6, 0.2, 0.2), numbers("t"), "x")
 
 
 @pytest.mark.parametrize(
@@ -138,10 +136,9 @@ def test_pathological_classes_are_dealt_as_fedotp_deals_them(classes, sizes):
 
 def test_pathological_clients_share_no_class():
     table = make_rows(120, classes=6)
-    division = divide(table, Clients("pathological", count=3), 0)
+    partition = make_partition(table, Clients("pathological", count=3), 0)
     owned = [
-        set(table.labels[np.concatenate([m.train, m.validation, m.test])].tolist())
-        for m in division.members.values()
+        set(table.labels[np.concatenate([m.train, m.validation, m.test])].tolist()) for m in partition.clients.values()
     ]
     assert sorted(label for labels in owned for label in labels) == list(range(6))
 
@@ -149,13 +146,13 @@ def test_pathological_clients_share_no_class():
 @pytest.mark.parametrize("classes", [5, 15])
 def test_too_many_pathological_clients_are_refused(classes):
     with pytest.raises(SettingsError, match=f"{classes} classes cannot be dealt to 10 clients"):
-        divide(make_rows(300, classes=classes), Clients("pathological"), 0)
+        make_partition(make_rows(300, classes=classes), Clients("pathological"), 0)
 
 
 def test_dirichlet_proportions_are_the_same_in_train_and_test():
     table = make_rows(12000, classes=3, splits="train,test")
-    division = divide(table, Clients("dirichlet", count=4, ratios=(0.8, 0.0, 0.2)), 0)
-    for member in division.members.values():
+    partition = make_partition(table, Clients("dirichlet", count=4, ratios=(0.8, 0.0, 0.2)), 0)
+    for member in partition.clients.values():
         train = np.bincount(table.labels[member.train], minlength=3)
         test = np.bincount(table.labels[member.test], minlength=3)
         assert np.abs(train - test).max() <= 1
@@ -164,52 +161,50 @@ def test_dirichlet_proportions_are_the_same_in_train_and_test():
 def test_dirichlet_clients_have_the_minimum_and_uneven_classes():
     table = make_rows(4000, classes=10)
     for alpha, spread in ((0.1, 1.0), (1000.0, 0.0)):
-        division = divide(table, Clients("dirichlet", count=10, alpha=alpha, min_samples=30), 0)
-        counts = [
-            np.bincount(table.labels[m.train], minlength=10) for m in division.members.values()
-        ]
+        partition = make_partition(table, Clients("dirichlet", count=10, alpha=alpha, min_samples=30), 0)
+        counts = [np.bincount(table.labels[m.train], minlength=10) for m in partition.clients.values()]
         assert min(count.sum() for count in counts) >= 30
-        assert all(len(m.test) for m in division.members.values())
+        assert all(len(m.test) for m in partition.clients.values())
         measured = np.std(counts) / np.mean(counts)
         assert measured > spread if spread else measured < 0.25
 
 
 def test_an_impossible_dirichlet_draw_ends_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(splits, "DRAWS", 20)
+    monkeypatch.setattr(splits, "MAX_DIRICHLET_DRAWS", 20)
     with pytest.raises(SettingsError, match="larger alpha"):
-        divide(make_rows(200), Clients("dirichlet", count=10, alpha=0.001, min_samples=5), 0)
+        make_partition(make_rows(200), Clients("dirichlet", count=10, alpha=0.001, min_samples=5), 0)
     with pytest.raises(SettingsError, match="too few for 10 clients with at least 10 each"):
-        divide(make_rows(40), Clients("dirichlet", count=10), 0)
+        make_partition(make_rows(40), Clients("dirichlet", count=10), 0)
 
 
 def test_clients_are_named_after_what_they_are_made_of():
     table = make_rows(200, clients=3)
-    assert list(divide(table, Clients(), 0).members) == ["domain0", "domain1"]
-    assert list(divide(table, Clients("own"), 0).members)[:2] == ["writer0", "writer1"]
-    mixed = divide(table, Clients("domain-dirichlet", count=2, alpha=5.0, min_samples=2), 0).members
+    assert list(make_partition(table, Clients(), 0).clients) == ["domain0", "domain1"]
+    assert list(make_partition(table, Clients("own"), 0).clients)[:2] == ["writer0", "writer1"]
+    mixed = make_partition(table, Clients("domain-dirichlet", count=2, alpha=5.0, min_samples=2), 0).clients
     assert list(mixed) == ["domain0-0", "domain0-1", "domain1-0", "domain1-1"]
     assert [member.domain for member in mixed.values()] == ["domain0"] * 2 + ["domain1"] * 2
-    dealt = divide(table, Clients("dirichlet", count=2, alpha=5.0), 0).members
-    assert [member.id for member in dealt.values()] == ["client-0", "client-1"]
-    assert [member.domain for member in dealt.values()] == ["", ""]
+    clients = make_partition(table, Clients("dirichlet", count=2, alpha=5.0), 0).clients
+    assert [member.id for member in clients.values()] == ["client-0", "client-1"]
+    assert [member.domain for member in clients.values()] == ["", ""]
 
 
 def test_another_domain_changes_no_split_of_the_first():
     table = make_rows(200, domains=1)
     grown = make_rows(400, domains=1)
     grown = replace(grown, domains=np.array(["domain0"] * 200 + ["more"] * 200))
-    before, after = divide(table, Clients(), 0), divide(grown, Clients(), 0)
+    before, after = make_partition(table, Clients(), 0), make_partition(grown, Clients(), 0)
     assert images(table, before)["domain0", "test"] == images(grown, after)["domain0", "test"]
 
 
 def test_shots_are_per_class_and_client_and_leave_the_test_rows_alone():
     table = make_rows(200)
-    few, full = divide(table, Clients(shots=3), 0), divide(table, Clients(), 0)
-    for key, member in few.members.items():
+    limited, full = make_partition(table, Clients(shots=3), 0), make_partition(table, Clients(), 0)
+    for key, member in limited.clients.items():
         assert np.bincount(table.labels[member.train]).tolist() == [3] * 4
-        assert set(member.train) < set(full.members[key].train)
-        assert (member.test == full.members[key].test).all()
-    plenty = divide(table, Clients(shots=1000, val_shots=0), 0)
+        assert set(member.train) < set(full.clients[key].train)
+        assert (member.test == full.clients[key].test).all()
+    plenty = make_partition(table, Clients(shots=1000, val_shots=0), 0)
     assert images(table, plenty) == images(table, full)
 
 
@@ -217,19 +212,19 @@ def test_a_class_without_training_rows_gives_no_shots():
     table = make_rows(200)
     table = replace(table, splits=np.where(table.labels == 2, "test", "train"))
     with pytest.raises(DataError, match="'class 2' has no training rows to take shots from"):
-        divide(table, Clients("dirichlet", count=1, shots=1), 0)
+        make_partition(table, Clients("dirichlet", count=1, shots=1), 0)
 
 
 def test_pictures_of_two_parts_are_dropped_from_the_later_and_counted():
     table = make_rows(100, domains=1, splits="train,validation,test")
     content = list(table.content)
-    train, validation, test = (np.flatnonzero(table.splits == part)[:2] for part in splits.PARTS)
+    train, validation, test = (np.flatnonzero(table.splits == part)[:2] for part in splits.SPLITS)
     content[test[0]] = content[train[0]]
     content[test[1]] = content[validation[0]]
     content[validation[1]] = content[train[1]]
-    division = divide(replace(table, content=content), Clients(), 0)
-    member = division.members["domain0"]
-    assert division.dropped == 3
+    partition = make_partition(replace(table, content=content), Clients(), 0)
+    member = partition.clients["domain0"]
+    assert partition.dropped == 3
     assert set(train) <= set(member.train)
     assert validation[0] in member.validation
     assert validation[1] not in member.validation
@@ -248,9 +243,9 @@ def test_bad_tables_are_named():
     ]
     for bad, message in cases:
         with pytest.raises(DataError, match=message):
-            divide(bad, Clients(), 0)
+            make_partition(bad, Clients(), 0)
     with pytest.raises(DataError, match="100 of 100 rows have no client"):
-        divide(table, Clients("own"), 0)
+        make_partition(table, Clients("own"), 0)
 
 
 @pytest.mark.parametrize(

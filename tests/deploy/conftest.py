@@ -12,12 +12,12 @@ from browser import chrome  # noqa: F401
 from PIL import Image
 from running import execute
 
-from fedvlm.deploy.events import Events, rounds_noted
-from fedvlm.deploy.explain import EXAMPLE
-from fedvlm.deploy.flower.processes import superlink
-from fedvlm.deploy.kits import init, keep_site, read_server, read_site
-from fedvlm.deploy.runs import processes, run, stage, start_site
-from fedvlm.deploy.server import Run, ready
+from fedvlm.deploy.events import EventLog, round_logger
+from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.flower.processes import start_superlink
+from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
+from fedvlm.deploy.runs import prepare_rehearsal, run_over_sites, running_processes, start_site
+from fedvlm.deploy.server import DeployedRun, check_deployable
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
@@ -30,7 +30,7 @@ CLASSES = ["ant", "bee", "cat", "dog"]
 METHOD = {"name": "fedot", "rounds": 3, "lr": 1e-3}
 
 
-def store(path, rows, keep, **other):
+def store(path, rows, keep, **options):
     columns = {
         "x": rows.x[keep].numpy(),
         "y": rows.labels[keep],
@@ -40,7 +40,7 @@ def store(path, rows, keep, **other):
         "scale": np.array(rows.scale),
         "encoder": np.array("toy@0"),
     }
-    np.savez(path, **{**columns, **other})
+    np.savez(path, **{**columns, **options})
     return path
 
 
@@ -49,49 +49,47 @@ class Place:
 
     def __init__(self, folder, rows):
         self.folder, self.rows = folder, rows
-        init(folder / "kits", NAMES, "127.0.0.1", 8443, deadline=60.0, wait=0.0)
+        create_kits(folder / "kits", NAMES, "127.0.0.1", 8443, deadline=60.0, wait=0.0)
         self.kit = read_server(folder / "kits" / "server")
         for name in NAMES:
-            self.give(name, store(folder / f"{name}.npz", rows, rows.domains == name))
+            self.set_data(name, store(folder / f"{name}.npz", rows, rows.domains == name))
         self.desks = {name: Site(read_site(self.site(name))) for name in NAMES}
 
     def site(self, name):
         return self.folder / "kits" / f"site-{name}"
 
-    def give(self, name, path):
-        keep_site(replace(read_site(self.site(name)), encoder=f"store:{path}"))
+    def set_data(self, name, path):
+        write_site(replace(read_site(self.site(name)), encoder=f"store:{path}"))
 
     def rules(self, **values):
         self.kit = replace(self.kit, **values)
 
-    def settings(self, method=METHOD, **more):
+    def settings(self, method=METHOD, **overrides):
         source = {"classes": CLASSES}
-        return build({"method": method, "protocol": "own-test", "source": source, **more})
+        return build({"method": method, "protocol": "own-test", "source": source, **overrides})
 
     def run(self, settings=None, out="run", grid=None):
         settings = settings or self.settings()
-        ready(self.kit, settings)
-        note = Events(self.kit.folder)
-        record = Record(self.folder / out, rounds_noted(note, settings.method.rounds))
+        check_deployable(self.kit, settings)
+        log_event = EventLog(self.kit.folder)
+        record = Record(self.folder / out, round_logger(log_event, settings.method.rounds))
         grid = grid or local_grid(self.desks)
-        Run(grid, self.kit, settings, record, lambda *words: None, note=note).all()
+        DeployedRun(grid, self.kit, settings, record, lambda *words: None, log_event=log_event).run_all()
         return Result(record.folder)
 
     def change(self, name, keep=True, **columns):
         """Another store for a site, from its next process on."""
         keep = (self.rows.domains == name) & keep
-        self.give(name, store(self.folder / f"other-{name}.npz", self.rows, keep, **columns))
+        self.set_data(name, store(self.folder / f"other-{name}.npz", self.rows, keep, **columns))
         self.desks[name] = Site(read_site(self.site(name)))
 
     def asks_for_consent(self, name):
-        text = EXAMPLE.replace("consent = false", "consent = true")
+        text = DEFAULT_POLICY_TEXT.replace("consent = false", "consent = true")
         (self.site(name) / "policy.toml").write_text(text)
 
     def alone(self, settings=None, out="alone"):
         settings = settings or self.settings()
-        return execute(
-            replace(settings, engine="single", source={}), self.folder / out, embedded=self.rows
-        )
+        return execute(replace(settings, engine="single", source={}), self.folder / out, embedded=self.rows)
 
 
 @pytest.fixture
@@ -110,23 +108,23 @@ class Federation:
     def __init__(self, place, data, running):
         self.place, self.data, self.running = place, data, running
         rules = {"quorum": 0.6, "deadline": 240.0, "wait": 240.0}
-        self.kit = stage(self.settings({"name": "fedot"}), place, lambda *words: None, **rules)
+        self.kit = prepare_rehearsal(self.settings({"name": "fedot"}), place, lambda *words: None, **rules)
         self.start_link()
-        begin = monotonic()
+        started = monotonic()
         self.sites = {name: self.start(name) for name in NAMES}
         for name in NAMES:
             self.wait_for(name)
-        self.joining = monotonic() - begin  # seconds three sites take on this machine
+        self.joining = monotonic() - started  # seconds three sites take on this machine
 
-    def settings(self, method, **more):
-        told = {"data": str(self.data), "encoder": "demo", "protocol": "own-test"}
-        return build({**told, "method": method, **more})
+    def settings(self, method, **overrides):
+        settings_table = {"data": str(self.data), "encoder": "demo", "protocol": "own-test"}
+        return build({**settings_table, "method": method, **overrides})
 
     def site(self, name):
         return self.place / f"site-{name}"
 
     def start_link(self):
-        self.link = superlink(self.kit)
+        self.link = start_superlink(self.kit)
         self.running.append(self.link)
 
     def start(self, name):
@@ -135,8 +133,8 @@ class Federation:
 
     def joined(self, name):
         """When the server has let a site in the last time."""
-        note = self.site(name) / ".node"
-        return note.stat().st_mtime_ns if note.exists() else 0
+        node_file = self.site(name) / ".node"
+        return node_file.stat().st_mtime_ns if node_file.exists() else 0
 
     def wait_for(self, name, since=0, seconds=120.0):
         end = monotonic() + seconds
@@ -147,8 +145,8 @@ class Federation:
     def received(self, name, number):
         """Waits until a site's connection has taken the request of a round of the last run."""
         log = self.site(name) / "supernode.log"
-        wanted = f"ROUND {number}]"
-        while wanted not in log.read_text().rpartition("ROUND 0]")[2]:
+        marker = f"ROUND {number}]"
+        while marker not in log.read_text().rpartition("ROUND 0]")[2]:
             sleep(0.05)
 
     def restart(self, name):
@@ -171,7 +169,7 @@ class Federation:
         self.kit = read_server(self.place / "server")
 
 
-class Going(Thread):
+class BackgroundRun(Thread):
     """A run in the background, so that a test can disturb it."""
 
     def __init__(self, federation, settings, out):
@@ -181,17 +179,17 @@ class Going(Thread):
 
     def run(self):
         try:
-            self.result = run(*self.all)
+            self.result = run_over_sites(*self.all)
         except FederationError as error:
             self.error = error
 
     def lines(self):
         return Record(self.all[2]).lines()
 
-    def wait_for(self, what, seconds=300.0):
+    def wait_for(self, condition, seconds=300.0):
         """The lines of the rounds so far, once `what` holds of them."""
         end = monotonic() + seconds
-        while not what(lines := self.lines()):
+        while not condition(lines := self.lines()):
             assert self.is_alive() and monotonic() < end, (self.error, lines)
             sleep(0.05)
         return lines
@@ -218,7 +216,7 @@ def small_images(tmp_path):
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
     place = tmp_path_factory.mktemp("fed")
-    with pytest.MonkeyPatch.context() as patch, processes() as running:
+    with pytest.MonkeyPatch.context() as patch, running_processes() as running:
         # As every test has it; here before the first, because the sites' processes inherit it.
         patch.setenv("FEDVLM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         # As after `git clone`: a folder that Flower could take for its app.
@@ -229,5 +227,5 @@ def federation(tmp_path_factory):
 
 
 @pytest.fixture
-def going():
-    return Going
+def start_run():
+    return BackgroundRun

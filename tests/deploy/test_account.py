@@ -8,16 +8,16 @@ import pytest
 
 from fedvlm.channel import Channel
 from fedvlm.core import make
-from fedvlm.deploy.account import KEEP, Account, Given, cost
-from fedvlm.deploy.explain import EXAMPLE, so_far
+from fedvlm.deploy.account import MAX_CACHED_REPLIES, PrivacyBudget, ReplyCache, upload_cost
+from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT, describe_spending
 from fedvlm.deploy.keys import Signer
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Policy, read_policy
-from fedvlm.deploy.reasons import KINDS, sentence
-from fedvlm.deploy.site import Site, key_of
+from fedvlm.deploy.reasons import ERROR_MESSAGES, render_error
+from fedvlm.deploy.site import Site, training_key
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel, from_records
+from fedvlm.engines.flower.wire import Message, from_records
 from fedvlm.maths.accounting import epsilon
 
 NOISE = {"clip": 0.1, "noise_multiplier": 2.0}
@@ -25,7 +25,7 @@ METHOD = {"name": "fedavg", "rounds": 2, "lr": 1e-3}
 
 
 @pytest.fixture
-def heard(place):
+def recorded(place):
     """The requests of an honest run with noise, as the site `art` got them, and its replies."""
     pairs, answer = [], place.desks["art"].answer
 
@@ -42,73 +42,73 @@ def heard(place):
 
 def rule(place, name="art", **rules):
     """A policy with other rules, and the site started anew."""
-    lines = [one for one in EXAMPLE.splitlines() if one.split(" = ")[0] not in rules]
+    lines = [line for line in DEFAULT_POLICY_TEXT.splitlines() if line.split(" = ")[0] not in rules]
     lines += [f"{key} = {json.dumps(value)}" for key, value in rules.items()]
     (place.site(name) / "policy.toml").write_text("\n".join(lines) + "\n")
     place.desks[name] = Site(read_site(place.site(name)))
     return place.desks[name]
 
 
-def asked(place, request, **words):
+def send_request(place, request, **words):
     """A request of the server's with other words, and signed."""
-    about = {key: one for key, one in request.about.items() if key not in ("checksum", "signature")}
+    about = {key: field_value for key, field_value in request.about.items() if key not in ("checksum", "signature")}
     sign = Signer(place.kit.folder / "signing.key")
-    return sign(Parcel({**about, "nonce": "another", **words}, request.arrays))
+    return sign(Message({**about, "nonce": "another", **words}, request.arrays))
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
+def same(first, second):
+    return first.keys() == second.keys() and all(np.array_equal(first[k], second[k]) for k in first)
 
 
-def said(reply):
-    return sentence(reply.about["error"])
+def error_code(reply):
+    return render_error(reply.about["error"])
 
 
-def test_a_round_asked_for_again_is_answered_with_the_same_bytes_and_costs_nothing(heard):
-    place, pairs = heard
+def test_a_round_asked_for_again_is_answered_with_the_same_bytes_and_costs_nothing(recorded):
+    place, pairs = recorded
     request, first = pairs[1]
     site = rule(place)  # another process: the files alone have it
     before = site.account.rounds.total()
     for _ in range(20):
-        again, _ = site.answer(asked(place, request), Parcel({}))
+        again, _ = site.answer(send_request(place, request), Message({}))
         assert same(again.arrays, first.arrays) and again.about["nonce"] == "another"
-        own = ("nonce", "checksum", "signature")
-        assert all(again.about[key] == first.about[key] for key in first.about if key not in own)
+        per_message = ("nonce", "checksum", "signature")
+        assert all(again.about[key] == first.about[key] for key in first.about if key not in per_message)
     assert site.account.rounds.total() == before == 2
 
 
-@pytest.mark.parametrize("rounds", [2, KEEP + 2])
+@pytest.mark.parametrize("rounds", [2, MAX_CACHED_REPLIES + 2])
 def test_the_same_experiment_run_again_ends_the_same(place, rounds):
     """From answers that were given before, and from state as it was then; FedOT has local maps."""
     method = {"name": "fedot", "rounds": rounds, "lr": 1e-3}
-    one, two = (place.run(place.settings(method), name) for name in ("one", "two"))
-    assert one.tables == two.tables and len(two.rounds) == rounds
-    if rounds < KEEP:
-        assert Account(Ledger(place.site("art"))).rounds.total() == rounds
+    first, two = (place.run(place.settings(method), name) for name in ("one", "two"))
+    assert first.tables == two.tables and len(two.rounds) == rounds
+    if rounds < MAX_CACHED_REPLIES:
+        assert PrivacyBudget(Ledger(place.site("art"))).rounds.total() == rounds
     assert all(sorted(line["clients"]) == ["art", "photo", "sketch"] for line in two.rounds)
 
 
-def test_another_request_for_the_same_round_is_another_release(heard):
-    place, pairs = heard
+def test_another_request_for_the_same_round_is_another_release(recorded):
+    place, pairs = recorded
     request, first = pairs[1]
     site = rule(place)
-    moved = Parcel(request.about, {key: one + 1e-3 for key, one in request.arrays.items()})
-    again, _ = site.answer(asked(place, moved), Parcel({}))
-    assert "error" not in again.about, said(again)
+    moved = Message(request.about, {key: array + 1e-3 for key, array in request.arrays.items()})
+    again, _ = site.answer(send_request(place, moved), Message({}))
+    assert "error" not in again.about, error_code(again)
     assert not same(again.arrays, first.arrays)
     assert site.account.rounds.total() == 3 == again.about["releases"]
 
 
-def test_the_account_is_the_ledgers_and_survives_a_restart(heard):
-    place, _pairs = heard
-    account = Account(Ledger(place.site("art")))
+def test_the_account_is_the_ledgers_and_survives_a_restart(recorded):
+    place, _pairs = recorded
+    account = PrivacyBudget(Ledger(place.site("art")))
     [key] = account.trainings
-    assert account.rounds == {key: 2} and account.measures == {key: 1}  # the adaptation
+    assert account.rounds == {key: 2} and account.measurements == {key: 1}  # the adaptation
     assert account.epsilon(1e-5) == pytest.approx(epsilon(2.0, 2, delta=1e-5))
     assert account.epsilon(1e-5, key) == account.epsilon(1e-5)
-    told = "\n".join(so_far(account, Policy(epsilon=9.0)))
-    assert f"training {key}: 2 of 500 rounds, 1 of 600 measurements, ε = " in told
-    assert "of 9." in told
+    summary = "\n".join(describe_spending(account, Policy(epsilon=9.0)))
+    assert f"training {key}: 2 of 500 rounds, 1 of 600 measurements, ε = " in summary
+    assert "of 9." in summary
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_the_account_is_the_ledgers_and_survives_a_restart(heard):
         ({"secure": True}, "secure"),
     ],
 )
-def test_what_is_above_the_policy_is_refused(heard, rules, kind):
-    place, pairs = heard
+def test_what_is_above_the_policy_is_refused(recorded, rules, kind):
+    place, pairs = recorded
     site = rule(place, **rules)
     request = pairs[1][0]
-    moved = Parcel(request.about, {key: one + 1e-3 for key, one in request.arrays.items()})
+    moved = Message(request.about, {key: array + 1e-3 for key, array in request.arrays.items()})
     words = {"trains": False} if kind == "measures" else {}
     if kind == "trainings":
-        site.account = Account(Ledger(place.folder / "nowhere"))
+        site.account = PrivacyBudget(Ledger(place.folder / "nowhere"))
         moved = pairs[0][0]
-    reply, _ = site.answer(asked(place, moved, **words), Parcel({}))
+    reply, _ = site.answer(send_request(place, moved, **words), Message({}))
     assert reply.about["error"]["kind"] == kind and not reply.arrays
-    assert said(reply).startswith("refused by its policy")
+    assert error_code(reply).startswith("refused by its policy")
     assert Ledger(place.site("art")).read().lines[-1]["direction"] == "refused"
 
 
@@ -144,24 +144,24 @@ def test_a_limit_of_epsilon_refuses_uploads_without_noise(place):
     assert all("would have no noise" in line["missing"]["art"] for line in rounds)
 
 
-def test_a_ledger_that_was_changed_answers_nothing(heard):
-    place, pairs = heard
+def test_a_ledger_that_was_changed_answers_nothing(recorded):
+    place, pairs = recorded
     path = place.site("art") / "ledger.jsonl"
     path.write_text(path.read_text().replace('"costs": "upload"', '"costs": "nothing"', 1))
-    reply, _ = rule(place).answer(asked(place, pairs[1][0], version=0, round=1), Parcel({}))
-    assert said(reply) == KINDS["ledger"]
+    reply, _ = rule(place).answer(send_request(place, pairs[1][0], version=0, round=1), Message({}))
+    assert error_code(reply) == ERROR_MESSAGES["ledger"]
 
 
-def test_a_policy_taken_away_refuses_and_the_site_goes_on(heard):
-    place, pairs = heard
+def test_a_policy_taken_away_refuses_and_the_site_goes_on(recorded):
+    place, pairs = recorded
     site = place.desks["art"]
     path = place.site("art") / "policy.toml"
     text = path.read_text()
     path.unlink()
-    reply, _ = site.answer(asked(place, pairs[1][0]), Parcel({}))
-    assert said(reply) == KINDS["policy"]
+    reply, _ = site.answer(send_request(place, pairs[1][0]), Message({}))
+    assert error_code(reply) == ERROR_MESSAGES["policy"]
     path.write_text(text)
-    reply, _ = site.answer(asked(place, pairs[1][0]), Parcel({}))
+    reply, _ = site.answer(send_request(place, pairs[1][0]), Message({}))
     assert "error" not in reply.about
 
 
@@ -174,54 +174,52 @@ def test_shots_that_single_rows_out_are_refused_by_default(place):
 
 def uploads(place, settings, out):
     """What each site uploads in the first round."""
-    grid, seen = local_grid(place.desks), {}
+    grid, uploads_seen = local_grid(place.desks), {}
     pull = grid.pull_messages
 
     def listen(ids):
         replies = pull(ids)
-        for one in replies:
-            came = from_records(one.content, "")
-            if came.about["kind"] == "round":
-                seen.setdefault(came.about["client"], came.arrays["counts"])
+        for reply in replies:
+            message = from_records(reply.content, "")
+            if message.about["kind"] == "round":
+                uploads_seen.setdefault(message.about["client"], message.arrays["counts"])
         return replies
 
     grid.pull_messages = listen
     place.run(settings, out, grid)
-    return seen
+    return uploads_seen
 
 
 def test_statistics_of_small_classes_stay_whatever_the_experiment_says(place):
     """Twelve rows of each class at each site, and sixteen are needed."""
-    told = []
-    place.desks["art"].say = told.append
+    printed = []
+    place.desks["art"].say = printed.append
     settings = place.settings({"name": "tofa"}, allow_small=True)
-    seen = uploads(place, settings, "closed")
-    assert all((one == 0).all() for one in seen.values()) and len(seen) == 3
-    assert any("nothing leaves: ant, bee, cat, dog" in line for line in told)
+    seen_uploads = uploads(place, settings, "closed")
+    assert all((upload == 0).all() for upload in seen_uploads.values()) and len(seen_uploads) == 3
+    assert any("nothing leaves: ant, bee, cat, dog" in line for line in printed)
     for name in ("art", "photo", "sketch"):
         rule(place, name, min_class_samples=1)
-    seen = uploads(place, place.settings({"name": "tofa"}, allow_small=True, seeds=[1]), "open")
-    assert all((one > 0).any() for one in seen.values())
+    seen_uploads = uploads(place, place.settings({"name": "tofa"}, allow_small=True, seeds=[1]), "open")
+    assert all((upload > 0).any() for upload in seen_uploads.values())
 
 
 def test_another_seed_divides_the_rows_of_a_site_no_other_way(place):
     rows = [place.desks["art"].rows]
     for seed in (0, 1):
         place.run(place.settings(METHOD, seeds=[seed]), f"seed-{seed}")
-    one, two = rows[0].values()
-    assert one.world.seed == 0 and two.world.seed == 1
-    assert np.array_equal(
-        one.world.x[one.world.members["art"].train], two.world.x[two.world.members["art"].train]
-    )
+    first, two = rows[0].values()
+    assert first.world.seed == 0 and two.world.seed == 1
+    assert np.array_equal(first.world.x[first.world.members["art"].train], two.world.x[two.world.members["art"].train])
 
 
 def test_a_budget_of_rows_is_the_same_rows_in_every_training(place):
     site = rule(place, max_samples=20)
     for seed in (0, 1):
         place.run(place.settings(METHOD, seeds=[seed]), f"seed-{seed}")
-    one, two = (own.world for own in site.rows.values())
-    assert len(one.members["art"].train) == 20
-    assert np.array_equal(one.x[one.members["art"].train], two.x[two.members["art"].train])
+    first, two = (site_training.world for site_training in site.rows.values())
+    assert len(first.members["art"].train) == 20
+    assert np.array_equal(first.x[first.members["art"].train], two.x[two.members["art"].train])
 
 
 def test_a_site_whose_scores_stay_there_takes_part(place):
@@ -240,8 +238,8 @@ def test_the_servers_epsilon_counts_uploads_that_were_lost_too(place):
 
     def twice(request, state):
         if request.about["kind"] == "round" and request.about["round"] == 1:
-            moved = Parcel(request.about, {k: one + 1e-3 for k, one in request.arrays.items()})
-            assert "error" not in answer(asked(place, moved), state)[0].about
+            moved = Message(request.about, {k: array + 1e-3 for k, array in request.arrays.items()})
+            assert "error" not in answer(send_request(place, moved), state)[0].about
         return answer(request, state)
 
     site.answer = twice
@@ -266,37 +264,37 @@ def test_a_server_that_crashed_counts_what_was_released_and_no_more(place):
     with pytest.raises(KeyboardInterrupt):
         place.run(settings, grid=grid)
     result = place.run(settings)
-    accounts = [Account(Ledger(place.site(name))) for name in ("art", "photo", "sketch")]
-    assert [one.rounds.total() for one in accounts] == [2, 2, 2]
-    spent = max(one.epsilon(1e-5) for one in accounts)
+    accounts = [PrivacyBudget(Ledger(place.site(name))) for name in ("art", "photo", "sketch")]
+    assert [budget.rounds.total() for budget in accounts] == [2, 2, 2]
+    spent = max(budget.epsilon(1e-5) for budget in accounts)
     assert result.rounds[-1]["epsilon"] == pytest.approx(spent)
 
 
 def test_what_noise_costs_is_that_of_channel_or_method():
-    assert cost(make("fedavg"), Channel(), 100) == 0.0
-    assert cost(make("fedavg"), Channel(clip=1.0, noise_multiplier=2.0), 100) == 0.25
-    assert cost(make("tofa", noise_multiplier=2.0), Channel(), 100) == 0.25
+    assert upload_cost(make("fedavg"), Channel(), 100) == 0.0
+    assert upload_cost(make("fedavg"), Channel(clip=1.0, noise_multiplier=2.0), 100) == 0.25
+    assert upload_cost(make("tofa", noise_multiplier=2.0), Channel(), 100) == 0.25
     prompts = make("dp-fpl", noise_multiplier=2.0, batch_size=32, local_epochs=3)
-    assert cost(prompts, Channel(), 100) == pytest.approx(3 * 4 / 4)
+    assert upload_cost(prompts, Channel(), 100) == pytest.approx(3 * 4 / 4)
 
 
 def test_only_the_last_answers_are_kept_and_damage_is_no_answer(tmp_path):
-    given = Given(tmp_path)
-    ask = [Parcel({"round": n, "nonce": "x"}, {"a": np.ones(2)}) for n in range(KEEP + 3)]
-    for one in ask:
-        given.keep(
-            one,
-            Parcel({"round": one.about["round"], "nonce": "x"}, {"b": np.ones(3)}),
-            Parcel({"s": 1}),
+    cache = ReplyCache(tmp_path)
+    requests = [Message({"round": n, "nonce": "x"}, {"a": np.ones(2)}) for n in range(MAX_CACHED_REPLIES + 3)]
+    for request in requests:
+        cache.store(
+            request,
+            Message({"round": request.about["round"], "nonce": "x"}, {"b": np.ones(3)}),
+            Message({"s": 1}),
         )
-    assert len(list((tmp_path / "given").iterdir())) == KEEP
-    reply, state = given.read(ask[-1])
-    assert reply.about == {"round": KEEP + 2, "nonce": "x"} and state.about == {"s": 1}
-    path = given.path(ask[-1])
+    assert len(list((tmp_path / "given").iterdir())) == MAX_CACHED_REPLIES
+    reply, state = cache.read(requests[-1])
+    assert reply.about == {"round": MAX_CACHED_REPLIES + 2, "nonce": "x"} and state.about == {"s": 1}
+    path = cache.path(requests[-1])
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
-    assert given.read(ask[-1]) is None
+    assert cache.read(requests[-1]) is None
 
 
 def test_init_writes_a_policy_that_can_be_read(place):
@@ -316,7 +314,7 @@ def test_a_site_opens_no_training_whose_settings_are_out_of_range(heard, setting
     place, pairs = heard
     spec = copy.deepcopy(pairs[0][0].about["spec"])
     spec["identity"]["method"] |= settings
-    request = asked(place, pairs[0][0], spec=spec, training=key_of(spec))
-    reply, _ = rule(place).answer(request, Parcel({}))
-    assert "the settings do not fit this site" in said(reply)
+    request = send_request(place, pairs[0][0], spec=spec, training=training_key(spec))
+    reply, _ = rule(place).answer(request, Message({}))
+    assert "the settings do not fit this site" in error_code(reply)
     assert words in (place.site("art") / "ledger.jsonl").read_text()

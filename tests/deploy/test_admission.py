@@ -7,13 +7,20 @@ import pytest
 from joining import ADDRESS, Joining
 
 from fedvlm.deploy import admission, membership
-from fedvlm.deploy.admission import NEXT, REQUEST, accept, join_request, read_request, revoke
-from fedvlm.deploy.keys import Signer, certificates, key_pair
-from fedvlm.deploy.kits import INVITATION, read_site
-from fedvlm.deploy.membership import issue, member, own, place
-from fedvlm.deploy.serve import serve
-from fedvlm.deploy.standing import server_days_in_words, standings
-from fedvlm.engines.flower.wire import Parcel
+from fedvlm.deploy.admission import (
+    JOIN_REQUEST_FILE,
+    NEXT_KEY_FILE,
+    accept_certificate,
+    create_join_request,
+    read_request,
+    revoke_site,
+)
+from fedvlm.deploy.keys import Signer, create_certificates, create_key_pair
+from fedvlm.deploy.kits import INVITATION_FILE, read_site
+from fedvlm.deploy.membership import certificate_path, current_certificate, issue_certificate, read_own_certificate
+from fedvlm.deploy.serve import serve_site
+from fedvlm.deploy.standing import certificate_statuses, describe_server_expiry
+from fedvlm.engines.flower.wire import Message
 from fedvlm.errors import DataError, FederationError, SettingsError
 
 
@@ -28,73 +35,73 @@ def files(folder):
 
 def test_a_site_joins_in_three_steps_and_its_private_key_never_leaves(fed):
     request = fed.asks("north")
-    hidden = (fed.folder / "north" / NEXT).read_bytes()
+    hidden = (fed.folder / "north" / NEXT_KEY_FILE).read_bytes()
     assert b"PRIVATE" in hidden and b"PRIVATE" not in request.path.read_bytes()
     sent = fed.admits(request)
     assert b"PRIVATE" not in sent.read_bytes() and fed.kit.sites == ("north",)
-    one = accept(fed.folder / "north", sent)
+    certificate = accept_certificate(fed.folder / "north", sent)
     assert (fed.folder / "north" / "key").read_bytes() == hidden
     assert not any(hidden in data for data in files(fed.server).values())
-    assert own(fed.folder / "north") == one and one.days in (364, 365)
+    assert read_own_certificate(fed.folder / "north") == certificate and certificate.days_left in (364, 365)
     site = read_site(fed.folder / "north")
     assert (site.name, site.address) == ("north", ADDRESS)
-    assert (site.folder / "policy.toml").exists() and not (site.folder / REQUEST).exists()
+    assert (site.folder / "policy.toml").exists() and not (site.folder / JOIN_REQUEST_FILE).exists()
 
 
 def test_a_kit_from_admit_says_certificate_root_address_and_names_only(fed):
     words = json.loads(fed.admits(fed.asks("north")).read_text())
-    assert set(words) == {*membership.WORDS, "kind", "checksum", "signature"}
+    assert set(words) == {*membership.CERTIFICATE_FIELDS, "kind", "checksum", "signature"}
 
 
 def test_both_sides_read_out_the_same_fingerheardand_nobody_else_has_it(fed):
     north, south = fed.asks("north"), fed.asks("south")
-    shown = read_request(fed.kit, north.path).fingerprint
-    assert shown == north.fingerprint != south.fingerprint
-    assert [len(word) for word in shown.split()] == [4] * 6
-    one = accept(fed.folder / "north", fed.admits(north))
-    [_, there], [here] = standings(fed.server), standings(fed.folder / "north")
-    assert one.fingerprint == there.fingerprint == here.fingerprint == shown
+    server_fingerprint = read_request(fed.kit, north.path).fingerprint
+    assert server_fingerprint == north.fingerprint != south.fingerprint
+    assert [len(word) for word in server_fingerprint.split()] == [4] * 6
+    certificate = accept_certificate(fed.folder / "north", fed.admits(north))
+    [_, server_status], [site_status] = certificate_statuses(fed.server), certificate_statuses(fed.folder / "north")
+    assert certificate.fingerprint == server_status.fingerprint == site_status.fingerprint == server_fingerprint
 
 
 def test_a_false_invitation_shows_in_the_fingerprint(fed):
     """Whoever changes the root or the server's key on the way cannot keep what is read out."""
-    words = json.loads((fed.server / INVITATION).read_text())
-    seen = set()
+    words = json.loads((fed.server / INVITATION_FILE).read_text())
+    fingerprints = set()
     for change in (
         {},
-        {"ca": certificates("127.0.0.1")["ca.crt"].decode()},
-        {"server": key_pair()[1].decode()},
+        {"ca": create_certificates("127.0.0.1")["ca.crt"].decode()},
+        {"server": create_key_pair()[1].decode()},
     ):
         path = fed.folder / "sent.json"
         path.write_text(json.dumps({**words, **change}))
-        one = join_request(fed.folder / f"site{len(seen)}", path, "north")
-        seen.add(membership.fingerprint(one.federation, "north", "the same key"))
-    assert len(seen) == 3
+        request = create_join_request(fed.folder / f"site{len(fingerprints)}", path, "north")
+        fingerprints.add(membership.key_fingerprint(request.federation, "north", "the same key"))
+    assert len(fingerprints) == 3
 
 
 def test_what_holds_keys_and_certificates_is_its_owners(fed):
     fed.asks("south")
     folder = fed.joins("north")
-    names = [folder / "key", folder / membership.NAME, fed.folder / "south" / NEXT]
-    names += [fed.folder / "south" / REQUEST, place(fed.server, "north"), fed.server / "ca.key"]
-    assert all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in names)
-    assert all(stat.S_IMODE(one.stat().st_mode) == 0o700 for one in (folder, fed.server))
+    names = [folder / "key", folder / membership.CERTIFICATE_FILE, fed.folder / "south" / NEXT_KEY_FILE]
+    names += [fed.folder / "south" / JOIN_REQUEST_FILE, certificate_path(fed.server, "north"), fed.server / "ca.key"]
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in names)
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (folder, fed.server))
 
 
 def test_asking_again_is_the_same_request(fed):
     first = fed.asks("north")
-    assert join_request(fed.folder / "north") == first
+    assert create_join_request(fed.folder / "north") == first
     with pytest.raises(SettingsError, match="asks for north already"):
         fed.asks("south", folder="north")
 
 
 def test_a_name_and_an_invitation_are_needed_to_join(fed):
     with pytest.raises(SettingsError, match="--name NAME --invitation"):
-        join_request(fed.folder / "north")
+        create_join_request(fed.folder / "north")
     with pytest.raises(SettingsError, match="'a/b' does not fit"):
         fed.asks("a/b", folder="x")
     with pytest.raises(DataError, match="is no invitation"):
-        join_request(fed.folder / "north", fed.asks("south").path, "north")
+        create_join_request(fed.folder / "north", fed.asks("south").path, "north")
     assert not (fed.folder / "north").exists()
 
 
@@ -105,8 +112,8 @@ def test_an_outsider_cannot_send_a_request_that_its_key_did_not_sign(fed):
     """Nor one for a key that somebody else holds."""
     words = json.loads(fed.asks("north").path.read_text())
     path = fed.folder / "sent.json"
-    other = key_pair()[1].decode()
-    for change in ({"signature": ""}, {"site": "south"}, {"key": other}, {"signature": "AAAA"}):
+    foreign_key = create_key_pair()[1].decode()
+    for change in ({"signature": ""}, {"site": "south"}, {"key": foreign_key}, {"signature": "AAAA"}):
         path.write_text(json.dumps({**words, **change}))
         with pytest.raises(DataError, match="not signed by the key that it names.*send it again"):
             read_request(fed.kit, path)
@@ -117,34 +124,34 @@ def test_a_site_cannot_get_anothers_name(fed):
     """Neither with a request of its own, nor with one that its valid key vouches for."""
     fed.joins("north")
     south = fed.joins("south")
-    before = member(fed.server, "north")
+    before = current_certificate(fed.server, "north")
     with pytest.raises(FederationError, match="the name north is taken.*deploy revoke"):
         fed.admits(fed.asks("north", folder="thief"))
     with pytest.raises(FederationError, match="the name north is taken"):
         fed.admits(fed.asks("NORTH", folder="thief2"))
-    request = join_request(south)
+    request = create_join_request(south)
     words = {"federation": request.federation, "site": "north", "key": request.key}
-    vouched = Signer(south / "key", admission.RENEWAL)(Parcel(words)).about["signature"]
-    sign = Signer(south / NEXT, admission.PREFIX)
-    about = sign(Parcel({**words, "renewal": vouched, "kind": "request"})).about
-    membership.write_words(request.path, "request", about)
+    vouched = Signer(south / "key", admission.RENEWAL_PREFIX)(Message(words)).about["signature"]
+    sign = Signer(south / NEXT_KEY_FILE, admission.REQUEST_PREFIX)
+    about = sign(Message({**words, "renewal": vouched, "kind": "request"})).about
+    membership.write_document(request.path, "request", about)
     with pytest.raises(FederationError, match="the name north is taken"):
         read_request(fed.kit, request.path)
-    assert member(fed.server, "north") == before
+    assert current_certificate(fed.server, "north") == before
 
 
 def test_a_revoked_site_does_not_come_back_by_what_it_has(fed):
     request = fed.asks("north")
     old = request.path.read_bytes()
-    accept(fed.folder / "north", fed.admits(request))
-    revoke(fed.kit, "north")
-    assert fed.kit.sites == () and membership.why_out(fed.server, "north") == "its key was revoked"
+    accept_certificate(fed.folder / "north", fed.admits(request))
+    revoke_site(fed.kit, "north")
+    assert fed.kit.sites == () and membership.exclusion_reason(fed.server, "north") == "its key was revoked"
     request.path.write_bytes(old)  # it sends its first request once more
     with pytest.raises(FederationError, match="was revoked or replaced, and does not come back"):
         read_request(fed.kit, request.path)
     request.path.unlink()
-    again = read_request(fed.kit, join_request(fed.folder / "north").path)
-    assert again.note.startswith("north had a key that was revoked here")  # so people decide
+    again = read_request(fed.kit, create_join_request(fed.folder / "north").path)
+    assert again.remark.startswith("north had a key that was revoked here")  # so people decide
 
 
 # Bad input.
@@ -152,13 +159,13 @@ def test_a_revoked_site_does_not_come_back_by_what_it_has(fed):
 
 def test_a_request_for_another_federation_is_refused(fed, tmp_path):
     (tmp_path / "two").mkdir()
-    other = Joining(tmp_path / "two")
+    second_federation = Joining(tmp_path / "two")
     with pytest.raises(FederationError, match="is for another federation.*invitation.json"):
-        read_request(fed.kit, other.asks("north").path)
+        read_request(fed.kit, second_federation.request_join("north").path)
     fed.asks("north")
-    sent = other.admits(join_request(other.folder / "north"))
+    sent = second_federation.admits(create_join_request(second_federation.folder / "north"))
     with pytest.raises(FederationError, match="of another federation than the one"):
-        accept(fed.folder / "north", sent)
+        accept_certificate(fed.folder / "north", sent)
 
 
 def test_a_request_is_admitted_once(fed):
@@ -172,35 +179,33 @@ def test_a_request_is_admitted_once(fed):
 def test_a_certificate_of_another_site_is_not_taken(fed):
     fed.asks("south")
     with pytest.raises(FederationError, match="for site north with a key that is not in"):
-        accept(fed.folder / "south", fed.admits(fed.asks("north")))
+        accept_certificate(fed.folder / "south", fed.admits(fed.asks("north")))
     with pytest.raises(SettingsError, match="has not asked to join"):
-        accept(fed.folder / "nobody", place(fed.server, "north"))
+        accept_certificate(fed.folder / "nobody", certificate_path(fed.server, "north"))
 
 
-@pytest.mark.parametrize("name", [*membership.WORDS, "signature"])
+@pytest.mark.parametrize("name", [*membership.CERTIFICATE_FIELDS, "signature"])
 def test_no_word_of_a_certificate_can_be_changed(fed, name):
     sent = fed.admits(fed.asks("north"))
     words = json.loads(sent.read_text())
-    other = {"until": "2100-01-01T00:00:00+00:00", "key": key_pair()[1].decode()}
-    sent.write_text(json.dumps({**words, name: other.get(name, words[name][:-2])}))
+    changes = {"valid_until": "2100-01-01T00:00:00+00:00", "key": create_key_pair()[1].decode()}
+    sent.write_text(json.dumps({**words, name: changes.get(name, words[name][:-2])}))
     with pytest.raises(DataError, match="not signed by this federation's server"):
-        accept(fed.folder / "north", sent)
+        accept_certificate(fed.folder / "north", sent)
     with pytest.raises(DataError, match="not signed by this federation's server"):
-        member(fed.server, "north")
+        current_certificate(fed.server, "north")
     assert not (fed.folder / "north" / "key").exists()
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"{", b"[1]", b"{}", b"\xff" * 9, b"[" * 60_000, b" " * 70_000]
-)
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"{}", b"\xff" * 9, b"[" * 60_000, b" " * 70_000])
 def test_a_file_that_is_no_request_or_certificate_is_named(fed, data):
     path = fed.folder / "sent.json"
     path.write_bytes(data)
     fed.asks("north")
     for read in (
         lambda: read_request(fed.kit, path),
-        lambda: accept(fed.folder / "north", path),
-        lambda: join_request(fed.folder / "new", path, "new"),
+        lambda: accept_certificate(fed.folder / "north", path),
+        lambda: create_join_request(fed.folder / "new", path, "new"),
     ):
         with pytest.raises(DataError, match="sent.json"):
             read()
@@ -210,27 +215,27 @@ def test_an_expired_certificate_is_refused_with_the_remedy(fed):
     folder = fed.joins("north")
     fed.expires("north")
     with pytest.raises(FederationError, match=r"has expired on .*fedvlm deploy renew"):
-        serve(read_site(folder), print)
-    assert "has expired" in membership.why_out(fed.server, "north")
-    assert any("north: its certificate has expired" in one for one in server_days_in_words(fed.kit))
-    request = join_request(folder)
+        serve_site(read_site(folder), print)
+    assert "has expired" in membership.exclusion_reason(fed.server, "north")
+    assert any("north: its certificate has expired" in line for line in describe_server_expiry(fed.kit))
+    request = create_join_request(folder)
     assert request.renewal == ""  # an expired key vouches for nobody
     with pytest.raises(FederationError, match="let it expire, end that: fedvlm deploy revoke"):
         fed.admits(request)
-    revoke(fed.kit, "north")
-    accept(folder, fed.admits(request))
-    assert own(folder).days in (364, 365)
+    revoke_site(fed.kit, "north")
+    accept_certificate(folder, fed.admits(request))
+    assert read_own_certificate(folder).days_left in (364, 365)
 
 
 def test_an_expired_certificate_is_not_taken(fed):
     request = fed.asks("north")
     sent = fed.admits(request)
-    issue(fed.server, ADDRESS, "north", request.key.encode(), days=-1)
+    issue_certificate(fed.server, ADDRESS, "north", request.key.encode(), days=-1)
     with pytest.raises(FederationError, match="has expired.*have the server admit a new request"):
-        accept(fed.folder / "north", sent)
+        accept_certificate(fed.folder / "north", sent)
 
 
 def test_a_kit_without_a_certificate_is_told_how_to_get_one(fed):
     fed.asks("north")
     with pytest.raises(SettingsError, match="no server has admitted this site.*join-request"):
-        own(fed.folder / "north")
+        read_own_certificate(fed.folder / "north")

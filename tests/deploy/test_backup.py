@@ -7,25 +7,22 @@ from contextlib import closing
 
 import pytest
 
-from fedvlm.deploy.backup import backup, restore
-from fedvlm.deploy.kits import init, read_server, read_site
+from fedvlm.deploy.backup import restore_backup, write_backup
+from fedvlm.deploy.kits import create_kits, read_server, read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.storage.files import alone
+from fedvlm.storage.files import exclusive_lock
 
 
 @pytest.fixture
 def kits(tmp_path):
-    init(tmp_path / "kits", ["a", "b"], "127.0.0.1", 9000)
+    create_kits(tmp_path / "kits", ["a", "b"], "127.0.0.1", 9000)
     return tmp_path / "kits"
 
 
 def content(folder):
-    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
-    return {
-        str(path.relative_to(folder)): (path.read_bytes(), stat.S_IMODE(path.stat().st_mode))
-        for path in found
-    }
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in paths}
 
 
 def test_folder_of_a_server_comes_back_with_its_keys_runs_and_database(kits, tmp_path):
@@ -36,9 +33,9 @@ def test_folder_of_a_server_comes_back_with_its_keys_runs_and_database(kits, tmp
         base.execute("create table node (id int)")
         base.execute("insert into node values (7)")
         base.commit()
-        count = backup(folder, tmp_path / "kept.tar")
+        count = write_backup(folder, tmp_path / "kept.tar")
     assert stat.S_IMODE((tmp_path / "kept.tar").stat().st_mode) == 0o600
-    assert restore(tmp_path / "kept.tar", tmp_path / "back") == count
+    assert restore_backup(tmp_path / "kept.tar", tmp_path / "back") == count
     before, after = content(folder), content(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(before[name] == after[name] for name in before if name != "superlink.db")
@@ -52,41 +49,41 @@ def test_ledger_of_a_site_comes_back_whole_and_goes_on(kits, tmp_path):
     folder = kits / "site-a"
     for number in range(3):
         Ledger(folder).add("out", number)
-    backup(folder, tmp_path / "kept.tar")
-    restore(tmp_path / "kept.tar", tmp_path / "back")
+    write_backup(folder, tmp_path / "kept.tar")
+    restore_backup(tmp_path / "kept.tar", tmp_path / "back")
     assert Ledger(tmp_path / "back").read() == Ledger(folder).read()
     Ledger(tmp_path / "back").add("out", 3)
-    told = Ledger(tmp_path / "back").read()
-    assert (len(told.lines), told.broken) == (4, ())
+    history = Ledger(tmp_path / "back").read()
+    assert (len(history.lines), history.broken) == (4, ())
     assert read_site(tmp_path / "back").name == "a"
 
 
 def test_any_damage_of_a_backup_is_refused_and_leaves_nothing(kits, tmp_path):
-    backup(kits / "site-a", tmp_path / "kept.tar")
-    whole = (tmp_path / "kept.tar").read_bytes()
+    write_backup(kits / "site-a", tmp_path / "kept.tar")
+    intact = (tmp_path / "kept.tar").read_bytes()
     with tarfile.open(tmp_path / "kept.tar") as archive:
-        places = [one.offset_data + one.size // 2 for one in archive.getmembers() if one.size]
+        places = [entry.offset_data + entry.size // 2 for entry in archive.getmembers() if entry.size]
     for place in places:
-        spoilt = bytearray(whole)
+        spoilt = bytearray(intact)
         spoilt[place] ^= 1
         (tmp_path / "bad.tar").write_bytes(spoilt)
         with pytest.raises(DataError, match="damaged|no whole backup"):
-            restore(tmp_path / "bad.tar", tmp_path / "back")
-    for end in (0, 100, len(whole) // 2):
-        (tmp_path / "bad.tar").write_bytes(whole[:end])
+            restore_backup(tmp_path / "bad.tar", tmp_path / "back")
+    for end in (0, 100, len(intact) // 2):
+        (tmp_path / "bad.tar").write_bytes(intact[:end])
         with pytest.raises(DataError, match="damaged|no whole backup"):
-            restore(tmp_path / "bad.tar", tmp_path / "back")
+            restore_backup(tmp_path / "bad.tar", tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tar", "kept.tar", "kits"]
 
 
 def test_nothing_is_overwritten_and_nothing_in_use_is_copied(kits, tmp_path):
     (tmp_path / "there").write_text("x")
     with pytest.raises(SettingsError, match="there already"):
-        backup(kits / "server", tmp_path / "there")
+        write_backup(kits / "server", tmp_path / "there")
     with pytest.raises(SettingsError, match="no server's folder"):
-        backup(tmp_path, tmp_path / "kept.tar")
-    with alone(kits / "site-a/.lock", "busy"), pytest.raises(DataError, match="stop the site"):
-        backup(kits / "site-a", tmp_path / "kept.tar")
-    backup(kits / "site-a", tmp_path / "kept.tar")
+        write_backup(tmp_path, tmp_path / "kept.tar")
+    with exclusive_lock(kits / "site-a/.lock", "busy"), pytest.raises(DataError, match="stop the site"):
+        write_backup(kits / "site-a", tmp_path / "kept.tar")
+    write_backup(kits / "site-a", tmp_path / "kept.tar")
     with pytest.raises(SettingsError, match="never overwritten"):
-        restore(tmp_path / "kept.tar", kits / "site-b")
+        restore_backup(tmp_path / "kept.tar", kits / "site-b")

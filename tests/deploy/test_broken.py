@@ -10,15 +10,15 @@ import httpx
 import pytest
 
 from fedvlm.deploy.flower import kin, server_app, superexec, supernode
-from fedvlm.deploy.flower.processes import Unreachable, knock
-from fedvlm.deploy.kits import init
+from fedvlm.deploy.flower.processes import Unreachable, check_server
+from fedvlm.deploy.kits import create_kits
 from fedvlm.engines.flower import wire
-from fedvlm.engines.flower.api import flower
+from fedvlm.engines.flower.api import import_flower
 
 
 def test_a_proxy_whose_server_is_down_is_waited_for(tmp_path):
     """It takes the connection and ends it; another program would have answered something."""
-    _, kit = init(tmp_path / "kits", ["art"], "127.0.0.1", 8443)
+    _, kit = create_kits(tmp_path / "kits", ["art"], "127.0.0.1", 8443)
     with socket.create_server(("127.0.0.1", 0)) as proxy:
 
         def end():
@@ -29,21 +29,21 @@ def test_a_proxy_whose_server_is_down_is_waited_for(tmp_path):
         taking = Thread(target=end)
         taking.start()
         with pytest.raises(Unreachable, match="ends the connection before it has begun"):
-            knock(f"127.0.0.1:{proxy.getsockname()[1]}", kit / "ca.crt")
+            check_server(f"127.0.0.1:{proxy.getsockname()[1]}", kit / "ca.crt")
         taking.join(60)
 
 
-def retrying(**more):
-    flower()
+def retrying(**options):
+    import_flower()
     connection = import_module("flwr.supernode.fleet_http_connection")
-    again = kin.patient(connection.make_simple_http_retry_invoker, **more)()
+    again = kin.make_retrying(connection.make_simple_http_retry_invoker, **options)()
     again.wait_function = short
     return again
 
 
 def short(seconds):
     """Not much longer than a server takes to start; Flower would nap for 20 seconds."""
-    assert seconds <= kin.PAUSE
+    assert seconds <= kin.MAX_RETRY_SECONDS
 
 
 def answer(status):
@@ -60,7 +60,7 @@ def answer(status):
         answer(500),
         answer(503),
     ],
-    ids=lambda one: f"{type(one).__name__} {str(one)[:20]}",
+    ids=lambda failure: f"{type(failure).__name__} {str(failure)[:20]}",
 )
 def test_a_site_tries_again_what_may_pass(error):
     """Flower's SuperNode ends its work at the first of them, and stays there, deaf."""
@@ -75,10 +75,10 @@ def test_a_site_tries_again_what_may_pass(error):
 
 
 def test_a_site_does_not_try_again_what_only_a_person_can_mend():
-    asked = []
+    calls = []
 
     def call(error):
-        asked.append(error)
+        calls.append(error)
         raise error
 
     foreign = httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")
@@ -87,37 +87,37 @@ def test_a_site_does_not_try_again_what_only_a_person_can_mend():
             retrying().invoke(call, error)
     with pytest.raises(httpx.HTTPStatusError):  # of a run, whose error somebody waits for
         retrying(trouble=False).invoke(call, answer(500))
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 def test_a_servers_superexec_outlasts_a_flood_of_connections(monkeypatch):
     """Its own server ends the connection inside TLS, as it has none left."""
-    flower()
+    import_flower()
     loop = import_module("flwr.supercore.superexec.run_superexec")
     monkeypatch.setattr(loop, "make_simple_http_retry_invoker", loop.make_simple_http_retry_invoker)
     types = loop.AutoExecPlugin.supported_task_types
     monkeypatch.setattr(loop.AutoExecPlugin, "supported_task_types", types)
-    monkeypatch.setattr(superexec, "carry", lambda: None)
+    monkeypatch.setattr(superexec, "attach_token", lambda: None)
     monkeypatch.setattr("flwr.supercore.cli.flower_superexec", lambda: None)
-    superexec.start("SERVER_APP")
+    superexec.start_superexec("SERVER_APP")
     again = loop.make_simple_http_retry_invoker()
     assert not again.should_giveup(httpx.ConnectError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF"))
 
 
 def test_a_heartbeat_that_fails_is_not_the_last():
-    flower()
-    sender = supernode.steady(import_module("flwr.supercore.heartbeat").HeartbeatSender)
+    import_flower()
+    sender = supernode.retrying_heartbeat(import_module("flwr.supercore.heartbeat").HeartbeatSender)
     troubles = [RuntimeError("not recognised"), answer(500)]
 
     def beat():
         if troubles:
             raise troubles.pop()
-        one._stop_event.set()  # no more are needed
+        heartbeat._stop_event.set()  # no more are needed
         return True
 
-    one = sender(beat)
-    one._retry_invoker.wait_function = lambda seconds: None
-    one._run()
+    heartbeat = sender(beat)
+    heartbeat._retry_invoker.wait_function = lambda seconds: None
+    heartbeat._run()
     assert troubles == []
 
 
@@ -140,32 +140,32 @@ def test_half_a_reply_is_waited_for_until_the_deadline_and_costs_no_other_reply(
                 clock[0] = self.until + 0.1  # as long as it is waited for its rest
             return [SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=id))]
 
-    came = [one.metadata.reply_to_message_id for one in wire.collect(Grid(), ["half", "whole"], 60)]
-    assert came == ["half", "whole"] and clock[0] < 61
+    reply_ids = [reply.metadata.reply_to_message_id for reply in wire.collect_replies(Grid(), ["half", "whole"], 60)]
+    assert reply_ids == ["half", "whole"] and clock[0] < 61
 
 
 def test_the_rest_of_a_reply_is_not_waited_for_beyond_the_deadline():
     """Flower would for two hours, and every other site with it."""
-    flower()
+    import_flower()
     from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, ObjectUnavailableError
 
     over_http = import_module("flwr.superlink.grid.http_grid")
-    left = ["one look"]
+    pending_ids = ["one look"]
 
     def unavailable(id):
-        left.pop()  # an error, if it is looked for again though time is up
+        pending_ids.pop()  # an error, if it is looked for again though time is up
         raise ObjectUnavailableError(id)
 
-    pull = server_app.timely(over_http.pull_objects, SimpleNamespace(until=monotonic() - 1))
+    pull = server_app.limit_pull_time(over_http.pull_objects, SimpleNamespace(until=monotonic() - 1))
     with pytest.raises(ObjectPullError, match="timeout"):
         pull(object_ids=["late"], pull_object_fn=unavailable)
-    assert left == []
+    assert pending_ids == []
     slow = [b"it came", ObjectUnavailableError("slow"), ObjectUnavailableError("slow")]
 
-    def comes(id):
+    def pull_object(id):
         if isinstance(slow[-1], Exception):
             raise slow.pop()
         return slow[0]
 
-    pull = server_app.timely(over_http.pull_objects, SimpleNamespace(until=monotonic() + 60))
-    assert pull(object_ids=["slow"], pull_object_fn=comes) == {"slow": b"it came"}
+    pull = server_app.limit_pull_time(over_http.pull_objects, SimpleNamespace(until=monotonic() + 60))
+    assert pull(object_ids=["slow"], pull_object_fn=pull_object) == {"slow": b"it came"}

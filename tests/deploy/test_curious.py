@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fedvlm.deploy.explain import EXAMPLE
+from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
@@ -27,37 +27,33 @@ def overheard(place, **experiment):
     pull = grid.pull_messages
 
     def listen(ids):
-        asked = {one.metadata.message_id: one for one in grid.messages}
+        requests = {message.metadata.message_id: message for message in grid.messages}
         replies = pull(ids)
-        for one in replies:
-            came = from_records(one.content, "")
-            words.append(came.about)
-            sent = from_records(asked[one.metadata.reply_to_message_id].content, "").arrays
-            for key, value in came.arrays.items():
+        for message in replies:
+            message_in = from_records(message.content, "")
+            words.append(message_in.about)
+            sent = from_records(requests[message.metadata.reply_to_message_id].content, "").arrays
+            for key, value in message_in.arrays.items():
                 arrays.append(value)
                 if key in sent and sent[key].shape == value.shape:
                     arrays.append(value - sent[key])
         return replies
 
     grid.pull_messages = listen
-    place.run(
-        place.settings(**experiment), out=f"run-{len(list(place.folder.iterdir()))}", grid=grid
-    )
+    place.run(place.settings(**experiment), out=f"run-{len(list(place.folder.iterdir()))}", grid=grid)
     return words, arrays
 
 
 def recovered(place, arrays):
     """Training, validation and test rows of the sites that stand in an array, up to length."""
     rows = torch.nn.functional.normalize(place.rows.x.double(), dim=1)
-    found = set()
-    for one in arrays:
-        if one.ndim and one.shape[-1] == rows.shape[1]:
-            guess = torch.nn.functional.normalize(
-                torch.tensor(one).double().reshape(-1, rows.shape[1]), dim=1
-            )
-            near = (torch.cdist(rows, guess) < SAME).any(1)
-            found |= set(torch.nonzero(near).flatten().tolist())
-    return found
+    matches = set()
+    for array in arrays:
+        if array.ndim and array.shape[-1] == rows.shape[1]:
+            guess = torch.nn.functional.normalize(torch.tensor(array).double().reshape(-1, rows.shape[1]), dim=1)
+            is_close = (torch.cdist(rows, guess) < SAME).any(1)
+            matches |= set(torch.nonzero(is_close).flatten().tolist())
+    return matches
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -66,36 +62,36 @@ def test_no_row_label_or_name_of_a_site_reaches_the_server(curious, name):
     words, arrays = overheard(curious, method=method, allow_small=True)
     assert len(words) >= 9 and recovered(curious, arrays) == set()
     # labels: nothing is as long as a part of a site's rows
-    sizes = {int(n) for one in words if "rows" in one for n in one["rows"].values()}
-    assert not sizes & {size for one in arrays for size in one.shape}
-    assert not sizes & {len(one) for one in lists(words)}
+    sizes = {int(n) for header in words if "rows" in header for n in header["rows"].values()}
+    assert not sizes & {size for header in arrays for size in header.shape}
+    assert not sizes & {len(header) for header in lists(words)}
     # names: of the site's files, folders and images
-    told = json.dumps(words)
+    text = json.dumps(words)
     names = [str(curious.folder), ".npz", "store:", *curious.rows.content]
-    assert not [one for one in names if one in told]
+    assert not [header for header in names if header in text]
 
 
 def lists(value):
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if isinstance(value, list):
         yield value
-    for one in inner:
-        yield from lists(one)
+    for inner_value in inner:
+        yield from lists(inner_value)
 
 
 def test_the_same_look_finds_every_row_where_a_site_allows_everything(curious):
     """So that the test above is one that can fail."""
     open = {"min_class_samples": 1, "min_samples": 1, "server_divides": "true"}
-    text = EXAMPLE
-    lines = [one for one in text.splitlines() if one.split(" = ")[0] not in open]
+    text = DEFAULT_POLICY_TEXT
+    lines = [line for line in text.splitlines() if line.split(" = ")[0] not in open]
     lines += [f"{key} = {value}" for key, value in open.items()]
     for name in curious.desks:
         (curious.site(name) / "policy.toml").write_text("\n".join(lines) + "\n")
         curious.desks[name] = Site(read_site(curious.site(name)))
-    asked = {
+    requests = {
         "method": {"name": "tofa", "min_class_samples": 1},
         "allow_small": True,
         "clients": {"shots": 1},
     }
-    _, arrays = overheard(curious, **asked)
+    _, arrays = overheard(curious, **requests)
     assert len(recovered(curious, arrays)) == 12  # of each class at each site

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.engines.flower.wire import Parcel, from_bytes, seal, to_bytes, unseal
+from fedvlm.engines.flower.wire import Message, from_bytes, seal, to_bytes, unseal
 from fedvlm.report.page.read import read_page
 from fedvlm.report.page.render import write_page
-from fedvlm.report.verify import examine
+from fedvlm.report.verify import verify_files
 from fedvlm.storage.sealed import read_json, read_tensors
 
 FLIPS, CUTS = 80, 20
@@ -26,15 +26,15 @@ def damaged(data, start=0, end=None):
         yield data[: random.randrange(start, end)]
 
 
-def unnoticed(path, read, *where):
+def unnoticed(path, read, *skipped_ranges):
     """How many damaged versions of a file are read, and as something else than was written."""
-    whole = path.read_bytes()
-    said, passed = read(), 0
-    for bad in damaged(whole, *where):
+    intact = path.read_bytes()
+    expected, passed = read(), 0
+    for bad in damaged(intact, *skipped_ranges):
         path.write_bytes(bad)
         with suppress(Exception):
-            passed += read() != said
-    path.write_bytes(whole)
+            passed += read() != expected
+    path.write_bytes(intact)
     return passed
 
 
@@ -47,7 +47,7 @@ def place(tmp_path_factory, rows_like, place_of):
 
 def test_every_file_of_a_deployed_record(place):
     folder = place.folder / "run"
-    files = [one for one in folder.rglob("*") if one.is_file() and one.name[0] != "."]
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name[0] != "."]
     assert len(files) == 6
     for path in files:
         assert unnoticed(path, lambda: sound(folder, files)) == 0, path
@@ -55,14 +55,14 @@ def test_every_file_of_a_deployed_record(place):
 
 def sound(folder, files):
     """What the files say, once `fedvlm verify` has nothing against them."""
-    assert examine(str(folder))[1] == []
-    return [one.read_bytes() for one in files]
+    assert verify_files(str(folder))[1] == []
+    return [path.read_bytes() for path in files]
 
 
 def test_every_sealed_file_of_a_sites_kit(place):
     site = place.site("art")
     tensors, words = list(site.rglob("*.safetensors")), list((site / "state").rglob("*.json"))
-    names = {one.name for one in (*tensors, *words)}
+    names = {file.name for file in (*tensors, *words)}
     assert names == {
         "classifier.safetensors",
         "local.safetensors",
@@ -92,17 +92,17 @@ def test_the_runs_inside_a_report(place):
     data = path.read_bytes()
     start = data.index(b">", data.index(b'id="fedvlm"')) + 1
     inside = start, data.index(b"</script>", start)
-    assert unnoticed(path, lambda: [one.run for one in read_page(path)], *inside) == 0
+    assert unnoticed(path, lambda: [entry.run for entry in read_page(path)], *inside) == 0
 
 
 def test_a_message_is_refused_or_the_same():
     arrays = {"head": np.arange(64, dtype=np.float32).reshape(4, 16), "count": np.array([3])}
-    parcel = seal(Parcel({"kind": "round", "round": 3, "scores": {"loss": 0.25}}, arrays))
-    whole = to_bytes(parcel)
-    for bad in damaged(whole):
+    message = seal(Message({"kind": "round", "round": 3, "scores": {"loss": 0.25}}, arrays))
+    intact = to_bytes(message)
+    for bad in damaged(intact):
         try:
-            found = unseal(from_bytes(bad), "here")
+            decoded = unseal(from_bytes(bad), "here")
         except Exception:
             continue
-        assert found.about == parcel.about
-        assert all(np.array_equal(found.arrays[key], arrays[key]) for key in arrays)
+        assert decoded.about == message.about
+        assert all(np.array_equal(decoded.arrays[key], arrays[key]) for key in arrays)

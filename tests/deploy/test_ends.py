@@ -7,15 +7,15 @@ import pytest
 
 from fedvlm.deploy import events, follow
 from fedvlm.deploy.flower import processes
-from fedvlm.deploy.server import FAILED, REQUEST, STOPPED, conduct
+from fedvlm.deploy.server import ERROR_FILE, RUN_REQUEST_FILE, STOPPED_MESSAGE, run_request
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.storage.sealed import write_json
 
 
-def request(place, **more):
+def request(place, **overrides):
     words = {"out": str(place.folder / "run"), "identity": place.settings().identity()}
-    write_json(place.kit.folder / REQUEST, {**words, **more})
+    write_json(place.kit.folder / RUN_REQUEST_FILE, {**words, **overrides})
 
 
 def ending(place, error):
@@ -24,7 +24,7 @@ def ending(place, error):
     push = grid.push_messages
 
     def end(messages):
-        if any(one.metadata.message_type == "train" for one in messages):
+        if any(message.metadata.message_type == "train" for message in messages):
             raise error
         return push(messages)
 
@@ -36,15 +36,15 @@ def ending(place, error):
 def test_a_run_that_is_ended_by_a_signal_says_so(place, signal):
     request(place)
     with pytest.raises(type(signal)):
-        conduct(ending(place, signal), place.kit.folder)
-    assert (place.kit.folder / FAILED).read_text() == STOPPED
-    assert events.read(place.kit.folder)[-1] | {"time": ""} == {
+        run_request(ending(place, signal), place.kit.folder)
+    assert (place.kit.folder / ERROR_FILE).read_text() == STOPPED_MESSAGE
+    assert events.read_events(place.kit.folder)[-1] | {"time": ""} == {
         "time": "",
         "kind": "failed",
-        "why": STOPPED,
+        "why": STOPPED_MESSAGE,
     }
-    conduct(local_grid(place.desks), place.kit.folder)  # and it goes on from there
-    assert events.read(place.kit.folder)[-1]["kind"] == "ended"
+    run_request(local_grid(place.desks), place.kit.folder)  # and it goes on from there
+    assert events.read_events(place.kit.folder)[-1]["kind"] == "ended"
 
 
 def test_the_end_of_an_older_run_is_not_told_to_whoever_waits_for_a_newer_one(place):
@@ -62,28 +62,28 @@ def test_the_end_of_an_older_run_is_not_told_to_whoever_waits_for_a_newer_one(pl
 
     grid.push_messages = asked_anew
     with pytest.raises(Ends):
-        conduct(grid, place.kit.folder, "1")
-    assert not (place.kit.folder / FAILED).exists()
+        run_request(grid, place.kit.folder, "1")
+    assert not (place.kit.folder / ERROR_FILE).exists()
 
 
 def test_a_process_that_begins_late_does_not_take_up_what_was_asked_for_since(place):
     """Two would work at one run, and the second would fail and end the wait for it."""
     request(place, id="2")
     with pytest.raises(FederationError, match="another run was asked for before this one began"):
-        conduct(local_grid(place.desks), place.kit.folder, "1")
-    assert not (place.kit.folder / FAILED).exists() and not (place.folder / "run").exists()
+        run_request(local_grid(place.desks), place.kit.folder, "1")
+    assert not (place.kit.folder / ERROR_FILE).exists() and not (place.folder / "run").exists()
 
 
 def following(monkeypatch, kit, answers, *lists):
     """How a waiting command ends that gets these answers from Flower's command line."""
-    said = list(lists)
-    monkeypatch.setattr(follow, "LOOK", -1.0)
+    statuses = list(lists)
+    monkeypatch.setattr(follow, "STATUS_INTERVAL_SECONDS", -1.0)
     monkeypatch.setattr(follow, "sleep", lambda seconds: None)
-    monkeypatch.setattr(follow, "answers", lambda kit: answers)
-    monkeypatch.setattr(follow, "flwr", lambda kit, *words: said.pop(0))
+    monkeypatch.setattr(follow, "is_server_up", lambda kit: answers)
+    monkeypatch.setattr(follow, "run_flwr", lambda kit, *words: statuses.pop(0))
     with pytest.raises(FederationError) as error:
-        follow.follow(kit, "7", lambda: False, lambda: None)
-    assert said == []
+        follow.wait_for_run(kit, "7", lambda: False, lambda: None)
+    assert statuses == []
     return str(error.value)
 
 
@@ -91,18 +91,18 @@ RUNS, TROUBLE = {"runs": [{"status": "running"}]}, {"error-message": "timeout; i
 
 
 def test_a_server_that_went_away_is_named_to_whoever_waits(monkeypatch, place):
-    told = following(monkeypatch, place.kit, False, RUNS, TROUBLE)
-    assert "does not answer any more; start it: fedvlm deploy server" in told
+    error = following(monkeypatch, place.kit, False, RUNS, TROUBLE)
+    assert "does not answer any more; start it: fedvlm deploy server" in error
 
 
 def test_a_server_that_is_slow_for_once_is_not_taken_for_the_end_of_a_run(monkeypatch, place):
     lists = [RUNS, TROUBLE, TROUBLE, RUNS, {"runs": [{"status": "finished:failed"}]}]
-    told = following(monkeypatch, place.kit, True, *lists)
-    assert "ended without a result (finished:failed); run the same command again" in told
+    error = following(monkeypatch, place.kit, True, *lists)
+    assert "ended without a result (finished:failed); run the same command again" in error
 
 
 def test_a_server_that_never_says_how_a_run_is_is_not_asked_for_ever(monkeypatch, place):
-    assert "is it running?" in following(monkeypatch, place.kit, True, *[TROUBLE] * follow.TRIES)
+    assert "is it running?" in following(monkeypatch, place.kit, True, *[TROUBLE] * follow.MAX_STATUS_TRIES)
 
 
 def test_a_run_that_a_server_has_forgotten_is_ended(monkeypatch, place):
@@ -111,17 +111,17 @@ def test_a_run_that_a_server_has_forgotten_is_ended(monkeypatch, place):
 
 
 def test_a_command_of_flower_that_never_ends_is_ended(monkeypatch, place):
-    processes.connect(place.kit)
-    monkeypatch.setattr(processes, "ANSWER", 0.01)
-    assert "did not answer in 0.01 s" in processes.flwr(place.kit, "list")["error-message"]
+    processes.write_connection(place.kit)
+    monkeypatch.setattr(processes, "CLI_TIMEOUT_SECONDS", 0.01)
+    assert "did not answer in 0.01 s" in processes.run_flwr(place.kit, "list")["error-message"]
 
 
 def test_the_signal_that_ended_a_process_is_named(tmp_path):
-    one = processes.Process("one", ["sleep", "60"], tmp_path / "log", {"PATH": os.environ["PATH"]})
-    assert one.killed == ""
-    one.child.kill()
-    one.child.wait(60)
-    assert one.killed == "SIGKILL" and "ended, by SIGKILL; start" in processes.ending(one)
+    process = processes.Process("one", ["sleep", "60"], tmp_path / "log", {"PATH": os.environ["PATH"]})
+    assert process.killed == ""
+    process.child.kill()
+    process.child.wait(60)
+    assert process.killed == "SIGKILL" and "ended, by SIGKILL; start" in processes.describe_exit(process)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_the_signal_that_ended_a_process_is_named(tmp_path):
     ],
 )
 def test_a_database_that_cannot_be_used_is_named_with_the_remedy(tmp_path, error, remedy):
-    one = SimpleNamespace(killed="", log=tmp_path / "superlink.log", tail=lambda: f"x ({error}\n")
-    assert remedy in processes.ending(one)
+    process = SimpleNamespace(killed="", log=tmp_path / "superlink.log", tail=lambda: f"x ({error}\n")
+    assert remedy in processes.describe_exit(process)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"rubbish"], ids=["missing", "empty", "rubbish"])
@@ -143,4 +143,4 @@ def test_a_folder_without_its_certificate_says_so(place, content):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SettingsError, match=r"ca\.crt is missing or no certificate"):
-        processes.answers(place.kit)
+        processes.is_server_up(place.kit)

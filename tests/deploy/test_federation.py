@@ -14,17 +14,17 @@ from live_server import running
 from running import execute
 
 from fedvlm import tensors
-from fedvlm.channel.settings import deployed as bounded
+from fedvlm.channel.settings import with_deployment_bound as bounded
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.deploy.admission import accept, admit, join_request, read_request, revoke
-from fedvlm.deploy.explain import example
+from fedvlm.deploy.admission import accept_certificate, admit_site, create_join_request, read_request, revoke_site
+from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.flower import processes
-from fedvlm.deploy.keys import certificates
-from fedvlm.deploy.kits import init, keep_site, read_server, read_site
+from fedvlm.deploy.keys import create_certificates
+from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.runs import run, start_site
-from fedvlm.deploy.watch import app
-from fedvlm.engines.single import Single
+from fedvlm.deploy.runs import run_over_sites, start_site
+from fedvlm.deploy.watch import create_app
+from fedvlm.engines.single import Sequential
 from fedvlm.errors import FederationError
 from fedvlm.storage.sealed import read_tensors
 
@@ -56,112 +56,110 @@ def check_as_alone(federation, settings, deployed, folder):
     for key, value in alone.tables[0].items():
         assert deployed.tables[0][key] == pytest.approx(value, abs=1e-6)
     assert shared(deployed).keys() == shared(alone).keys()
-    assert tensors.difference(shared(deployed), shared(alone)) < 1e-5
-    for here, there in zip(deployed.rounds, alone.rounds, strict=True):
+    assert tensors.max_relative_difference(shared(deployed), shared(alone)) < 1e-5
+    for deployed_line, simulated_line in zip(deployed.rounds, alone.rounds, strict=True):
         for id in NAMES:
             for key in ("bytes_up", "bytes_down", "test_rows"):
-                assert here["clients"][id][key] == there["clients"][id][key]
+                assert deployed_line["clients"][id][key] == simulated_line["clients"][id][key]
     local = alone.personalised("photo").local
     assert not {key.split("/")[-1] for key in saved(deployed)} & set(local)
     if local:
         place = federation.site("photo") / "classifiers" / f"{settings.method.name}-all-0"
-        assert tensors.difference(local, Personalised.from_pretrained(place).local) < 1e-5
+        assert tensors.max_relative_difference(local, Personalised.from_pretrained(place).local) < 1e-5
 
 
 @pytest.mark.parametrize(
     "method",
-    [METHODS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in METHODS[1:])],
-    ids=lambda one: one["name"],
+    [METHODS[0], *(pytest.param(method_case, marks=pytest.mark.slow) for method_case in METHODS[1:])],
+    ids=lambda method_case: method_case["name"],
 )
 def test_a_method_gives_the_same_between_processes_as_in_one(federation, tmp_path, method):
     settings = federation.settings(method)
-    deployed = run(federation.kit, settings, tmp_path / "deployed")
+    deployed = run_over_sites(federation.kit, settings, tmp_path / "deployed")
     check_as_alone(federation, settings, deployed, tmp_path / "alone")
 
 
 @pytest.mark.long  # a minute
 def test_a_race_between_processes_chooses_as_in_one(federation, tmp_path):
     settings = federation.settings({"name": "fedavg", "rounds": 2, "lr": 1e-4}, tune=["lr"])
-    deployed = run(federation.kit, settings, tmp_path / "deployed")
+    deployed = run_over_sites(federation.kit, settings, tmp_path / "deployed")
     channel = bounded(settings.channel, settings.method)
     alone = execute(replace(settings, engine="single", channel=channel), tmp_path / "alone")
-    mine, theirs = deployed.manifest["tuned"], alone.manifest["tuned"]
-    assert mine["chosen"] == theirs["chosen"] and mine["trials"] == theirs["trials"]
+    deployed_tuning, theirs = deployed.manifest["tuned"], alone.manifest["tuned"]
+    assert deployed_tuning["chosen"] == theirs["chosen"] and deployed_tuning["trials"] == theirs["trials"]
     assert deployed.tables[0] == pytest.approx(alone.tables[0])
 
 
 def test_a_secure_sum_between_processes_is_the_mean_of_what_nobody_sees(federation, tmp_path):
     method = {"name": "fedavg", "rounds": 1, "lr": 1e-3}
     settings = federation.settings(method, channel={"clip": 0.5, "secure": True})
-    hidden = run(federation.kit, settings, tmp_path / "hidden")
+    hidden = run_over_sites(federation.kit, settings, tmp_path / "hidden")
     plain = federation.settings(method, channel={"clip": 0.5}, engine="single")
-    assert tensors.difference(shared(hidden), shared(execute(plain, tmp_path / "plain"))) < 1e-6
+    assert tensors.max_relative_difference(shared(hidden), shared(execute(plain, tmp_path / "plain"))) < 1e-6
     assert "cosine" not in hidden.rounds[0]  # what only someone who has the uploads could tell
 
 
-def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(
-    federation, going, chrome, tmp_path
-):
+def test_a_killed_site_goes_out_on_the_page_and_the_round_goes_on(federation, start_run, chrome, tmp_path):
     """Somebody looks at the server's page while a site's processes are killed."""
     federation.rules(deadline=10.0)
     settings = federation.settings({"name": "fedot", "rounds": 6, "lr": 4e-3})
     hosts = set()
-    with running(app(federation.kit.folder, "word", hosts)) as url:
+    with running(create_app(federation.kit.folder, "word", hosts)) as url:
         hosts.add(url.removeprefix("http://"))
         chrome.get(f"{url}/?token=word")
-        one = going(federation, settings, tmp_path / "run")
-        one.wait_for(lambda lines: len(lines) >= 1)
-        seen(chrome, "document.querySelectorAll('.light.answers').length === 3")
-        left = psutil.Process(federation.sites["photo"].child.pid).children(recursive=True)
+        run_thread = start_run(federation, settings, tmp_path / "run")
+        run_thread.wait_for(lambda lines: len(lines) >= 1)
+        evaluate(chrome, "document.querySelectorAll('.light.answers').length === 3")
+        children = psutil.Process(federation.sites["photo"].child.pid).children(recursive=True)
         federation.kill(federation.sites["photo"])
-        seen(chrome, "document.querySelectorAll('.light.missing').length === 1")
-        seen(chrome, "document.body.textContent.includes('2 of 3 sites')")
-        one.join(120)
+        evaluate(chrome, "document.querySelectorAll('.light.missing').length === 1")
+        evaluate(chrome, "document.body.textContent.includes('2 of 3 sites')")
+        run_thread.join(120)
         chrome.get("about:blank")
-    assert all(gone(one) for one in left)  # nothing of a killed site lives on
+    assert all(has_ended(run_thread) for run_thread in children)  # nothing of a killed site lives on
     since = federation.joined("photo")
     federation.sites["photo"] = federation.start("photo")
     federation.wait_for("photo", since)
     federation.rules(deadline=240.0)
-    assert one.error is None and len(one.lines()) == 6
-    assert sorted(one.lines()[-1]["clients"]) == ["art", "sketch"]
+    assert run_thread.error is None and len(run_thread.lines()) == 6
+    assert sorted(run_thread.lines()[-1]["clients"]) == ["art", "sketch"]
 
 
-def gone(process):
+def has_ended(process):
     with suppress(psutil.NoSuchProcess):
         process.wait(60)
     return not process.is_running()
 
 
-def seen(chrome, script):
+def evaluate(chrome, script):
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(chrome, 120).until(lambda it: it.execute_script(f"return {script}"))
 
 
 @pytest.mark.slow
-def test_each_round_lacks_another_third_of_the_sites(federation, going, tmp_path, monkeypatch):
+def test_each_round_lacks_another_third_of_the_sites(federation, start_run, tmp_path, monkeypatch):
     """One is killed in the middle of a round, one is late, one says no; all come back."""
     deadline = max(20.0, 2 * federation.joining)
     federation.rules(deadline=deadline)
     settings = federation.settings({"name": "fedot", "rounds": 5, "lr": 1e-3})
-    one = going(federation, settings, tmp_path / "run")
-    one.wait_for(lambda lines: len(lines) == 1)
+    run_thread = start_run(federation, settings, tmp_path / "run")
+    run_thread.wait_for(lambda lines: len(lines) == 1)
     # Photo has the request of round 1 in its hands; and art keeps the round open for its return.
     with frozen(federation.sites["art"]), frozen(federation.sites["photo"]):
         federation.received("photo", 1)
         federation.restart("photo")
-    one.wait_for(lambda lines: len(lines) == 2)
+    run_thread.wait_for(lambda lines: len(lines) == 2)
     with frozen(federation.sites["sketch"]):
-        one.wait_for(lambda lines: len(lines) == 3)
+        run_thread.wait_for(lambda lines: len(lines) == 3)
     policy = federation.site("art") / "policy.toml"
-    policy.write_text(example(("fedavg",)))
-    one.wait_for(lambda lines: len(lines) == 4)
-    policy.write_text(example())
-    one.join(300)
+    policy.write_text(example_policy(("fedavg",)))
+    run_thread.wait_for(lambda lines: len(lines) == 4)
+    policy.write_text(example_policy())
+    run_thread.join(300)
     federation.rules(deadline=240.0)
-    assert one.error is None and one.result is not None
-    lines = one.lines()
+    assert run_thread.error is None and run_thread.result is not None
+    lines = run_thread.lines()
     assert [sorted(line.get("missing", {})) for line in lines] == [
         [],
         ["photo"],
@@ -176,14 +174,14 @@ def test_each_round_lacks_another_third_of_the_sites(federation, going, tmp_path
     [refused] = [line for line in ledgers["art"].lines if line["direction"] == "refused"]
     assert refused["round"] == 3 and "fedot is not allowed here" in refused["error"]
 
-    ask = Single.round
+    plain_round = Sequential.round
 
     def without(self, number, tasks):
-        return ask(self, number, [one for one in tasks if one.id in lines[number]["clients"]])
+        return plain_round(self, number, [task for task in tasks if task.id in lines[number]["clients"]])
 
-    monkeypatch.setattr(Single, "round", without)
+    monkeypatch.setattr(Sequential, "round", without)
     alone = execute(replace(settings, engine="single"), tmp_path / "alone")
-    assert tensors.difference(shared(one.result), shared(alone)) < 1e-5
+    assert tensors.max_relative_difference(shared(run_thread.result), shared(alone)) < 1e-5
 
 
 @contextmanager
@@ -198,47 +196,45 @@ def frozen(site):
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_resumed_to_the_same_tensors(federation, going, tmp_path):
+def test_a_killed_server_is_resumed_to_the_same_tensors(federation, start_run, tmp_path):
     settings = federation.settings({"name": "fedot", "rounds": 2, "lr": 2e-3})
-    one = going(federation, settings, tmp_path / "run")
+    run_thread = start_run(federation, settings, tmp_path / "run")
     saved = tmp_path / "run" / "trainings" / "0-all.checkpoint"
-    one.wait_for(lambda lines: saved.exists())  # a line that is not in it would come again
+    run_thread.wait_for(lambda lines: saved.exists())  # a line that is not in it would come again
     federation.kill(federation.link)
     before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
     federation.start_link()
-    result = run(federation.kit, settings, tmp_path / "run")
-    one.join(60)
+    result = run_over_sites(federation.kit, settings, tmp_path / "run")
+    run_thread.join(60)
     assert (tmp_path / "run" / "rounds.jsonl").read_bytes().startswith(before)
     check_as_alone(federation, settings, result, tmp_path / "alone")
 
 
 @pytest.mark.slow
-def test_a_site_revoked_in_a_running_round_is_out_and_comes_back_by_a_new_key(
-    federation, going, tmp_path
-):
+def test_a_site_revoked_in_a_running_round_is_out_and_comes_back_by_a_new_key(federation, start_run, tmp_path):
     """The server is not started anew, and nobody waits for the deadline of four minutes."""
     settings = federation.settings({"name": "fedot", "rounds": 2, "lr": 3e-3})
-    one = going(federation, settings, tmp_path / "run")
-    one.wait_for(lambda lines: len(lines) == 1)
+    run_thread = start_run(federation, settings, tmp_path / "run")
+    run_thread.wait_for(lambda lines: len(lines) == 1)
     with frozen(federation.sites["sketch"]):  # it has the request of round 1, and no answer yet
         federation.received("sketch", 1)
-        revoke(federation.kit, "sketch")
-        one.join(200)
-    assert one.error is None and one.lines()[1]["missing"].keys() == {"sketch"}
-    assert "its key was revoked" in one.lines()[1]["missing"]["sketch"]
+        revoke_site(federation.kit, "sketch")
+        run_thread.join(200)
+    assert run_thread.error is None and run_thread.lines()[1]["missing"].keys() == {"sketch"}
+    assert "its key was revoked" in run_thread.lines()[1]["missing"]["sketch"]
     federation.sites["sketch"].child.wait(60)
     assert "site sketch is not let in" in federation.sites["sketch"].tail(30)
     folder, since = federation.site("sketch"), federation.joined("sketch")
-    request = read_request(federation.kit, join_request(folder).path)
-    accept(folder, admit(federation.kit, request))
+    request = read_request(federation.kit, create_join_request(folder).path)
+    accept_certificate(folder, admit_site(federation.kit, request))
     federation.sites["sketch"] = federation.start("sketch")
     federation.wait_for("sketch", since)
     method = {"name": "fedot", "rounds": 1, "lr": 3e-3}
-    result = run(federation.kit, federation.settings(method), tmp_path / "again")
+    result = run_over_sites(federation.kit, federation.settings(method), tmp_path / "again")
     assert sorted(result.rounds[0]["clients"]) == NAMES
 
 
-def said(kit):
+def site_output(kit):
     """What a site that cannot join says before it ends."""
     site = start_site(kit)
     try:
@@ -251,18 +247,18 @@ def said(kit):
 @pytest.mark.slow
 def test_an_unregistered_key_cannot_join(federation, tmp_path):
     """The kit of another federation, whose own server would let it in."""
-    _, kit = init(tmp_path / "other", ["art"], "127.0.0.1", 8443)
+    _, kit = create_kits(tmp_path / "other", ["art"], "127.0.0.1", 8443)
     for name in ("ca.crt", "site.toml"):
         shutil.copy(federation.site("art") / name, kit / name)
-    told = said(kit)
-    assert "site art is not let in" in told and "its key is not known" in told
+    output = site_output(kit)
+    assert "site art is not let in" in output and "its key is not known" in output
 
 
 @pytest.mark.slow
 def test_a_server_with_a_foreign_certificate_is_refused(federation, tmp_path):
     kit = shutil.copytree(federation.site("art"), tmp_path / "site-art")
-    (kit / "ca.crt").write_bytes(certificates("127.0.0.1")["ca.crt"])
-    assert "it was made for another federation" in said(kit)
+    (kit / "ca.crt").write_bytes(create_certificates("127.0.0.1")["ca.crt"])
+    assert "it was made for another federation" in site_output(kit)
 
 
 @pytest.mark.slow
@@ -271,21 +267,21 @@ def test_a_server_with_an_expired_certificate_is_refused(federation, tmp_path, m
     folder = shutil.copytree(federation.kit.folder, tmp_path / "server")
     site = shutil.copytree(federation.site("art"), tmp_path / "site-art")
     address = f"127.0.0.1:{processes.free_port()}"
-    papers = certificates("127.0.0.1", datetime(2020, 1, 1, tzinfo=UTC), 30)
+    papers = create_certificates("127.0.0.1", datetime(2020, 1, 1, tzinfo=UTC), 30)
     for name, data in papers.items():
         (folder / name).write_bytes(data)
     (site / "ca.crt").write_bytes(papers["ca.crt"])
-    keep_site(replace(read_site(site), address=address))
+    write_site(replace(read_site(site), address=address))
     kit = replace(read_server(folder), address=address)
     with pytest.raises(FederationError, match="expired.*fedvlm deploy renew"):
-        processes.superlink(kit)
-    monkeypatch.setattr(processes, "_wait", lambda kit, link: None)
-    link = processes.superlink(kit)
+        processes.start_superlink(kit)
+    monkeypatch.setattr(processes, "_wait_until_up", lambda kit, link: None)
+    link = processes.start_superlink(kit)
     try:
-        told = said(site)
+        output = site_output(site)
     finally:
         link.stop()
-    assert "expired" in told and "fedvlm deploy renew" in told
+    assert "expired" in output and "fedvlm deploy renew" in output
 
 
 @pytest.mark.slow
@@ -306,5 +302,5 @@ def test_below_the_quorum_the_run_stops_and_names_the_missing(federation, tmp_pa
     for name in ("photo", "sketch"):
         federation.sites[name].stop()
     with pytest.raises(FederationError, match="1 of 3 clients answered, and 2 must") as error:
-        run(federation.kit, federation.settings({"name": "fedavg", "rounds": 1}), tmp_path / "run")
+        run_over_sites(federation.kit, federation.settings({"name": "fedavg", "rounds": 1}), tmp_path / "run")
     assert "photo: it is not connected" in str(error.value)

@@ -7,14 +7,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedvlm.deploy.keys import Signer
-from fedvlm.deploy.remote import Remote
-from fedvlm.deploy.site import Stranger
+from fedvlm.deploy.remote import RemoteEngine
+from fedvlm.deploy.site import UnsignedMessageError
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel
+from fedvlm.engines.flower.wire import Message
 from fedvlm.errors import FederationError
 
 EXAMPLES = int(os.environ.get("FEDVLM_FUZZ", "150"))  # of each; docs/security has a longer run
-few = settings(
+few_examples = settings(
     max_examples=EXAMPLES,
     derandomize=True,
     deadline=None,
@@ -35,7 +35,7 @@ KINDS = ["open", "round", "adapt"]
 
 
 @pytest.fixture(scope="module")
-def heard(tmp_path_factory, rows_like, place_of):
+def recorded(tmp_path_factory, rows_like, place_of):
     """A place, its server's engine, and an honest request and reply of each kind."""
     place = place_of(tmp_path_factory.mktemp("fuzz"), rows_like())
     site, pairs = place.desks["art"], {}
@@ -50,8 +50,8 @@ def heard(tmp_path_factory, rows_like, place_of):
     grid = local_grid(place.desks)
     place.run(grid=grid)
     del site.answer
-    engine = Remote(grid, place.kit, pairs["open"][0].about["spec"], {})
-    engine.gather()
+    engine = RemoteEngine(grid, place.kit, pairs["open"][0].about["spec"], {})
+    engine.wait_for_sites()
     return place, engine, pairs
 
 
@@ -67,35 +67,35 @@ def changed(about, path, value):
     return about
 
 
-@few
+@few_examples
 @given(about=st.dictionaries(st.text(max_size=8) | st.sampled_from(["kind", "round"]), words))
-def test_a_site_drops_whatever_the_server_did_not_sign(heard, about):
-    with pytest.raises(Stranger):
-        heard[0].desks["art"].answer(Parcel(about), Parcel({}))
+def test_a_site_drops_whatever_the_server_did_not_sign(recorded, about):
+    with pytest.raises(UnsignedMessageError):
+        recorded[0].desks["art"].answer(Message(about), Message({}))
 
 
-@few
+@few_examples
 @given(kind=st.sampled_from(KINDS), path=st.integers(0, 200), value=words)
-def test_a_site_answers_whatever_the_server_signs(heard, kind, path, value):
-    place, _, pairs = heard
+def test_a_site_answers_whatever_the_server_signs(recorded, kind, path, value):
+    place, _, pairs = recorded
     request = pairs[kind][0]
     sign = Signer(place.kit.folder / "signing.key")
-    asked = sign(Parcel(changed(request.about, path, value), request.arrays))
-    reply, _ = place.desks["art"].answer(asked, Parcel({}))
+    signed_request = sign(Message(changed(request.about, path, value), request.arrays))
+    reply, _ = place.desks["art"].answer(signed_request, Message({}))
     if "error" in reply.about:
         assert set(reply.about["error"]) == {"kind", "numbers"} and not reply.arrays
 
 
-@few
+@few_examples
 @given(kind=st.sampled_from(KINDS), path=st.integers(0, 200), value=words)
-def test_a_server_reads_whatever_a_site_signs(heard, kind, path, value):
-    place, engine, pairs = heard
+def test_a_server_reads_whatever_a_site_signs(recorded, kind, path, value):
+    place, engine, pairs = recorded
     request, reply = pairs[kind]
-    said = place.desks["art"].sign(Parcel(changed(reply.about, path, value), reply.arrays))
+    signed_reply = place.desks["art"].sign(Message(changed(reply.about, path, value), reply.arrays))
     at = engine.door({}, 1.0) if kind == "open" else engine
-    why = None
+    reason = None
     try:
-        parcel = at._fitting(said, "art", request)
+        message = at._fitting(signed_reply, "art", request)
     except FederationError as error:
-        why = str(error)
-    assert len(why) < 1000 if why else parcel.about.keys() == reply.about.keys()
+        reason = str(error)
+    assert len(reason) < 1000 if reason else message.about.keys() == reply.about.keys()

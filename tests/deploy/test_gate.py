@@ -9,18 +9,25 @@ import pytest
 from fastapi.routing import iter_route_contexts
 
 from fedvlm.deploy import membership
-from fedvlm.deploy.admission import NEXT, accept, admit, join_request, read_request, revoke
-from fedvlm.deploy.flower import put
-from fedvlm.deploy.flower.gate import HEADER, NAME, OWN, SITES, word
-from fedvlm.deploy.flower.processes import environment
-from fedvlm.deploy.flower.superlink import set_gate
-from fedvlm.deploy.keys import Signer, key_pair
-from fedvlm.deploy.kits import INVITATION, init, read_server
-from fedvlm.deploy.membership import issue, place
-from fedvlm.engines.flower.api import flower
+from fedvlm.deploy.admission import (
+    NEXT_KEY_FILE,
+    accept_certificate,
+    admit_site,
+    create_join_request,
+    read_request,
+    revoke_site,
+)
+from fedvlm.deploy.flower import replace_attributes
+from fedvlm.deploy.flower.gate import CONTROL_PREFIXES, SECRET_FILE, SITE_PATHS, TOKEN_HEADER, auth_token
+from fedvlm.deploy.flower.processes import flower_environment
+from fedvlm.deploy.flower.superlink import install_middleware
+from fedvlm.deploy.keys import Signer, create_key_pair
+from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
+from fedvlm.deploy.membership import certificate_path, issue_certificate
+from fedvlm.engines.flower.api import import_flower
 from fedvlm.errors import SettingsError
 
-flower()
+import_flower()
 import flwr.superlink.extensions as extensions  # noqa: E402
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key  # noqa: E402
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, ActivateNodeResponse  # noqa: E402
@@ -33,37 +40,37 @@ KINDS = {"content-type": "application/protobuf", "accept": "application/protobuf
 
 @pytest.fixture
 def folder(tmp_path):
-    init(tmp_path / "kits", ["a", "b"], "127.0.0.1", 8443)
+    create_kits(tmp_path / "kits", ["a", "b"], "127.0.0.1", 8443)
     return tmp_path / "kits" / "server"
 
 
 @pytest.fixture
 def app(folder, monkeypatch):
     monkeypatch.setattr(extensions, "get_middleware", extensions.get_middleware)  # to be put back
-    set_gate(folder)
+    install_middleware(folder)
     return create_app()
 
 
 def routes(app):
     """Every method and path that the app answers, with whatever it has been given."""
-    found = {
-        (method, one.path)
-        for one in iter_route_contexts(app.routes)
-        for method in getattr(one, "methods", None) or {"GET"}
+    route_list = {
+        (method, route.path)
+        for route in iter_route_contexts(app.routes)
+        for method in getattr(route, "methods", None) or {"GET"}
     }
-    assert len(found) > 80
-    return sorted(found)
+    assert len(route_list) > 80
+    return sorted(route_list)
 
 
 def call(app, path, method="POST", address="127.0.0.1", content=b"", **headers):
-    given = [(key.replace("_", "-"), one) for key, one in (KINDS | headers).items()]
+    header_list = [(key.replace("_", "-"), header) for key, header in (KINDS | headers).items()]
 
-    async def one():
+    async def header():
         transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(address, 9))
         async with httpx.AsyncClient(transport=transport, base_url="https://x") as client:
-            return await client.request(method, path, headers=given, content=content)
+            return await client.request(method, path, headers=header_list, content=content)
 
-    return asyncio.run(one())
+    return asyncio.run(header())
 
 
 def signed(private):
@@ -94,45 +101,45 @@ def test_no_route_is_open_without_a_key(app):
 
     for path in ("/v2/new", "/v1/fleet/new", "/v1/control/new", "/v1/runtime/new"):
         app.add_api_route(path, new)
-    answers = {one: call(app, one[1], one[0]).status_code for one in routes(app)}
-    assert {path for (_, path), status in answers.items() if status == 401} == SITES
+    answers = {route: call(app, route[1], route[0]).status_code for route in routes(app)}
+    assert {path for (_, path), status in answers.items() if status == 401} == SITE_PATHS
     assert set(answers.values()) == {401, 403}
 
 
 def test_without_the_gate_most_routes_are_open():
     """What the test above would find: it can fail."""
     app = create_app()
-    open = [one for one in routes(app) if call(app, one[1], one[0]).status_code not in (401, 403)]
+    open = [route for route in routes(app) if call(app, route[1], route[0]).status_code not in (401, 403)]
     assert ("POST", "/v1/control/start-run") in open
     assert ("POST", "/v1/runtime/acquire-task") in open
     assert ("GET", "/openapi.json") in open
 
 
 def test_the_secret_opens_control_and_runtime_from_this_machine_only(app, folder):
-    own = {HEADER: word(folder)}
-    assert call(app, "/v1/control/list-runs", **own).status_code == 200
-    assert call(app, "/v1/control/list-runs", address="::1", **own).status_code == 200
-    assert call(app, "/v1/control/list-runs", address="192.0.2.7", **own).status_code == 403
+    token_header = {TOKEN_HEADER: auth_token(folder)}
+    assert call(app, "/v1/control/list-runs", **token_header).status_code == 200
+    assert call(app, "/v1/control/list-runs", address="::1", **token_header).status_code == 200
+    assert call(app, "/v1/control/list-runs", address="192.0.2.7", **token_header).status_code == 403
     for path in ("/docs", "/openapi.json", "/health", "/v1/fleet/register-node"):
-        assert call(app, path, "GET", **own).status_code == 403
+        assert call(app, path, "GET", **token_header).status_code == 403
 
 
-@pytest.mark.parametrize("shown", ["", "x", NAME, "0" * 64])
-def test_another_secret_opens_nothing(app, shown):
+@pytest.mark.parametrize("token", ["", "x", SECRET_FILE, "0" * 64])
+def test_another_secret_opens_nothing(app, token):
     for path in ("/v1/control/list-runs", "/v1/runtime/acquire-task"):
-        assert call(app, path, **{HEADER: shown}).status_code == 403
+        assert call(app, path, **{TOKEN_HEADER: token}).status_code == 403
 
 
 def test_the_secret_itself_is_not_what_is_shown(folder):
     """Flower's SuperExec signs by it, so a word that was overheard takes no task."""
-    secret = (folder / NAME).read_text()
-    assert len(secret) == 64 and secret != word(folder)
-    assert (folder / NAME).stat().st_mode & 0o777 == 0o600
+    secret = (folder / SECRET_FILE).read_text()
+    assert len(secret) == 64 and secret != auth_token(folder)
+    assert (folder / SECRET_FILE).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_missing_secret_is_named(tmp_path):
     with pytest.raises(SettingsError, match=r"control.key cannot be read .* the user who owns"):
-        word(tmp_path)
+        auth_token(tmp_path)
 
 
 def test_only_keys_of_the_federation_become_nodes(app, folder):
@@ -142,20 +149,20 @@ def test_only_keys_of_the_federation_become_nodes(app, folder):
         assert answer.status_code == 200
         numbers.add(ActivateNodeResponse.FromString(answer.content).node_id)
     assert len(numbers) == 2
-    assert activate(app, key_pair()[0]).status_code == 401
+    assert activate(app, create_key_pair()[0]).status_code == 401
 
 
 def test_a_key_is_let_in_and_sent_away_without_a_restart(app, folder):
-    private, public = key_pair()
+    private, public = create_key_pair()
     assert activate(app, private).status_code == 401
-    issue(folder, "127.0.0.1:8443", "c", public)
-    whole = place(folder, "c").read_bytes()
-    place(folder, "c").write_bytes(whole[:400])
+    issue_certificate(folder, "127.0.0.1:8443", "c", public)
+    certificate = certificate_path(folder, "c").read_bytes()
+    certificate_path(folder, "c").write_bytes(certificate[:400])
     assert activate(app, private).status_code == 401  # it is only half written
     assert activate(app, key_of(folder, "a")).status_code == 200
-    place(folder, "c").write_bytes(whole)
+    certificate_path(folder, "c").write_bytes(certificate)
     assert activate(app, private).status_code == 200
-    place(folder, "c").unlink()
+    certificate_path(folder, "c").unlink()
     assert activate(app, private).status_code == 401
     assert activate(app, key_of(folder, "b")).status_code == 200
 
@@ -164,13 +171,13 @@ def test_a_revoked_site_is_sent_away_at_its_next_call_and_its_node_is_off(app, f
     """Whatever it signs, and though it keeps its key and certificate."""
     node = ActivateNodeResponse.FromString(activate(app, key_of(folder, "a")).content).node_id
     state = app.state.linkstate_factory.state()
-    assert [one.status for one in state.get_node_info(node_ids=[node])] == ["online"]
+    assert [node_info.status for node_info in state.get_node_info(node_ids=[node])] == ["online"]
     headers, _ = signed(key_of(folder, "a"))
-    revoke(read_server(folder), "a")
-    for path in sorted(SITES):
+    revoke_site(read_server(folder), "a")
+    for path in sorted(SITE_PATHS):
         assert call(app, path, **headers).status_code == 401
     assert activate(app, key_of(folder, "a")).status_code == 401
-    assert [one.status for one in state.get_node_info(node_ids=[node])] == ["offline"]
+    assert [node_info.status for node_info in state.get_node_info(node_ids=[node])] == ["offline"]
     assert activate(app, key_of(folder, "b")).status_code == 200
 
 
@@ -178,15 +185,15 @@ def test_a_renewed_site_comes_by_its_new_key_only(app, folder):
     site, kit = folder.parent / "site-a", read_server(folder)
     old = key_of(folder, "a")
     assert activate(app, old).status_code == 200
-    accept(site, admit(kit, read_request(kit, join_request(site).path)))
+    accept_certificate(site, admit_site(kit, read_request(kit, create_join_request(site).path)))
     assert activate(app, old).status_code == 401
     assert activate(app, key_of(folder, "a")).status_code == 200
 
 
 def test_a_key_is_not_let_in_after_its_last_day(app, folder, monkeypatch):
     assert activate(app, key_of(folder, "a")).status_code == 200
-    late = datetime.now(UTC) + timedelta(days=366)
-    monkeypatch.setattr(membership, "datetime", Clock(late))
+    after_expiry = datetime.now(UTC) + timedelta(days=366)
+    monkeypatch.setattr(membership, "datetime", Clock(after_expiry))
     assert activate(app, key_of(folder, "a")).status_code == 401
 
 
@@ -204,18 +211,18 @@ class Clock:
 
 def test_a_key_that_this_server_has_not_signed_is_not_let_in(app, folder, tmp_path):
     """Whoever can drop a file into `sites/` needs the server's signing key, too."""
-    other, site = init(tmp_path / "other", ["c"], "127.0.0.1", 8443)
-    place(folder, "c").write_bytes(place(other, "c").read_bytes())
+    foreign_server, site = create_kits(tmp_path / "other", ["c"], "127.0.0.1", 8443)
+    certificate_path(folder, "c").write_bytes(certificate_path(foreign_server, "c").read_bytes())
     assert activate(app, (site / "key").read_bytes()).status_code == 401
     (folder / "sites" / "c.pub").write_bytes(Signer(site / "key").public)
     assert activate(app, (site / "key").read_bytes()).status_code == 401
-    request = join_request(tmp_path / "new", folder / INVITATION, "new")
-    assert activate(app, request.path.with_name(NEXT).read_bytes()).status_code == 401
+    request = create_join_request(tmp_path / "new", folder / INVITATION_FILE, "new")
+    assert activate(app, request.path.with_name(NEXT_KEY_FILE).read_bytes()).status_code == 401
 
 
 def test_a_sites_key_opens_nothing_else(app, folder):
     headers, _ = signed(key_of(folder, "a"))
-    closed = [(method, path) for method, path in routes(app) if path not in SITES]
+    closed = [(method, path) for method, path in routes(app) if path not in SITE_PATHS]
     assert closed
     for method, path in closed:
         assert call(app, path, method, **headers).status_code == 403
@@ -228,7 +235,7 @@ def test_a_known_public_key_without_its_signature_is_refused(app, folder):
         {**headers, "flwr_signature": theirs["flwr_signature"]},
         {**headers, "flwr_timestamp": "2020-01-01T00:00:00+00:00"},
         {**headers, "flwr_signature": "not base64!"},
-        {key: one for key, one in headers.items() if key != "flwr_signature"},
+        {key: header for key, header in headers.items() if key != "flwr_signature"},
         # Of two headers of a name, the gate and Flower could each read another.
         {**headers, "Flwr_Public_Key": theirs["flwr_public_key"]},
     ):
@@ -251,37 +258,37 @@ def test_the_body_of_an_outsider_is_not_read(app):
 
 
 def test_a_websocket_is_closed(app):
-    said = []
+    sent = []
 
     async def send(message):
-        said.append(message["type"])
+        sent.append(message["type"])
 
     scope = {"type": "websocket", "path": "/v1/fleet/pull-messages", "headers": []}
     asyncio.run(app(scope, None, send))
-    assert said == ["websocket.close"]
+    assert sent == ["websocket.close"]
 
 
 def test_another_flower_is_refused_by_name():
     with pytest.raises(SettingsError, match="has no get_gateway"):
-        put(extensions, get_gateway=None)
+        replace_attributes(extensions, get_gateway=None)
 
 
 def test_flower_is_not_told_to_open_more_ports(tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
     monkeypatch.setenv("FLWR_INTERNAL_GRPC_FLEET_API", "1")
-    assert not [one for one in environment(tmp_path) if one.startswith("FLWR_INTERNAL")]
+    assert not [variable for variable in flower_environment(tmp_path) if variable.startswith("FLWR_INTERNAL")]
 
 
 def test_what_the_gate_names_is_there(app):
     """A route that Flower renamed would shut every site out."""
     paths = {path for _, path in routes(app)}
-    assert paths >= SITES
-    assert all(any(path.startswith(one) for path in paths) for one in OWN)
+    assert paths >= SITE_PATHS
+    assert all(any(path.startswith(prefix) for path in paths) for prefix in CONTROL_PREFIXES)
 
 
 def test_a_site_sends_no_call_that_fills_the_servers_memory(app, folder, monkeypatch):
     """Neither one that says its length, nor one that does not and goes on for ever."""
-    monkeypatch.setattr("fedvlm.deploy.flower.gate.MOST", 1000)
+    monkeypatch.setattr("fedvlm.deploy.flower.gate.MAX_CALL_BYTES", 1000)
     headers, _ = signed(key_of(folder, "a"))
     path = "/v1/fleet/push-object"
     assert call(app, path, content=bytes(1001), **headers).status_code == 413

@@ -15,26 +15,26 @@ import numpy as np
 import pytest
 
 from fedvlm.cli import main
-from fedvlm.deploy.flower.processes import Unreachable, knock
-from fedvlm.deploy.keys import Signer, Verifier, certificates
-from fedvlm.deploy.kits import configured, init, keep_site, read_server, read_site
-from fedvlm.deploy.serve import serve
-from fedvlm.engines.flower.wire import Parcel
+from fedvlm.deploy.flower.processes import Unreachable, check_server
+from fedvlm.deploy.keys import Signer, Verifier, create_certificates
+from fedvlm.deploy.kits import create_kits, read_server, read_site, with_options, write_site
+from fedvlm.deploy.serve import serve_site
+from fedvlm.engines.flower.wire import Message
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.storage.files import alone
+from fedvlm.storage.files import exclusive_lock
 
 SECRETS = ("key", "signing.key", "server.key")
 
 
 @pytest.fixture
 def kits(tmp_path):
-    return init(tmp_path / "fed", ["a", "b", "clinic 3"], "127.0.0.1", 8443)
+    return create_kits(tmp_path / "fed", ["a", "b", "clinic 3"], "127.0.0.1", 8443)
 
 
 def test_private_keys_are_their_owners_and_in_one_kit_only(kits):
     private = [path for kit in kits for path in kit.rglob("*") if b"PRIVATE" in content(path)]
-    wanted = ["ca.key", *["key"] * 3, "server.key", "signing.key"]
-    assert sorted(path.name for path in private) == wanted
+    expected = ["ca.key", *["key"] * 3, "server.key", "signing.key"]
+    assert sorted(path.name for path in private) == expected
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
     assert len({content(path) for path in private}) == len(private)
     sites = [kit for kit in kits if kit.name != "server"]
@@ -53,28 +53,28 @@ def test_kits_are_read_as_they_were_written(kits):
     assert server.sites == ("a", "b", "clinic 3") and server.address == "127.0.0.1:8443"
     site = read_site(kits[3])
     assert (site.name, site.address) == ("clinic 3", server.address)
-    told = {"data": str(kits[0]), "encoder": "demo", "source": {"layout": "class"}}
-    kept = configured(site, told)
-    keep_site(kept)
-    assert read_site(kits[3]) == kept and kept.source == {"layout": "class"}
+    options = {"data": str(kits[0]), "encoder": "demo", "source": {"layout": "class"}}
+    configured_kit = with_options(site, options)
+    write_site(configured_kit)
+    assert read_site(kits[3]) == configured_kit and configured_kit.source == {"layout": "class"}
 
 
 def test_kits_are_never_overwritten(kits):
     with pytest.raises(SettingsError, match="is not empty; kits hold keys"):
-        init(kits[0].parent, ["a"], "127.0.0.1", 8443)
+        create_kits(kits[0].parent, ["a"], "127.0.0.1", 8443)
 
 
 @pytest.mark.parametrize(
-    ("sites", "said"),
+    ("sites", "error"),
     [(["a/b"], "'a/b' does not fit"), (["a", "A"], "not all different")],
 )
-def test_site_names_that_make_no_folder_are_refused(tmp_path, sites, said):
-    with pytest.raises(SettingsError, match=said):
-        init(tmp_path / "x", sites, "127.0.0.1", 8443)
+def test_site_names_that_make_no_folder_are_refused(tmp_path, sites, error):
+    with pytest.raises(SettingsError, match=error):
+        create_kits(tmp_path / "x", sites, "127.0.0.1", 8443)
 
 
 @pytest.mark.parametrize(
-    ("host", "port", "said"),
+    ("host", "port", "error"),
     [
         ("my server", 8443, "host = 'my server'"),
         ("https://server", 8443, "host = 'https://server'"),
@@ -82,51 +82,49 @@ def test_site_names_that_make_no_folder_are_refused(tmp_path, sites, said):
         ("server", 99999, "port = 99999"),
     ],
 )
-def test_an_address_that_cannot_be_one_is_refused_and_nothing_is_written(
-    tmp_path, host, port, said
-):
-    with pytest.raises(SettingsError, match=said):
-        init(tmp_path / "x", ["a"], host, port)
+def test_an_address_that_cannot_be_one_is_refused_and_nothing_is_written(tmp_path, host, port, error):
+    with pytest.raises(SettingsError, match=error):
+        create_kits(tmp_path / "x", ["a"], host, port)
     assert not (tmp_path / "x").exists()
 
 
 def test_a_server_is_started_once(kits, monkeypatch, capsys):
     monkeypatch.setattr("fedvlm.cli.deploy._stop_gently", lambda: None)
     monkeypatch.setattr(sys, "argv", ["fedvlm", "deploy", "server", str(kits[0])])
-    with alone(kits[0] / ".lock", ""), pytest.raises(SystemExit):
+    with exclusive_lock(kits[0] / ".lock", ""), pytest.raises(SystemExit):
         main()
     assert "is already running" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "error"),
     [
         ("quorum = 2.0", "quorum must be above 0 and at most 1, got 2.0"),
         ("quorums = 0.5", "no setting of .*did you mean 'quorum'"),
         ("deadline = 'soon'", "does not fit"),
     ],
 )
-def test_a_mistake_in_a_kit_is_named(kits, line, said):
+def test_a_mistake_in_a_kit_is_named(kits, line, error):
     path = kits[0] / "server.toml"
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(SettingsError, match=said):
+    with pytest.raises(SettingsError, match=error):
         read_server(kits[0])
 
 
 def test_a_signature_is_of_one_parcel_and_one_key(kits):
     sign = Signer(kits[1] / "key")
     check = Verifier(sign.public)
-    parcel = sign(Parcel({"round": 1}, {"head": np.ones(3)}))
-    check(parcel, "site a")
-    for other in (
-        Parcel({**parcel.about, "round": 2}, parcel.arrays),
-        Parcel(parcel.about, {"head": np.ones(3) * 2}),
-        Parcel({**parcel.about, "signature": ""}, parcel.arrays),
+    message = sign(Message({"round": 1}, {"head": np.ones(3)}))
+    check(message, "site a")
+    for changed in (
+        Message({**message.about, "round": 2}, message.arrays),
+        Message(message.about, {"head": np.ones(3) * 2}),
+        Message({**message.about, "signature": ""}, message.arrays),
     ):
         with pytest.raises(FederationError, match="not signed by site a of this federation"):
-            check(other, "site a")
+            check(changed, "site a")
     with pytest.raises(FederationError, match="not signed"):
-        Verifier(Signer(kits[2] / "key").public)(parcel, "site b")
+        Verifier(Signer(kits[2] / "key").public)(message, "site b")
 
 
 class Listener:
@@ -153,60 +151,60 @@ class Listener:
 
 
 def test_an_expired_certificate_is_refused_with_the_remedy(tmp_path):
-    listener = Listener(tmp_path, certificates("127.0.0.1", datetime(2020, 1, 1, tzinfo=UTC), 30))
+    listener = Listener(tmp_path, create_certificates("127.0.0.1", datetime(2020, 1, 1, tzinfo=UTC), 30))
     with listener.door, pytest.raises(FederationError, match="expired.*fedvlm deploy renew"):
-        knock(listener.address, tmp_path / "ca.crt")
+        check_server(listener.address, tmp_path / "ca.crt")
 
 
 def test_a_certificate_of_another_federation_or_host_is_refused(tmp_path, kits):
-    listener = Listener(tmp_path, certificates("127.0.0.1"))
+    listener = Listener(tmp_path, create_certificates("127.0.0.1"))
     with listener.door:
-        knock(listener.address, tmp_path / "ca.crt")
+        check_server(listener.address, tmp_path / "ca.crt")
         with pytest.raises(FederationError, match="made for another federation"):
-            knock(listener.address, kits[0] / "ca.crt")
+            check_server(listener.address, kits[0] / "ca.crt")
     (tmp_path / "b").mkdir()
-    named = Listener(tmp_path / "b", certificates("clinic.example"), "127.0.0.2")
+    named = Listener(tmp_path / "b", create_certificates("clinic.example"), "127.0.0.2")
     with named.door, pytest.raises(FederationError, match="--host"):
-        knock(named.address, tmp_path / "b" / "ca.crt")
+        check_server(named.address, tmp_path / "b" / "ca.crt")
 
 
-@pytest.mark.parametrize("near", ["127.0.0.1", "localhost"])
-def test_a_server_with_a_name_is_believed_by_flowers_own_processes_beside_it(tmp_path, near):
-    listener = Listener(tmp_path, certificates("clinic.example"))
+@pytest.mark.parametrize("loopback", ["127.0.0.1", "localhost"])
+def test_a_server_with_a_name_is_believed_by_flowers_own_processes_beside_it(tmp_path, loopback):
+    listener = Listener(tmp_path, create_certificates("clinic.example"))
     with listener.door:
-        knock(listener.address.replace("127.0.0.1", near), tmp_path / "ca.crt")
+        check_server(listener.address.replace("127.0.0.1", loopback), tmp_path / "ca.crt")
 
 
 def test_plain_http_is_refused(kits):
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     Thread(target=server.handle_request, daemon=True).start()
     with pytest.raises(FederationError, match="does not answer with TLS.*plain HTTP is refused"):
-        knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
+        check_server(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
     server.server_close()
     with pytest.raises(Unreachable, match="nobody answers at 127.0.0.1:.*refused"):
-        knock(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
+        check_server(f"127.0.0.1:{server.server_port}", kits[1] / "ca.crt")
 
 
 def test_a_site_waits_for_its_server_and_says_why(kits):
     kit = replace(read_site(kits[1]), address="nobody.invalid:8443")
-    stop, said = Event(), []
+    stop, printed = Event(), []
 
-    def say(text):
-        said.append(text)
-        if len(said) == 2:
+    def print_line(text):
+        printed.append(text)
+        if len(printed) == 2:
             stop.set()
 
-    serve(kit, say, stop)
-    assert "its certificate lasts 364 more days" in said[0]
-    assert "nobody answers at nobody.invalid:8443 (" in said[1] and "trying again" in said[1]
+    serve_site(kit, print_line, stop)
+    assert "its certificate lasts 364 more days" in printed[0]
+    assert "nobody answers at nobody.invalid:8443 (" in printed[1] and "trying again" in printed[1]
 
 
 def test_a_certificate_lasts_a_year():
     from cryptography.x509 import load_pem_x509_certificate
 
-    one = load_pem_x509_certificate(certificates("127.0.0.1")["server.pem"])
-    left = one.not_valid_after_utc - datetime.now(UTC)
-    assert timedelta(days=364) < left < timedelta(days=366)
+    certificate = load_pem_x509_certificate(create_certificates("127.0.0.1")["server.pem"])
+    remaining = certificate.not_valid_after_utc - datetime.now(UTC)
+    assert timedelta(days=364) < remaining < timedelta(days=366)
 
 
 def test_processes_of_flower_at_a_site_import_no_torch():
@@ -215,7 +213,5 @@ def test_processes_of_flower_at_a_site_import_no_torch():
         "c.client_app(); "
         "print('torch' in sys.modules)"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
-    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert out.stdout == "False\n", out.stderr

@@ -4,77 +4,79 @@ import numpy as np
 import pytest
 
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.deploy.events import Events, read
-from fedvlm.deploy.explain import example
+from fedvlm.deploy.events import EventLog, read_events
+from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.late import join_late
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.status import status
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError, FedVLMError, SettingsError
 from fedvlm.result import Result
-from fedvlm.tensors import difference
+from fedvlm.tensors import max_relative_difference
 
 TOFA = {"name": "tofa"}
 
 
-def ran(place, method=TOFA, late="sketch"):
+def ran(place, method=TOFA, late_site="sketch"):
     """A run without one site; the grid on which it comes later."""
     settings = place.settings(method, allow_small=True)
-    desk = place.desks.pop(late)
+    handler = place.desks.pop(late_site)
     place.run(settings, "kits/server/runs/one")
-    place.desks[late] = desk
+    place.desks[late_site] = handler
     return local_grid(place.desks)
 
 
-def come(place, grid, site="sketch", run="one"):
-    note = Events(place.kit.folder)
-    return join_late(grid, place.kit, place.kit.folder / "runs" / run, site, note)
+def join_site(place, grid, site="sketch", run="one"):
+    log_event = EventLog(place.kit.folder)
+    return join_late(grid, place.kit, place.kit.folder / "runs" / run, site, log_event)
 
 
 @pytest.mark.parametrize("method", [TOFA, {"name": "fedot", "rounds": 2}], ids=["tofa", "fedot"])
 def test_a_late_site_has_the_classifier_that_the_record_gives_a_newcomer(place, method):
     grid = ran(place, method)
     heads = {name: len(Ledger(place.site(name)).read().lines) for name in ("art", "photo")}
-    scores = come(place, grid)
+    scores = join_site(place, grid)
     [place_of] = (place.site("sketch") / "classifiers").iterdir()
-    mine = Personalised.from_pretrained(place_of)
+    classifier = Personalised.from_pretrained(place_of)
     record = Result(place.kit.folder / "runs" / "one")
-    assert difference(mine.shared, record.outcome("all")[0]) == 0
+    assert max_relative_difference(classifier.shared, record.outcome("all")[0]) == 0
     world = next(iter(place.desks["sketch"].desk.trainings.values())).world
     rows = world.members["sketch"].test
-    hits = (mine.method.predict(world.frozen, mine.shared, mine.local, world.x[rows])).argmax(1)
-    assert int((hits == world.y[rows]).sum()) == scores["0-all"]["test_hits"]
+    predicted = (classifier.method.predict(world.frozen, classifier.shared, classifier.local, world.x[rows])).argmax(1)
+    assert int((predicted == world.y[rows]).sum()) == scores["0-all"]["test_hits"]
     if method is TOFA:
-        assert mine.local["weight change"].abs().max() > 0  # made of its own rows
+        assert classifier.local["weight change"].abs().max() > 0  # made of its own rows
     # the others are sent nothing, and their ledgers do not grow
     for name, lines in heads.items():
         assert len(Ledger(place.site(name)).read().lines) == lines
     [line] = Ledger(place.kit.folder).read().lines
     assert (line["kind"], line["site"]) == ("join", "sketch")
-    kinds = [(one["kind"], one["direction"]) for one in Ledger(place.site("sketch")).read().lines]
+    kinds = [
+        (ledger_line["kind"], ledger_line["direction"]) for ledger_line in Ledger(place.site("sketch")).read().lines
+    ]
     assert kinds == [("open", "in"), ("open", "out"), ("adapt", "in"), ("adapt", "out")]
 
 
 def test_a_late_site_uploads_nothing(place):
     grid = ran(place)
-    come(place, grid)
-    out = [one for one in Ledger(place.site("sketch")).read().lines if one["direction"] == "out"]
+    join_site(place, grid)
+    out = [line for line in Ledger(place.site("sketch")).read().lines if line["direction"] == "out"]
     assert out[-1]["fields"] == {} and out[-1]["costs"] == "measure"
 
 
 def test_no_run_begins_when_a_site_joins_late(place):
     grid = ran(place)
     before = status(place.kit.folder)
-    come(place, grid)
+    join_site(place, grid)
     assert status(place.kit.folder)["run"] == before["run"]
-    assert [one["site"] for one in read(place.kit.folder) if one["kind"] == "joined"] == ["sketch"]
+    assert [event["site"] for event in read_events(place.kit.folder) if event["kind"] == "joined"] == ["sketch"]
 
 
 def test_the_policy_of_a_late_site_is_in_force(place):
     grid = ran(place)
-    (place.site("sketch") / "policy.toml").write_text(example(("fedavg",)))
+    (place.site("sketch") / "policy.toml").write_text(example_policy(("fedavg",)))
     with pytest.raises(FederationError, match="the method is not allowed here"):
-        come(place, grid)
+        join_site(place, grid)
     assert not (place.site("sketch") / "classifiers").exists()
 
 
@@ -82,7 +84,7 @@ def test_a_late_site_with_another_encoder_is_refused(place):
     ran(place)
     place.change("sketch", encoder=np.array("toy@1"))
     with pytest.raises(FederationError, match="sketch cannot join.*the same encoder"):
-        come(place, local_grid(place.desks))
+        join_site(place, local_grid(place.desks))
 
 
 def test_a_site_that_was_killed_before_the_end_goes_on_from_its_own_tensors(place):
@@ -92,38 +94,38 @@ def test_a_site_that_was_killed_before_the_end_goes_on_from_its_own_tensors(plac
     push, nodes = grid.push_messages, grid.nodes
 
     def lost(messages):
-        kept = [m for m in messages if m.metadata.dst_node_id != nodes["sketch"] or not adapts(m)]
-        return push(kept) + [None] * (len(messages) - len(kept))
+        messages_kept = [m for m in messages if m.metadata.dst_node_id != nodes["sketch"] or not adapts(m)]
+        return push(messages_kept) + [None] * (len(messages) - len(messages_kept))
 
     def adapts(message):
         return message.metadata.group_id == "1"
 
     grid.push_messages = lost
-    whole = place.run(settings, "kits/server/runs/whole")
+    uninterrupted = place.run(settings, "kits/server/runs/whole")
     place.rules(quorum=0.5)
     result = place.run(settings, "kits/server/runs/one", grid)
-    assert "sketch" in whole.trainings()["all"]["scores"]
+    assert "sketch" in uninterrupted.trainings()["all"]["scores"]
     assert "sketch" not in result.trainings()["all"]["scores"]
-    scores = come(place, local_grid(place.desks))
-    want = whole.trainings()["all"]["scores"]["sketch"]
-    assert scores["0-all"]["loss"] == pytest.approx(want["loss"], rel=1e-6)
+    scores = join_site(place, local_grid(place.desks))
+    expected = uninterrupted.trainings()["all"]["scores"]["sketch"]
+    assert scores["0-all"]["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("site", "run", "why"),
+    ("site", "run", "error"),
     [
         ("nobody", "one", "no certificate"),
         ("sketch", "none", "no finished run"),
     ],
 )
-def test_a_mistake_is_said(place, site, run, why):
+def test_a_mistake_is_said(place, site, run, error):
     grid = ran(place)
-    with pytest.raises(SettingsError, match=why):
-        come(place, grid, site, run)
+    with pytest.raises(SettingsError, match=error):
+        join_site(place, grid, site, run)
 
 
 def test_a_site_that_is_not_there_is_named(place):
     ran(place)
     place.desks.pop("sketch")
     with pytest.raises(FedVLMError, match="sketch: it is not connected"):
-        come(place, local_grid(place.desks))
+        join_site(place, local_grid(place.desks))

@@ -5,16 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedvlm.channel.settings import deployed
+from fedvlm.channel.settings import with_deployment_bound
 from fedvlm.deploy.consent import give_consent
-from fedvlm.deploy.runs import absences
+from fedvlm.deploy.runs import describe_absences
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.single import Single
+from fedvlm.engines.single import Sequential
 from fedvlm.errors import FederationError
 from fedvlm.maths.accounting import epsilon
 from fedvlm.result import Result
 from fedvlm.storage.sealed import read_tensors
-from fedvlm.tensors import difference
+from fedvlm.tensors import max_relative_difference
 
 NAMES = ["art", "photo", "sketch"]
 
@@ -35,27 +35,25 @@ def at_round(grid, number, act):
 
 
 def test_a_site_whose_people_consent_later_is_let_in_later(place, monkeypatch):
-    monkeypatch.setattr("fedvlm.deploy.remote.AGAIN", 0.0)
+    monkeypatch.setattr("fedvlm.deploy.remote.RETRY_SECONDS", 0.0)
     place.asks_for_consent("art")
-    grid = at_round(
-        local_grid(place.desks), 0, lambda: give_consent(place.site("art"), "A. Person")
-    )
+    grid = at_round(local_grid(place.desks), 0, lambda: give_consent(place.site("art"), "A. Person"))
     rounds = place.run(grid=grid).rounds
     assert "nobody at this site has consented" in rounds[0]["missing"]["art"]
     assert [sorted(line["clients"]) for line in rounds] == [NAMES[1:], NAMES, NAMES]
-    [note] = absences(Result(place.folder / "run"))
-    assert note.startswith("art took no part in 1 of 3 rounds; the last time because: refused by")
+    [warning] = describe_absences(Result(place.folder / "run"))
+    assert warning.startswith("art took no part in 1 of 3 rounds; the last time because: refused by")
 
 
-@pytest.mark.parametrize("late", ["art", "sketch"])
-def test_a_site_that_comes_later_with_another_encoder_is_left_out_by_name(place, monkeypatch, late):
-    monkeypatch.setattr("fedvlm.deploy.remote.AGAIN", 0.0)
-    place.change(late, encoder=np.array("toy@1"))
-    place.asks_for_consent(late)
-    grid = at_round(local_grid(place.desks), 0, lambda: give_consent(place.site(late), "A. Person"))
+@pytest.mark.parametrize("late_site", ["art", "sketch"])
+def test_a_site_that_comes_later_with_another_encoder_is_left_out_by_name(place, monkeypatch, late_site):
+    monkeypatch.setattr("fedvlm.deploy.remote.RETRY_SECONDS", 0.0)
+    place.change(late_site, encoder=np.array("toy@1"))
+    place.asks_for_consent(late_site)
+    grid = at_round(local_grid(place.desks), 0, lambda: give_consent(place.site(late_site), "A. Person"))
     rounds = place.run(grid=grid).rounds
-    assert all(sorted([*line["clients"], late]) == NAMES for line in rounds)
-    assert all("do not have the same encoder" in line["missing"][late] for line in rounds[1:])
+    assert all(sorted([*line["clients"], late_site]) == NAMES for line in rounds)
+    assert all("do not have the same encoder" in line["missing"][late_site] for line in rounds[1:])
 
 
 def test_a_site_cannot_go_on_with_another_encoder_than_it_began_with(place):
@@ -76,7 +74,7 @@ def stop():
 def test_a_node_that_is_nobodys_and_never_answers_does_not_hold_a_run_up(place, monkeypatch):
     grid = local_grid({**place.desks, "ghost": place.desks["art"]})
     pull, ghost = grid.pull_messages, grid.nodes["ghost"]
-    grid.pull_messages = lambda ids: [one for one in pull(ids) if one.metadata.src_node_id != ghost]
+    grid.pull_messages = lambda ids: [reply for reply in pull(ids) if reply.metadata.src_node_id != ghost]
 
     def waits(seconds):
         raise AssertionError("the server waits for a node that is no site's")
@@ -91,45 +89,41 @@ def held_back(grid, name, number):
 
     def pulled(ids):
         return [
-            one
-            for one in pull(ids)
-            if one.metadata.src_node_id != node or one.metadata.group_id != str(number)
+            reply for reply in pull(ids) if reply.metadata.src_node_id != node or reply.metadata.group_id != str(number)
         ]
 
     grid.pull_messages = pulled
     return grid
 
 
-def test_a_straggler_past_the_deadline_is_missing_by_name_and_goes_on_in_the_next_round(
-    place, monkeypatch
-):
+def test_a_straggler_past_the_deadline_is_missing_by_name_and_goes_on_in_the_next_round(place, monkeypatch):
     """It has trained, and its next round starts from where the server says, not from there."""
     place.rules(deadline=0.0, quorum=0.6)
     settings = place.settings({"name": "fedot", "rounds": 4, "lr": 1e-3})
-    late = place.run(settings, grid=held_back(local_grid(place.desks), "photo", 1))
-    lines = late.rounds
+    delayed = place.run(settings, grid=held_back(local_grid(place.desks), "photo", 1))
+    lines = delayed.rounds
     assert [sorted(line.get("missing", {})) for line in lines] == [[], ["photo"], [], []]
     assert lines[1]["missing"]["photo"] == "it did not answer within 0 s"
-    ask = Single.round
+    plain_round = Sequential.round
 
     def without(self, number, tasks):
-        return ask(self, number, [one for one in tasks if one.id in lines[number]["clients"]])
+        return plain_round(self, number, [task for task in tasks if task.id in lines[number]["clients"]])
 
-    monkeypatch.setattr(Single, "round", without)
-    settings = replace(settings, channel=deployed(settings.channel, settings.method))
+    monkeypatch.setattr(Sequential, "round", without)
+    settings = replace(settings, channel=with_deployment_bound(settings.channel, settings.method))
     alone = place.alone(settings)
     name = "trainings/0-all.safetensors"
-    one, other = (read_tensors(result.folder / name)[0] for result in (late, alone))
-    assert difference(one, {key: other[key] for key in one}) < 1e-5
+    delayed_tensors, simulated_tensors = (read_tensors(result.folder / name)[0] for result in (delayed, alone))
+    assert max_relative_difference(delayed_tensors, {key: simulated_tensors[key] for key in delayed_tensors}) < 1e-5
 
 
 def test_what_a_straggler_has_released_counts_though_it_came_too_late(place):
     place.rules(deadline=0.0, quorum=0.6)
     noise = {"clip": 0.1, "noise_multiplier": 2.0}
     settings = place.settings({"name": "fedavg", "rounds": 3, "lr": 1e-3}, channel=noise)
-    late = place.run(settings, grid=held_back(local_grid(place.desks), "photo", 1))
-    assert list(late.rounds[1]["missing"]) == ["photo"]
-    assert late.rounds[2]["epsilon"] == pytest.approx(epsilon(2.0, 3), rel=1e-3)
+    delayed = place.run(settings, grid=held_back(local_grid(place.desks), "photo", 1))
+    assert list(delayed.rounds[1]["missing"]) == ["photo"]
+    assert delayed.rounds[2]["epsilon"] == pytest.approx(epsilon(2.0, 3), rel=1e-3)
 
 
 def test_too_many_stragglers_stop_the_run_and_it_goes_on_when_they_are_quick(place):

@@ -24,17 +24,17 @@ def filled(folder, count=5):
 
 def test_a_line_says_what_travelled_and_never_a_value(tmp_path):
     head = filled(tmp_path, 1).add("refused", 1, reason="the method x is not allowed here")
-    told = Ledger(tmp_path).read()
-    first, second = told.lines
+    history = Ledger(tmp_path).read()
+    first, second = history.lines
     assert first["fields"] == {"head": "float32 [4, 6]", "n": "int64 [4]"}
     assert (first["bytes"], first["round"], first["direction"]) == (9, 0, "out")
     assert {"time", "content", "run"} <= set(first)
     assert second["reason"] == "the method x is not allowed here"
-    assert (told.head, told.torn, told.broken) == (head, (), ())
+    assert (history.head, history.torn, history.broken) == (head, (), ())
 
 
 @pytest.mark.parametrize(
-    ("harm", "says"),
+    ("harm", "error"),
     [
         (
             lambda t: [*t[:2], t[2].replace('"round": 2', '"round": 7'), *t[3:]],
@@ -46,20 +46,20 @@ def test_a_line_says_what_travelled_and_never_a_value(tmp_path):
         (lambda t: [*t[:2], "x", *t[3:]], "line 4 does not follow"),
     ],
 )
-def test_a_line_changed_or_moved_or_taken_out_is_found(tmp_path, harm, says):
+def test_a_line_changed_or_moved_or_taken_out_is_found(tmp_path, harm, error):
     ledger = filled(tmp_path)
     lines = ledger.path.read_text().splitlines()
     ledger.path.write_text("\n".join(harm(lines)) + "\n")
-    assert any(says in one for one in ledger.read().broken)
+    assert any(error in message for message in ledger.read().broken)
 
 
 def test_a_line_rewritten_with_a_new_hash_is_found_by_the_next(tmp_path):
-    from fedvlm.deploy.ledger import _hash
+    from fedvlm.deploy.ledger import _hash_line
 
     ledger = filled(tmp_path)
     lines = [json.loads(text) for text in ledger.path.read_text().splitlines()]
     lines[1]["bytes"] = 0
-    lines[1]["hash"] = _hash({key: value for key, value in lines[1].items() if key != "hash"})
+    lines[1]["hash"] = _hash_line({key: value for key, value in lines[1].items() if key != "hash"})
     ledger.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert ledger.read().broken == ("line 3 does not follow the line before it",)
 
@@ -69,30 +69,30 @@ def test_an_end_cut_off_is_found_by_a_head_kept_elsewhere(tmp_path):
     head = ledger.read().head
     lines = ledger.path.read_text().splitlines()
     ledger.path.write_text("\n".join(lines[:3]) + "\n")
-    told = ledger.read()
-    assert told.broken == ()
-    assert not told.knows(head)
-    assert told.knows(told.head[:12])
+    history = ledger.read()
+    assert history.broken == ()
+    assert not history.contains(head)
+    assert history.contains(history.head[:12])
 
 
 def test_a_line_torn_by_a_crash_is_said_and_the_ledger_goes_on(tmp_path):
     ledger = filled(tmp_path)
-    whole = ledger.path.read_bytes()
+    intact = ledger.path.read_bytes()
     for cut in (1, 2, 40, 150):
-        ledger.path.write_bytes(whole[:-cut])
-        told = ledger.read()
-        assert told.torn == (() if cut == 1 else (5,))
+        ledger.path.write_bytes(intact[:-cut])
+        history = ledger.read()
+        assert history.torn == (() if cut == 1 else (5,))
         ledger.add("in", 5)
-        told = ledger.read()
-        assert told.broken == ()
-        assert told.torn == (() if cut == 1 else (5,))
-        assert told.lines[-1]["round"] == 5
+        history = ledger.read()
+        assert history.broken == ()
+        assert history.torn == (() if cut == 1 else (5,))
+        assert history.lines[-1]["round"] == 5
 
 
 def test_long_lines_are_followed_too(tmp_path):
     ledger = filled(tmp_path, 2)
-    many = {f"tensor-{number}": torch.zeros(1) for number in range(4000)}
-    ledger.add("out", 2, many)
+    large_tensors = {f"tensor-{number}": torch.zeros(1) for number in range(4000)}
+    ledger.add("out", 2, large_tensors)
     ledger.add("out", 3)
     assert ledger.read().broken == ()
 
@@ -102,22 +102,22 @@ def test_several_processes_write_one_chain(tmp_path):
         "import sys\nfrom fedvlm.deploy.ledger import Ledger\n"
         "for n in range(30): Ledger(sys.argv[1]).add('out', n, who=sys.argv[2])"
     )
-    many = [subprocess.Popen([sys.executable, "-c", code, tmp_path, str(i)]) for i in range(3)]
-    assert [process.wait() for process in many] == [0, 0, 0]
-    told = Ledger(tmp_path).read()
-    assert (len(told.lines), told.broken, told.torn) == (90, (), ())
+    writers = [subprocess.Popen([sys.executable, "-c", code, tmp_path, str(i)]) for i in range(3)]
+    assert [process.wait() for process in writers] == [0, 0, 0]
+    history = Ledger(tmp_path).read()
+    assert (len(history.lines), history.broken, history.torn) == (90, (), ())
 
 
 def test_the_command_prints_names_shapes_and_refusals(tmp_path):
     ledger = Ledger(tmp_path)
     ledger.add("out", 3, {"head": torch.zeros(4, 16)}, b"x" * 9, kind="round")
-    why = "refused by its policy: nobody at this site has consented to training"
-    ledger.add("refused", 4, {}, b"", kind="round", error=f"{why}\nand more")
-    told = CliRunner().invoke(app, ["ledger", str(tmp_path)])
-    assert told.exit_code == 0
-    _, _, sent, refused, *_ = told.stdout.splitlines()
+    refusal = "refused by its policy: nobody at this site has consented to training"
+    ledger.add("refused", 4, {}, b"", kind="round", error=f"{refusal}\nand more")
+    output = CliRunner().invoke(app, ["ledger", str(tmp_path)])
+    assert output.exit_code == 0
+    _, _, sent, refused, *_ = output.stdout.splitlines()
     assert "out        round  3      9" in sent and sent.endswith("head float32 [4, 16]")
-    assert refused.endswith(why)
+    assert refused.endswith(refusal)
 
 
 def test_a_folder_without_a_ledger_is_said(tmp_path):

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedvlm.deploy.explain import example
+from fedvlm.deploy.explain import example_policy
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel
+from fedvlm.engines.flower.wire import Message
 from fedvlm.errors import FederationError
 from fedvlm.storage.sealed import read_tensors
 
@@ -16,7 +16,7 @@ NAN, INF = float("nan"), float("inf")
 METHOD = {"name": "fedot", "rounds": 1, "lr": 1e-3}
 
 
-def say(*path, value):
+def set_field(*path, value):
     """A lie in the words: at this place, this value."""
 
     def lie(about, arrays):
@@ -29,7 +29,7 @@ def say(*path, value):
     return lie
 
 
-def forget(*path):
+def delete_field(*path):
     def lie(about, arrays):
         about = inner = json.loads(json.dumps(about))
         for key in path[:-1]:
@@ -42,93 +42,93 @@ def forget(*path):
 
 def send(change):
     """A lie in the tensors."""
-    return lambda about, arrays: (about, change({key: one.copy() for key, one in arrays.items()}))
+    return lambda about, arrays: (about, change({key: array.copy() for key, array in arrays.items()}))
 
 
 def filled(value):
-    return send(lambda given: {key: np.full_like(one, value) for key, one in given.items()})
+    return send(lambda arrays_in: {key: np.full_like(array, value) for key, array in arrays_in.items()})
 
 
 def with_one(value):
-    def change(given):
-        for one in given.values():
-            one.flat[0] = value
-        return given
+    def change(arrays_in):
+        for array in arrays_in.values():
+            array.flat[0] = value
+        return arrays_in
 
     return send(change)
 
 
 OPEN = {
-    "another encoder": say("encoder", value="toy@9"),
-    "an encoder that is no word": say("encoder", value=["toy@0"]),
-    "other classes": say("classes", value=["ant", "bee", "cat", "cow"]),
-    "no classes": say("classes", value=[]),
-    "a class more": say("classes", value=["ant", "bee", "cat", "dog", "eel"]),
-    "another width": say("dim", value=17),
-    "a width of nothing": say("dim", value=0),
-    "a scale of NaN": say("scale", value=NAN),
-    "a negative scale": say("scale", value=-20.0),
-    "another scale": say("scale", value=21.0),
-    "local tensors of other names": say("local", value=["head"]),
-    "local tensors that are no list": say("local", value={"skew": 1}),
-    "ten million rows": say("rows", "train", value=10**7),
-    "more rows than fit": say("rows", "train", value=10**30),
-    "negative rows": say("rows", "test", value=-1),
-    "half a row": say("rows", "validation", value=0.5),
-    "no rows said": forget("rows"),
-    "another training": say("opened", value="0" * 24),
+    "another encoder": set_field("encoder", value="toy@9"),
+    "an encoder that is no word": set_field("encoder", value=["toy@0"]),
+    "other classes": set_field("classes", value=["ant", "bee", "cat", "cow"]),
+    "no classes": set_field("classes", value=[]),
+    "a class more": set_field("classes", value=["ant", "bee", "cat", "dog", "eel"]),
+    "another width": set_field("dim", value=17),
+    "a width of nothing": set_field("dim", value=0),
+    "a scale of NaN": set_field("scale", value=NAN),
+    "a negative scale": set_field("scale", value=-20.0),
+    "another scale": set_field("scale", value=21.0),
+    "local tensors of other names": set_field("local", value=["head"]),
+    "local tensors that are no list": set_field("local", value={"skew": 1}),
+    "ten million rows": set_field("rows", "train", value=10**7),
+    "more rows than fit": set_field("rows", "train", value=10**30),
+    "negative rows": set_field("rows", "test", value=-1),
+    "half a row": set_field("rows", "validation", value=0.5),
+    "no rows said": delete_field("rows"),
+    "another training": set_field("opened", value="0" * 24),
     "first tensors of NaN": filled(NAN),
     "first tensors of others": filled(0.5),
-    "no first tensors": send(lambda given: {}),
-    "a tensor more": send(lambda given: {**given, "shared/x": np.zeros(3, np.float32)}),
-    "a strange tensor": send(lambda given: {**given, "passwords": np.zeros(3, np.float32)}),
-    "a strange word": say("hello", value=1),
+    "no first tensors": send(lambda arrays_in: {}),
+    "a tensor more": send(lambda arrays_in: {**arrays_in, "shared/x": np.zeros(3, np.float32)}),
+    "a strange tensor": send(lambda arrays_in: {**arrays_in, "passwords": np.zeros(3, np.float32)}),
+    "a strange word": set_field("hello", value=1),
 }
 ROUND = {
     "infinite numbers": filled(INF),
     "one NaN": with_one(NAN),
     "numbers of 3e38": filled(3e38),
     "one number of -3e38": with_one(-3e38),
-    "another shape": send(lambda given: {k: v[:-1] for k, v in given.items()}),
-    "a turned shape": send(lambda given: {k: v.T.copy() for k, v in given.items()}),
-    "no dimension": send(lambda given: {k: np.float32(1.0) for k in given}),
-    "doubles": send(lambda given: {k: v.astype(np.float64) for k, v in given.items()}),
-    "whole numbers": send(lambda given: {k: v.astype(np.int64) for k, v in given.items()}),
-    "complex numbers": send(lambda given: {k: v.astype(np.complex64) for k, v in given.items()}),
-    "texts": send(lambda given: {k: v.astype("<U9") for k, v in given.items()}),
-    "an upload of nothing": send(lambda given: {}),
-    "a tensor more": send(lambda given: {**given, "more": np.zeros(4, np.float32)}),
-    "its local tensor": send(lambda given: {**given, "skew": np.zeros((4, 4), np.float32)}),
-    "another name": send(lambda given: {f"{k}2": v for k, v in given.items()}),
-    "no upload": say("uploads", value=False),
-    "an upload that is no truth": say("uploads", value="yes"),
-    "a version of the future": say("version", value=7),
-    "a version of the past": say("version", value=0),
-    "a version that is no number": say("version", value=None),
-    "a loss of NaN": say("scores", "loss", value=NAN),
-    "a loss that is a word": say("scores", "loss", value="low"),
-    "more hits than rows": say("scores", "test_hits", value=10**6),
-    "more rows than it opened with": say("scores", "test_rows", value=10**6),
-    "negative hits": say("scores", "validation_hits", value=-1),
-    "no hits": forget("scores", "test_hits"),
-    "no scores": forget("scores"),
-    "scores that are a list": say("scores", value=[1, 2]),
-    "scores of single rows": say("scores", "hits", value="ff"),
-    "an infinite number told": say("described", "condition", value=INF),
-    "a word told": say("described", "condition", value="fine"),
-    "another client's name": say("client", value="photo"),
-    "no client": forget("client"),
-    "another round": say("round", value=5),
-    "another nonce": say("nonce", value="0" * 32),
-    "a masked upload": say("masked", value="no"),
-    "an error of no kind": say("error", value=["<script>", {"a": 1}]),
-    "an error of a whole book": say("error", value={"kind": "x" * 10**6, "numbers": {}}),
+    "another shape": send(lambda arrays_in: {k: v[:-1] for k, v in arrays_in.items()}),
+    "a turned shape": send(lambda arrays_in: {k: v.T.copy() for k, v in arrays_in.items()}),
+    "no dimension": send(lambda arrays_in: {k: np.float32(1.0) for k in arrays_in}),
+    "doubles": send(lambda arrays_in: {k: v.astype(np.float64) for k, v in arrays_in.items()}),
+    "whole numbers": send(lambda arrays_in: {k: v.astype(np.int64) for k, v in arrays_in.items()}),
+    "complex numbers": send(lambda arrays_in: {k: v.astype(np.complex64) for k, v in arrays_in.items()}),
+    "texts": send(lambda arrays_in: {k: v.astype("<U9") for k, v in arrays_in.items()}),
+    "an upload of nothing": send(lambda arrays_in: {}),
+    "a tensor more": send(lambda arrays_in: {**arrays_in, "more": np.zeros(4, np.float32)}),
+    "its local tensor": send(lambda arrays_in: {**arrays_in, "skew": np.zeros((4, 4), np.float32)}),
+    "another name": send(lambda arrays_in: {f"{k}2": v for k, v in arrays_in.items()}),
+    "no upload": set_field("uploads", value=False),
+    "an upload that is no truth": set_field("uploads", value="yes"),
+    "a version of the future": set_field("version", value=7),
+    "a version of the past": set_field("version", value=0),
+    "a version that is no number": set_field("version", value=None),
+    "a loss of NaN": set_field("scores", "loss", value=NAN),
+    "a loss that is a word": set_field("scores", "loss", value="low"),
+    "more hits than rows": set_field("scores", "test_hits", value=10**6),
+    "more rows than it opened with": set_field("scores", "test_rows", value=10**6),
+    "negative hits": set_field("scores", "validation_hits", value=-1),
+    "no hits": delete_field("scores", "test_hits"),
+    "no scores": delete_field("scores"),
+    "scores that are a list": set_field("scores", value=[1, 2]),
+    "scores of single rows": set_field("scores", "hits", value="ff"),
+    "an infinite number told": set_field("described", "condition", value=INF),
+    "a word told": set_field("described", "condition", value="fine"),
+    "another client's name": set_field("client", value="photo"),
+    "no client": delete_field("client"),
+    "another round": set_field("round", value=5),
+    "another nonce": set_field("nonce", value="0" * 32),
+    "a masked upload": set_field("masked", value="no"),
+    "an error of no kind": set_field("error", value=["<script>", {"a": 1}]),
+    "an error of a whole book": set_field("error", value={"kind": "x" * 10**6, "numbers": {}}),
 }
 ADAPT = {
-    "a loss of NaN in the end": say("scores", "loss", value=NAN),
-    "an upload in the end": send(lambda given: {"head": np.zeros((4, 16), np.float32)}),
-    "a metric that is a list": say("scores", "AUC", value=[[1.0]]),
-    "numbers that are none": say("described", "orthogonality", value=None),
+    "a loss of NaN in the end": set_field("scores", "loss", value=NAN),
+    "an upload in the end": send(lambda arrays_in: {"head": np.zeros((4, 16), np.float32)}),
+    "a metric that is a list": set_field("scores", "AUC", value=[[1.0]]),
+    "numbers that are none": set_field("described", "orthogonality", value=None),
 }
 LIES = [
     *(pytest.param("open", lie, id=f"open: {name}") for name, lie in OPEN.items()),
@@ -147,7 +147,7 @@ class Liar:
         reply, state = self.site.answer(request, state)
         if request.about["kind"] == self.kind:
             about, arrays = self.lie(reply.about, reply.arrays)
-            reply = self.site.sign(Parcel(about, arrays))
+            reply = self.site.sign(Message(about, arrays))
         return reply, state
 
 
@@ -175,14 +175,14 @@ def test_a_liar_that_does_not_lie_takes_part(place):
 def test_a_lie_stops_nobody_and_is_not_accepted(place, kind, lie, request):
     result = run(place, request.node.callspec.id.replace(" ", "-").replace(":", ""), kind, lie)
     [line] = result.rounds
-    there = ["art", "photo"]
+    honest_sites = ["art", "photo"]
     if kind == "adapt":
-        assert sorted(end(result)) == there
+        assert sorted(end(result)) == honest_sites
         return
-    assert sorted(line["clients"]) == there and list(line["missing"]) == ["sketch"]
+    assert sorted(line["clients"]) == honest_sites and list(line["missing"]) == ["sketch"]
     assert 0 < len(line["missing"]["sketch"]) < 600
     shared = read_tensors(result.folder / "trainings/0-all.safetensors")[0]
-    assert all(one.isfinite().all() for one in shared.values())
+    assert all(tensor.isfinite().all() for tensor in shared.values())
 
 
 def test_below_the_quorum_a_lie_stops_the_run_before_its_checkpoint(place):
@@ -196,18 +196,14 @@ def test_below_the_quorum_a_lie_stops_the_run_before_its_checkpoint(place):
     assert not list((place.folder / "quorum" / "trainings").glob("*.checkpoint"))
 
 
-@pytest.mark.parametrize(
-    "method", [{"name": "tofa"}, {"name": "auto", "rounds": 3}, {"name": "fedgh", "rounds": 1}]
-)
+@pytest.mark.parametrize("method", [{"name": "tofa"}, {"name": "auto", "rounds": 3}, {"name": "fedgh", "rounds": 1}])
 @pytest.mark.parametrize("value", [-1e6, 1e14])
 def test_statistics_that_cannot_be_stop_nobody(place, method, value):
     """They may be believed (bounds on poisoning are another matter), but what is kept is finite."""
     for name in place.desks:
-        (place.site(name) / "policy.toml").write_text(example(("*",)))
+        (place.site(name) / "policy.toml").write_text(example_policy(("*",)))
     settings = place.settings(method)
     liar = Liar(place.desks["sketch"], "round", filled(value))
-    result = place.run(
-        settings, f"{method['name']}-{value:g}", local_grid({**place.desks, "sketch": liar})
-    )
+    result = place.run(settings, f"{method['name']}-{value:g}", local_grid({**place.desks, "sketch": liar}))
     shared = read_tensors(result.folder / "trainings/0-all.safetensors")[0]
-    assert all(not one.isnan().any() for one in shared.values() if one.is_floating_point())
+    assert all(not tensor.isnan().any() for tensor in shared.values() if tensor.is_floating_point())

@@ -7,13 +7,13 @@ from time import monotonic, sleep
 import httpx
 import pytest
 
-from fedvlm.deploy.flower.gate import HEADER, SITES, word
-from fedvlm.deploy.flower.processes import LINK, flwr, free_port, superlink
-from fedvlm.deploy.kits import init, read_server
-from fedvlm.deploy.runs import APP, processes
-from fedvlm.engines.flower.api import flower
+from fedvlm.deploy.flower.gate import SITE_PATHS, TOKEN_HEADER, auth_token
+from fedvlm.deploy.flower.processes import CONNECTION_NAME, free_port, run_flwr, start_superlink
+from fedvlm.deploy.kits import create_kits, read_server
+from fedvlm.deploy.runs import FLOWER_APP, running_processes
+from fedvlm.engines.flower.api import import_flower
 
-flower()
+import_flower()
 from fastapi.routing import iter_route_contexts  # noqa: E402
 from flwr.cli.build import build_fab_from_disk  # noqa: E402
 from flwr.proto.control_pb2 import StartRunRequest  # noqa: E402
@@ -37,10 +37,10 @@ app.main()(lambda grid, context: None)
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory):
     place = tmp_path_factory.mktemp("outsiders")
-    init(place, ["a"], "127.0.0.1", free_port())
+    create_kits(place, ["a"], "127.0.0.1", free_port())
     kit = read_server(place / "server")
-    with processes() as running:
-        running.append(superlink(kit))
+    with running_processes() as running:
+        running.append(start_superlink(kit))
         yield kit
 
 
@@ -54,7 +54,7 @@ def call(kit, method, path, content=b"", **headers):
 def theft(kit, tmp_path):
     """A run whose ServerApp copies the server's signing key as soon as it is imported."""
     app = tmp_path / "app"
-    for name, text in APP.items():
+    for name, text in FLOWER_APP.items():
         path = app / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -66,40 +66,40 @@ def theft(kit, tmp_path):
 
 
 def runs(kit):
-    return flwr(kit, "list", LINK)["runs"]
+    return run_flwr(kit, "list", CONNECTION_NAME)["runs"]
 
 
 def test_an_outsiders_run_is_refused_and_nothing_runs(kit, tmp_path):
     content, copy = theft(kit, tmp_path)
     assert call(kit, "POST", "/v1/control/start-run", content).status_code == 403
-    wrong = {HEADER: "0" * 64}
+    wrong = {TOKEN_HEADER: "0" * 64}
     assert call(kit, "POST", "/v1/control/start-run", content, **wrong).status_code == 403
     assert runs(kit) == [] and not copy.exists()
 
 
 def test_no_route_of_the_running_superlink_answers_an_outsider(kit):
-    found = [
-        (method, one.path)
-        for one in iter_route_contexts(create_app().routes)
-        for method in getattr(one, "methods", None) or {"GET"}
+    route_list = [
+        (method, route.path)
+        for route in iter_route_contexts(create_app().routes)
+        for method in getattr(route, "methods", None) or {"GET"}
     ]
-    answers = {one: call(kit, *one).status_code for one in found}
+    answers = {route: call(kit, *route).status_code for route in route_list}
     assert len(answers) > 80
-    assert {path for (_, path), status in answers.items() if status == 401} == SITES
+    assert {path for (_, path), status in answers.items() if status == 401} == SITE_PATHS
     assert set(answers.values()) == {401, 403}
 
 
 def test_a_task_is_not_given_without_flowers_own_signature(kit):
-    shown = {HEADER: word(kit.folder)}
-    assert call(kit, "POST", "/v1/control/list-runs", **shown).status_code == 200
-    assert call(kit, "POST", "/v1/runtime/acquire-task", **shown).status_code == 401
+    token_header = {TOKEN_HEADER: auth_token(kit.folder)}
+    assert call(kit, "POST", "/v1/control/list-runs", **token_header).status_code == 200
+    assert call(kit, "POST", "/v1/runtime/acquire-task", **token_header).status_code == 401
 
 
 def test_code_that_comes_with_a_run_is_not_run_at_the_server(kit, tmp_path):
     """Even whoever can start a run starts fedvlm's ServerApp, for the request in the folder."""
     content, copy = theft(kit, tmp_path)
-    shown = {HEADER: word(kit.folder)}
-    assert call(kit, "POST", "/v1/control/start-run", content, **shown).status_code == 200
+    token_header = {TOKEN_HEADER: auth_token(kit.folder)}
+    assert call(kit, "POST", "/v1/control/start-run", content, **token_header).status_code == 200
     end = monotonic() + 120
     while not (ended := runs(kit)[0]["status"]).startswith("finished"):
         assert monotonic() < end

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedvlm.deploy.explain import example
-from fedvlm.deploy.kits import keep_site, read_site
+from fedvlm.deploy.explain import example_policy
+from fedvlm.deploy.kits import read_site, write_site
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import ANY
+from fedvlm.deploy.policy import ALL_METHODS
 from fedvlm.deploy.site import Site
 from fedvlm.errors import FederationError
 from fedvlm.record import Record
@@ -28,8 +28,8 @@ def described(place, small_images):
             path = place.folder / f"{name}.json"
             path.write_text(json.dumps({name: TEXTS[name]}))
             kit = replace(kit, texts=str(path))
-        keep_site(kit)
-        text = example((ANY,)).replace("min_class_samples = 16", "min_class_samples = 1")
+        write_site(kit)
+        text = example_policy((ALL_METHODS,)).replace("min_class_samples = 16", "min_class_samples = 1")
         (place.site(name) / "policy.toml").write_text(text)
         place.desks[name] = Site(read_site(place.site(name)))
     return place
@@ -41,9 +41,9 @@ def test_own_texts_go_round_in_one_exchange_and_are_weighed_in_the_second(descri
     result = place.run(settings)
     assert [sorted(line["clients"]) for line in result.rounds] == [sorted(place.desks)] * 2
     shared = Record(result.folder).outcome("all")[0]
-    told = (shared["own"].norm(dim=1) > 0).tolist()
-    assert told == [True, True, True, False]  # nobody brings a sentence of a dog
-    lines = [one for one in Ledger(place.site("art")).read().lines if one["direction"] == "out"]
+    has_own_text = (shared["own"].norm(dim=1) > 0).tolist()
+    assert has_own_text == [True, True, True, False]  # nobody brings a sentence of a dog
+    lines = [ledger_line for ledger_line in Ledger(place.site("art")).read().lines if ledger_line["direction"] == "out"]
     assert "texts" in lines[1]["fields"] and "scores" in lines[2]["fields"]
 
 

@@ -11,9 +11,9 @@ from fedvlm.cli import app
 from fedvlm.core import make
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.consent import give_consent, withdraw_consent
-from fedvlm.deploy.explain import EXAMPLE, RULES, example, explain
-from fedvlm.deploy.policy import Policy, policy_now, read_policy
-from fedvlm.deploy.reasons import KINDS, Refused, sentence, word
+from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT, RULE_TEXTS, example_policy, explain_policy
+from fedvlm.deploy.policy import Policy, current_policy, read_policy
+from fedvlm.deploy.reasons import ERROR_MESSAGES, RequestRefused, encode_error, render_error
 from fedvlm.errors import FedVLMError, SettingsError
 
 LABELS = np.array([0] * 20 + [1] * 16 + [3] * 2)
@@ -27,24 +27,24 @@ def policy(folder, text):
 
 
 def test_what_init_writes_is_the_default_with_its_methods(tmp_path):
-    mine = policy(tmp_path, EXAMPLE)
-    assert replace(mine, methods=()) == Policy()
-    written = {line.split(" = ")[0] for line in EXAMPLE.splitlines()[1:]}
-    assert written == set(asdict(Policy())) == set(RULES)
+    site_policy = policy(tmp_path, DEFAULT_POLICY_TEXT)
+    assert replace(site_policy, methods=()) == Policy()
+    written = {line.split(" = ")[0] for line in DEFAULT_POLICY_TEXT.splitlines()[1:]}
+    assert written == set(asdict(Policy())) == set(RULE_TEXTS)
     for name in ("auto", "fedot", "faa-clip", "fedotp", "tofa"):
-        mine.admit(tmp_path, make(name), Channel(), LABELS)
+        site_policy.admit(tmp_path, make(name), Channel(), LABELS)
 
 
 def test_nothing_is_allowed_that_is_not_named(tmp_path):
-    with pytest.raises(Refused, match="the method fedot is not allowed here, only none"):
+    with pytest.raises(RequestRefused, match="the method fedot is not allowed here, only none"):
         Policy().admit(tmp_path, FEDOT, Channel(), LABELS)
-    with pytest.raises(Refused, match="fens is not allowed"):
-        policy(tmp_path, EXAMPLE).admit(tmp_path, make("fens"), Channel(), LABELS)
+    with pytest.raises(RequestRefused, match="fens is not allowed"):
+        policy(tmp_path, DEFAULT_POLICY_TEXT).admit(tmp_path, make("fens"), Channel(), LABELS)
     policy(tmp_path, OPEN).admit(tmp_path, make("fens"), Channel(), LABELS)
 
 
 @pytest.mark.parametrize(
-    ("rule", "kind", "says"),
+    ("rule", "kind", "message"),
     [
         ('methods = ["fedavg"]', "method", "the method fedot is not allowed here, only fedavg"),
         (f"{OPEN}min_samples = 39", "rows", "fewer than 39 training rows"),
@@ -58,40 +58,38 @@ def test_nothing_is_allowed_that_is_not_named(tmp_path):
         (f"{OPEN}consent = true", "consent", "nobody at this site has consented"),
     ],
 )
-def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, says):
-    mine = policy(tmp_path, rule)
-    with pytest.raises(Refused, match=says) as error:
-        mine.admit(tmp_path, FEDOT, Channel(clip=1.0, noise_multiplier=2.0), LABELS)
+def test_a_round_against_the_policy_is_refused_by_reason(tmp_path, rule, kind, message):
+    site_policy = policy(tmp_path, rule)
+    with pytest.raises(RequestRefused, match=message) as error:
+        site_policy.admit(tmp_path, FEDOT, Channel(clip=1.0, noise_multiplier=2.0), LABELS)
     assert error.value.kind == kind
-    assert sentence(word(error.value)).startswith("refused by its policy: ")
+    assert render_error(encode_error(error.value)).startswith("refused by its policy: ")
 
 
 def test_a_round_within_the_policy_is_admitted(tmp_path):
-    mine = policy(
-        tmp_path, f"{OPEN}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9\nsecure = true"
-    )
+    site_policy = policy(tmp_path, f"{OPEN}clip = 1.0\nnoise_multiplier = 2\nmax_upload_bytes = 9\nsecure = true")
     for channel in (
         Channel(clip=1.0, noise_multiplier=2.0),
         Channel(clip=0.1, noise_multiplier=9.0),
     ):
-        mine.admit(tmp_path, FEDOT, replace(channel, secure=True), LABELS)
-    mine.release(9)
-    with pytest.raises(Refused, match="the answer has 10 bytes, but this site sends 9 at most"):
-        mine.release(10)
+        site_policy.admit(tmp_path, FEDOT, replace(channel, secure=True), LABELS)
+    site_policy.check_upload_size(9)
+    with pytest.raises(RequestRefused, match="the answer has 10 bytes, but this site sends 9 at most"):
+        site_policy.check_upload_size(10)
 
 
 def test_a_channel_that_does_not_clip_is_no_smaller_clip(tmp_path):
-    with pytest.raises(Refused, match="channel.clip = 0,"):
+    with pytest.raises(RequestRefused, match="channel.clip = 0,"):
         policy(tmp_path, f"{OPEN}clip = 0.5").admit(tmp_path, FEDOT, Channel(), LABELS)
 
 
 def test_small_classes_are_left_out_and_stop_no_round(tmp_path):
-    mine = policy(tmp_path, OPEN)
-    assert mine.small(LABELS) == [3]  # a class without rows is no small class
-    mine.admit(tmp_path, make("tofa"), Channel(), LABELS)
-    assert mine.floored(replace(make("tofa"), min_class_samples=1)).min_class_samples == 16
-    assert mine.floored(replace(make("tofa"), min_class_samples=40)).min_class_samples == 40
-    assert mine.floored(FEDOT) is FEDOT
+    site_policy = policy(tmp_path, OPEN)
+    assert site_policy.small_classes(LABELS) == [3]  # a class without rows is no small class
+    site_policy.admit(tmp_path, make("tofa"), Channel(), LABELS)
+    assert site_policy.with_min_class_samples(replace(make("tofa"), min_class_samples=1)).min_class_samples == 16
+    assert site_policy.with_min_class_samples(replace(make("tofa"), min_class_samples=40)).min_class_samples == 40
+    assert site_policy.with_min_class_samples(FEDOT) is FEDOT
 
 
 def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
@@ -101,21 +99,21 @@ def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
         def covers(self, upload): ...
         def means(self, upload): ...
 
-    mine = policy(tmp_path, OPEN)
-    with pytest.raises(Refused, match="a class has fewer than 16 training rows"):
-        mine.admit(tmp_path, Bare(), Channel(), LABELS)
-    mine.admit(tmp_path, Bare(), Channel(), LABELS[:36])
+    site_policy = policy(tmp_path, OPEN)
+    with pytest.raises(RequestRefused, match="a class has fewer than 16 training rows"):
+        site_policy.admit(tmp_path, Bare(), Channel(), LABELS)
+    site_policy.admit(tmp_path, Bare(), Channel(), LABELS[:36])
 
 
 @pytest.mark.parametrize(
-    "told",
+    "clients",
     [{"shots": 1}, {"ratios": (0.5, 0.25, 0.25)}, {"val_shots": 2}, {"public_ratio": 0.1}],
 )
-def test_how_rows_are_divided_is_the_sites_to_say(told):
-    Policy().divide(Clients(partition="dirichlet", count=3))
-    Policy(server_divides=True).divide(Clients(**told))
-    with pytest.raises(Refused, match="are the site's to say"):
-        Policy().divide(Clients(**told))
+def test_how_rows_are_divided_is_the_sites_to_say(clients):
+    Policy().check_partition(Clients(partition="dirichlet", count=3))
+    Policy(server_divides=True).check_partition(Clients(**clients))
+    with pytest.raises(RequestRefused, match="are the site's to say"):
+        Policy().check_partition(Clients(**clients))
 
 
 SCORES = {
@@ -131,32 +129,32 @@ def test_scores_are_told_as_far_as_the_policy_says():
     assert coarse == {**exact, "loss": 0.45, "AUC": 0.8, "validation_hits": 16}
     silent = Policy(scores="none").allowed_scores(SCORES)
     assert set(silent.values()) == {0} and "loss" not in silent
-    for mine in (Policy(noise_multiplier=1.0), Policy(epsilon=3.0)):
-        assert mine.allowed_scores(SCORES) == silent
-        assert replace(mine, scores="coarse").allowed_scores(SCORES) == coarse
+    for site_policy in (Policy(noise_multiplier=1.0), Policy(epsilon=3.0)):
+        assert site_policy.allowed_scores(SCORES) == silent
+        assert replace(site_policy, scores="coarse").allowed_scores(SCORES) == coarse
 
 
 def test_consent_is_for_its_methods_and_its_time_and_can_be_withdrawn(tmp_path):
-    mine = Policy(methods=("*",), consent=True)
+    site_policy = Policy(methods=("*",), consent=True)
 
-    def ask(method="fedot"):
-        mine.admit(tmp_path, make(method), Channel(), LABELS)
+    def admit(method="fedot"):
+        site_policy.admit(tmp_path, make(method), Channel(), LABELS)
 
     give_consent(tmp_path, "A. Person", ["fedot"])
-    ask()
-    with pytest.raises(Refused, match="is not for the method fedavg"):
-        ask("fedavg")
+    admit()
+    with pytest.raises(RequestRefused, match="is not for the method fedavg"):
+        admit("fedavg")
     give_consent(tmp_path, "A. Person", days=1e-9)
-    with pytest.raises(Refused, match="ended at 20"):
-        ask()
+    with pytest.raises(RequestRefused, match="ended at 20"):
+        admit()
     give_consent(tmp_path, "A. Person")
-    ask("fedavg")
+    admit("fedavg")
     withdraw_consent(tmp_path)
-    with pytest.raises(Refused, match="nobody at this site"):
-        ask()
+    with pytest.raises(RequestRefused, match="nobody at this site"):
+        admit()
     (tmp_path / "consent.json").write_text("{}")
-    with pytest.raises(Refused, match="cannot be read"):
-        ask()
+    with pytest.raises(RequestRefused, match="cannot be read"):
+        admit()
 
 
 def test_consent_of_nobody_or_for_no_time_is_refused(tmp_path):
@@ -167,7 +165,7 @@ def test_consent_of_nobody_or_for_no_time_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("min_clas_samples = 5", "did you mean 'min_class_samples'"),
         ('methods = "fedot"', "methods = 'fedot' does not fit; it takes names"),
@@ -181,53 +179,51 @@ def test_consent_of_nobody_or_for_no_time_is_refused(tmp_path):
         (None, "there is no settings file"),
     ],
 )
-def test_a_policy_that_is_missing_or_unreadable_refuses(tmp_path, text, says):
+def test_a_policy_that_is_missing_or_unreadable_refuses(tmp_path, text, message):
     if text is not None:
         (tmp_path / "policy.toml").write_text(text)
-    with pytest.raises(SettingsError, match=says):
+    with pytest.raises(SettingsError, match=message):
         read_policy(tmp_path)
-    with pytest.raises(Refused, match=says) as error:
-        policy_now(tmp_path)
-    assert sentence(word(error.value)) == KINDS["policy"]  # and nothing of the file's
+    with pytest.raises(RequestRefused, match=message) as error:
+        current_policy(tmp_path)
+    assert render_error(encode_error(error.value)) == ERROR_MESSAGES["policy"]  # and nothing of the file's
 
 
 def test_a_policy_that_is_no_file_refuses(tmp_path):
     (tmp_path / "policy.toml").mkdir()
-    with pytest.raises(Refused):
-        policy_now(tmp_path)
+    with pytest.raises(RequestRefused):
+        current_policy(tmp_path)
 
 
 def test_the_command_says_every_rule_and_what_it_is_good_for(tmp_path):
-    (tmp_path / "policy.toml").write_text(example(("fedot",)) + "")
-    told = CliRunner().invoke(app, ["deploy", "policy", str(tmp_path)])
-    assert told.exit_code == 0, told.output
-    for name, (what, why) in RULES.items():
-        assert f"{name} = " in told.stdout and what in told.stdout and why in told.stdout
-    assert "So far: 0 of 100 trainings, 0 of 10000 rounds." in told.stdout
-    assert "No scores" in explain(Policy(noise_multiplier=1.0))[-1]
-    assert "are told, exact" in explain(Policy())[-1]
+    (tmp_path / "policy.toml").write_text(example_policy(("fedot",)) + "")
+    output = CliRunner().invoke(app, ["deploy", "policy", str(tmp_path)])
+    assert output.exit_code == 0, output.output
+    for name, (meaning, benefit) in RULE_TEXTS.items():
+        assert f"{name} = " in output.stdout and meaning in output.stdout and benefit in output.stdout
+    assert "So far: 0 of 100 trainings, 0 of 10000 rounds." in output.stdout
+    assert "No scores" in explain_policy(Policy(noise_multiplier=1.0))[-1]
+    assert "are told, exact" in explain_policy(Policy())[-1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ERROR_MESSAGES)
 def test_an_error_travels_as_a_kind_and_numbers(kind):
     names = [
-        one
-        for one in ("most", "least", "bytes", "count", "trainings", "rounds")
-        if "{" + one in KINDS[kind]
+        value_name
+        for value_name in ("most", "least", "bytes", "count", "trainings", "rounds")
+        if "{" + value_name in ERROR_MESSAGES[kind]
     ]
-    error = Refused(kind, "/home/a/secret.png", **dict.fromkeys(names, 7))
-    assert word(error) == {"kind": kind, "numbers": dict.fromkeys(names, 7)}
-    assert "secret" not in sentence(word(error))
+    error = RequestRefused(kind, "/home/a/secret.png", **dict.fromkeys(names, 7))
+    assert encode_error(error) == {"kind": kind, "numbers": dict.fromkeys(names, 7)}
+    assert "secret" not in render_error(encode_error(error))
 
 
-@pytest.mark.parametrize(
-    "said", [None, [], "x", {}, {"kind": []}, {"kind": "rows", "numbers": {"least": "<b>"}}]
-)
-def test_an_error_in_words_of_its_own_is_not_repeated(said):
-    assert sentence(said).startswith("it reports an error")
+@pytest.mark.parametrize("payload", [None, [], "x", {}, {"kind": []}, {"kind": "rows", "numbers": {"least": "<b>"}}])
+def test_an_error_in_words_of_its_own_is_not_repeated(payload):
+    assert render_error(payload).startswith("it reports an error")
 
 
 def test_an_error_of_the_program_tells_no_trace():
-    assert word(KeyError("/home/a")) == {"kind": "failure", "numbers": {}}
-    assert word(FedVLMError("x"))["kind"] == "failure"
-    assert word(SettingsError("x"))["kind"] == "settings"
+    assert encode_error(KeyError("/home/a")) == {"kind": "failure", "numbers": {}}
+    assert encode_error(FedVLMError("x"))["kind"] == "failure"
+    assert encode_error(SettingsError("x"))["kind"] == "settings"

@@ -14,7 +14,7 @@ from fedvlm.deploy.flower.processes import Process
 def readable(folder):
     """Files and folders that anyone but the owner can do something with."""
     paths = [folder, *folder.rglob("*")]
-    return [str(one) for one in paths if stat.S_IMODE(one.stat().st_mode) & 0o077]
+    return [str(path) for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077]
 
 
 def test_kits_and_server_are_their_owners_after_a_whole_run(tmp_path, rows, place_of):
@@ -24,10 +24,10 @@ def test_kits_and_server_are_their_owners_after_a_whole_run(tmp_path, rows, plac
         place.run()
     finally:
         os.umask(before)
-    names = {one.name for one in (tmp_path / "kits").rglob("*")}
+    names = {path.name for path in (tmp_path / "kits").rglob("*")}
     assert {"ledger.jsonl", "policy.toml", "server.toml", "local.safetensors"} <= names
-    for one in (tmp_path / "kits").iterdir():
-        assert readable(one) == []
+    for path in (tmp_path / "kits").iterdir():
+        assert readable(path) == []
 
 
 def test_a_cache_is_its_owners(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_a_cache_is_its_owners(tmp_path, monkeypatch):
         )
     finally:
         os.umask(before)
-    assert any(one.is_file() for one in (tmp_path / "cache").rglob("*"))
+    assert any(file.is_file() for file in (tmp_path / "cache").rglob("*"))
     assert readable(tmp_path / "cache") == []
 
 
@@ -57,14 +57,14 @@ def test_what_flowers_processes_write_is_their_owners(tmp_path):
     code = "open('made', 'w').close()"
     before = os.umask(0o022)
     try:
-        one = Process(
+        process = Process(
             "a child",
             [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {code}"],
             tmp_path / "log",
             os.environ,
         )
-        one.child.wait(60)
+        process.child.wait(60)
     finally:
         os.umask(before)
-        one.stop()
+        process.stop()
     assert stat.S_IMODE((Path(tmp_path) / "made").stat().st_mode) == 0o600

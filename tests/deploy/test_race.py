@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from fedvlm.deploy.account import Account
-from fedvlm.deploy.explain import EXAMPLE
+from fedvlm.deploy.account import PrivacyBudget
+from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
 from fedvlm.maths.accounting import epsilon
-from fedvlm.runner.tune import line_up
+from fedvlm.runner.tune import make_candidates
 
 NAMES = ["art", "photo", "sketch"]
 METHOD = {"name": "fedot", "rounds": 4, "lr": 1e-4}
@@ -21,24 +21,24 @@ NOISE = {"clip": 0.1, "noise_multiplier": 5.0}
 
 def rule(place, name="art", **rules):
     """A policy with other rules, and the site started anew."""
-    lines = [one for one in EXAMPLE.splitlines() if one.split(" = ")[0] not in rules]
+    lines = [line for line in DEFAULT_POLICY_TEXT.splitlines() if line.split(" = ")[0] not in rules]
     lines += [f"{key} = {json.dumps(value)}" for key, value in rules.items()]
     (place.site(name) / "policy.toml").write_text("\n".join(lines) + "\n")
     place.desks[name] = Site(read_site(place.site(name)))
 
 
-def asked(place, **more):
-    return place.settings(METHOD, tune=["lr"], **more)
+def tuned_settings(place, **overrides):
+    return place.settings(METHOD, tune=["lr"], **overrides)
 
 
 def uploads(place, name):
-    return Account(Ledger(place.site(name))).rounds.total()
+    return PrivacyBudget(Ledger(place.site(name))).rounds.total()
 
 
 def test_a_race_over_sites_is_the_race_of_one_process(place):
-    deployed, alone = place.run(asked(place)), place.alone(asked(place))
-    mine, theirs = deployed.manifest["tuned"], alone.manifest["tuned"]
-    assert mine["chosen"] == theirs["chosen"] and mine["trials"] == theirs["trials"]
+    deployed, alone = place.run(tuned_settings(place)), place.alone(tuned_settings(place))
+    deployed_tuning, theirs = deployed.manifest["tuned"], alone.manifest["tuned"]
+    assert deployed_tuning["chosen"] == theirs["chosen"] and deployed_tuning["trials"] == theirs["trials"]
     assert deployed.manifest["identity"]["method"] == alone.manifest["identity"]["method"]
     assert deployed.tables == alone.tables
     assert "tuned on validation rows (4 trials)" in deployed.table()
@@ -47,11 +47,11 @@ def test_a_race_over_sites_is_the_race_of_one_process(place):
 def test_every_seed_is_raced_over_the_sites(place):
     for name in NAMES:
         rule(place, name, server_divides=True)
-    settings = asked(place, seeds=[0, 1])
+    settings = tuned_settings(place, seeds=[0, 1])
     deployed, alone = place.run(settings), place.alone(settings)
     for seed in ("0", "1"):
-        both = [one.manifest["tuned"]["seeds"][seed] for one in (deployed, alone)]
-        assert both[0]["chosen"] == both[1]["chosen"]
+        tunings = [result.manifest["tuned"]["seeds"][seed] for result in (deployed, alone)]
+        assert tunings[0]["chosen"] == tunings[1]["chosen"]
     assert deployed.tables == alone.tables
 
 
@@ -64,44 +64,54 @@ def test_a_trial_tells_hits_on_validation_rows_and_leaves_no_classifier(place):
         return reply, state
 
     place.desks["photo"].answer = listen
-    place.run(asked(place))
-    opened = [(ask, say) for ask, say in replies if ask["kind"] == "open"]
-    trials = {ask["training"] for ask, _ in opened if "race" in ask["spec"]}
+    place.run(tuned_settings(place))
+    opened = [
+        (request_header, reply_header) for request_header, reply_header in replies if request_header["kind"] == "open"
+    ]
+    trials = {request_header["training"] for request_header, _ in opened if "race" in request_header["spec"]}
     assert len(trials) == 4 and len(opened) == 5
-    assert all(say["rows"]["test"] == 0 for ask, say in opened if ask["training"] in trials)
-    told = [say for ask, say in replies if ask["kind"] != "open" and ask["training"] in trials]
-    assert told
-    for say in told:
+    assert all(
+        reply_header["rows"]["test"] == 0
+        for request_header, reply_header in opened
+        if request_header["training"] in trials
+    )
+    trial_replies = [
+        reply_header
+        for request_header, reply_header in replies
+        if request_header["kind"] != "open" and request_header["training"] in trials
+    ]
+    assert trial_replies
+    for reply_header in trial_replies:
         names = {"validation_rows", "validation_hits", "test_rows", "test_hits"}
-        assert say["scores"].keys() == names and say["described"] == {}
-        assert say["scores"]["test_rows"] == 0 < say["scores"]["validation_rows"]
+        assert reply_header["scores"].keys() == names and reply_header["described"] == {}
+        assert reply_header["scores"]["test_rows"] == 0 < reply_header["scores"]["validation_rows"]
     assert len(list((place.site("photo") / "classifiers").iterdir())) == 1
 
 
 def test_every_upload_of_every_trial_counts_at_its_site_and_in_the_record(place):
     for name in NAMES:
         rule(place, name, epsilon=8.0, scores="coarse")
-    run = place.run(asked(place, channel=NOISE))
-    total = sum(one["rounds"] for one in run.manifest["tuned"]["trials"]) + METHOD["rounds"]
+    run = place.run(tuned_settings(place, channel=NOISE))
+    total = sum(trial["rounds"] for trial in run.manifest["tuned"]["trials"]) + METHOD["rounds"]
     assert total == 4 * 1 + 2 * 3 + 4
     assert [uploads(place, name) for name in NAMES] == [total] * 3
     assert run.rounds[-1]["epsilon"] == pytest.approx(epsilon(5.0, total, delta=1e-5))
-    account = Account(Ledger(place.site("art")))
+    account = PrivacyBudget(Ledger(place.site("art")))
     assert account.epsilon(1e-5) == pytest.approx(run.rounds[-1]["epsilon"])
 
 
 @pytest.mark.parametrize(
-    ("rules", "more"),
+    ("rules", "overrides"),
     [
         ({"trainings": 4}, {}),
         ({"all_rounds": 13}, {}),
         ({"epsilon": epsilon(5.0, 13, delta=1e-5), "scores": "coarse"}, {"channel": NOISE}),
     ],
 )
-def test_a_race_over_a_sites_budget_is_refused_before_anything_leaves(place, rules, more):
+def test_a_race_over_a_sites_budget_is_refused_before_anything_leaves(place, rules, overrides):
     rule(place, "sketch", **rules)
     with pytest.raises(FederationError, match="does not begin; sketch: .* over its budget"):
-        place.run(asked(place, **more))
+        place.run(tuned_settings(place, **overrides))
     assert [uploads(place, name) for name in NAMES] == [0, 0, 0]
     assert not (place.folder / "run").exists()
 
@@ -109,7 +119,7 @@ def test_a_race_over_a_sites_budget_is_refused_before_anything_leaves(place, rul
 @pytest.mark.parametrize("rules", [{"trainings": 5}, {"all_rounds": 14}])
 def test_a_race_that_just_fits_is_run(place, rules):
     rule(place, "sketch", **rules)
-    assert place.run(asked(place)).manifest["tuned"]["chosen"]
+    assert place.run(tuned_settings(place)).manifest["tuned"]["chosen"]
     assert uploads(place, "sketch") == 14
 
 
@@ -117,24 +127,24 @@ def test_a_race_among_sites_that_tell_no_scores_is_refused(place):
     for name in NAMES:
         rule(place, name, scores="none")
     with pytest.raises(FederationError, match="no site tells its hits on validation rows"):
-        place.run(asked(place))
+        place.run(tuned_settings(place))
 
 
 @pytest.mark.parametrize("after", [3, 7, 12])
 def test_a_race_that_was_stopped_goes_on_where_it_was(place, after):
-    grid, seen = local_grid(place.desks), []
+    grid, requests = local_grid(place.desks), []
     push = grid.push_messages
 
     def stop(messages):
         messages = list(messages)
-        seen.append(messages[0].metadata.group_id)
-        if len(seen) == len(line_up(asked(place))[0]) + after:
+        requests.append(messages[0].metadata.group_id)
+        if len(requests) == len(make_candidates(tuned_settings(place))[0]) + after:
             raise KeyboardInterrupt
         return push(messages)
 
     grid.push_messages = stop
     with pytest.raises(KeyboardInterrupt):
-        place.run(asked(place), grid=grid)
-    again = place.run(asked(place))
-    assert again.manifest["tuned"] == place.alone(asked(place)).manifest["tuned"]
+        place.run(tuned_settings(place), grid=grid)
+    again = place.run(tuned_settings(place))
+    assert again.manifest["tuned"] == place.alone(tuned_settings(place)).manifest["tuned"]
     assert [uploads(place, name) for name in NAMES] == [14] * 3

@@ -7,11 +7,24 @@ import pytest
 from joining import Joining
 
 from fedvlm.cli import main
-from fedvlm.deploy.admission import NEXT, REQUEST, accept, admit, join_request, read_request, revoke
-from fedvlm.deploy.keys import certificates, paper_until
-from fedvlm.deploy.kits import INVITATION, init, read_server
-from fedvlm.deploy.membership import ENDED, member, own, place
-from fedvlm.deploy.standing import renew_server, server_days, server_days_in_words, standings
+from fedvlm.deploy.admission import (
+    JOIN_REQUEST_FILE,
+    NEXT_KEY_FILE,
+    accept_certificate,
+    admit_site,
+    create_join_request,
+    read_request,
+    revoke_site,
+)
+from fedvlm.deploy.keys import certificate_expiry, create_certificates
+from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
+from fedvlm.deploy.membership import ENDED_FOLDER, certificate_path, current_certificate, read_own_certificate
+from fedvlm.deploy.standing import (
+    certificate_statuses,
+    describe_server_expiry,
+    renew_server_certificate,
+    server_days_left,
+)
 from fedvlm.errors import DataError, FederationError, SettingsError
 
 
@@ -23,95 +36,95 @@ def fed(tmp_path):
 def test_a_renewed_site_has_a_new_key_under_its_name_and_the_old_one_ends(fed):
     folder = fed.joins("north")
     (folder / "policy.toml").write_text("# ours\n")
-    old, before = (folder / "key").read_bytes(), member(fed.server, "north")
-    request = join_request(folder)
-    assert own(folder) == before  # until the server has answered, it goes on with the old one
-    assert read_request(fed.kit, request.path).note == "north renews its key; the old one ends"
-    accept(folder, fed.admits(request))
-    assert (folder / "key").read_bytes() != old and not (folder / NEXT).exists()
-    assert own(folder).key == member(fed.server, "north").key == request.key != before.key
+    old, before = (folder / "key").read_bytes(), current_certificate(fed.server, "north")
+    request = create_join_request(folder)
+    assert read_own_certificate(folder) == before  # until the server has answered, it goes on with the old one
+    assert read_request(fed.kit, request.path).remark == "north renews its key; the old one ends"
+    accept_certificate(folder, fed.admits(request))
+    assert (folder / "key").read_bytes() != old and not (folder / NEXT_KEY_FILE).exists()
+    assert read_own_certificate(folder).key == current_certificate(fed.server, "north").key == request.key != before.key
     assert (folder / "policy.toml").read_text() == "# ours\n" and fed.kit.sites == ("north",)
-    assert [one.note for one in standings(fed.server)] == ["", "", "revoked or replaced"]
+    assert [status.remark for status in certificate_statuses(fed.server)] == ["", "", "revoked or replaced"]
 
 
 def test_an_older_renewal_cannot_be_replayed(fed):
     folder = fed.joins("north")
-    first = join_request(folder)
-    kept = first.path.read_bytes()
+    first = create_join_request(folder)
+    older_request = first.path.read_bytes()
     first.path.unlink()
-    (folder / NEXT).unlink()  # lost; the site asks once more
-    accept(folder, fed.admits(join_request(folder)))
+    (folder / NEXT_KEY_FILE).unlink()  # lost; the site asks once more
+    accept_certificate(folder, fed.admits(create_join_request(folder)))
     path = fed.folder / "kept.json"
-    path.write_bytes(kept)
+    path.write_bytes(older_request)
     with pytest.raises(FederationError, match="the name north is taken"):
         read_request(fed.kit, path)
 
 
 def test_a_stop_while_a_certificate_is_put_in_is_made_good_by_the_same_command(fed, monkeypatch):
     folder = fed.joins("north")
-    sent = fed.admits(join_request(folder))
+    sent = fed.admits(create_join_request(folder))
 
     def stop(*paths):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(type(folder), "replace", stop)  # which is how the key is moved
     with pytest.raises(KeyboardInterrupt):
-        accept(folder, sent)
+        accept_certificate(folder, sent)
     monkeypatch.undo()
     with pytest.raises(SettingsError, match="is of another key than.*deploy accept"):
-        own(folder)
-    accept(folder, sent)
-    assert own(folder).key == member(fed.server, "north").key
+        read_own_certificate(folder)
+    accept_certificate(folder, sent)
+    assert read_own_certificate(folder).key == current_certificate(fed.server, "north").key
 
 
 def test_a_request_that_changes_after_it_was_compared_is_not_admitted(fed):
-    one = read_request(fed.kit, fed.asks("north").path)
-    one.path.write_bytes(fed.asks("north", folder="thief").path.read_bytes())
+    request = read_request(fed.kit, fed.asks("north").path)
+    request.path.write_bytes(fed.asks("north", folder="thief").path.read_bytes())
     with pytest.raises(FederationError, match="was changed meanwhile"):
-        admit(fed.kit, one)
+        admit_site(fed.kit, request)
 
 
 def test_only_a_site_can_be_revoked(fed):
     fed.joins("north")
     with pytest.raises(SettingsError, match="'nort'; did you mean 'north'"):
-        revoke(fed.kit, "nort")
+        revoke_site(fed.kit, "nort")
 
 
 def test_a_damaged_certificate_holds_its_name_until_it_is_revoked(fed):
     fed.joins("north")
-    place(fed.server, "north").write_bytes(b"{")
+    certificate_path(fed.server, "north").write_bytes(b"{")
     with pytest.raises(FederationError, match="the name north is taken"):
         fed.admits(fed.asks("north", folder="new"))
-    assert standings(fed.server)[1].note == "its certificate is damaged; revoke it"
-    revoke(fed.kit, "north")
-    fed.admits(join_request(fed.folder / "new"))
-    assert not list((fed.server / ENDED).glob("*"))
+    assert certificate_statuses(fed.server)[1].remark == "its certificate is damaged; revoke it"
+    revoke_site(fed.kit, "north")
+    fed.admits(create_join_request(fed.folder / "new"))
+    assert not list((fed.server / ENDED_FOLDER).glob("*"))
 
 
 def test_a_certificate_under_another_name_is_nobodys(fed):
     fed.joins("north")
-    place(fed.server, "south").write_bytes(place(fed.server, "north").read_bytes())
+    certificate_path(fed.server, "south").write_bytes(certificate_path(fed.server, "north").read_bytes())
     with pytest.raises(DataError, match="is the certificate of north"):
-        member(fed.server, "south")
+        current_certificate(fed.server, "south")
 
 
 def test_the_server_renews_its_certificate_under_the_root_that_sites_know(fed):
     root, old = (fed.server / "ca.crt").read_bytes(), (fed.server / "server.pem").read_bytes()
-    for name, data in certificates("127.0.0.1", datetime.now(UTC), 5).items():
+    for name, data in create_certificates("127.0.0.1", datetime.now(UTC), 5).items():
         (fed.server / name).write_bytes(data)
-    assert server_days(fed.server) == 4
-    assert "renew it soon: fedvlm deploy renew" in server_days_in_words(fed.kit)[0]
+    assert server_days_left(fed.server) == 4
+    assert "renew it soon: fedvlm deploy renew" in describe_server_expiry(fed.kit)[0]
     root = (fed.server / "ca.crt").read_bytes()
-    assert renew_server(fed.kit) == 364
+    assert renew_server_certificate(fed.kit) == 364
     assert (fed.server / "ca.crt").read_bytes() == root
     assert (fed.server / "server.pem").read_bytes() != old
-    assert paper_until(fed.server / "ca.crt") > datetime.now(UTC) + timedelta(days=3000)
+    assert certificate_expiry(fed.server / "ca.crt") > datetime.now(UTC) + timedelta(days=3000)
 
 
 def test_a_server_without_its_root_key_cannot_renew(fed):
     (fed.server / "ca.key").unlink()
     with pytest.raises(SettingsError, match="there is no .*ca.key.*make new kits"):
-        renew_server(fed.kit)
+        renew_server_certificate(fed.kit)
 
 
 def run(monkeypatch, capsys, *words, answer=""):
@@ -127,37 +140,37 @@ def run(monkeypatch, capsys, *words, answer=""):
 
 
 def test_the_commands_take_a_site_from_its_request_to_its_end(tmp_path, monkeypatch, capsys):
-    def say(*words, answer=""):
+    def invoke(*words, answer=""):
         return run(monkeypatch, capsys, *words, answer=answer)
 
     server, north = tmp_path / "fed" / "server", tmp_path / "north"
-    code, text = say("init", tmp_path / "fed")
+    code, text = invoke("init", tmp_path / "fed")
     assert code == 0 and "invitation.json: to each site" in text and "rehears" not in text
-    invitation = server / INVITATION
-    code, text = say("join-request", north, "--name", "north", "--invitation", invitation)
-    heard = text.strip().rpartition(": ")[2]
+    invitation = server / INVITATION_FILE
+    code, text = invoke("join-request", north, "--name", "north", "--invitation", invitation)
+    fingerprint = text.strip().rpartition(": ")[2]
     assert code == 0 and "the key stays here" in text
-    code, text = say("admit", server, north / REQUEST, answer="n")
-    assert code == 2 and heard in text and "north is not admitted" in text
+    code, text = invoke("admit", server, north / JOIN_REQUEST_FILE, answer="n")
+    assert code == 2 and fingerprint in text and "north is not admitted" in text
     assert read_server(server).sites == ()
-    code, text = say("admit", server, north / REQUEST, answer="y")
-    assert code == 0 and heard in text and "north is new here" in text
-    code, text = say("accept", north, server / "sites" / "north.json")
-    assert code == 0 and heard in text and "more days" in text
-    code, text = say("renew", north)
-    assert code == 0 and heard not in text
-    code, text = say("admit", server, north / REQUEST, "--yes")
+    code, text = invoke("admit", server, north / JOIN_REQUEST_FILE, answer="y")
+    assert code == 0 and fingerprint in text and "north is new here" in text
+    code, text = invoke("accept", north, server / "sites" / "north.json")
+    assert code == 0 and fingerprint in text and "more days" in text
+    code, text = invoke("renew", north)
+    assert code == 0 and fingerprint not in text
+    code, text = invoke("admit", server, north / JOIN_REQUEST_FILE, "--yes")
     assert code == 0 and "north renews its key" in text
-    code, text = say("accept", north, server / "sites" / "north.json")
+    code, text = invoke("accept", north, server / "sites" / "north.json")
     assert code == 0
     for folder in (server, north):
-        code, text = say("keys", folder)
+        code, text = invoke("keys", folder)
         assert code == 0 and "days left" in text and "north" in text
-    code, text = say("revoke", server, "north")
+    code, text = invoke("revoke", server, "north")
     assert code == 0 and "out from its next message on" in text
-    code, text = say("renew", server)
+    code, text = invoke("renew", server)
     assert code == 0 and "from its next start on" in text
-    code, text = say("keys", tmp_path)
+    code, text = invoke("keys", tmp_path)
     assert code == 2 and "no server's folder and no site's" in text
 
 
@@ -167,8 +180,8 @@ def test_ready_kits_are_said_to_be_for_rehearsals(tmp_path, monkeypatch, capsys)
 
 
 def test_a_site_of_a_ready_kit_can_make_a_key_of_its_own(tmp_path):
-    server, kit = init(tmp_path / "fed", ["a"], "127.0.0.1", 8443)
-    given = (kit / "key").read_bytes()
-    one = read_server(server)
-    accept(kit, admit(one, read_request(one, join_request(kit).path)))
-    assert (kit / "key").read_bytes() != given and own(kit).site == "a"
+    server, kit = create_kits(tmp_path / "fed", ["a"], "127.0.0.1", 8443)
+    original_key = (kit / "key").read_bytes()
+    server_kit = read_server(server)
+    accept_certificate(kit, admit_site(server_kit, read_request(server_kit, create_join_request(kit).path)))
+    assert (kit / "key").read_bytes() != original_key and read_own_certificate(kit).site == "a"

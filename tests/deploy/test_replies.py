@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedvlm.deploy.kits import keep_site, read_site
+from fedvlm.deploy.kits import read_site, write_site
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.reasons import KINDS
-from fedvlm.deploy.site import Site, public
-from fedvlm.deploy.words import ABOUT, MORE, PERHAPS, SCORES, SEALED, SPOKEN
+from fedvlm.deploy.reasons import ERROR_MESSAGES
+from fedvlm.deploy.site import Site, public_encoder_name
+from fedvlm.deploy.words import ABOUT, OPTIONAL_SCORES, PERHAPS, REPLY_FIELDS, SCORES, SEALED
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import from_records
 
@@ -28,43 +28,43 @@ def listed(head):
     for line in lines:
         if not line.startswith("|"):
             break
-        names |= {one.strip(" `") for one in line.split("|")[1].split(",")}
+        names |= {field_name.strip(" `") for field_name in line.split("|")[1].split(",")}
     return names
 
 
 def replies(place, *experiments):
     """Every reply of whole runs, as the server gets it."""
-    grid, seen = local_grid(place.desks), []
+    grid, replies_seen = local_grid(place.desks), []
     pull = grid.pull_messages
 
     def listen(ids):
         out = pull(ids)
-        for one in out:
-            assert not one.has_error(), one.error.reason
-            came = from_records(one.content, "")
-            seen.append((came.about, came.arrays))
+        for reply in out:
+            assert not reply.has_error(), reply.error.reason
+            message = from_records(reply.content, "")
+            replies_seen.append((message.about, message.arrays))
         return out
 
     grid.pull_messages = listen
     for number, settings in enumerate(experiments):
         place.run(settings, f"run-{number}", grid)
-    return seen
+    return replies_seen
 
 
 def test_the_page_lists_every_word_of_every_reply():
-    words = {*ABOUT, "client", *SEALED, "error", *SPOKEN["open"], *SPOKEN["round"]}
+    words = {*ABOUT, "client", *SEALED, "error", *REPLY_FIELDS["open"], *REPLY_FIELDS["round"]}
     words |= PERHAPS["open"].keys()
     assert listed("word of a reply") == words
-    assert listed("score") == {*SCORES, *MORE}
-    assert listed("kind of an error") == set(KINDS)
+    assert listed("score") == {*SCORES, *OPTIONAL_SCORES}
+    assert listed("kind of an error") == set(ERROR_MESSAGES)
 
 
 @pytest.mark.parametrize("method", ["fedot", "tofa", "auto", "fedavg"])
 def test_no_reply_says_more_than_the_page(place, method):
     settings = place.settings({"name": method, "rounds": 3 if method == "auto" else 1})
-    seen = replies(place, settings)
-    assert {about["kind"] for about, _ in seen} == {"open", "round", "adapt"}
-    for about, arrays in seen:
+    replies_seen = replies(place, settings)
+    assert {about["kind"] for about, _ in replies_seen} == {"open", "round", "adapt"}
+    for about, arrays in replies_seen:
         assert set(about) <= listed("word of a reply") and "error" not in about
         assert set(about.get("scores", {})) <= listed("score")
         assert about["kind"] == "round" or about["kind"] == "open" or not arrays
@@ -75,47 +75,47 @@ SECRETS = ["cow", "hunter2", "/srv/patients", "Traceback", ".npz", "moo"]
 
 def everything(place, out):
     """All that the server has heard or written, in one text."""
-    seen = replies(place, *out)
-    files = [one for one in (place.folder / "run-0").rglob("*") if one.is_file()]
+    replies_seen = replies(place, *out)
+    files = [entry for entry in (place.folder / "run-0").rglob("*") if entry.is_file()]
     # a signature is drawn: any three letters come up in one sooner or later
-    words = [{key: one for key, one in about.items() if key != "signature"} for about, _ in seen]
-    return json.dumps(words) + "".join(one.read_bytes().decode("latin-1") for one in files)
+    words = [{key: entry for key, entry in about.items() if key != "signature"} for about, _ in replies_seen]
+    return json.dumps(words) + "".join(entry.read_bytes().decode("latin-1") for entry in files)
 
 
 def test_names_of_refused_classes_and_files_stay_at_the_site(place):
     place.change("photo", classes=np.array(["ant", "bee", "cow", "dog"]))
-    told = everything(place, [place.settings()])
-    assert not [one for one in SECRETS if one in told]
-    assert "it has images of 1 classes" in told
+    text = everything(place, [place.settings()])
+    assert not [secret for secret in SECRETS if secret in text]
+    assert "it has images of 1 classes" in text
     assert "cow" in json.dumps(Ledger(place.site("photo")).read().lines, ensure_ascii=False)
 
 
 def test_a_file_that_cannot_be_read_is_named_to_the_site_alone(place):
-    said = []
+    printed = []
     kit = read_site(place.site("photo"))
-    keep_site(replace(kit, encoder="store:/srv/patients/moo.npz"))
-    place.desks["photo"] = Site(read_site(place.site("photo")), said.append)
-    told = everything(place, [place.settings()])
-    assert not [one for one in SECRETS if one in told]
-    assert any("/srv/patients/moo.npz" in one for one in said)
+    write_site(replace(kit, encoder="store:/srv/patients/moo.npz"))
+    place.desks["photo"] = Site(read_site(place.site("photo")), printed.append)
+    text = everything(place, [place.settings()])
+    assert not [secret for secret in SECRETS if secret in text]
+    assert any("/srv/patients/moo.npz" in secret for secret in printed)
 
 
 def test_a_trace_of_the_program_stays_at_the_site(place):
-    said = []
-    place.desks["photo"].say = said.append
+    printed = []
+    place.desks["photo"].say = printed.append
 
     def fail(*words):
         raise KeyError("/srv/patients hunter2")
 
     place.desks["photo"].desk.answer = fail
-    told = everything(place, [place.settings()])
-    assert not [one for one in SECRETS if one in told]
-    assert any("Traceback" in one and "hunter2" in one for one in said)
-    assert KINDS["failure"] in told
+    text = everything(place, [place.settings()])
+    assert not [secret for secret in SECRETS if secret in text]
+    assert any("Traceback" in secret and "hunter2" in secret for secret in printed)
+    assert ERROR_MESSAGES["failure"] in text
 
 
 @pytest.mark.parametrize(
-    ("encoder", "told"),
+    ("encoder", "expected"),
     [
         ("demo@1a2b", "demo@1a2b"),
         ("https://nurse:hunter2@box.example/embed@1a2b", "1a2b"),
@@ -124,5 +124,5 @@ def test_a_trace_of_the_program_stays_at_the_site(place):
         ("1a2b", "1a2b"),
     ],
 )
-def test_an_encoder_is_told_by_its_fingerprint_and_never_by_path_or_address(encoder, told):
-    assert public(encoder) == told
+def test_an_encoder_is_told_by_its_fingerprint_and_never_by_path_or_address(encoder, expected):
+    assert public_encoder_name(encoder) == expected

@@ -2,9 +2,9 @@
 
 import pytest
 
-from fedvlm.deploy.admission import accept, admit, join_request, read_request, revoke
+from fedvlm.deploy.admission import accept_certificate, admit_site, create_join_request, read_request, revoke_site
 from fedvlm.deploy.kits import read_site
-from fedvlm.deploy.membership import issue, member
+from fedvlm.deploy.membership import current_certificate, issue_certificate
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
@@ -38,19 +38,19 @@ def took_part(result):
 
 def test_a_site_that_is_revoked_in_a_running_round_is_left_out_and_the_round_goes_on(place):
     """It has answered, with a key that was good when it was asked."""
-    grid = watched(place, 1, lambda: revoke(place.kit, "art"), after=True)
+    grid = watched(place, 1, lambda: revoke_site(place.kit, "art"), after=True)
     result = place.run(grid=grid)
     assert took_part(result) == [NAMES, NAMES[1:], NAMES[1:]]
     assert all("its key was revoked" in line["missing"]["art"] for line in result.rounds[1:])
 
 
 def test_nobody_waits_for_a_revoked_site_that_does_not_answer(place, monkeypatch):
-    grid = watched(place, 1, lambda: revoke(place.kit, "art"), after=True)
+    grid = watched(place, 1, lambda: revoke_site(place.kit, "art"), after=True)
     pull, art = grid.pull_messages, grid.nodes["art"]
 
     def silent(ids):
-        gone = not (place.kit.folder / "sites" / "art.json").exists()
-        return [one for one in pull(ids) if not gone or one.metadata.src_node_id != art]
+        is_revoked = not (place.kit.folder / "sites" / "art.json").exists()
+        return [reply for reply in pull(ids) if not is_revoked or reply.metadata.src_node_id != art]
 
     def waits(seconds):
         raise AssertionError("the server waits for a site that is out")
@@ -68,7 +68,7 @@ def test_what_flower_says_of_a_revoked_sites_node_is_said_as_what_it_is(place):
             raise FederationError("Node Unavailable")
 
     def end():
-        revoke(place.kit, "art")
+        revoke_site(place.kit, "art")
         place.desks["art"] = Unavailable()
 
     result = place.run(grid=watched(place, 1, end, after=True))
@@ -77,22 +77,22 @@ def test_what_flower_says_of_a_revoked_sites_node_is_said_as_what_it_is(place):
 
 
 def test_a_revoked_site_is_sent_nothing_more(place):
-    grid, sent = watched(place, 1, lambda: revoke(place.kit, "art"), after=True), []
+    grid, sent = watched(place, 1, lambda: revoke_site(place.kit, "art"), after=True), []
     push, art = grid.push_messages, grid.nodes["art"]
 
-    def note(messages):
+    def record_push(messages):
         messages = list(messages)
-        sent.extend(one.metadata.group_id for one in messages if one.metadata.dst_node_id == art)
+        sent.extend(message.metadata.group_id for message in messages if message.metadata.dst_node_id == art)
         return push(messages)
 
-    grid.push_messages = note
+    grid.push_messages = record_push
     place.run(grid=grid)
     assert sent == ["0", "0", "1"]  # the opening, and two rounds
 
 
 def test_a_run_begins_without_a_site_whose_certificate_has_expired(place):
-    key = member(place.kit.folder, "art").key.encode()
-    issue(place.kit.folder, place.kit.address, "art", key, days=-1)
+    key = current_certificate(place.kit.folder, "art").key.encode()
+    issue_certificate(place.kit.folder, place.kit.address, "art", key, days=-1)
     result = place.run()
     assert took_part(result) == [NAMES[1:]] * 3
     assert "its certificate has expired" in result.rounds[0]["missing"]["art"]
@@ -100,7 +100,7 @@ def test_a_run_begins_without_a_site_whose_certificate_has_expired(place):
 
 def test_below_the_quorum_a_revocation_stops_the_run_and_says_so(place):
     place.rules(quorum=1.0)
-    grid = watched(place, 1, lambda: revoke(place.kit, "art"))
+    grid = watched(place, 1, lambda: revoke_site(place.kit, "art"))
     with pytest.raises(FederationError, match="art: .*its key was revoked"):
         place.run(grid=grid)
 
@@ -108,7 +108,7 @@ def test_below_the_quorum_a_revocation_stops_the_run_and_says_so(place):
 def test_a_site_with_a_renewed_key_goes_on_in_the_same_run(place):
     def renew():
         folder = place.site("art")
-        accept(folder, admit(place.kit, read_request(place.kit, join_request(folder).path)))
+        accept_certificate(folder, admit_site(place.kit, read_request(place.kit, create_join_request(folder).path)))
         place.desks["art"] = Site(read_site(folder))
 
     result = place.run(grid=watched(place, 0, renew, after=True))
@@ -118,7 +118,7 @@ def test_a_site_with_a_renewed_key_goes_on_in_the_same_run(place):
 def test_a_reply_signed_by_the_old_key_does_not_count_after_a_renewal(place):
     def renew():
         folder = place.site("art")
-        accept(folder, admit(place.kit, read_request(place.kit, join_request(folder).path)))
+        accept_certificate(folder, admit_site(place.kit, read_request(place.kit, create_join_request(folder).path)))
 
     result = place.run(grid=watched(place, 0, renew, after=True))
     assert took_part(result) == [NAMES[1:]] * 3

@@ -10,14 +10,14 @@ from fedvlm import tensors
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.deploy import follow, runs
 from fedvlm.deploy.consent import give_consent
-from fedvlm.deploy.explain import EXAMPLE
+from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.remote import Opened, Remote
-from fedvlm.deploy.server import REFERENCE, ready
-from fedvlm.deploy.site import Site, Stranger
+from fedvlm.deploy.remote import RemoteEngine, SiteOpening
+from fedvlm.deploy.server import REFERENCE_FILE, check_deployable
+from fedvlm.deploy.site import Site, UnsignedMessageError
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel, from_records, seal
+from fedvlm.engines.flower.wire import Message, from_records, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
 from fedvlm.result import Result
 from fedvlm.storage.sealed import read_tensors, write_tensors
@@ -33,15 +33,15 @@ def head(result):
 def test_sites_with_their_own_rows_give_what_one_process_gives(place):
     deployed, alone = place.run(), place.alone()
     assert deployed.tables == alone.tables
-    assert tensors.difference(head(deployed), head(alone)) < 1e-6
-    told = deployed.manifest["clients"]
-    assert told == alone.manifest["clients"] and deployed.manifest["sites"] == NAMES
+    assert tensors.max_relative_difference(head(deployed), head(alone)) < 1e-6
+    counts = deployed.manifest["clients"]
+    assert counts == alone.manifest["clients"] and deployed.manifest["sites"] == NAMES
     unseen = deployed.unseen().logits(place.rows.x[:5])
     assert torch.allclose(unseen, alone.unseen().logits(place.rows.x[:5]), atol=1e-4)
-    own = Personalised.from_pretrained(place.site("photo") / "classifiers" / "fedot-all-0")
-    wanted = alone.personalised("photo")
-    assert tensors.difference(own.local, wanted.local) < 1e-6
-    assert own.predict(place.rows.x[:9]) == wanted.predict(place.rows.x[:9])
+    classifier = Personalised.from_pretrained(place.site("photo") / "classifiers" / "fedot-all-0")
+    expected = alone.personalised("photo")
+    assert tensors.max_relative_difference(classifier.local, expected.local) < 1e-6
+    assert classifier.predict(place.rows.x[:9]) == expected.predict(place.rows.x[:9])
 
 
 def test_no_site_tells_row_by_row_what_it_hit(place):
@@ -58,7 +58,7 @@ def test_no_site_tells_row_by_row_what_it_hit(place):
         {"protocol": "cross-device", "counts": [2], "unseen": 1},
         {"protocol": "source-target", "target": "photo"},
     ],
-    ids=lambda one: one["protocol"],
+    ids=lambda settings_case: settings_case["protocol"],
 )
 @pytest.mark.parametrize("selection", ["last", "validation"])
 def test_every_protocol_gives_what_one_process_gives(place, protocol, selection):
@@ -69,7 +69,7 @@ def test_every_protocol_gives_what_one_process_gives(place, protocol, selection)
 def test_the_channel_is_applied_at_the_sites(place):
     settings = place.settings(channel={"clip": 0.01, "quantise": True})
     deployed, alone = place.run(settings), place.alone(settings)
-    assert tensors.difference(head(deployed), head(alone)) < 1e-5
+    assert tensors.max_relative_difference(head(deployed), head(alone)) < 1e-5
     sizes = [line["clients"]["art"]["bytes_up"] for line in deployed.rounds]
     assert sizes == [line["clients"]["art"]["bytes_up"] for line in alone.rounds]
     assert sizes[0] < alone.rounds[0]["clients"]["art"]["bytes_down"] / 2
@@ -83,25 +83,25 @@ def test_personal_state_survives_a_restart_between_any_two_messages(place):
     def restart(messages):
         for name in NAMES:
             place.desks[name] = Site(read_site(place.site(name)))
-            grid.keep(name, Parcel({}))
+            grid.keep(name, Message({}))
         return push(messages)
 
     grid.push_messages = restart
     deployed = place.run(grid=grid)
     alone = place.alone()
-    assert tensors.difference(head(deployed), head(alone)) < 1e-6
+    assert tensors.max_relative_difference(head(deployed), head(alone)) < 1e-6
     assert deployed.tables == alone.tables
 
 
 def test_a_second_run_goes_on_from_the_files_of_the_first(place, monkeypatch):
     """The server is stopped in round 2; another Flower run, with other Contexts, ends the same."""
-    grid, seen = local_grid(place.desks), []
+    grid, requests = local_grid(place.desks), []
     push = grid.push_messages
 
     def stop(messages):
         messages = list(messages)
-        seen.append(messages[0].metadata.group_id)
-        if seen[-1] == "2":
+        requests.append(messages[0].metadata.group_id)
+        if requests[-1] == "2":
             raise KeyboardInterrupt
         return push(messages)
 
@@ -111,7 +111,7 @@ def test_a_second_run_goes_on_from_the_files_of_the_first(place, monkeypatch):
     folders = list((place.site("art") / "state").iterdir())
     assert len(folders) == 1 and (folders[0] / "local.safetensors").exists()
     result = place.run()
-    assert tensors.difference(head(result), head(place.alone())) < 1e-6
+    assert tensors.max_relative_difference(head(result), head(place.alone())) < 1e-6
     assert [line["round"] for line in result.rounds] == [0, 1, 2]
 
 
@@ -132,8 +132,8 @@ def test_nothing_local_is_in_any_message_or_in_the_server_record(place):
 def test_auto_runs_over_sites_under_the_policy_of_init_and_leaves_each_its_classifier(place):
     place.run(place.settings({"name": "auto", "rounds": 3}))
     for name in NAMES:
-        own = Personalised.from_pretrained(place.site(name) / "classifiers" / "auto-all-0")
-        assert len(own.predict(place.rows.x[:5])) == 5
+        classifier = Personalised.from_pretrained(place.site(name) / "classifiers" / "auto-all-0")
+        assert len(classifier.predict(place.rows.x[:5])) == 5
 
 
 def test_a_site_may_lack_a_class(place, rows):
@@ -145,12 +145,12 @@ def test_a_site_may_lack_a_class(place, rows):
 def test_a_site_with_another_class_is_refused(place):
     place.rules(quorum=1.0)
     place.change("photo", classes=np.array(["ant", "bee", "cow", "dog"]))
-    said = []
-    place.desks["photo"].say = said.append
+    printed = []
+    place.desks["photo"].say = printed.append
     with pytest.raises(FederationError, match="photo: it has images of 1 classes that") as error:
         place.run()
     assert "cow" not in str(error.value)  # its name is for the people of the site
-    assert "site photo has images of 'cow', which is no class" in said[0]
+    assert "site photo has images of 'cow', which is no class" in printed[0]
 
 
 def test_a_site_with_another_encoder_is_refused(place):
@@ -161,12 +161,12 @@ def test_a_site_with_another_encoder_is_refused(place):
 
 
 def test_sites_whose_prompts_end_in_other_words_do_not_fit():
-    remote, first = object.__new__(Remote), {"shared/prompt": torch.zeros(2, 4)}
+    remote, first = object.__new__(RemoteEngine), {"shared/prompt": torch.zeros(2, 4)}
     about = {"encoder": "demo@0", "classes": ["ant"], "dim": 4, "template": "a {}"}
-    others = {"same": about, "other": {**about, "template": "a {}."}}
-    remote.sites = {name: Opened(one, first, None) for name, one in {"a": about, **others}.items()}
-    assert remote.differs("a", "same") is None
-    assert "do not have the same template: 'a {}' and 'a {}.'" in remote.differs("a", "other")
+    site_headers = {"same": about, "other": {**about, "template": "a {}."}}
+    remote.sites = {name: SiteOpening(header, first, None) for name, header in {"a": about, **site_headers}.items()}
+    assert remote.describe_difference("a", "same") is None
+    assert "do not have the same template: 'a {}' and 'a {}.'" in remote.describe_difference("a", "other")
 
 
 def test_a_site_whose_class_texts_differ_is_refused(place):
@@ -181,7 +181,7 @@ def test_a_reference_goes_with_the_first_message_and_is_asked_for_if_missing(pla
     settings = place.settings(method)
     with pytest.raises(DataError, match="needs public reference rows.*deploy reference"):
         place.run(settings)
-    write_tensors(place.kit.folder / REFERENCE, {"image": place.rows.x[:20]}, {})
+    write_tensors(place.kit.folder / REFERENCE_FILE, {"image": place.rows.x[:20]}, {})
     grid = local_grid(place.desks)
     sizes = []
     push = grid.push_messages
@@ -190,16 +190,16 @@ def test_a_reference_goes_with_the_first_message_and_is_asked_for_if_missing(pla
         push(messages),
     )[1]
     place.run(settings, grid=grid)
-    kept, _ = read_tensors(next((place.site("art") / "state").iterdir()) / "reference.safetensors")
-    assert torch.equal(kept["reference"], place.rows.x[:20]) and sizes[0] == [1, 1, 1]
+    stored, _ = read_tensors(next((place.site("art") / "state").iterdir()) / "reference.safetensors")
+    assert torch.equal(stored["reference"], place.rows.x[:20]) and sizes[0] == [1, 1, 1]
 
 
 def test_a_request_that_the_server_did_not_sign_is_dropped_without_a_word(place):
     site = place.desks["art"]
-    asked = {"kind": "open", "training": "0", "round": 0, "nonce": "x", "spec": {}}
-    for about in (asked, {"kind": []}, {}):
-        with pytest.raises(Stranger):
-            site.answer(seal(Parcel(about)), Parcel({}))
+    header = {"kind": "open", "training": "0", "round": 0, "nonce": "x", "spec": {}}
+    for about in (header, {"kind": []}, {}):
+        with pytest.raises(UnsignedMessageError):
+            site.answer(seal(Message(about)), Message({}))
     [line] = Ledger(place.site("art")).read().lines  # of the first; the others are counted later
     assert (line["direction"], line["strangers"], line["fields"]) == ("dropped", 1, {})
 
@@ -221,7 +221,7 @@ def test_consent_is_asked_for_at_the_site_and_the_server_is_told_why(place):
 
 
 def test_a_large_upload_is_kept_back(place):
-    text = EXAMPLE.replace("max_upload_bytes = 50000000", "max_upload_bytes = 10")
+    text = DEFAULT_POLICY_TEXT.replace("max_upload_bytes = 50000000", "max_upload_bytes = 10")
     (place.site("art") / "policy.toml").write_text(text)
     place.rules(quorum=1.0)
     with pytest.raises(FederationError, match="but this site sends 10 at most"):
@@ -229,39 +229,39 @@ def test_a_large_upload_is_kept_back(place):
 
 
 def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place):
-    for more, said in (
+    for overrides, error in (
         ({"smoke": True}, "smoke"),
         ({"source": {}}, "name the classes in the experiment"),
         ({"channel": {"secure": True}, "method": "tofa"}, "channel.secure"),
     ):
-        with pytest.raises(SettingsError, match=said):
-            ready(place.kit, place.settings(**{"method": METHOD, **more}))
+        with pytest.raises(SettingsError, match=error):
+            check_deployable(place.kit, place.settings(**{"method": METHOD, **overrides}))
 
 
 def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
-    said = []
-    monkeypatch.setattr(runs, "answers", lambda kit: True)
-    monkeypatch.setattr(runs, "flwr", lambda kit, *words: said.append(words) or {"run-id": "17"})
+    printed = []
+    monkeypatch.setattr(runs, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(runs, "run_flwr", lambda kit, *words: printed.append(words) or {"run-id": "17"})
 
     def interrupt(*words):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "follow", interrupt)
+    monkeypatch.setattr(runs, "wait_for_run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        runs.run(place.kit, place.settings(), place.folder / "run")
-    assert said[0][0] == "run" and said[1] == ("stop", "17", runs.LINK)
+        runs.run_over_sites(place.kit, place.settings(), place.folder / "run")
+    assert printed[0][0] == "run" and printed[1] == ("stop", "17", runs.CONNECTION_NAME)
 
 
 def test_a_run_that_the_server_does_not_begin_is_given_up(place, monkeypatch):
     """As when Flower's own process on the server has ended."""
-    monkeypatch.setattr(runs, "answers", lambda kit: True)
-    monkeypatch.setattr(follow, "LOOK", 0.0)
-    monkeypatch.setattr(follow, "PENDING", 0.0)
-    told = {"run-id": "17", "runs": [{"status": "pending"}]}
+    monkeypatch.setattr(runs, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(follow, "STATUS_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "MAX_PENDING_SECONDS", 0.0)
+    answer = {"run-id": "17", "runs": [{"status": "pending"}]}
     for module in (runs, follow):
-        monkeypatch.setattr(module, "flwr", lambda kit, *words: told)
+        monkeypatch.setattr(module, "run_flwr", lambda kit, *words: answer)
     with pytest.raises(FederationError, match="has not begun the run.*superlink.log"):
-        runs.run(place.kit, place.settings(), place.folder / "run")
+        runs.run_over_sites(place.kit, place.settings(), place.folder / "run")
 
 
 def test_a_training_is_known_by_what_it_is(place):
@@ -269,7 +269,5 @@ def test_a_training_is_known_by_what_it_is(place):
     place.run()
     place.run(place.settings({**METHOD, "lr": 1e-4}), out="other")
     assert len(list((place.site("art") / "state").iterdir())) == 2
-    told = [
-        json.loads(path.read_text()) for path in place.site("art").glob("state/*/training.json")
-    ]
-    assert {one["identity"]["method"]["lr"] for one in told} == {1e-3, 1e-4}
+    specs = [json.loads(path.read_text()) for path in place.site("art").glob("state/*/training.json")]
+    assert {spec["identity"]["method"]["lr"] for spec in specs} == {1e-3, 1e-4}

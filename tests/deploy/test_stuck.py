@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from fedvlm.deploy.flower import client_app, kin, superlink, supernode
-from fedvlm.deploy.serve import refusal
-from fedvlm.engines.flower.api import flower
+from fedvlm.deploy.serve import describe_supernode_exit
+from fedvlm.engines.flower.api import import_flower
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel, to_records
+from fedvlm.engines.flower.wire import Message, to_records
 
 RUN = 7
 
@@ -32,12 +32,12 @@ class Node:
         self.state = kind(self.store)
         self.state.set_node_id(1)
         self.state.store_run(Run.create_empty(RUN))
-        content = to_records(Parcel({"kind": "round"}))
+        content = to_records(Message({"kind": "round"}))
         self.message = local_grid({}).create_message(content, "train", 1, "0")
         self.message.metadata.__dict__["_run_id"] = RUN
         self.message.metadata.__dict__["_message_id"] = self.message.object_id
         self.tree = get_object_tree(self.message)
-        self.parts = {id: one.deflate() for id, one in get_all_nested_objects(self.message).items()}
+        self.parts = {id: message_part.deflate() for id, message_part in get_all_nested_objects(self.message).items()}
 
     def fetch(self, pull, **calls):
         return pull(
@@ -60,11 +60,11 @@ class Node:
 
 
 def node_state():
-    flower()
+    import_flower()
     return import_module("flwr.supernode.nodestate.in_memory_nodestate").InMemoryNodeState
 
 
-def ends(*given):
+def ends(*args):
     from flwr.supercore.run import RunNotRunningException
 
     raise RunNotRunningException
@@ -80,20 +80,20 @@ def test_a_run_that_ends_while_its_message_comes_in_leaves_nothing_of_it(when):
         "pull_object": lambda run, id: node.parts[id],
         "confirm_message_received": lambda run, id: None,
     }
-    pull = supernode.settled(internal._pull_and_store_message)
+    pull = supernode.handle_ended_run(internal._pull_and_store_message)
     assert node.fetch(pull, **{**calls, when: ends}) is None
     assert node.state.get_messages_legacy(run_ids=[RUN]) == []
-    assert [one.status.status for one in node.state.get_tasks()] == ["finished"]
+    assert [task.status.status for task in node.state.get_tasks()] == ["finished"]
     assert node.store.get(node.message.object_id) is None
 
 
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_task_that_fails_without_an_answer_is_answered_by_its_supernode(taken):
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_task_that_fails_without_an_answer_is_answered_by_its_supernode(has_started):
     """Flower's SuperNode asks for nothing else before it has an answer."""
-    node = Node(supernode.answering(node_state()))
+    node = Node(supernode.answering_state(node_state()))
     node.state.store_message(node.message)
     id = node.task()
-    if taken:
+    if has_started:
         node.state.get_messages_legacy(run_ids=[RUN], is_reply=False)
     assert node.state.finish_task(id, "failed", "it cannot be read")
     [reply] = node.replies
@@ -103,14 +103,14 @@ def test_a_task_that_fails_without_an_answer_is_answered_by_its_supernode(taken)
 def test_a_task_that_was_answered_is_not_answered_again():
     from flwr.app import Error, Message
 
-    node = Node(supernode.answering(node_state()))
+    node = Node(supernode.answering_state(node_state()))
     node.state.store_message(node.message)
     id = node.task()
-    own = Message(Error(0, "said by the site"), reply_to=node.message)
-    own.metadata.__dict__["_message_id"] = own.object_id
-    node.state.store_message(own)
+    site_reply = Message(Error(0, "said by the site"), reply_to=node.message)
+    site_reply.metadata.__dict__["_message_id"] = site_reply.object_id
+    node.state.store_message(site_reply)
     assert node.state.finish_task(id, "failed", "the app failed")
-    assert [one.error.reason for one in node.replies] == ["said by the site"]
+    assert [reply.error.reason for reply in node.replies] == ["said by the site"]
 
 
 def test_an_answer_that_never_comes_in_whole_does_not_keep_a_supernode(monkeypatch):
@@ -122,12 +122,12 @@ def test_an_answer_that_never_comes_in_whole_does_not_keep_a_supernode(monkeypat
     memory = import_module("flwr.supercore.object_store.in_memory_object_store")
     internal = import_module("flwr.supernode.start_client_internal")
     node = Node(kind)
-    store = supernode.bounded(memory.InMemoryObjectStore)()
+    store = supernode.bounded_store(memory.InMemoryObjectStore)()
     reply = Message(Error(0, "said by the site"), reply_to=node.message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     node.state.store_message(reply)
     store.preregister(RUN, get_object_tree(reply))
-    monkeypatch.setattr(supernode, "REST", 0.0)
+    monkeypatch.setattr(supernode, "REPLY_TIMEOUT_SECONDS", 0.0)
     monkeypatch.setattr(internal, "time", SimpleNamespace(sleep=lambda seconds: None))
     internal._push_messages(
         node.state,
@@ -141,53 +141,53 @@ def test_an_answer_that_never_comes_in_whole_does_not_keep_a_supernode(monkeypat
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_task_that_is_no_more_does_not_end_the_process_that_took_it(monkeypatch, status):
     """Flower takes it for the end of its process, which lives for one task; ours has others."""
-    flower()
+    import_flower()
     monkeypatch.setattr(signal, "raise_signal", lambda number: pytest.fail("a signal"))
     monkeypatch.setattr("os.kill", lambda pid, number: pytest.fail("a signal"))
-    asked = []
+    calls = []
 
     def answer(request):
-        asked.append(request.url.path)
+        calls.append(request.url.path)
         return httpx.Response(status, json={"detail": "no"})
 
     real = httpx.Client
     transport = httpx.MockTransport(answer)
-    monkeypatch.setattr(httpx, "Client", lambda **more: real(transport=transport))
+    monkeypatch.setattr(httpx, "Client", lambda **options: real(transport=transport))
     spec = SimpleNamespace(runtime_api_address="127.0.0.1:9", insecure=True, token="x")
     with pytest.raises(httpx.HTTPStatusError):
-        client_app.launch(lambda message, context: pytest.fail("no message"), spec)
-    assert len(set(asked)) >= 2  # the input was asked for, and its end was told
+        client_app.run_assigned_task(lambda message, context: pytest.fail("no message"), spec)
+    assert len(set(calls)) >= 2  # the input was asked for, and its end was told
 
 
 def test_nobody_outlives_the_superexec_that_does_the_work(monkeypatch, capfd):
     """Neither a SuperNode nor a SuperLink, which would take messages and runs and leave them."""
-    monkeypatch.setattr(kin, "LEAVE", 0.0)
+    monkeypatch.setattr(kin, "SHUTDOWN_SECONDS", 0.0)
     ended = []
     monkeypatch.setattr("os._exit", ended.append)
-    child = kin.Kin().Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    child = kin.LinkedSubprocess().Popen([sys.executable, "-c", "raise SystemExit(3)"])
     child.watch.join(60)
     assert ended == [1]
-    said = capfd.readouterr().err
-    assert kin.ENDED in said and "3" in said
-    check_refusal(said, "", kin.ENDED)
+    stderr = capfd.readouterr().err
+    assert kin.SUPEREXEC_ENDED in stderr and "3" in stderr
+    check_refusal(stderr, "", kin.SUPEREXEC_ENDED)
 
 
-def check_refusal(said, killed, why):
-    node = SimpleNamespace(tail=lambda: said, killed=killed)
-    told = refusal(SimpleNamespace(name="art", address="x"), node)
-    assert f"stopped, for {why}; start it again" in told and "its key" not in told
+def check_refusal(output, killed, reason):
+    node = SimpleNamespace(tail=lambda: output, killed=killed)
+    error = describe_supernode_exit(SimpleNamespace(name="art", address="x"), node)
+    assert f"stopped, for {reason}; start it again" in error and "its key" not in error
 
 
 def test_a_supernode_that_was_killed_or_lost_its_server_is_not_taken_for_one_that_is_refused():
     check_refusal("", "SIGKILL", "its SuperNode was ended by SIGKILL")
-    check_refusal(f"an error\n{supernode.LOST}\n", "", supernode.LOST)
+    check_refusal(f"an error\n{supernode.CONNECTION_LOST}\n", "", supernode.CONNECTION_LOST)
 
 
 def test_a_superlink_starts_its_superexec_as_its_kin(monkeypatch, tmp_path):
-    flower()
+    import_flower()
     started = []
-    monkeypatch.setattr(kin.Kin, "Popen", lambda command, env: started.append(command))
-    monkeypatch.setattr(superlink, "set_gate", lambda folder: None)
+    monkeypatch.setattr(kin.LinkedSubprocess, "Popen", lambda command, env: started.append(command))
+    monkeypatch.setattr(superlink, "install_middleware", lambda folder: None)
     monkeypatch.setattr("flwr.superlink.cli.flower_superlink", lambda: None)
     monkeypatch.setattr(sys, "argv", ["superlink", str(tmp_path), "127.0.0.1", "8443"])
     superlink.main()

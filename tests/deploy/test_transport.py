@@ -10,20 +10,20 @@ import httpx
 import pytest
 
 from fedvlm.deploy.flower import client_app
-from fedvlm.deploy.flower.gate import HEADER, NAME, PASS, new_secret, word
-from fedvlm.deploy.flower.supernode import behind_a_gate
-from fedvlm.deploy.serve import answer_one
-from fedvlm.engines.flower.api import flower
+from fedvlm.deploy.flower.gate import SECRET_FILE, TOKEN_FOLDER_VARIABLE, TOKEN_HEADER, auth_token, new_secret
+from fedvlm.deploy.flower.supernode import with_access_control
+from fedvlm.deploy.serve import answer_request
+from fedvlm.engines.flower.api import import_flower
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Parcel, to_bytes, to_records
+from fedvlm.engines.flower.wire import Message, to_bytes, to_records
 from fedvlm.errors import FederationError
 
 SIZE = struct.Struct(">Q")
 
 
 class Echo:
-    def __init__(self, say):
-        self.say = say
+    def __init__(self, print_line):
+        self.say = print_line
 
     def answer(self, request, state):
         if "raise" in request.about:
@@ -33,18 +33,18 @@ class Echo:
 
 def exchange(data):
     """What a site sends back to these bytes, and what it says about them."""
-    said = []
-    here, there = socket.socketpair()
-    with here, there:
-        here.sendall(data)
-        here.shutdown(socket.SHUT_WR)
-        answer_one(Echo(said.append), there)
-        there.close()
-        return here.recv(1 << 20), said
+    printed = []
+    site_end, server_end = socket.socketpair()
+    with site_end, server_end:
+        site_end.sendall(data)
+        site_end.shutdown(socket.SHUT_WR)
+        answer_request(Echo(printed.append), server_end)
+        server_end.close()
+        return site_end.recv(1 << 20), printed
 
 
-def parcel(**about):
-    data = to_bytes(Parcel(about))
+def encoded_message(**about):
+    data = to_bytes(Message(about))
     return SIZE.pack(len(data)) + data
 
 
@@ -56,53 +56,53 @@ GARBAGE = {
     "no json": SIZE.pack(20) + struct.pack("<Q", 12) + b"{not a json}",
     "deep json": SIZE.pack(100_008) + struct.pack("<Q", 100_000) + b"[" * 100_000,
     "no words": SIZE.pack(10) + struct.pack("<Q", 2) + b"{}",
-    "one of two": parcel(kind="round"),
-    "an error inside": parcel(**{"raise": "x"}) + parcel(),
+    "one of two": encoded_message(kind="round"),
+    "an error inside": encoded_message(**{"raise": "x"}) + encoded_message(),
 }
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_a_message_that_cannot_be_answered_is_dropped(data):
-    back, said = exchange(data)
-    assert back == b"" and len(said) == 1 and said[0].startswith("a request was not answered")
+    back, printed = exchange(data)
+    assert back == b"" and len(printed) == 1 and printed[0].startswith("a request was not answered")
 
 
 def test_a_message_that_can_be_answered_is():
-    back, said = exchange(parcel(kind="round") + parcel())
-    assert back == parcel(kind="round") + parcel() and said == []
+    back, printed = exchange(encoded_message(kind="round") + encoded_message())
+    assert back == encoded_message(kind="round") + encoded_message() and printed == []
 
 
 def test_the_server_learns_nothing_from_an_error_of_the_client_app(monkeypatch):
-    app = flower()
+    app = import_flower()
 
     def fail(request, state):
         raise OSError("/home/somebody/patients.csv")
 
-    monkeypatch.setattr(client_app, "ask", fail)
+    monkeypatch.setattr(client_app, "query_site", fail)
     grid = local_grid({})
-    message = grid.create_message(to_records(Parcel({"kind": "round"})), "train", 1, "0")
+    message = grid.create_message(to_records(Message({"kind": "round"})), "train", 1, "0")
     context = app.Context(1, 1, {}, app.RecordDict(), {})
     with pytest.raises(Exception, match=r"^the site did not answer; its own log says why$"):
-        client_app.client_app()(message, context)
+        client_app.create_client_app()(message, context)
 
 
 def test_a_supernode_answers_its_own_kin_only(tmp_path, monkeypatch):
     """Other users of a site's machine reach its port, too."""
-    flower()
+    import_flower()
     from flwr.supernode.main import create_app
 
-    (tmp_path / NAME).write_bytes(new_secret())
-    monkeypatch.setenv(PASS, str(tmp_path))
-    app = behind_a_gate(create_app)()
+    (tmp_path / SECRET_FILE).write_bytes(new_secret())
+    monkeypatch.setenv(TOKEN_FOLDER_VARIABLE, str(tmp_path))
+    app = with_access_control(create_app)()
 
-    async def ask(**headers):
+    async def call_supernode(**headers):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("127.0.0.1", 9))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             paths = ("/v1/runtime/acquire-task", "/openapi.json", "/health")
             return [(await client.post(path, headers=headers)).status_code for path in paths]
 
-    assert asyncio.run(ask()) == [403, 403, 403]
-    assert asyncio.run(ask(**{HEADER: word(tmp_path)})) == [415, 403, 403]  # it is no protobuf
+    assert asyncio.run(call_supernode()) == [403, 403, 403]
+    assert asyncio.run(call_supernode(**{TOKEN_HEADER: auth_token(tmp_path)})) == [415, 403, 403]  # it is no protobuf
 
 
 class Runtime:
@@ -128,19 +128,19 @@ class Runtime:
 
 def a_task(monkeypatch, app, broken=()):
     """What a site's process makes of one task."""
-    lib = flower()
-    message = local_grid({}).create_message(to_records(Parcel({"kind": "round"})), "train", 1, "0")
+    lib = import_flower()
+    message = local_grid({}).create_message(to_records(Message({"kind": "round"})), "train", 1, "0")
     runtime = Runtime(message, lib.Context(1, 1, {}, lib.RecordDict(), {}), broken)
     module = import_module("flwr.supernode.runtime.run_clientapp")
     for name in ("pull_task_input", "push_message", "push_task_output"):
         monkeypatch.setattr(module, name, getattr(runtime, name))
     beat = SimpleNamespace(start=lambda: None, stop=lambda: None)
     monkeypatch.setattr("flwr.supercore.heartbeat.HeartbeatSender", lambda call: beat)
-    return runtime, lambda: client_app.work(None, app)
+    return runtime, lambda: client_app.run_task(None, app)
 
 
 def test_a_task_is_answered_in_the_process_that_took_it(monkeypatch):
-    monkeypatch.setattr("subprocess.Popen", lambda *words, **more: pytest.fail("a process"))
+    monkeypatch.setattr("subprocess.Popen", lambda *words, **options: pytest.fail("a process"))
     runtime, go = a_task(monkeypatch, lambda message, context: "an answer")
     go()
     assert runtime.replies == ["an answer"] and runtime.outputs == ["completed"]

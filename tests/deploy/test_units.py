@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("unit", ["fedvlm-server", "fedvlm-site@"])
 def test_a_unit_is_closed_and_starts_what_there_is(unit):
     lines = (ROOT / "units" / f"{unit}.service").read_text().splitlines()
-    for wanted in (
+    for expected in (
         "NoNewPrivileges=yes",
         "PrivateTmp=yes",
         "ProtectSystem=strict",
@@ -21,7 +21,7 @@ def test_a_unit_is_closed_and_starts_what_there_is(unit):
         "User=fedvlm",
         "UMask=0077",
     ):
-        assert wanted in lines
+        assert expected in lines
     [start] = [line for line in lines if line.startswith("ExecStart=")]
     assert start.split()[1:3] == ["deploy", unit.removeprefix("fedvlm-").removesuffix("@")]
 
@@ -29,11 +29,11 @@ def test_a_unit_is_closed_and_starts_what_there_is(unit):
 def test_the_compose_file_starts_what_there_is_and_opens_no_port():
     """`docker compose config` is not everywhere; what it reads is a table like any other."""
     compose = yaml.safe_load((ROOT / "docker" / "docker-compose.yml").read_text())
-    known = {one.name or one.callback.__name__ for one in deploy_app.registered_commands}
+    commands = {command.name or command.callback.__name__ for command in deploy_app.registered_commands}
     assert sorted(compose["services"]) == ["server", "site-a", "site-b", "site-c"]
     for name, service in compose["services"].items():
         words = service["command"].split()
-        assert words[0] == "deploy" and words[1] in known and words[2] == f"/kits/{name}"
+        assert words[0] == "deploy" and words[1] in commands and words[2] == f"/kits/{name}"
         assert service["user"] == "${FEDVLM_USER:-1000:1000}" and service["init"] is True
         assert "ports" not in service and "privileged" not in service
         assert {"depends_on"} & service.keys() if name != "server" else True

@@ -6,44 +6,44 @@ import json
 import httpx
 import pytest
 
-from fedvlm.deploy.consent import CONSENT
-from fedvlm.deploy.events import Events
+from fedvlm.deploy.consent import CONSENT_FILE
+from fedvlm.deploy.events import EventLog
 from fedvlm.deploy.kits import read_site
 from fedvlm.deploy.site import Site
-from fedvlm.deploy.watch import app, metrics, page
-from fedvlm.deploy.watch.page import view
+from fedvlm.deploy.watch import create_app, live_page, prometheus_metrics
+from fedvlm.deploy.watch.page import live_view
 from fedvlm.errors import FederationError
 
 HOST = "127.0.0.1:9"
 TOKEN = "a token"
 
 
-def asked(folder, path="/", token=TOKEN, method="GET", **more):
-    async def ask():
-        way = httpx.ASGITransport(app(folder, TOKEN, {HOST}))
+def call_page(folder, path="/", token=TOKEN, method="GET", **options):
+    async def send_call():
+        way = httpx.ASGITransport(create_app(folder, TOKEN, {HOST}))
         async with httpx.AsyncClient(transport=way, base_url=f"http://{HOST}") as client:
-            return await client.request(method, path, params={"token": token}, **more)
+            return await client.request(method, path, params={"token": token}, **options)
 
-    return asyncio.run(ask())
+    return asyncio.run(send_call())
 
 
 def answered(folder, origin=f"http://{HOST}", **body):
     headers = {} if origin is None else {"origin": origin}
-    return asked(folder, "/consent", method="POST", headers=headers, **body)
+    return call_page(folder, "/consent", method="POST", headers=headers, **body)
 
 
 @pytest.mark.parametrize("path", ["/", "/state", "/events", "/report", "/health", "/metrics"])
 def test_every_route_wants_the_token_and_our_name(place, path):
     folder = place.kit.folder
-    assert asked(folder, path, token="").status_code == 401
-    assert asked(folder, path, token="another").status_code == 401
-    assert asked(folder, path, headers={"host": "evil.example"}).status_code == 421
-    assert asked(folder, path, headers={"origin": "http://evil.example"}).status_code == 403
+    assert call_page(folder, path, token="").status_code == 401
+    assert call_page(folder, path, token="another").status_code == 401
+    assert call_page(folder, path, headers={"host": "evil.example"}).status_code == 421
+    assert call_page(folder, path, headers={"origin": "http://evil.example"}).status_code == 403
 
 
 def test_the_page_lets_no_other_script_in_and_shows_odd_names_as_text(place):
-    Events(place.kit.folder)("refused", site="art", why="<script>alert(1)</script>")
-    reply = asked(place.kit.folder)
+    EventLog(place.kit.folder)("refused", site="art", why="<script>alert(1)</script>")
+    reply = call_page(place.kit.folder)
     policy = reply.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert "connect-src 'self'" in policy and reply.headers["x-frame-options"] == "DENY"
@@ -52,28 +52,28 @@ def test_the_page_lets_no_other_script_in_and_shows_odd_names_as_text(place):
 
 def test_lights_follow_the_run(place):
     place.run()
-    lights = {one["text"].split(":")[0]: one["state"] for one in view(place.kit.folder)["lights"]}
+    lights = {light["text"].split(":")[0]: light["state"] for light in live_view(place.kit.folder)["lights"]}
     assert set(lights.values()) == {"answers"}
     place.desks.pop("photo")
     place.run(out="second")
-    lights = {one["text"].split(":")[0]: one["state"] for one in view(place.kit.folder)["lights"]}
+    lights = {light["text"].split(":")[0]: light["state"] for light in live_view(place.kit.folder)["lights"]}
     assert lights["photo"] == "missing" and lights["art"] == "answers"
 
 
 def test_metrics_have_the_numbers_of_the_status(place):
     place.run()
-    text = metrics(place.kit.folder)
+    text = prometheus_metrics(place.kit.folder)
     assert "\nfedvlm_round 3\n" in text and 'fedvlm_site_answers{site="art"} 1' in text
-    state = asked(place.site("art"), "/state").json()
-    assert f"\nfedvlm_bytes_out {state['bytes out']}\n" in metrics(place.site("art"))
+    state = call_page(place.site("art"), "/state").json()
+    assert f"\nfedvlm_bytes_out {state['bytes out']}\n" in prometheus_metrics(place.site("art"))
 
 
 def test_a_run_that_ended_leads_to_its_report(place):
-    assert asked(place.kit.folder, "/report").status_code == 404
+    assert call_page(place.kit.folder, "/report").status_code == 404
     result = place.run()
-    Events(place.kit.folder)("ended", record=str(result.folder))
-    assert view(place.kit.folder)["report"]
-    reply = asked(place.kit.folder, "/report")
+    EventLog(place.kit.folder)("ended", record=str(result.folder))
+    assert live_view(place.kit.folder)["report"]
+    reply = call_page(place.kit.folder, "/report")
     assert reply.status_code == 200 and "fedot" in reply.text
 
 
@@ -89,11 +89,11 @@ def waiting(place):
 
 def test_a_request_is_told_in_plain_words_and_a_person_accepts_it(place):
     folder = waiting(place)
-    [first, second] = view(folder)["pending"]
+    [first, second] = live_view(folder)["pending"]
     assert first == "The server asks for fedot, 3 rounds." and "head [4, " in second
     sent = answered(folder, json={"by": "A. Person", "days": 2})
     assert sent.status_code == 200 and "A. Person consents" in sent.json()["detail"]
-    assert view(folder)["pending"] == []
+    assert live_view(folder)["pending"] == []
 
 
 def test_a_person_refuses_and_the_server_is_not_told_why(place):
@@ -104,27 +104,25 @@ def test_a_person_refuses_and_the_server_is_not_told_why(place):
         place.run(out="again")
     assert "a person at this site has refused" in str(caught.value)
     assert "Sunday" not in str(caught.value)
-    assert view(folder)["pending"]
+    assert live_view(folder)["pending"]
 
 
 @pytest.mark.parametrize("origin", [None, "http://evil.example", "null"])
 def test_no_other_page_can_consent(place, origin):
     folder = place.site("art")
     sent = answered(folder, origin, json={"by": "A. Person", "days": 1})
-    assert sent.status_code == 403 and not (folder / CONSENT).exists()
+    assert sent.status_code == 403 and not (folder / CONSENT_FILE).exists()
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b'{"by": ""}', b'{"by": "x", "days": "no"}', b"x" * 5000]
-)
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"by": ""}', b'{"by": "x", "days": "no"}', b"x" * 5000])
 def test_an_odd_answer_changes_nothing(place, body):
     folder = place.site("art")
     sent = answered(folder, content=body)
-    assert sent.status_code in (413, 422) and not (folder / CONSENT).exists()
+    assert sent.status_code in (413, 422) and not (folder / CONSENT_FILE).exists()
     assert json.loads(sent.text)["detail"] is not None
 
 
 def test_a_site_sees_nothing_of_other_sites(place):
     place.run()
-    text = page(place.site("art"))[0]
+    text = live_page(place.site("art"))[0]
     assert "photo" not in text and "sketch" not in text

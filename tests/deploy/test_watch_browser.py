@@ -5,12 +5,12 @@ import json
 import os
 
 import pytest
-from browser import look
+from browser import open_page
 from live_server import running
 
-from fedvlm.deploy.consent import CONSENT
-from fedvlm.deploy.events import Events
-from fedvlm.deploy.watch import app
+from fedvlm.deploy.consent import CONSENT_FILE
+from fedvlm.deploy.events import EventLog
+from fedvlm.deploy.watch import create_app
 
 
 def wait(chrome, script, seconds=30):
@@ -20,13 +20,13 @@ def wait(chrome, script, seconds=30):
 
 
 @pytest.fixture
-def shown(chrome, place):
+def live_page(chrome, place):
     """The server's page; afterwards nothing was complained of."""
     place.run()
     hosts = set()
-    with running(app(place.kit.folder, "word", hosts)) as url:
+    with running(create_app(place.kit.folder, "word", hosts)) as url:
         hosts.add(url.removeprefix("http://"))
-        look(chrome, 1000, "light")
+        open_page(chrome, 1000, "light")
         chrome.get_log("browser")
         chrome.get(f"{url}/?token=word")
         yield chrome
@@ -34,26 +34,26 @@ def shown(chrome, place):
         chrome.get("about:blank")
 
 
-def test_a_light_changes_when_a_site_goes_missing_and_the_round_goes_on(shown, place):
-    wait(shown, "document.querySelectorAll('.light.answers').length === 3")
-    note = Events(place.kit.folder)
-    note("begun", method="fedot", training="all", rounds=9, sites=["art", "photo", "sketch"])
-    note("missing", round=4, site="photo", why="it did not answer <b>in time</b>")
-    note("round", round=4, rounds=9, answered=2, asked=3, there=["art", "sketch"], share=0.5)
-    wait(shown, "document.querySelectorAll('.light.missing').length === 1")
-    text = shown.execute_script("return document.body.textContent")
+def test_a_light_changes_when_a_site_goes_missing_and_the_round_goes_on(live_page, place):
+    wait(live_page, "document.querySelectorAll('.light.answers').length === 3")
+    log_event = EventLog(place.kit.folder)
+    log_event("begun", method="fedot", training="all", rounds=9, sites=["art", "photo", "sketch"])
+    log_event("missing", round=4, site="photo", why="it did not answer <b>in time</b>")
+    log_event("round", round=4, rounds=9, answered=2, asked=3, there=["art", "sketch"], share=0.5)
+    wait(live_page, "document.querySelectorAll('.light.missing').length === 1")
+    text = live_page.execute_script("return document.body.textContent")
     assert "round 4 of 9" in text and "<b>in time</b>" in text
     assert "1 of 3 sites take no part" in text
-    picture(shown, "watch-server")
+    picture(live_page, "watch-server")
 
 
 def test_a_person_at_a_site_reads_what_is_asked_and_accepts_it_in_the_page(chrome, place):
     place.asks_for_consent("photo")
     place.run()
     folder, hosts = place.site("photo"), set()
-    with running(app(folder, "word", hosts)) as url:
+    with running(create_app(folder, "word", hosts)) as url:
         hosts.add(url.removeprefix("http://"))
-        look(chrome, 1000, "light")
+        open_page(chrome, 1000, "light")
         chrome.get(f"{url}/?token=word")
         wait(chrome, "document.body.textContent.includes('The server asks for fedot')")
         picture(chrome, "watch-site")
@@ -61,7 +61,7 @@ def test_a_person_at_a_site_reads_what_is_asked_and_accepts_it_in_the_page(chrom
         chrome.execute_script("document.getElementById('accept').click()")
         wait(chrome, "!document.body.textContent.includes('The server asks for fedot')")
         chrome.get("about:blank")
-    assert json.loads((folder / CONSENT).read_text())["by"] == "A. Person"
+    assert json.loads((folder / CONSENT_FILE).read_text())["by"] == "A. Person"
 
 
 def picture(chrome, name):

@@ -16,9 +16,7 @@ from typer.main import get_command
 from fedvlm import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    path for kind in ("start", "tutorials") for path in (ROOT / "docs" / kind).glob("*.md")
-)
+PAGES = sorted(path for kind in ("start", "tutorials") for path in (ROOT / "docs" / kind).glob("*.md"))
 FIRST = {"hospitals": 1}  # how many blocks of "your own images" a page stands on
 SERVERS = ("hospitals", "3-first-federation")  # with real processes
 LIMIT = 900  # seconds; most of a page with servers is waiting
@@ -38,9 +36,9 @@ def marks(page):
 
 
 def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def test_pages_have_commands_and_no_block_that_is_not_run():
@@ -49,39 +47,33 @@ def test_pages_have_commands_and_no_block_that_is_not_run():
         assert {kind for kind, _ in blocks(page)} == {"sh"}, page.name
 
 
-@pytest.mark.parametrize(
-    ("page", "script"), [("researcher", "researcher"), ("hospitals", "hospital")]
-)
+@pytest.mark.parametrize(("page", "script"), [("researcher", "researcher"), ("hospitals", "hospital")])
 def test_a_tutorial_shows_the_script_that_it_runs(page, script):
     text = (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
     assert f":::{{literalinclude}} ../../examples/{script}.py\n" in text
-    assert f"python examples/{script}.py\n" in [
-        part for _, part in blocks(ROOT / "docs" / "tutorials" / f"{page}.md")
-    ]
-    shown = re.findall(r"(?m)^:start-at: (.*)$", text)
+    assert f"python examples/{script}.py\n" in [part for _, part in blocks(ROOT / "docs" / "tutorials" / f"{page}.md")]
+    starts = re.findall(r"(?m)^:start-at: (.*)$", text)
     source = (ROOT / "examples" / f"{script}.py").read_text(encoding="utf-8")
-    assert [source.count(one) for one in shown] == [1], "where the shown part begins is not clear"
+    assert [source.count(start) for start in starts] == [1], "where the shown part begins is not clear"
     assert f"docs/tutorials/{page}.md" in source
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=marks(p), id=p.stem) for p in PAGES])
 def test_commands_run_as_written(page, tmp_path):
-    own = [text for _, text in blocks(ROOT / "docs" / "start" / "2-own-images.md")]
-    lines = [*own[: FIRST.get(page.stem, 0)], *(text for _, text in blocks(page))]
+    commands = [text for _, text in blocks(ROOT / "docs" / "start" / "2-own-images.md")]
+    lines = [*commands[: FIRST.get(page.stem, 0)], *(text for _, text in blocks(page))]
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     setting = {**os.environ, "PATH": path, "PORT": str(free_port())}
     command = ["bash", "-euo", "pipefail", "-c", "\n".join(lines)]
-    said = tmp_path / "said"
-    with said.open("w") as out:
-        script = subprocess.Popen(
-            command, cwd=tmp_path, env=setting, stdout=out, stderr=out, start_new_session=True
-        )
+    log = tmp_path / "said"
+    with log.open("w") as out:
+        script = subprocess.Popen(command, cwd=tmp_path, env=setting, stdout=out, stderr=out, start_new_session=True)
         try:
             code = script.wait(LIMIT)
         finally:
             end_group(script.pid)
-    assert code == 0, said.read_text()[-3000:]
+    assert code == 0, log.read_text()[-3000:]
 
 
 def end_group(pid):
@@ -94,22 +86,22 @@ def shown_commands():
     """Every `fedvlm …` of a fenced block of any page, with the page's name."""
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         for _, text in blocks(page):
-            whole = re.sub(r"\\\n\s*", "", text)
-            for line in re.findall(r"(?m)^(?:\$ |[A-Z_]+=\S+ )*(fedvlm .*)$", whole):
+            joined = re.sub(r"\\\n\s*", "", text)
+            for line in re.findall(r"(?m)^(?:\$ |[A-Z_]+=\S+ )*(fedvlm .*)$", joined):
                 yield page.name, line.partition("  #")[0]
 
 
 def test_every_command_of_every_page_exists_with_its_options():
     app = get_command(cli.app)
-    found = list(shown_commands())
-    assert len(found) > 100
-    for page, line in found:
+    shown = list(shown_commands())
+    assert len(shown) > 100
+    for page, line in shown:
         command, words = app, line.split()[1:]
         while words and hasattr(command, "commands") and not words[0].startswith("-"):
             assert words[0] in command.commands, f"{page}: {line}"
             command = command.commands[words.pop(0)]
-        known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)}
+        options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         for word in words:
             option = word.partition("=")[0]
             if option.startswith("--"):
-                assert option in {*known, "--help"}, f"{page}: {line}"
+                assert option in {*options, "--help"}, f"{page}: {line}"

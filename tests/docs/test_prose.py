@@ -7,11 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WORDS = 120
-PAGES = sorted(
-    path
-    for path in (ROOT / "docs").rglob("*.md")
-    if "generated" not in path.relative_to(ROOT).parts
-)
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "generated" not in path.relative_to(ROOT).parts)
 FRONT = sorted(ROOT.glob("*.md"))
 
 
@@ -24,16 +20,16 @@ def paragraphs(text):
     text = re.sub(r"(?ms)^([ ]*)(```+|:::+).*?^\1\2\s*$", "", text)
     for block in re.split(r"\n\s*\n", text):
         lines = [line for line in block.splitlines() if not re.match(r"\s*(\||#)", line)]
-        for one in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines)):
-            if one.strip():
-                yield one
+        for paragraph in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines)):
+            if paragraph.strip():
+                yield paragraph
 
 
 def too_long(text):
     return [
-        f"{len(one.split())} words: {' '.join(one.split()[:8])} …"
-        for one in paragraphs(text)
-        if len(one.split()) > WORDS
+        f"{len(paragraph.split())} words: {' '.join(paragraph.split()[:8])} …"
+        for paragraph in paragraphs(text)
+        if len(paragraph.split()) > WORDS
     ]
 
 

@@ -45,12 +45,12 @@ class Child(Parent):
 
 
 def test_a_field_says_what_its_comments_say(generate):
-    said = generate.comments(Child)
-    assert said["first"] == "beside"
-    assert said["second"] == "above, in two lines within"
-    assert said["third"] == "its own"
+    comments = generate.comments(Child)
+    assert comments["first"] == "beside"
+    assert comments["second"] == "above, in two lines within"
+    assert comments["third"] == "its own"
     assert generate.comments(Parent)["third"] == ""
-    assert said["lr"] == "learning rate of a step", "words of a setting that engines read stand in"
+    assert comments["lr"] == "learning rate of a step", "words of a setting that engines read stand in"
 
 
 def test_every_method_is_on_the_page_with_every_setting_explained(generate):
@@ -58,7 +58,7 @@ def test_every_method_is_on_the_page_with_every_setting_explained(generate):
     for name, kind in methods().items():
         section = page[page.index(f"\n## {name}\n") :].split("\n## ")[1]
         rows = {line.split(" | ")[0][3:-1]: line for line in section.splitlines() if "| `" in line}
-        assert list(rows) == [one.name for one in fields(kind)], name
+        assert list(rows) == [field.name for field in fields(kind)], name
         for setting, row in rows.items():
             assert not row.endswith("|  |"), f"{name}.{setting} has no comment in its class"
 

@@ -4,16 +4,16 @@ import re
 
 import pytest
 
-from fedvlm.runner.experiments import runs
+from fedvlm.runner.experiments import experiment_runs
 from fedvlm.runner.named import experiments
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import read_toml
 from tools.tables import BLOCK, PAGES, named, rewritten, table_of
 
 MARKED = [
-    pytest.param(page, found, id=f"{page.stem}-{found['name']}")
+    pytest.param(page, match, id=f"{page.stem}-{match['name']}")
     for page in PAGES
-    for found in BLOCK.finditer(page.read_text(encoding="utf-8"))
+    for match in BLOCK.finditer(page.read_text(encoding="utf-8"))
 ]
 
 
@@ -25,11 +25,11 @@ def test_tables_are_marked_and_every_mark_has_its_end():
             assert len(re.findall(f"(?m)^{mark}", text)) == len(named(text)), page.name
 
 
-@pytest.mark.parametrize(("page", "found"), MARKED)
-def test_a_marked_table_is_of_an_experiment_and_has_a_row_for_each_of_its_methods(page, found):
-    assert found["name"] in experiments(), f"{page.name} has a table of no experiment"
-    methods = [one["method"]["name"] for one in runs(read_toml(experiments()[found["name"]]))]
-    lines = [line.lstrip("| ").split(" ")[0] for line in found["body"].splitlines()]
+@pytest.mark.parametrize(("page", "match"), MARKED)
+def test_a_marked_table_is_of_an_experiment_and_has_a_row_for_each_of_its_methods(page, match):
+    assert match["name"] in experiments(), f"{page.name} has a table of no experiment"
+    methods = [run["method"]["name"] for run in experiment_runs(read_toml(experiments()[match["name"]]))]
+    lines = [line.lstrip("| ").split(" ")[0] for line in match["body"].splitlines()]
     assert [line for line in lines if line in methods] == methods
 
 
@@ -45,11 +45,9 @@ def test_only_what_is_between_the_marks_is_written_anew():
 def test_a_table_is_what_the_runs_of_the_experiment_say(tmp_path, monkeypatch, rows_like):
     small = {"title": "small", "methods": [{"name": "zero-shot"}], "seeds": [0]}
     monkeypatch.setattr("tools.tables.read_toml", lambda path: small)
-    monkeypatch.setattr(
-        "tools.tables.execute", lambda one, place: execute(one, place, embedded=rows_like())
-    )
+    monkeypatch.setattr("tools.tables.execute", lambda settings, place: execute(settings, place, embedded=rows_like()))
     made = table_of("demo", tmp_path, plain=False)
     assert made.startswith("\n| method ") and made.endswith("|\n\n")
     assert "| zero-shot " in made
-    shown = table_of("demo", tmp_path, plain=True)
-    assert shown.startswith("```\nsmall\n\nmethod ") and shown.endswith("\n```\n")
+    output = table_of("demo", tmp_path, plain=True)
+    assert output.startswith("```\nsmall\n\nmethod ") and output.endswith("\n```\n")

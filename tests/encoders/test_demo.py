@@ -13,7 +13,7 @@ from PIL import Image
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import divide
+from fedvlm.data.federation import make_partition
 from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
 from fedvlm.encoders.cache.embed import embed
 from fedvlm.encoders.demo import demo_directory
@@ -24,27 +24,27 @@ DOMAINS = {"noto", "twemoji", "fluent-flat", "high-contrast"}
 
 
 @pytest.fixture(scope="module")
-def asked():
+def network_requests():
     """Every address that anybody tried to reach since the first test of this file."""
-    reached = []
+    requests = []
 
     def refuse(*address, **_):
-        reached.append(address)
+        requests.append(address)
         raise OSError("the network is off in this test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket.socket, "write_connection", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
-        yield reached
+        yield requests
 
 
 @pytest.fixture(scope="module")
-def encoder(asked):
+def encoder(network_requests):
     return open_encoder("demo")
 
 
 @pytest.fixture(scope="module")
-def dataset(asked):
+def dataset(network_requests):
     return open_dataset("demo")
 
 
@@ -59,19 +59,16 @@ def embedded(dataset, encoder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def images(dataset):
     """Decoded, because two files may hold the same image."""
-    return [
-        Image.open(io.BytesIO(dataset.source.read(row))).convert("RGB")
-        for row in range(len(dataset.source))
-    ]
+    return [Image.open(io.BytesIO(dataset.source.read(row))).convert("RGB") for row in range(len(dataset.source))]
 
 
 def size(folder: Path, pattern: str = "*") -> int:
     return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
 
 
-def test_the_demo_runs_from_pictures_to_embeddings_without_network(asked, embedded):
+def test_the_demo_runs_from_pictures_to_embeddings_without_network(network_requests, embedded):
     assert len(embedded.x) == len(embedded.labels) > 1000
-    assert asked == []
+    assert network_requests == []
 
 
 def test_the_demo_offers_all_that_its_kind_says(encoder):
@@ -84,9 +81,7 @@ def test_what_the_demo_offers_is_there(encoder, dataset, images):
     assert answer.pooled.shape == (3, encoder.dim)
     assert answer.patches.shape == (3, 36, encoder.dim)
     assert encoder.embed_text(["a cat", "a dog"]).shape == (2, encoder.dim)
-    assert (
-        encoder.text_tower(dataset.classes, "{}").room >= 16
-    )  # context vectors, as prompt papers use
+    assert encoder.text_tower(dataset.classes, "{}").room >= 16  # context vectors, as prompt papers use
     tower = encoder.image_tower()
     again = tower(tower.weights, torch.from_numpy(np.stack(pixels)))
     assert torch.allclose(again, torch.from_numpy(answer.pooled), atol=1e-5)
@@ -113,9 +108,9 @@ def test_the_prompt_path_gives_the_official_text_features(encoder, dataset):
 
 @pytest.mark.parametrize("domain", sorted(DOMAINS))
 def test_zero_shot_is_at_least_three_times_chance(embedded, domain):
-    here = embedded.domains == domain
-    guess = nearest(embedded.x[here], embedded.text)
-    assert (guess == embedded.labels[here]).mean() >= 3 / len(embedded.classes)
+    in_domain = embedded.domains == domain
+    guess = nearest(embedded.x[in_domain], embedded.text)
+    assert (guess == embedded.labels[in_domain]).mean() >= 3 / len(embedded.classes)
 
 
 def nearest(rows, text) -> np.ndarray:
@@ -126,9 +121,9 @@ def nearest(rows, text) -> np.ndarray:
 def views(encoder, images):
     """Unit pooled embeddings, and the mean over the unit patches, of every image."""
     pixels = [encoder.preprocess(image) for image in images]
-    seen = [encoder.embed(pixels[at : at + 128], patches=True) for at in range(0, len(pixels), 128)]
-    pooled = torch.from_numpy(np.concatenate([one.pooled for one in seen]))
-    patches = torch.from_numpy(np.concatenate([one.patches for one in seen])).float()
+    vectors = [encoder.embed(pixels[at : at + 128], patches=True) for at in range(0, len(pixels), 128)]
+    pooled = torch.from_numpy(np.concatenate([batch.pooled for batch in vectors]))
+    patches = torch.from_numpy(np.concatenate([batch.patches for batch in vectors])).float()
     unit = torch.nn.functional.normalize
     return unit(pooled, dim=-1), unit(patches, dim=-1).mean(1)
 
@@ -137,15 +132,10 @@ def views(encoder, images):
 def endings(encoder, dataset):
     """The class texts without and with a full stop."""
     (template,) = dataset.templates
-    return [
-        encoder.embed_text([template.format(name) + end for name in dataset.classes])
-        for end in ("", ".")
-    ]
+    return [encoder.embed_text([template.format(name) + end for name in dataset.classes]) for end in ("", ".")]
 
 
-def test_the_mean_patch_knows_the_class_texts_nearly_as_well_as_the_pooled_view(
-    views, endings, dataset
-):
+def test_the_mean_patch_knows_the_class_texts_nearly_as_well_as_the_pooled_view(views, endings, dataset):
     pooled, patch = ((nearest(view, endings[0]) == dataset.labels).mean() for view in views)
     assert patch >= 0.85 * pooled
 
@@ -171,12 +161,12 @@ def test_no_demo_picture_is_there_twice(images):
 
 
 def test_every_row_of_the_demo_is_in_one_part_of_one_client(embedded):
-    division = divide(embedded, Clients(), seed=0)
-    assert division.dropped == 0
-    assert set(division.members) == DOMAINS
-    parts = [(m.train, m.validation, m.test) for m in division.members.values()]
-    dealt = np.concatenate([rows for member in parts for rows in member])
-    assert np.array_equal(np.sort(dealt), np.arange(len(embedded.labels)))
+    partition = make_partition(embedded, Clients(), seed=0)
+    assert partition.dropped == 0
+    assert set(partition.clients) == DOMAINS
+    parts = [(m.train, m.validation, m.test) for m in partition.clients.values()]
+    assigned = np.concatenate([rows for member in parts for rows in member])
+    assert np.array_equal(np.sort(assigned), np.arange(len(embedded.labels)))
 
 
 def test_the_demo_is_small():
@@ -186,9 +176,7 @@ def test_the_demo_is_small():
 
 
 @pytest.mark.parametrize("template", ["a picture of a {}", "a black{}, drawn", "sun{}s", "{} here"])
-def test_the_templates_own_tokens_give_its_text_features_also_where_words_join(
-    encoder, dataset, template
-):
+def test_the_templates_own_tokens_give_its_text_features_also_where_words_join(encoder, dataset, template):
     tower = encoder.text_tower(dataset.classes, template)
-    wanted = encoder.embed_text([template.replace("{}", name) for name in dataset.classes])
-    assert torch.allclose(tower(tower.prefix), wanted, atol=1e-5)
+    expected = encoder.embed_text([template.replace("{}", name) for name in dataset.classes])
+    assert torch.allclose(tower(tower.prefix), expected, atol=1e-5)

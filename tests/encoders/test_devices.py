@@ -12,7 +12,7 @@ from one_device import META, OneDevice
 from torch.utils._pytree import tree_leaves
 
 from fedvlm import devices
-from fedvlm.devices import moved
+from fedvlm.devices import to_device
 from fedvlm.encoders import encoders, open_encoder, placed
 from fedvlm.encoders.interface import BATCH
 from fedvlm.errors import EncoderError
@@ -59,8 +59,8 @@ def put_on_meta(encoder, monkeypatch):
         return
     # Where sentences end is looked up by value when a tower is made: it is found before.
     tower = encoder._tower("{}", encoder._tokens(WORDS), 1)
-    monkeypatch.setattr(TextTower, "_tokens", moved(tower._tokens, META))
-    encoder._weights, encoder._visual = moved((encoder._weights, encoder._visual), META)
+    monkeypatch.setattr(TextTower, "_tokens", to_device(tower._tokens, META))
+    encoder._weights, encoder._visual = to_device((encoder._weights, encoder._visual), META)
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -71,36 +71,36 @@ def test_no_encoder_mixes_devices(kind, opened, monkeypatch):
     if "text" in encoder.offers:
         work.append(partial(encoder.embed_text, WORDS))
     put_on_meta(encoder, monkeypatch)
-    for one in work:
+    for call in work:
         # Everything is done there; only what meta tensors have not, values, cannot be brought back.
         with (
             OneDevice(),
             pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"),
         ):
-            one()
+            call()
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "vit", "dinov2"])
 def test_an_image_tower_goes_to_a_device_and_its_model_stays(kind, opened):
     encoder = opened(kind)
     tower, pixels = encoder.image_tower(), torch.tensor(np.stack(pixels_for(encoder)))
-    there = tower.to(META)
+    moved_tower = tower.to(META)
     with OneDevice():
-        found = there({}, pixels.to(META))
-    assert found.device == META and {one.device for one in there.weights.values()} == {META}
+        output = moved_tower({}, pixels.to(META))
+    assert output.device == META and {weight.device for weight in moved_tower.weights.values()} == {META}
     assert torch.equal(tower({}, pixels), tower.to(devices.CPU)({}, pixels))
 
 
 def test_towers_of_an_encoder_on_a_gpu_are_given_on_the_cpu(opened, monkeypatch):
     encoder = opened("clip")
     encoder.half = True
-    asked = []
-    monkeypatch.setattr("fedvlm.maths.towers.ImageTower.to", lambda self, to: asked.append(to))
+    targets = []
+    monkeypatch.setattr("fedvlm.maths.towers.ImageTower.to", lambda self, to: targets.append(to))
     encoder.image_tower()
-    assert asked == [devices.CPU] and {"image tower", "text tower"} <= encoder.offers
+    assert targets == [devices.CPU] and {"image tower", "text tower"} <= encoder.offers
     text = encoder.text_tower(["cat", "dog"], "a photo of a {}.")
-    tensors = [one for one in tree_leaves(vars(text)) if isinstance(one, torch.Tensor)]
-    assert {one.device for one in tensors} == {devices.CPU}
+    tensors = [tensor for tensor in tree_leaves(vars(text)) if isinstance(tensor, torch.Tensor)]
+    assert {tensor.device for tensor in tensors} == {devices.CPU}
 
 
 @pytest.mark.parametrize("kind", ["demo", "siglip", "vit", "openai"])
@@ -111,36 +111,36 @@ def test_an_encoder_in_half_precision_is_close_and_gives_float32(kind, opened):
     assert encoder.identity["dtype"] == encoder.dtype == "float32"
     plain, words = encoder.embed(batch, True), encoder.embed_text(WORDS) if text else None
     encoder.half = True
-    half, near = encoder.embed(batch, True), encoder.embed_text(WORDS) if text else None
-    assert encoder.dtype == "float16" and half.pooled.dtype == np.float32
-    pairs = [(plain.pooled, half.pooled), (plain.patches, half.patches)]
+    float16, float16_text = encoder.embed(batch, True), encoder.embed_text(WORDS) if text else None
+    assert encoder.dtype == "float16" and float16.pooled.dtype == np.float32
+    pairs = [(plain.pooled, float16.pooled), (plain.patches, float16.patches)]
     if text:
-        assert near.dtype == torch.float32
-        pairs.append((words, near))
+        assert float16_text.dtype == torch.float32
+        pairs.append((words, float16_text))
     for a, b in pairs:
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert 0 < np.abs(a - b).max() < 0.02 * np.abs(a).max()
 
 
 def test_on_a_gpu_the_dtype_is_half_and_never_bfloat16(monkeypatch):
-    monkeypatch.setattr(placed, "choose", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(placed, "repeatable", lambda: None)
-    monkeypatch.setattr(torch, "autocast", lambda *given, **more: (given, more))
-    one = placed.Placed("cuda")
-    assert one.half and one.dtype == "float16"
-    assert one.halved() == (("cuda", torch.float16), {"enabled": True})
+    monkeypatch.setattr(placed, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(placed, "set_deterministic", lambda: None)
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: (args, kwargs))
+    encoder = placed.TorchEncoder("cuda")
+    assert encoder.half and encoder.dtype == "float16"
+    assert encoder.halved() == (("cuda", torch.float16), {"enabled": True})
 
 
 def test_a_batch_follows_the_free_memory_of_a_gpu_and_never_that_of_the_cpu(opened, monkeypatch):
     encoder = opened("vit")
-    each = encoder._each
-    monkeypatch.setattr(placed, "free", lambda device: 2 * 12 * each)
+    bytes_per_image = encoder._bytes_per_image
+    monkeypatch.setattr(placed, "free_device_memory", lambda device: 2 * 12 * bytes_per_image)
     assert encoder.batch == BATCH
     encoder.device = META
     assert encoder.batch == 8
-    for room, wanted in ((0, 1), (each, 1), (1 << 50, placed.MOST), (None, BATCH)):
-        monkeypatch.setattr(placed, "free", lambda device, room=room: room)
-        assert encoder.batch == wanted
+    for room, expected in ((0, 1), (bytes_per_image, 1), (1 << 50, placed.MAX_GPU_BATCH), (None, BATCH)):
+        monkeypatch.setattr(placed, "free_device_memory", lambda device, room=room: room)
+        assert encoder.batch == expected
 
 
 @pytest.mark.parametrize("kind", ["clip", "openai"])
@@ -148,19 +148,19 @@ def test_a_batch_follows_the_free_memory_of_a_gpu_and_never_that_of_the_cpu(open
 def test_a_batch_that_does_not_fit_is_halved(kind, error, opened, monkeypatch):
     encoder = opened(kind)
     batch = pixels_for(encoder, 5)
-    plain, seen, of = encoder.embed(batch, True), [], encoder._vectors
+    plain, sizes, of = encoder.embed(batch, True), [], encoder._vectors
 
     def tight(pixels, patches):
-        seen.append(len(pixels))
+        sizes.append(len(pixels))
         if len(pixels) > 2:
             raise error
         return of(pixels, patches)
 
     monkeypatch.setattr(encoder, "_vectors", tight)
-    found = encoder.embed(batch, True)
-    assert seen == [5, 2, 3, 1, 2]
-    np.testing.assert_allclose(found.pooled, plain.pooled, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found.patches, plain.patches, rtol=1e-2, atol=1e-2)
+    vectors = encoder.embed(batch, True)
+    assert sizes == [5, 2, 3, 1, 2]
+    np.testing.assert_allclose(vectors.pooled, plain.pooled, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(vectors.patches, plain.patches, rtol=1e-2, atol=1e-2)
 
     def never(pixels, patches):
         raise error
@@ -173,7 +173,7 @@ def test_a_batch_that_does_not_fit_is_halved(kind, error, opened, monkeypatch):
 def test_a_model_that_finds_no_memory_is_not_called_unfit(opened, monkeypatch):
     encoder = opened("clip")
 
-    def full(**given):
+    def full(**kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(encoder.model, "get_image_features", full)

@@ -13,13 +13,13 @@ from live_server import QUICK, Fake, running
 
 from fedvlm.encoders import http
 from fedvlm.encoders.http import Http
-from fedvlm.encoders.serve import app
+from fedvlm.encoders.serve import create_app
 from fedvlm.errors import EncoderError
 
 
 def answering(body, path="/embed", headers=()):
     """The application of a sound server, but for what it answers at one path."""
-    inner = app(Fake(), None)
+    inner = create_app(Fake(), None)
 
     async def served(scope, receive, send):
         if scope["type"] != "http" or scope["path"] != path:
@@ -57,8 +57,8 @@ def test_answers_longer_than_any_sound_one_are_cut_off():
 
 def test_dimensions_nobody_has_are_refused():
     info = {"dim": 1 << 40, "scale": 1.0, "offers": ["image"], "max_batch": 1, "max_bytes": 9999}
-    said = json.dumps(info | {"fingerprint": "a"}).encode()
-    with running(answering([said], path="/info")) as url, pytest.raises(EncoderError, match="dim"):
+    reply = json.dumps(info | {"fingerprint": "a"}).encode()
+    with running(answering([reply], path="/info")) as url, pytest.raises(EncoderError, match="dim"):
         Http(url, **QUICK)
 
 
@@ -66,27 +66,27 @@ def test_dimensions_nobody_has_are_refused():
 def dripping(first):
     """A server that says the first words, then one more byte every while, and never ends."""
     over = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as heard:
-        heard.settimeout(0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
 
         def speak():
             while not over.is_set():
                 try:
-                    one, _ = heard.accept()
+                    connection, _ = listener.accept()
                 except TimeoutError:
                     continue
-                with one:
+                with connection:
                     try:
-                        one.sendall(first)
+                        connection.sendall(first)
                         while not over.wait(0.02):
-                            one.sendall(b"a")
+                            connection.sendall(b"a")
                     except OSError:
                         continue
 
         thread = threading.Thread(target=speak)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{heard.getsockname()[1]}"
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             over.set()
             thread.join(10)
@@ -104,6 +104,6 @@ def test_answer_that_drips_is_given_up_after_a_while(first):
 
 
 def test_most_of_an_answer_follows_from_what_was_asked():
-    assert http.most_of(rows=0, dim=0, patches=False) < 1 << 20
-    assert http.most_of(rows=256, dim=768, patches=False) < 4 << 20
-    assert http.most_of(rows=256, dim=1024, patches=True) <= 1 << 30
+    assert http.max_reply_bytes(rows=0, dim=0, patches=False) < 1 << 20
+    assert http.max_reply_bytes(rows=256, dim=768, patches=False) < 4 << 20
+    assert http.max_reply_bytes(rows=256, dim=1024, patches=True) <= 1 << 30

@@ -14,7 +14,7 @@ from live_server import QUICK, Fake, Moody, image, running
 from fedvlm.encoders import open_encoder
 from fedvlm.encoders.http import Http, _retry_after
 from fedvlm.encoders.huggingface import HuggingFace
-from fedvlm.encoders.serve import app
+from fedvlm.encoders.serve import create_app
 from fedvlm.errors import EncoderError, SettingsError
 
 
@@ -25,7 +25,7 @@ def clip(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clip_url(clip):
-    with running(app(clip, None)) as url:
+    with running(create_app(clip, None)) as url:
         yield url
 
 
@@ -48,7 +48,7 @@ def test_vectors_over_http_are_those_of_the_encoder_itself(clip, clip_url):
 
 def test_batches_are_cut_to_what_the_server_takes():
     fake = Fake()
-    with running(app(fake, None, max_bytes=4000, max_batch=4)) as url:
+    with running(create_app(fake, None, max_bytes=4000, max_batch=4)) as url:
         remote = Http(url, **QUICK)
         assert remote.embed([b"x" * 10] * 9, patches=False).pooled.shape == (9, 3)
         assert fake.calls == [4, 4, 1, 1]  # the last is the probe
@@ -60,7 +60,7 @@ def test_batches_are_cut_to_what_the_server_takes():
 
 
 def test_a_busy_server_is_asked_again_when_it_says():
-    served = Moody(app(Fake(), None), "/embed", 429, 2, [(b"retry-after", b"0.3")])
+    served = Moody(create_app(Fake(), None), "/embed", 429, 2, [(b"retry-after", b"0.3")])
     with running(served) as url:
         remote = Http(url, **QUICK)
         assert remote.embed([b"x"], patches=False).pooled.shape == (1, 3)
@@ -70,12 +70,10 @@ def test_a_busy_server_is_asked_again_when_it_says():
 
 
 def test_a_failing_server_is_given_up_after_growing_waits():
-    served = Moody(app(Fake(), None), "/embed", 503, 10**6)
+    served = Moody(create_app(Fake(), None), "/embed", 503, 10**6)
     with running(served) as url:
         remote = Http(url, retries=3, wait=0.1)
-        with pytest.raises(
-            EncoderError, match=r"failed 4 times \(503 .*what it has embedded is kept"
-        ):
+        with pytest.raises(EncoderError, match=r"failed 4 times \(503 .*what it has embedded is kept"):
             remote.embed([b"x"], patches=False)
     waits = np.diff(served.at)
     assert len(waits) == 3
@@ -84,7 +82,7 @@ def test_a_failing_server_is_given_up_after_growing_waits():
 
 def test_no_wait_is_longer_than_the_bound(monkeypatch):
     slept = []
-    served = Moody(app(Fake(), None), "/embed", 429, 2, [(b"retry-after", b"86400")])
+    served = Moody(create_app(Fake(), None), "/embed", 429, 2, [(b"retry-after", b"86400")])
     with running(served) as url:
         remote = Http(url, **QUICK)
         monkeypatch.setattr("fedvlm.encoders.http.time.sleep", slept.append)
@@ -101,9 +99,7 @@ def test_retry_after_may_be_a_date_or_nonsense():
 def test_a_dead_server_says_so():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(
-        EncoderError, match=r"failed 2 times \(ConnectError.*whether the server runs"
-    ):
+    with pytest.raises(EncoderError, match=r"failed 2 times \(ConnectError.*whether the server runs"):
         Http(f"http://127.0.0.1:{port}", retries=1, wait=0.01)
 
 
@@ -117,7 +113,7 @@ def test_a_silent_server_times_out():
 def test_the_token_opens_the_door_and_nothing_else_does(tmp_path, monkeypatch):
     (tmp_path / "right").write_text("sesame-42\n")
     (tmp_path / "wrong").write_text("sesame-43\n")
-    with running(app(Fake(), "sesame-42")) as url:
+    with running(create_app(Fake(), "sesame-42")) as url:
         for path in ("/info", "/embed", "/text"):
             verb = "GET" if path == "/info" else "POST"
             assert httpx.request(verb, url + path).status_code == 401
@@ -148,7 +144,7 @@ def nan_in_second(batch, call):
     ],
 )
 def test_vectors_that_cannot_be_right_are_refused(answer, message):
-    with running(app(Fake(answer), None)) as url, pytest.raises(EncoderError, match=message):
+    with running(create_app(Fake(answer), None)) as url, pytest.raises(EncoderError, match=message):
         Http(url, **QUICK).embed([b"x", b"y"], patches=False)
 
 
@@ -156,27 +152,27 @@ def test_drift_is_reported_and_the_first_vector_is_kept():
     def drifting(batch, call):
         return np.array([[1.0, 0.1 * call, 0.0]] * len(batch), np.float32)
 
-    said = []
-    with running(app(Fake(drifting), None)) as url:
-        remote = Http(url, warn=said.append, **QUICK)
+    warnings = []
+    with running(create_app(Fake(drifting), None)) as url:
+        remote = Http(url, warn=warnings.append, **QUICK)
         assert remote.drift is None
-        kept = remote.embed([b"x"], patches=False).pooled
-    assert np.allclose(kept, [[1.0, 0.1, 0.0]])
+        pooled = remote.embed([b"x"], patches=False).pooled
+    assert np.allclose(pooled, [[1.0, 0.1, 0.0]])
     assert remote.drift == pytest.approx(0.0966, abs=1e-3)
-    assert len(said) == 1
-    assert "two embeddings 0.097 apart" in said[0]
+    assert len(warnings) == 1
+    assert "two embeddings 0.097 apart" in warnings[0]
 
 
 def test_an_encoder_changed_in_mid_run_is_noticed():
     fake = Fake()
-    served = app(fake, None)
+    served = create_app(fake, None)
     with running(served) as url:
         port = int(url.rsplit(":", 1)[1])
         remote = Http(url, **QUICK)
         remote.embed([b"x"], patches=False)
     fake.identity = {"weights": "two"}
     with socket.create_server(("127.0.0.1", port)) as same:
-        server = uvicorn.Server(uvicorn.Config(app(fake, None), log_config=None, ws="none"))
+        server = uvicorn.Server(uvicorn.Config(create_app(fake, None), log_config=None, ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [same]})
         thread.start()
         with pytest.raises(EncoderError, match="was changed while it was in use"):
@@ -186,9 +182,9 @@ def test_an_encoder_changed_in_mid_run_is_noticed():
 
 
 def test_what_is_not_an_encoder_server_is_refused():
-    async def other(scope, receive, send):
+    async def unrelated_app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'{"hello": 1}'})
 
-    with running(other) as url, pytest.raises(EncoderError, match="as an encoder server"):
+    with running(unrelated_app) as url, pytest.raises(EncoderError, match="as an encoder server"):
         Http(url, **QUICK)

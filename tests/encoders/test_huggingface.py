@@ -54,24 +54,22 @@ def test_pixels_equal_those_of_the_processor_bit_by_bit(tmp_path, processor, siz
     from fedvlm.encoders.huggingface import _pixels
 
     processor.save_pretrained(tmp_path)
-    ours = _pixels(transformers, str(tmp_path), "clip", {"local_files_only": True})
+    preprocess = _pixels(transformers, str(tmp_path), "clip", {"local_files_only": True})
     theirs = processor(image(*size), return_tensors="np")["pixel_values"][0]
-    assert np.array_equal(ours(image(*size)), theirs.astype(np.float32))
-    assert pickle.loads(pickle.dumps(ours)) == ours  # noqa: S301
+    assert np.array_equal(preprocess(image(*size)), theirs.astype(np.float32))
+    assert pickle.loads(pickle.dumps(preprocess)) == preprocess  # noqa: S301
 
 
 def test_old_configs_with_a_plain_number_as_size_are_read(tmp_path):
     from fedvlm.encoders.huggingface import _pixels
 
     file = tmp_path / "preprocessor_config.json"
-    file.write_text(
-        '{"feature_extractor_type": "CLIPFeatureExtractor", "size": 18, "crop_size": 16}'
-    )
-    ours = _pixels(transformers, str(tmp_path), "clip", {"local_files_only": True})
-    assert (ours.size, ours.crop) == (18, (16, 16))
+    file.write_text('{"feature_extractor_type": "CLIPFeatureExtractor", "size": 18, "crop_size": 16}')
+    preprocess = _pixels(transformers, str(tmp_path), "clip", {"local_files_only": True})
+    assert (preprocess.size, preprocess.crop) == (18, (16, 16))
     file.write_text('{"feature_extractor_type": "ViTFeatureExtractor", "size": 18}')
-    ours = _pixels(transformers, str(tmp_path), "vit", {"local_files_only": True})
-    assert (ours.size, ours.crop) == ((18, 18), None)
+    preprocess = _pixels(transformers, str(tmp_path), "vit", {"local_files_only": True})
+    assert (preprocess.size, preprocess.crop) == ((18, 18), None)
 
 
 def test_clip_vectors_are_the_official_ones(clip):
@@ -103,9 +101,7 @@ def test_siglip_patch_of_a_picture_of_one_patch_is_its_pooled_embedding(tmp_path
 
 def test_siglip_text_is_padded_to_full_length_and_unit_norm(siglip):
     got = siglip.embed_text(["a cat", "a photo of a dog"])
-    padded = siglip.tokenizer(
-        ["a cat", "a photo of a dog"], padding="max_length", max_length=12, return_tensors="pt"
-    )
+    padded = siglip.tokenizer(["a cat", "a photo of a dog"], padding="max_length", max_length=12, return_tensors="pt")
     official = siglip.model.get_text_features(input_ids=padded["input_ids"]).pooler_output
     assert torch.allclose(got, torch.nn.functional.normalize(official, dim=1), atol=1e-6)
     assert siglip.offers == {"image", "text", "patches", "image tower"}
@@ -115,9 +111,9 @@ def test_siglip_text_is_padded_to_full_length_and_unit_norm(siglip):
 
 def test_text_does_not_depend_on_its_neighbours(clip):
     alone = clip.embed_text(["a cat"])
-    beside = clip.embed_text(["a cat", "a photo of a very long name"])
-    assert torch.allclose(alone[0], beside[0], atol=1e-6)
-    assert torch.allclose(beside.norm(dim=1), torch.ones(2), atol=1e-6)
+    in_batch = clip.embed_text(["a cat", "a photo of a very long name"])
+    assert torch.allclose(alone[0], in_batch[0], atol=1e-6)
+    assert torch.allclose(in_batch.norm(dim=1), torch.ones(2), atol=1e-6)
 
 
 def test_a_sentence_past_the_tower_is_refused(clip):
@@ -125,9 +121,7 @@ def test_a_sentence_past_the_tower_is_refused(clip):
         clip.embed_text(["a " * 30])
 
 
-@pytest.mark.parametrize(
-    ("kind", "first"), [("vit", 1), ("deit", 2), ("dinov2", 1), ("dinov2_with_registers", 5)]
-)
+@pytest.mark.parametrize(("kind", "first"), [("vit", 1), ("deit", 2), ("dinov2", 1), ("dinov2_with_registers", 5)])
 def test_vision_models_give_the_normed_class_token_and_patches(tmp_path, kind, first):
     encoder = HuggingFace(tiny_models.vision(tmp_path, kind))
     batch = images(encoder)
@@ -143,12 +137,12 @@ def test_vision_models_give_the_normed_class_token_and_patches(tmp_path, kind, f
 
 
 def test_fingerprint_follows_weights_and_preprocessing_and_not_the_place(tmp_path):
-    one = HuggingFace(tiny_models.clip(tmp_path / "one"))
+    first = HuggingFace(tiny_models.clip(tmp_path / "one"))
     same = HuggingFace(tiny_models.clip(tmp_path / "same"))
-    other = HuggingFace(tiny_models.clip(tmp_path / "other", seed=1))
-    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+    different = HuggingFace(tiny_models.clip(tmp_path / "other", seed=1))
+    assert fingerprint(first) == fingerprint(same) != fingerprint(different)
     CLIPImageProcessorPil(size={"shortest_edge": 18}).save_pretrained(tmp_path / "same")
-    assert fingerprint(HuggingFace(tmp_path / "same")) != fingerprint(one)
+    assert fingerprint(HuggingFace(tmp_path / "same")) != fingerprint(first)
 
 
 def test_nothing_trains(clip):

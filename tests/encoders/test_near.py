@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from fedvlm.cli import app
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import divide, rows_of
+from fedvlm.data.federation import list_samples, make_partition
 from fedvlm.encoders.near import near_duplicates
 
 CLIENTS = Clients(partition="dirichlet", count=2, alpha=100.0, min_samples=2)
-SAID = [
+OPTIONS = [
     word
     for pair in ("partition=dirichlet", "count=2", "alpha=100.0", "min_samples=2")
     for word in ("--set", f"clients.{pair}")
@@ -54,31 +54,31 @@ def plant(root, again=None):
     return root
 
 
-def found(root):
+def find_duplicates(root):
     dataset = open_dataset(str(root))
-    return near_duplicates(dataset, divide(rows_of(dataset), CLIENTS, 0))
+    return near_duplicates(dataset, make_partition(list_samples(dataset), CLIENTS, 0))
 
 
 @pytest.mark.parametrize("how", AGAIN)
 def test_image_saved_again_is_found_in_the_other_part(tmp_path, how):
-    (one,) = found(plant(tmp_path / "set", AGAIN[how]))
-    assert one.name == "test/class0/10.png"
-    assert one.other.endswith("/class0/3.png")
-    assert one.part == "test"
-    assert one.other_part in ("train", "validation")
+    (duplicate,) = find_duplicates(plant(tmp_path / "set", AGAIN[how]))
+    assert duplicate.name == "test/class0/10.png"
+    assert duplicate.duplicate_of.endswith("/class0/3.png")
+    assert duplicate.split == "test"
+    assert duplicate.duplicate_split in ("train", "validation")
 
 
 def test_different_images_are_not_near(tmp_path):
-    assert found(plant(tmp_path / "set")) == []
+    assert find_duplicates(plant(tmp_path / "set")) == []
 
 
 def test_near_duplicates_are_reported_only_when_asked_for_and_stay(tmp_path):
     root = plant(tmp_path / "set", AGAIN["compressed"])
-    words = ["partition", str(root), *SAID]
+    words = ["partition", str(root), *OPTIONS]
     plain = CliRunner().invoke(app, words)
-    asked = CliRunner().invoke(app, [*words, "--near-duplicates"])
-    assert plain.exit_code == asked.exit_code == 0
+    result = CliRunner().invoke(app, [*words, "--near-duplicates"])
+    assert plain.exit_code == result.exit_code == 0
     assert "near-duplicate" not in plain.output
-    assert "test/class0/10.png (test)" in asked.output
-    assert asked.output.startswith(plain.output)
-    assert "1 near-duplicates between parts; none was dropped" in asked.output
+    assert "test/class0/10.png (test)" in result.output
+    assert result.output.startswith(plain.output)
+    assert "1 near-duplicates between parts; none was dropped" in result.output

@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny_models
 
-from fedvlm.data.describing import local_writer
+from fedvlm.data.describing import load_writer
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import EncoderError, SettingsError
 
@@ -50,5 +50,5 @@ def test_code_in_the_folder_of_an_encoder_is_never_run(tmp_path):
 def test_code_in_the_folder_of_a_writer_is_never_run(tmp_path):
     mark = trap(tiny_models.clip(tmp_path), "trapped-text")
     with pytest.raises(SettingsError, match="no text-generation model"):
-        local_writer(tmp_path)
+        load_writer(tmp_path)
     assert not mark.exists()

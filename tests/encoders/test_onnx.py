@@ -20,8 +20,8 @@ def model(path, inputs, outputs, nodes, **constants):
     graph = helper.make_graph(
         nodes,
         "tower",
-        [helper.make_tensor_value_info(*one) for one in inputs],
-        [helper.make_tensor_value_info(*one) for one in outputs],
+        [helper.make_tensor_value_info(*info) for info in inputs],
+        [helper.make_tensor_value_info(*info) for info in outputs],
         [numpy_helper.from_array(value, key) for key, value in constants.items()],
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
@@ -86,8 +86,8 @@ def test_a_directory_may_hold_text_and_settings(tmp_path):
     image_tower(tmp_path / "image.onnx", size="edge")
     text_tower(tmp_path / "text.onnx")
     tiny_models.tokens(tmp_path, start=True)
-    said = {"size": 6, "resize": "squash", "scale": 12.5, "length": 9, "pad": 3}
-    (tmp_path / "encoder.json").write_text(json.dumps(said))
+    settings = {"size": 6, "resize": "squash", "scale": 12.5, "length": 9, "pad": 3}
+    (tmp_path / "encoder.json").write_text(json.dumps(settings))
     encoder = open_encoder(f"onnx:{tmp_path}")
     assert encoder.preprocess(image(0)).shape == (3, 6, 6)
     assert (encoder.scale, encoder.offers) == (12.5, {"image", "text"})
@@ -116,35 +116,31 @@ def test_fingerprint_follows_how_sentences_become_tokens(tmp_path):
     image_tower(folder / "image.onnx")
     text_tower(folder / "text.onnx")
     tiny_models.tokens(folder, start=True)
-    found = [fingerprint(open_encoder(f"onnx:{folder}"))]
+    fingerprints = [fingerprint(open_encoder(f"onnx:{folder}"))]
     for words in ({"length": 9}, {"length": 9, "pad": 1}):
         (folder / "encoder.json").write_text(json.dumps(words))
-        found.append(fingerprint(open_encoder(f"onnx:{folder}")))
+        fingerprints.append(fingerprint(open_encoder(f"onnx:{folder}")))
     tiny_models.tokens(folder, start=False)
-    found.append(fingerprint(open_encoder(f"onnx:{folder}")))
-    assert len(set(found)) == 4
-    assert found[-1] == fingerprint(open_encoder(f"onnx:{folder}"))
+    fingerprints.append(fingerprint(open_encoder(f"onnx:{folder}")))
+    assert len(set(fingerprints)) == 4
+    assert fingerprints[-1] == fingerprint(open_encoder(f"onnx:{folder}"))
 
 
 def test_fingerprint_covers_every_file_of_weights_whatever_its_name(tmp_path):
-    found = []
+    fingerprints = []
     for number in range(2):
         file = image_tower(tmp_path / str(number) / "a.onnx", weight=WEIGHT + number)
         made = onnx.load(file)
-        onnx.save(
-            made, file, save_as_external_data=True, location="elsewhere.bin", size_threshold=64
-        )
-        found.append(fingerprint(open_encoder(f"onnx:{file}")))
+        onnx.save(made, file, save_as_external_data=True, location="elsewhere.bin", size_threshold=64)
+        fingerprints.append(fingerprint(open_encoder(f"onnx:{file}")))
     graphs = [(tmp_path / str(number) / "a.onnx").read_bytes() for number in range(2)]
     assert graphs[0] == graphs[1]  # only the file beside differs
-    assert found[0] != found[1]
+    assert fingerprints[0] != fingerprints[1]
 
 
 def test_weights_outside_the_folder_of_a_tower_are_refused(tmp_path):
     file = image_tower(tmp_path / "0" / "a.onnx")
-    onnx.save(
-        onnx.load(file), file, save_as_external_data=True, location="w.bin", size_threshold=64
-    )
+    onnx.save(onnx.load(file), file, save_as_external_data=True, location="w.bin", size_threshold=64)
     made = onnx.load(file, load_external_data=False)
     (tmp_path / "0/w.bin").rename(tmp_path / "w.bin")
     for tensor in made.graph.initializer:
@@ -166,14 +162,14 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(EncoderError, match=r"one input of \(batch, 3, height, width\)"):
         open_encoder(f"onnx:{text_tower(tmp_path / 'words.onnx')}")
     file = image_tower(tmp_path / "a.onnx")
-    for said, message in [
+    for settings, message in [
         ('{"size": 9}', r"takes images of \[3, 8, 8\]"),
         ('{"sise": 8}', "did you mean 'size'"),
         ('{"resize": "x"}', "write shortest or squash"),
         ('{"std": [0, 1, 1]}', "std above 0"),
         ("{", "is not JSON"),
     ]:
-        (tmp_path / "a.json").write_text(said)
+        (tmp_path / "a.json").write_text(settings)
         with pytest.raises((EncoderError, SettingsError), match=message):
             open_encoder(f"onnx:{file}")
     image_tower(tmp_path / "four.onnx", channels=4, weight=TABLE[:4])

@@ -32,7 +32,7 @@ def test_every_kind_says_what_it_offers():
     for kind in ENCODERS.values():
         assert "image" in kind.offers
         assert set(kind.offers) <= set(NEEDS)
-        assert kind.what
+        assert kind.summary
 
 
 def test_the_demo_is_the_model_that_comes_with_the_package(tmp_path, monkeypatch):

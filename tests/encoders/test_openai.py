@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from fedvlm.core import make
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import EncoderError, SettingsError
-from fedvlm.runner.load import meet
+from fedvlm.runner.load import check_needs
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
 
@@ -39,7 +39,7 @@ def encoder(plain, folder):
 def pixels(encoder, count=3):
     draw = np.random.default_rng(0)
     some = [draw.integers(0, 256, (70 + 9 * n, 90, 3), np.uint8) for n in range(count)]
-    return [encoder.preprocess(Image.fromarray(one)) for one in some]
+    return [encoder.preprocess(Image.fromarray(array)) for array in some]
 
 
 @pytest.mark.parametrize("shape", [{}, {"blocks": (1, 2, 3, 1), "width": 6, "edge": 3, "dim": 40}])
@@ -48,29 +48,29 @@ def test_images_and_patches_are_those_of_plain_modules(tmp_path, shape):
     encoder = open_encoder(f"openai:{tmp_path}")
     batch = pixels(encoder)
     expected = plain.visual(torch.tensor(np.stack(batch)))
-    found = encoder.embed(batch, patches=True)
+    vectors = encoder.embed(batch, patches=True)
     assert batch[0].shape == (3, encoder.preprocess.size, encoder.preprocess.size)
-    assert found.pooled.shape == (3, shape.get("dim", 24))
-    assert found.patches.shape[1] == shape.get("edge", 2) ** 2
-    np.testing.assert_allclose(found.pooled, expected[:, 0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found.patches, expected[:, 1:], rtol=2e-3, atol=2e-3)
+    assert vectors.pooled.shape == (3, shape.get("dim", 24))
+    assert vectors.patches.shape[1] == shape.get("edge", 2) ** 2
+    np.testing.assert_allclose(vectors.pooled, expected[:, 0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(vectors.patches, expected[:, 1:], rtol=2e-3, atol=2e-3)
     alone = encoder.embed(batch, patches=False)
-    np.testing.assert_allclose(alone.pooled, found.pooled, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(alone.pooled, vectors.pooled, rtol=1e-4, atol=1e-5)
     assert alone.patches is None
     assert encoder.scale == pytest.approx(np.exp(3.0))
 
 
 def test_sentences_are_those_of_plain_modules(plain, encoder):
-    said = ["a photo of a cat.", "dog", "a very long name"]
-    found = encoder.embed_text(said)
-    expected = torch.stack([plain.text(ids) for ids in encoder._tokens(said)])
-    torch.testing.assert_close(found, normalize(expected, dim=-1), rtol=1e-4, atol=1e-5)
+    sentences = ["a photo of a cat.", "dog", "a very long name"]
+    features = encoder.embed_text(sentences)
+    expected = torch.stack([plain.text(ids) for ids in encoder._tokens(sentences)])
+    torch.testing.assert_close(features, normalize(expected, dim=-1), rtol=1e-4, atol=1e-5)
 
 
 def test_the_template_through_the_text_tower_is_its_sentence(encoder):
     tower = encoder.text_tower(CLASSES, TEMPLATE)
-    said = ["a photo of a cat.", "a photo of a dog.", "a photo of a alarm clock."]
-    torch.testing.assert_close(tower(tower.prefix), encoder.embed_text(said), rtol=1e-4, atol=1e-5)
+    sentences = ["a photo of a cat.", "a photo of a dog.", "a photo of a alarm clock."]
+    torch.testing.assert_close(tower(tower.prefix), encoder.embed_text(sentences), rtol=1e-4, atol=1e-5)
 
 
 def test_a_prompt_has_a_gradient_through_the_text_tower(encoder):
@@ -87,13 +87,13 @@ def test_without_a_tokenizer_it_offers_images_alone(tmp_path, plain, folder):
     with pytest.raises(EncoderError, match="has no text; put CLIP's tokenizer.json beside it"):
         bare.embed_text(["a cat"])
     with pytest.raises(SettingsError, match="promptfl needs text tower"):
-        meet(make("promptfl"), bare.name, bare.offers)
+        check_needs(make("promptfl"), bare.name, bare.offers)
 
 
 def test_methods_that_train_an_image_tower_are_refused(encoder):
     assert encoder.offers == {"image", "patches", "text", "text tower"}
     with pytest.raises(SettingsError, match="needs image tower"):
-        meet(make("vpt"), encoder.name, encoder.offers)
+        check_needs(make("vpt"), encoder.name, encoder.offers)
 
 
 def test_a_sentence_that_is_too_long_is_refused(encoder):
@@ -104,8 +104,8 @@ def test_a_sentence_that_is_too_long_is_refused(encoder):
 def test_the_fingerprint_follows_weights_and_words(tmp_path, encoder):
     plain_resnet.save(tmp_path / "same")
     plain_resnet.save(tmp_path / "other", seed=5)
-    same, other = (open_encoder(f"openai:{tmp_path / name}") for name in ("same", "other"))
-    assert fingerprint(same) == fingerprint(encoder) != fingerprint(other)
+    same, different = (open_encoder(f"openai:{tmp_path / name}") for name in ("same", "other"))
+    assert fingerprint(same) == fingerprint(encoder) != fingerprint(different)
     words = json.loads((tmp_path / "same" / "tokenizer.json").read_text())
     words["model"]["vocab"]["zebra"] = words["model"]["vocab"].pop("cat")
     (tmp_path / "same" / "tokenizer.json").write_text(json.dumps(words))

@@ -15,7 +15,7 @@ from live_server import QUICK, Fake, image, running
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.encoders.http import Http
 from fedvlm.encoders.huggingface import HuggingFace
-from fedvlm.encoders.serve import app, serve
+from fedvlm.encoders.serve import create_app, serve
 from fedvlm.errors import EncoderError, SettingsError
 
 
@@ -26,7 +26,7 @@ def clip(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clip_url(clip):
-    with running(app(clip, None)) as url:
+    with running(create_app(clip, None)) as url:
         yield url
 
 
@@ -55,13 +55,13 @@ def test_requests_that_cannot_be_served_get_a_reason(clip, clip_url):
         assert post(clip_url, "/embed", body).status_code == 422
     assert post(clip_url, "/embed", {"images": [good], "patches": 1}).status_code == 422
     assert post(clip_url, "/text", {"sentences": ["a " * 50]}).status_code == 422
-    with running(app(clip, None, max_bytes=5000, max_batch=2)) as url:
+    with running(create_app(clip, None, max_bytes=5000, max_batch=2)) as url:
         assert post(url, "/embed", {"images": [good] * 3}).status_code == 413
         assert post(url, "/embed", b"x" * 5001).status_code == 413
         assert post(url, "/embed", {"images": [good] * 2}).status_code == 200
         chunks = httpx.post(f"{url}/embed", content=iter([b"x" * 3000] * 2))
         assert chunks.status_code == 413
-    with running(app(Fake(), None)) as url:
+    with running(create_app(Fake(), None)) as url:
         assert post(url, "/text", {"sentences": ["a"]}).status_code == 404
         with pytest.raises(EncoderError, match="has no text"):
             Http(url, **QUICK).embed_text(["a"])
@@ -71,7 +71,7 @@ def test_an_encoder_that_breaks_answers_500_without_its_reasons():
     def broken(batch, call):
         raise RuntimeError("/secret/place")
 
-    with running(app(Fake(broken), None)) as url:
+    with running(create_app(Fake(broken), None)) as url:
         answer = post(url, "/embed", {"images": [b64encode(b"x").decode()]})
     assert answer.status_code == 500
     assert "secret" not in answer.text
@@ -80,10 +80,10 @@ def test_an_encoder_that_breaks_answers_500_without_its_reasons():
 def test_the_log_counts_and_never_shows(caplog):
     caplog.set_level(logging.INFO, "fedvlm.serve")
     body = {"images": [b64encode(b"private").decode()]}
-    with running(app(Fake(), None)) as url:
+    with running(create_app(Fake(), None)) as url:
         post(url, "/embed", body)
     size = len(json.dumps(body))
-    line = next(one.getMessage() for one in caplog.records if one.name == "fedvlm.serve")
+    line = next(record.getMessage() for record in caplog.records if record.name == "fedvlm.serve")
     assert line.startswith(f"/embed rows=1 bytes={size} seconds=0.")
     assert line.endswith("status=200")
     assert body["images"][0] not in caplog.text
@@ -104,12 +104,12 @@ def test_tls_is_spoken_and_checked(certificate, tmp_path, monkeypatch):
     (tmp_path / "token").write_text("sesame")
     servers, urls = [], []
 
-    class Known(uvicorn.Server):
+    class RecordingServer(uvicorn.Server):
         def __init__(self, config):
             super().__init__(config)
             servers.append(self)
 
-    monkeypatch.setattr(uvicorn, "Server", Known)
+    monkeypatch.setattr(uvicorn, "Server", RecordingServer)
     settings = {"port": 0, "token_file": tmp_path / "token", "ready": urls.append}
     tls = {"tls_cert": certificate / "cert.pem", "tls_key": certificate / "key.pem"}
     thread = threading.Thread(target=serve, args=(Fake(),), kwargs={**settings, **tls})
@@ -148,6 +148,6 @@ def test_serving_refuses_what_cannot_work(tmp_path, certificate):
     (tmp_path / "empty").write_text(" \n")
     with pytest.raises(SettingsError, match="one line of visible ASCII"):
         serve(Fake(), token_file=tmp_path / "empty")
-    taken = socket.create_server(("127.0.0.1", 0))
-    with taken, pytest.raises(SettingsError, match="choose another host or port"):
-        serve(Fake(), port=taken.getsockname()[1])
+    occupied = socket.create_server(("127.0.0.1", 0))
+    with occupied, pytest.raises(SettingsError, match="choose another host or port"):
+        serve(Fake(), port=occupied.getsockname()[1])

@@ -75,9 +75,7 @@ def test_a_flipped_byte_is_noticed(tmp_path):
 
 
 def test_paths_say_domain_and_class(tmp_path):
-    paths = np.array(
-        [f"{d}/{c}/{i}.jpg" for i, d in enumerate("pq") for c in ("dog", "ant", "cow")]
-    )
+    paths = np.array([f"{d}/{c}/{i}.jpg" for i, d in enumerate("pq") for c in ("dog", "ant", "cow")])
     rows = open_store(store(tmp_path, features=X, paths=paths))
     assert rows.classes == ("ant", "cow", "dog")
     assert rows.labels.tolist() == [2, 0, 1, 2, 0, 1]
@@ -85,9 +83,7 @@ def test_paths_say_domain_and_class(tmp_path):
 
 
 def test_text_is_there_only_if_every_chosen_class_has_it(tmp_path):
-    file = store(
-        tmp_path, x=X, y=Y, classes=CLASSES, text=X[:2], text_classes=np.array(["owl", "cat"])
-    )
+    file = store(tmp_path, x=X, y=Y, classes=CLASSES, text=X[:2], text_classes=np.array(["owl", "cat"]))
     assert open_store(file).text is None
     some = open_store(file, classes=["cat", "owl"])
     assert some.text is not None

@@ -20,10 +20,7 @@ def write_csv(path, head, lines, between=","):
 
 
 def numbered(path, between=",", x=X, names=NAMES):
-    lines = [
-        (i, *row, name, site)
-        for i, (row, name, site) in enumerate(zip(x, names, SITES, strict=True))
-    ]
+    lines = [(i, *row, name, site) for i, (row, name, site) in enumerate(zip(x, names, SITES, strict=True))]
     return write_csv(path, ["id", "e0", "e1", "e2", "e3", "Label", "client"], lines, between)
 
 
@@ -58,26 +55,26 @@ def plain(tmp_path):
     ],
 )
 def test_every_form_of_a_table_holds_the_rows_of_the_arrays(plain, tmp_path, write, name):
-    found = open_store(write(tmp_path / name))
-    assert found.classes == plain.classes == ("glioma", "méningiome", "no tumour")
-    assert np.array_equal(found.x, plain.x)
-    assert found.labels.tolist() == plain.labels.tolist()
-    assert found.clients.tolist() == SITES
+    table = open_store(write(tmp_path / name))
+    assert table.classes == plain.classes == ("glioma", "méningiome", "no tumour")
+    assert np.array_equal(table.x, plain.x)
+    assert table.labels.tolist() == plain.labels.tolist()
+    assert table.clients.tolist() == SITES
 
 
 @pytest.mark.parametrize("keys", [("embeddings", "label", "client"), ("features", "y", "clients")])
 def test_arrays_may_be_called_as_a_tables_columns(plain, tmp_path, keys):
     values = (X, np.array(NAMES), np.array(SITES))
     np.savez(tmp_path / "a.npz", **dict(zip(keys, values, strict=True)))
-    found = open_store(tmp_path / "a.npz")
-    assert np.array_equal(found.x, plain.x) and found.clients.tolist() == SITES
+    table = open_store(tmp_path / "a.npz")
+    assert np.array_equal(table.x, plain.x) and table.clients.tolist() == SITES
 
 
 def test_a_table_says_which_rows_are_of_one_patient_and_not_who(tmp_path):
-    head, who = ["e0", "e1", "label", "group"], ["Ann", "Ann", "Bob", "", "Cy", "Cy"]
-    lines = [(*row[:2], name, one) for row, name, one in zip(X, NAMES, who, strict=True)]
-    found = open_store(write_csv(tmp_path / "rows.csv", head, lines))
-    assert found.groups.tolist() == ["0", "0", "1", "", "2", "2"]
+    head, patients = ["e0", "e1", "label", "group"], ["Ann", "Ann", "Bob", "", "Cy", "Cy"]
+    lines = [(*row[:2], name, patient) for row, name, patient in zip(X, NAMES, patients, strict=True)]
+    table = open_store(write_csv(tmp_path / "rows.csv", head, lines))
+    assert table.groups.tolist() == ["0", "0", "1", "", "2", "2"]
 
 
 def test_a_blank_behind_a_name_makes_no_other_class(tmp_path):

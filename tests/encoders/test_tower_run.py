@@ -38,18 +38,18 @@ def images(tmp_path_factory):
             for row in range(ROWS):
                 noise = draw.integers(0, 256, (20, 20, 3), np.uint8)
                 Image.fromarray(noise).save(root / domain / label / f"{row}.png")
-    whole = (root / "art" / "dog" / "3.png").read_bytes()
-    (root / "art" / "dog" / "3.png").write_bytes(whole[:50])
+    content = (root / "art" / "dog" / "3.png").read_bytes()
+    (root / "art" / "dog" / "3.png").write_bytes(content[:50])
     return root
 
 
-def settings_of(model, images, **more):
-    return {"data": str(images), "encoder": f"hf:{model}", **more}
+def settings_of(model, images, **options):
+    return {"data": str(images), "encoder": f"hf:{model}", **options}
 
 
 def test_pictures_stay_beside_their_embeddings_when_one_is_damaged(model, images):
     settings = build({"method": "fedavg-tower", **settings_of(model, images)})
-    rows, notes = load(settings, lambda *told: None)
+    rows, notes = load(settings, lambda *progress: None)
     assert len(rows.images) == len(rows.x) == 59
     assert len(notes) == 1 and "art/dog/3.png" in notes[0]
     features = rows.image_tower({}, rows.images[torch.arange(59)])
@@ -64,23 +64,21 @@ def test_a_run_of_two_processes_is_a_run_of_one(model, images, tmp_path):
             out=tmp_path / str(workers),
         )
 
-    one, two = ran(1), ran(2)
-    lines = [one_line for one_line in one.rounds if one_line["training"] == "0-art"]
+    one_process, two = ran(1), ran(2)
+    lines = [one_line for one_line in one_process.rounds if one_line["training"] == "0-art"]
     assert len(lines) == 2
-    assert one.tables == two.tables
-    assert [line["loss"] for line in one.rounds] == [line["loss"] for line in two.rounds]
+    assert one_process.tables == two.tables
+    assert [line["loss"] for line in one_process.rounds] == [line["loss"] for line in two.rounds]
     assert lines[1]["loss"] != lines[0]["loss"]
     logits = two.personalised("photo").logits(torch.zeros(2, 3, 16, 16))
     assert logits.shape == (2, len(CLASSES)) and logits.isfinite().all()
 
 
 def test_a_smoke_run_takes_few_images(model, images, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedvlm.runner.load.FEW_ROWS", 30)
-    made = fedvlm.run(
-        {"name": "lora", **NOW}, **settings_of(model, images, smoke=True), out=tmp_path / "run"
-    )
+    monkeypatch.setattr("fedvlm.runner.load.SMOKE_SAMPLES", 30)
+    made = fedvlm.run({"name": "lora", **NOW}, **settings_of(model, images, smoke=True), out=tmp_path / "run")
     sizes = made.manifest["clients"].values()
-    assert sum(sum(one.values()) for one in sizes) <= 30
+    assert sum(sum(counts.values()) for counts in sizes) <= 30
     assert "lora trains 2,496 parameters" in made.manifest["notes"][-1]
 
 
@@ -92,9 +90,7 @@ def test_rows_without_pictures_are_refused(rows, tmp_path):
 def test_what_does_not_fit_is_refused_before_the_work(model, images, tmp_path, monkeypatch):
     monkeypatch.setattr(room, "free_memory", lambda: 1_000_000)
     with pytest.raises(SettingsError, match=r"would take about 0\.\d\d GB and 0\.00 GB are free"):
-        fedvlm.run(
-            {"name": "fedavg-tower", **NOW}, **settings_of(model, images), out=tmp_path / "run"
-        )
+        fedvlm.run({"name": "fedavg-tower", **NOW}, **settings_of(model, images), out=tmp_path / "run")
     assert not (tmp_path / "run" / "rounds.jsonl").exists()
     monkeypatch.setattr(room, "free_memory", lambda: None)  # nobody says, so nobody refuses
     fedvlm.run(
@@ -106,19 +102,19 @@ def test_what_does_not_fit_is_refused_before_the_work(model, images, tmp_path, m
 
 def test_on_a_gpu_what_trains_has_to_fit_there_and_the_rest_here(monkeypatch):
     world = toy_world(make("fedavg-tower"), sizes=(3,))
-    given = (Settings(world.method, device="cuda"), world.frozen, world.x.shape[1:], 10)
-    wanted = room.estimate(*given)
-    assert wanted.processes == 1 and wanted.total == wanted.kept + wanted.busy
+    arguments = (Settings(world.method, device="cuda"), world.frozen, world.x.shape[1:], 10)
+    expected = room.estimate(*arguments)
+    assert expected.processes == 1 and expected.total == expected.all_clients + expected.concurrent
     monkeypatch.setattr(room, "choose", torch.device)
-    for here, there, short in (
-        (wanted.kept, wanted.busy, ""),
-        (wanted.kept, wanted.busy - 1, "GB on cuda and"),
-        (wanted.kept - 1, wanted.busy, "GB and"),
+    for host_free, device_free, short in (
+        (expected.all_clients, expected.concurrent, ""),
+        (expected.all_clients, expected.concurrent - 1, "GB on cuda and"),
+        (expected.all_clients - 1, expected.concurrent, "GB and"),
     ):
-        monkeypatch.setattr(room, "free_memory", lambda here=here: here)
-        monkeypatch.setattr(room, "free", lambda device, there=there: there)
+        monkeypatch.setattr(room, "free_memory", lambda host_free=host_free: host_free)
+        monkeypatch.setattr(room, "free_device_memory", lambda device, device_free=device_free: device_free)
         with pytest.raises(SettingsError, match=short) if short else nullcontext():
-            room.check(*given)
+            room.check_memory(*arguments)
 
 
 def estimate(name, clients=10, workers=1, **settings):
@@ -136,13 +132,13 @@ def test_auto_counts_the_processes_of_a_cpu_where_there_is_no_gpu(monkeypatch):
 
 
 def test_the_estimate_grows_with_what_is_held():
-    whole, part = estimate("fedavg-tower"), estimate("fedavg-tower", blocks=1)
-    assert part.trained < whole.trained and part.graph < whole.graph
-    assert estimate("fedavg-tower", batch_size=64).graph > 1.9 * whole.graph
-    assert estimate("fedavg-tower", clients=20).total == whole.total + 10 * whole.upload
-    assert estimate("fedavg-tower", workers=2).total > whole.total
+    full, part = estimate("fedavg-tower"), estimate("fedavg-tower", blocks=1)
+    assert part.trained < full.trained and part.graph < full.graph
+    assert estimate("fedavg-tower", batch_size=64).graph > 1.9 * full.graph
+    assert estimate("fedavg-tower", clients=20).total == full.total + 10 * full.upload
+    assert estimate("fedavg-tower", workers=2).total > full.total
     moon = estimate("moon-tower")
-    assert 2 * moon.local == moon.upload and moon.total > whole.total
+    assert 2 * moon.local == moon.upload and moon.total > full.total
     lora = estimate("lora", average="products")
     assert lora.upload == lora.trained < lora.shared
     assert estimate("lora", rank=0).total == 0
@@ -151,10 +147,10 @@ def test_the_estimate_grows_with_what_is_held():
 def test_this_machine_has_memory(monkeypatch, tmp_path):
     free = machine.free_memory()
     assert free is None or free > 1 << 20
-    for word, told in (("max", "5000000"), ("current", "4000000"), ("stat", "inactive_file 7\n")):
-        (tmp_path / f"memory.{word}").write_text(told)
-    monkeypatch.setattr(machine, "GROUP", tmp_path)
+    for word, content in (("max", "5000000"), ("current", "4000000"), ("stat", "inactive_file 7\n")):
+        (tmp_path / f"memory.{word}").write_text(content)
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
     assert machine.free_memory() == 1_000_007
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.free_memory() != 1_000_007
-    machine.give_back()
+    machine.release_memory()

@@ -57,9 +57,7 @@ def with_bad_patch(answer: Vectors, at: int) -> Vectors:
         (with_bad_patch, "in a patch for image-50.png"),
     ],
 )
-def test_unsound_answer_stops_and_keeps_what_was_done(
-    tmp_path: Path, spoil: Any, words: str
-) -> None:
+def test_unsound_answer_stops_and_keeps_what_was_done(tmp_path: Path, spoil: Any, words: str) -> None:
     encoder = Spoilt()
     encoder.spoil = spoil
     with pytest.raises(EncoderError, match=words):
@@ -77,7 +75,7 @@ def test_encoder_error_keeps_what_was_done(tmp_path: Path) -> None:
     encoder.spoil = spoil
     with pytest.raises(EncoderError, match="network"):
         run(numbered(70), encoder, tmp_path)
-    assert cache.ls(tmp_path)[0].rows == 32
+    assert cache.list_entries(tmp_path)[0].rows == 32
 
 
 def test_vector_too_long_for_float16_is_refused(tmp_path: Path) -> None:

@@ -9,91 +9,89 @@ import torch
 
 from fedvlm.core import make
 from fedvlm.engines import batched, loop
-from fedvlm.engines.ahead import in_turn
+from fedvlm.engines.ahead import run_parts
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import Task
-from fedvlm.engines.single import Single
+from fedvlm.engines.single import Sequential
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.testing import check_same, learn, toy_world
+from fedvlm.testing import check_same, toy_world, train_toy
 
 SIZES = (40, 9, 70, 33, 25, 12, 31, 8)
 
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(batched, "MOST", 1)  # so that few clients are several chunks
+    monkeypatch.setattr(batched, "MAX_CLIENTS_PER_CHUNK", 1)  # so that few clients are several chunks
     return toy_world(make("tofa"), SIZES)
 
 
 def parts_of(world, size=3):
-    state, fresh = loop.start(world)
-    tasks = [Task(id, state.shared, fresh, True) for id in world.members]
+    state, initial_local = loop.initial_state(world)
+    tasks = [Task(id, state.shared, initial_local, True) for id in world.members]
     return [tasks[first : first + size] for first in range(0, len(tasks), size)]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("last", [False, True])
-def test_every_part_comes_in_its_turn_with_the_answers_of_one_client_at_a_time(
-    world, workers, last
-):
-    parts, plain = parts_of(world), Single(world)
+def test_every_part_comes_in_its_turn_with_the_answers_of_one_client_at_a_time(world, workers, last):
+    parts, plain = parts_of(world), Sequential(world)
     engine = Batched(world, workers)
     if last:
         engine.round(0, parts[0])  # forks
-    turns = list(in_turn(engine, 0, parts, last))
+    turns = list(run_parts(engine, 0, parts, last))
     engine.close()
     assert [tasks for tasks, _ in turns] == parts
     for tasks, answers in turns:
-        expected = (plain.adapt if last else plain.round)(0, tasks).done
-        assert answers.done.keys() == expected.keys()
-        for id, one in expected.items():
-            for key, value in (one.local if last else one.upload).items():
-                found = answers.done[id].local if last else answers.done[id].upload
-                torch.testing.assert_close(found[key], value)
+        expected = (plain.adapt if last else plain.round)(0, tasks).replies
+        assert answers.replies.keys() == expected.keys()
+        for id, reply in expected.items():
+            for key, value in (reply.local if last else reply.upload).items():
+                actual = answers.replies[id].local if last else answers.replies[id].upload
+                torch.testing.assert_close(actual[key], value)
 
 
 def test_the_next_part_is_asked_for_before_the_last_is_done_with(world, monkeypatch):
-    asked = {id: Event() for id in world.members}
+    requested = {id: Event() for id in world.members}
     plain = Batched.round
 
     def noting(self, number, tasks):
         for task in tasks:
-            asked[task.id].set()
+            requested[task.id].set()
         return plain(self, number, tasks)
 
     monkeypatch.setattr(Batched, "round", noting)
     engine, parts = Batched(world, 2), parts_of(world)
-    for place, _ in enumerate(in_turn(engine, 0, parts)):
+    for place, _ in enumerate(run_parts(engine, 0, parts)):
         if place + 1 < len(parts):
-            assert asked[parts[place + 1][0].id].wait(60)
+            assert requested[parts[place + 1][0].id].wait(60)
         if place + 2 < len(parts):
-            assert not asked[parts[place + 2][0].id].is_set()  # one part ahead, no more
+            assert not requested[parts[place + 2][0].id].is_set()  # one part ahead, no more
     engine.close()
 
 
 def test_without_worker_processes_nothing_is_done_beside_the_caller(world, monkeypatch):
     engine, parts = Batched(world, 1), parts_of(world)
-    asked = []
-    monkeypatch.setattr(engine, "round", lambda number, tasks: asked.append(tasks))
-    for place, _ in enumerate(in_turn(engine, 0, parts)):
-        assert len(asked) == place + 1
+    requested = []
+    monkeypatch.setattr(engine, "round", lambda number, tasks: requested.append(tasks))
+    for place, _ in enumerate(run_parts(engine, 0, parts)):
+        assert len(requested) == place + 1
 
 
 def test_a_caller_that_fails_does_not_wait_for_the_part_that_is_under_way(world, monkeypatch):
-    kept = batched.run_chunk
+    original = batched.run_chunk
     parts = parts_of(world)
     first = {task.id for task in parts[0]}
 
     def slow(world, number, tasks):
         if tasks[0].id not in first:
             sleep(600)
-        return kept(world, number, tasks)
+        return original(world, number, tasks)
 
     monkeypatch.setattr(batched, "run_chunk", slow)
     engine = Batched(world, 2)
 
     def failing():
-        for _ in in_turn(engine, 0, parts):
+        for _ in run_parts(engine, 0, parts):
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -107,8 +105,8 @@ def test_an_error_of_a_worker_is_said_in_its_part_and_ends_the_round(world, monk
     good = parts_of(world)[1][0].id
     small = replace(world, method=replace(world.method, max_samples=60))
     engine = Batched(small, 2)
-    turns = in_turn(engine, 0, [parts_of(small)[1], parts_of(small)[0]])
-    assert good in next(turns)[1].done
+    turns = run_parts(engine, 0, [parts_of(small)[1], parts_of(small)[0]])
+    assert good in next(turns)[1].replies
     with pytest.raises(SettingsError, match="70 rows; set max_samples = 70"):
         next(turns)
     with pytest.raises(FederationError, match="given up"):
@@ -117,7 +115,7 @@ def test_an_error_of_a_worker_is_said_in_its_part_and_ends_the_round(world, monk
 
 
 def test_a_large_federation_has_the_same_bits_for_any_number_of_workers(world, monkeypatch):
-    monkeypatch.setattr(loop, "PART", 3)
-    monkeypatch.setattr(loop, "BULK", 0)
-    reference = learn(world, workers=1)
-    check_same(learn(world, workers=2), reference, 0.0, "workers change the result")
+    monkeypatch.setattr(loop, "CLIENTS_PER_PART", 3)
+    monkeypatch.setattr(loop, "LARGE_ROUND_BYTES", 0)
+    reference = train_toy(world, workers=1)
+    check_same(train_toy(world, workers=2), reference, 0.0, "workers change the result")

@@ -8,14 +8,14 @@ import torch
 import fedvlm
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.clip import change, norm
-from fedvlm.channel.uploads import Passage
+from fedvlm.channel.clip import change_norm, upload_change
+from fedvlm.channel.uploads import UploadPipeline
 from fedvlm.core import make
-from fedvlm.engines.attack import attacked, mislabelled
-from fedvlm.engines.attackers import USUAL, Attack, attackers
-from fedvlm.engines.client import Answers, Task
-from fedvlm.engines.loop import start, train
-from fedvlm.engines.single import Single
+from fedvlm.engines.attack import apply_attack, flip_labels
+from fedvlm.engines.attackers import DEFAULT_STRENGTH, Attack, choose_attackers
+from fedvlm.engines.client import RoundReplies, Task
+from fedvlm.engines.loop import initial_state, run_rounds
+from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import build
@@ -34,31 +34,31 @@ def world_of(method, attack=None, channel=None, **settings):
 def first_round(method, attack):
     """A round's uploads, honest and attacked, with what was sent."""
     world = world_of(method)
-    state, fresh = start(world)
+    state, initial_local = initial_state(world)
     ids = sorted(world.members)
-    tasks = [Task(id, world.method.send(state.shared, id), fresh, True) for id in ids]
-    answers = Single(world).round(0, tasks)
-    lied = attacked(replace(world, attack=attack), ids, 0, tasks, answers)
-    bad = attackers(attack, ids, world.seed)
-    return tasks, answers.done, lied.done, bad
+    tasks = [Task(id, world.method.send(state.shared, id), initial_local, True) for id in ids]
+    answers = Sequential(world).round(0, tasks)
+    lied = apply_attack(replace(world, attack=attack), ids, 0, tasks, answers)
+    bad = choose_attackers(attack, ids, world.seed)
+    return tasks, answers.replies, lied.replies, bad
 
 
 def learnt(world):
-    state, fresh = start(world)
+    state, initial_local = initial_state(world)
     plan = Plan(tuple(sorted(world.members)), ())
     lines = []
-    world = mislabelled(world, plan.train)
-    out = train(world, Single(world), plan, state, fresh, lambda state, line: lines.append(line))
+    world = flip_labels(world, plan.train)
+    out = run_rounds(world, Sequential(world), plan, state, initial_local, lambda state, line: lines.append(line))
     return out, lines
 
 
 def test_who_attacks_follows_from_the_seed_and_not_from_the_order():
     ids = [f"c{i}" for i in range(10)]
-    one = attackers(Attack("scale", 0.3), ids, 1)
-    assert one == attackers(Attack("noise", 0.3), list(reversed(ids)), 1)
-    assert len(one) == 3
-    assert len({frozenset(attackers(Attack("scale", 0.3), ids, seed)) for seed in range(20)}) > 10
-    assert len(attackers(Attack("scale", 0.01), ids, 1)) == 1
+    first_draw = choose_attackers(Attack("scale", 0.3), ids, 1)
+    assert first_draw == choose_attackers(Attack("noise", 0.3), list(reversed(ids)), 1)
+    assert len(first_draw) == 3
+    assert len({frozenset(choose_attackers(Attack("scale", 0.3), ids, seed)) for seed in range(20)}) > 10
+    assert len(choose_attackers(Attack("scale", 0.01), ids, 1)) == 1
 
 
 @pytest.mark.parametrize(("kind", "sign"), [("sign-flip", -1), ("scale", 1)])
@@ -66,9 +66,9 @@ def test_a_change_is_flipped_or_scaled_by_the_strength(kind, sign):
     tasks, honest, lied, bad = first_round("fedavg", Attack(kind, 0.2, 7.0))
     for task in tasks:
         if task.id in bad:
-            moved = change(lied[task.id].upload, task.sent)
-            wanted = {k: sign * 7 * v for k, v in change(honest[task.id].upload, task.sent).items()}
-            assert tensors.difference(moved, wanted) < 1e-3
+            moved = upload_change(lied[task.id].upload, task.sent)
+            expected = {k: sign * 7 * v for k, v in upload_change(honest[task.id].upload, task.sent).items()}
+            assert tensors.max_relative_difference(moved, expected) < 1e-3
         else:
             assert lied[task.id] is honest[task.id]
 
@@ -76,55 +76,55 @@ def test_a_change_is_flipped_or_scaled_by_the_strength(kind, sign):
 def test_noise_is_as_long_as_the_strength_says_and_new_in_every_place():
     tasks, honest, lied, bad = first_round("fedavg", Attack("noise", 0.3, 7.0))
     for task in (task for task in tasks if task.id in bad):
-        before = norm(change(honest[task.id].upload, task.sent))
-        added = norm(change(lied[task.id].upload, honest[task.id].upload))
+        before = change_norm(upload_change(honest[task.id].upload, task.sent))
+        added = change_norm(upload_change(lied[task.id].upload, honest[task.id].upload))
         assert added == pytest.approx(7 * before, rel=0.3)
-    one, other = sorted(bad)
-    both = [tensors.flat(change(lied[id].upload, tasks[0].sent)) for id in (one, other)]
-    assert abs(float(torch.nn.functional.cosine_similarity(*both, dim=0))) < 0.5
+    first, second = sorted(bad)
+    changes = [tensors.flatten(upload_change(lied[id].upload, tasks[0].sent)) for id in (first, second)]
+    assert abs(float(torch.nn.functional.cosine_similarity(*changes, dim=0))) < 0.5
 
 
 def test_who_colludes_uploads_one_and_the_same_near_the_others():
     tasks, honest, lied, bad = first_round("fedavg", Attack("collude", 0.3))
-    one, other = sorted(bad)
-    assert torch.equal(lied[one].upload["head"], lied[other].upload["head"])
+    first, second = sorted(bad)
+    assert torch.equal(lied[first].upload["head"], lied[second].upload["head"])
     good = torch.stack([honest[t.id].upload["head"] for t in tasks if t.id not in bad])
-    wanted = good.mean(0) - 1.5 * good.std(0, unbiased=False)
-    assert torch.allclose(lied[one].upload["head"], wanted, atol=1e-6)
+    expected = good.mean(0) - 1.5 * good.std(0, unbiased=False)
+    assert torch.allclose(lied[first].upload["head"], expected, atol=1e-6)
 
 
 def test_flipped_labels_are_those_of_attackers_training_rows_alone():
     world = world_of("fedavg", Attack("label-flip", 0.2))
     ids = sorted(world.members)
-    bad = attackers(world.attack, ids, world.seed)
-    other = mislabelled(world, ids)
+    bad = choose_attackers(world.attack, ids, world.seed)
+    flipped_world = flip_labels(world, ids)
     last = len(world.frozen.classes) - 1
     for id, member in world.members.items():
         train = torch.from_numpy(member.train)
-        assert torch.equal(other.y[train], last - world.y[train] if id in bad else world.y[train])
+        assert torch.equal(flipped_world.y[train], last - world.y[train] if id in bad else world.y[train])
         for rows in (member.validation, member.test):
-            assert torch.equal(other.y[torch.from_numpy(rows)], world.y[torch.from_numpy(rows)])
+            assert torch.equal(flipped_world.y[torch.from_numpy(rows)], world.y[torch.from_numpy(rows)])
 
 
 @pytest.mark.parametrize("method", FOUR)
 def test_every_system_can_be_attacked_and_stays_finite_under_a_robust_rule(method):
     tasks, honest, _, bad = first_round(method, Attack("scale", 0.2))
     world, ids = world_of(method), [task.id for task in tasks]
-    shared = start(world)[0].shared
+    shared = initial_state(world)[0].shared
     sent = {task.id: task.sent for task in tasks}
     rows = {id: honest[id].rows for id in ids}
     channel = Channel(aggregation="median", bound="median")
-    for kind in sorted(set(USUAL) - {"label-flip"}):
+    for kind in sorted(set(DEFAULT_STRENGTH) - {"label-flip"}):
         terms = replace(world, attack=Attack(kind, 0.2))
-        lied = attacked(terms, ids, 0, tasks, Answers(honest)).done
+        lied = apply_attack(terms, ids, 0, tasks, RoundReplies(honest)).replies
         for id in ids:
-            same = tensors.difference(lied[id].upload, honest[id].upload) == 0
+            same = tensors.max_relative_difference(lied[id].upload, honest[id].upload) == 0
             assert same == (id not in bad), (kind, id)
         uploads = {id: lied[id].upload for id in ids}
-        came = Passage(channel, world.method, [], 0).carry(0, uploads, sent, rows, {}, (), str)
-        found = world.method.aggregate(shared, came.uploads, came.weights, came.ids)
-        assert all(one.isfinite().all() for key, one in found.items() if key != "walk least")
-        assert set(came.apart) == set(ids)
+        decoded = UploadPipeline(channel, world.method, [], 0).run(0, uploads, sent, rows, {}, (), str)
+        aggregate = world.method.aggregate(shared, decoded.uploads, decoded.weights, decoded.ids)
+        assert all(tensor.isfinite().all() for key, tensor in aggregate.items() if key != "walk least")
+        assert set(decoded.outliers) == set(ids)
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed", "krum", "geometric-median"])
@@ -134,13 +134,13 @@ def test_a_robust_rule_stays_near_the_honest_head_where_the_mean_is_carried_off(
     lied = replace(world, attack=Attack("sign-flip", 0.2, 50.0))
     plain, lines = learnt(lied)
     safe, _ = learnt(replace(lied, channel=Channel(aggregation=rule)))
-    begun = start(world)[0].shared
-    moved = norm(change(honest.shared, begun))
-    assert norm(change(safe.shared, honest.shared)) < 1.5 * moved
-    assert norm(change(plain.shared, honest.shared)) > 5 * moved
-    bad = attackers(lied.attack, sorted(world.members), world.seed)
+    initial = initial_state(world)[0].shared
+    moved = change_norm(upload_change(honest.shared, initial))
+    assert change_norm(upload_change(safe.shared, honest.shared)) < 1.5 * moved
+    assert change_norm(upload_change(plain.shared, honest.shared)) > 5 * moved
+    bad = choose_attackers(lied.attack, sorted(world.members), world.seed)
     for line in lines:
-        assert bad <= {id for id, one in line["clients"].items() if one["far"]}
+        assert bad <= {id for id, client in line["clients"].items() if client["far"]}
 
 
 def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
@@ -150,17 +150,17 @@ def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
     common = {"embedded": rows, "clients": clients, "protocol": "own-test"}
     result = fedvlm.run(method, out=tmp_path / "a", **common, **kinds)
     assert result.manifest["identity"]["attack"] == "sign-flip"
-    assert any(note.startswith("sign-flip by ") for note in result.manifest["notes"])
+    assert any(notice.startswith("sign-flip by ") for notice in result.manifest["notes"])
     assert "ATTACK: sign-flip by 30%" in result.table()
     assert "was far from the rest in 1 of 1 rounds" in result.table()
-    assert len(result.far) == 2
+    assert len(result.outlier_warnings) == 2
     plain = fedvlm.run(method, out=tmp_path / "b", **common)
     assert not {"attack", "attackers", "strength"} & plain.manifest["identity"].keys()
     assert "ATTACK" not in plain.table()
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "message"),
     [
         ({"attack": "bribe"}, "attack = 'bribe' does not fit"),
         ({"attack": "scale", "attacker_fraction": 1.0}, "attacker_fraction = 1.0 is outside"),
@@ -170,6 +170,6 @@ def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
         ({"attack": "scale", "method": "zero-shot"}, "no upload to attack"),
     ],
 )
-def test_attacks_that_cannot_be_are_refused(values, says):
-    with pytest.raises(SettingsError, match=says):
+def test_attacks_that_cannot_be_are_refused(values, message):
+    with pytest.raises(SettingsError, match=message):
         build({"method": "fedavg", **values})

@@ -10,29 +10,29 @@ from one_device import META, OneDevice
 from torch.utils._pytree import tree_leaves
 
 from fedvlm import devices, tensors
-from fedvlm.core import make, methods, stacked
-from fedvlm.devices import CPU, choose, moved
+from fedvlm.core import as_stacked, make, methods
+from fedvlm.devices import CPU, choose_device, to_device
 from fedvlm.engines import batched
 from fedvlm.engines import placed as placing
-from fedvlm.engines.batched import Batched, chunks
-from fedvlm.engines.client import Task, client
-from fedvlm.engines.crowd import crowd, pad
-from fedvlm.engines.placed import away, on, placed
-from fedvlm.engines.single import Single
+from fedvlm.engines.batched import Batched, make_chunks
+from fedvlm.engines.client import Task, make_client
+from fedvlm.engines.crowd import pad_clients, stack_clients
+from fedvlm.engines.placed import place_method, run_on_device, with_device
+from fedvlm.engines.single import Sequential
 from fedvlm.errors import SettingsError
 from fedvlm.runner import provenance
-from fedvlm.runner.provenance import places
+from fedvlm.runner.provenance import device_info
 from fedvlm.runner.settings import build
-from fedvlm.testing import check_same, learn, short, toy_world
+from fedvlm.testing import check_same, shorten, toy_world, train_toy
 
-EVERY = sorted(methods())
-PROMPTS = [name for name in EVERY if "text tower" in make(name).traits.needs]
+METHOD_NAMES = sorted(methods())
+PROMPTS = [name for name in METHOD_NAMES if "text tower" in make(name).traits.needs]
 # Verbs that look at values, which meta tensors have not, and why: these run on the CPU under the
 # same mode.
 ROWS = "leaves out steps in which nobody has a row"
 HELD = "multiplies texts with the means of classes a client has alone"
 CACHE = "remembers a prompt's features by its values"
-LOOKS = {
+DATA_DEPENDENT = {
     **{(name, "update_many"): ROWS for name in PROMPTS if name not in ("cocoop", "dp-fpl")},
     **{(name, "predict"): CACHE for name in PROMPTS},
     **{(name, "update_many"): ROWS for name in ("faa-clip", "fedclip", "fedavg", "fedprox")},
@@ -44,26 +44,26 @@ LOOKS = {
 
 def verbs(method):
     """A method's verbs with what they take."""
-    method = short(method)
+    method = shorten(method)
     world = toy_world(method)
     shared, local = method.init(world.frozen)
     sent = method.send(shared, "client-0")
-    ones = [client(world, id, 0) for id in ("client-0", "client-1")]
-    yield "update", method.update, world.frozen, (sent, local, ones[0])
-    yield "predict", method.predict, world.frozen, (sent, local, tensors.full(ones[0].x))
-    if stacked(method) is not None:
-        both = (tensors.stack([sent, sent]), tensors.stack([local, local]))
-        yield "update_many", method.update_many, world.frozen, (*both, pad(ones))
+    client_pair = [make_client(world, id, 0) for id in ("client-0", "client-1")]
+    yield "update", method.update, world.frozen, (sent, local, client_pair[0])
+    yield "predict", method.predict, world.frozen, (sent, local, tensors.to_float32(client_pair[0].x))
+    if as_stacked(method) is not None:
+        stacked_pair = (tensors.stack([sent, sent]), tensors.stack([local, local]))
+        yield "update_many", method.update_many, world.frozen, (*stacked_pair, pad_clients(client_pair))
 
 
 def on_meta(frozen):
-    there = moved(frozen, META)
+    frozen_on_meta = to_device(frozen, META)
     if frozen.text_tower is not None:  # where names end is looked up once, when a tower is made
-        there.text_tower.__dict__["_tokens"] = moved(frozen.text_tower._tokens, META)
-    return there
+        frozen_on_meta.text_tower.__dict__["_tokens"] = to_device(frozen.text_tower._tokens, META)
+    return frozen_on_meta
 
 
-CASES = [(name, {}) for name in EVERY] + [
+CASES = [(name, {}) for name in METHOD_NAMES] + [
     ("lora", {"average": "products"}),
     ("vpt", {"depth": 2}),
     ("fedavg-tower", {"blocks": 1}),
@@ -73,43 +73,43 @@ CASES = [(name, {}) for name in EVERY] + [
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
 def test_no_verb_mixes_devices(name, settings):
     for verb, plain, frozen, rest in verbs(make(name, **settings)):
-        if (name, verb) in LOOKS:
+        if (name, verb) in DATA_DEPENDENT:
             with pytest.raises((RuntimeError, TypeError)):
-                away(plain, META, on_meta(frozen), *rest)
+                run_on_device(plain, META, on_meta(frozen), *rest)
             with OneDevice():
-                away(plain, CPU, frozen, *rest)
+                run_on_device(plain, CPU, frozen, *rest)
             continue
         with OneDevice():
-            found = away(plain, META, on_meta(frozen), *moved(rest, META))
-        made = [one for one in tree_leaves(found) if isinstance(one, torch.Tensor)]
-        assert {one.device for one in made} <= {META}, (verb, made)
+            result = run_on_device(plain, META, on_meta(frozen), *to_device(rest, META))
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+        assert {tensor.device for tensor in made} <= {META}, (verb, made)
 
 
 def test_a_race_of_maps_runs_under_the_same_mode():
     for verb, plain, frozen, rest in verbs(make("fedot", blocks="auto")):
         if verb != "predict":
             with pytest.raises((RuntimeError, TypeError)):
-                away(plain, META, on_meta(frozen), *rest)
+                run_on_device(plain, META, on_meta(frozen), *rest)
         with OneDevice():
-            away(plain, CPU, frozen, *rest)
+            run_on_device(plain, CPU, frozen, *rest)
 
 
 @pytest.fixture
 def as_before(monkeypatch):
     """Flags and the environment are put back; cuDNN and cuBLAS have theirs without a GPU too."""
     was = torch.are_deterministic_algorithms_enabled()
-    monkeypatch.setenv(devices.CUBLAS, "")
-    monkeypatch.delenv(devices.CUBLAS)
+    monkeypatch.setenv(devices.CUBLAS_VARIABLE, "")
+    monkeypatch.delenv(devices.CUBLAS_VARIABLE)
     flags = [
         (torch.backends.cudnn, "deterministic"),
         (torch.backends.cudnn, "benchmark"),
         (torch.backends.cudnn, "allow_tf32"),
         (torch.backends.cuda.matmul, "allow_tf32"),
     ]
-    before = [getattr(*one) for one in flags]
+    before = [getattr(*flag) for flag in flags]
     yield
-    for one, value in zip(flags, before, strict=True):
-        setattr(*one, value)
+    for flag, value in zip(flags, before, strict=True):
+        setattr(*flag, value)
     torch.use_deterministic_algorithms(was)
 
 
@@ -117,12 +117,12 @@ def as_before(monkeypatch):
 def test_the_record_tells_device_name_flags_and_precision(monkeypatch):
     settings = build({"method": "fedot"})
     plain = {"training": {"device": "cpu"}}
-    assert places(settings, memory=True) == plain
-    assert places(settings, memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
-    assert places(replace(settings, encoder="store:x.npz"), memory=False) == plain
-    monkeypatch.setattr(provenance, "choose", lambda name: torch.device(name))
+    assert device_info(settings, memory=True) == plain
+    assert device_info(settings, memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
+    assert device_info(replace(settings, encoder="store:x.npz"), memory=False) == plain
+    monkeypatch.setattr(provenance, "choose_device", lambda name: torch.device(name))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    found = places(replace(settings, device="cuda", access={"device": "mps"}), memory=False)
+    description = device_info(replace(settings, device="cuda", access={"device": "mps"}), memory=False)
     flags = {
         "deterministic algorithms": True,
         "cudnn.deterministic": True,
@@ -130,7 +130,7 @@ def test_the_record_tells_device_name_flags_and_precision(monkeypatch):
         "TF32": False,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    assert found == {
+    assert description == {
         "training": {"device": "cuda", "name": "a GPU", **flags},
         "encoding": {"device": "mps", "name": "mps", **flags, "precision": "float16"},
     }
@@ -143,63 +143,63 @@ def test_free_memory_is_that_of_the_device(monkeypatch):
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 20)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 8)
     monkeypatch.setattr(devices, "free_memory", lambda: 5)
-    assert [devices.free(torch.device(one)) for one in ("cuda", "mps", "cpu")] == [7, 12, 5]
+    assert [devices.free_device_memory(torch.device(kind)) for kind in ("cuda", "mps", "cpu")] == [7, 12, 5]
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 21)
-    assert devices.free(torch.device("mps")) == 0
+    assert devices.free_device_memory(torch.device("mps")) == 0
 
 
 @pytest.mark.usefixtures("as_before")
 def test_rows_stay_on_the_device_where_they_fit_and_are_picked_there(monkeypatch):
-    world = toy_world(short(make("fedot")))
-    away_world = replace(world, method=placed(world.method, META))
-    monkeypatch.setattr(placing, "free", lambda device: 4 * world.x.nbytes - 1)
-    assert placing.resident(away_world).x is world.x
-    monkeypatch.setattr(placing, "free", lambda device: 4 * world.x.nbytes)
-    there = placing.resident(away_world)
-    assert there.x.device == META and there.y.device == CPU
-    assert Single(away_world).world.x is Batched(away_world).world.x is there.x
-    assert placing.resident(there) is there and placing.resident(world) is world
-    seen = weakref.ref(there.x)
-    del away_world, there
-    assert seen() is None  # nothing holds a GPU's memory once a training is over
-    there = placing.resident(replace(world, method=placed(world.method, META)))
+    world = toy_world(shorten(make("fedot")))
+    away_world = replace(world, method=place_method(world.method, META))
+    monkeypatch.setattr(placing, "free_device_memory", lambda device: 4 * world.x.nbytes - 1)
+    assert placing.with_resident_rows(away_world).x is world.x
+    monkeypatch.setattr(placing, "free_device_memory", lambda device: 4 * world.x.nbytes)
+    resident_world = placing.with_resident_rows(away_world)
+    assert resident_world.x.device == META and resident_world.y.device == CPU
+    assert Sequential(away_world).world.x is Batched(away_world).world.x is resident_world.x
+    assert placing.with_resident_rows(resident_world) is resident_world and placing.with_resident_rows(world) is world
+    reference = weakref.ref(resident_world.x)
+    del away_world, resident_world
+    assert reference() is None  # nothing holds a GPU's memory once a training is over
+    resident_world = placing.with_resident_rows(replace(world, method=place_method(world.method, META)))
     with OneDevice():
-        every = crowd(there, list(there.members), 0)
-        one = client(there, "client-0", 0)
-    assert every.x.device == every.held_x.device == one.x.device == META
-    assert every.y.device == one.y.device == CPU
-    plain = crowd(world, list(world.members), 0)
-    assert every.x.shape == plain.x.shape and torch.equal(every.y, plain.y)
+        stacked_clients = stack_clients(resident_world, list(resident_world.members), 0)
+        client_data = make_client(resident_world, "client-0", 0)
+    assert stacked_clients.x.device == stacked_clients.val_x.device == client_data.x.device == META
+    assert stacked_clients.y.device == client_data.y.device == CPU
+    plain = stack_clients(world, list(world.members), 0)
+    assert stacked_clients.x.shape == plain.x.shape and torch.equal(stacked_clients.y, plain.y)
 
 
 @pytest.mark.usefixtures("as_before")
 def test_a_gpu_takes_larger_chunks_and_no_worker_processes(monkeypatch):
-    world = toy_world(short(make("fedot")))
-    room = 4 * 12 * batched.ROW_BYTES
-    monkeypatch.setattr(placing, "free", lambda device: room)
-    assert (Batched(world, 3).times, Batched(world, 3).workers) == (1, 3)
-    there = Batched(replace(world, method=placed(world.method, META)), 3)
-    assert (there.times, there.workers, there.eager) == (8, 1, False)
-    monkeypatch.setattr(batched, "MOST", 1)
+    world = toy_world(shorten(make("fedot")))
+    room = 4 * 12 * batched.CHUNK_ROW_BYTES
+    monkeypatch.setattr(placing, "free_device_memory", lambda device: room)
+    assert (Batched(world, 3).chunk_factor, Batched(world, 3).workers) == (1, 3)
+    engine = Batched(replace(world, method=place_method(world.method, META)), 3)
+    assert (engine.chunk_factor, engine.workers, engine.forks) == (8, 1, False)
+    monkeypatch.setattr(batched, "MAX_CLIENTS_PER_CHUNK", 1)
     shared, local = world.method.init(world.frozen)
     tasks = [Task(id, shared, local, True) for id in world.members]
-    assert [len(chunks(world, tasks, times)) for times in (1, 2, 4)] == [4, 2, 1]
+    assert [len(make_chunks(world, tasks, times)) for times in (1, 2, 4)] == [4, 2, 1]
 
 
 @pytest.mark.parametrize("name", ["fedot", "fedrep", "faa-clip", "fedgh", "promptfl"])
 def test_bits_do_not_follow_the_size_of_chunks(name, monkeypatch):
-    world = toy_world(short(make(name)))
-    whole = learn(world)
-    for most in (1, 3):
-        monkeypatch.setattr(batched, "MOST", most)
-        check_same(learn(world), whole, 0.0, f"chunks of {most} differ")
+    world = toy_world(shorten(make(name)))
+    expected = train_toy(world)
+    for limit in (1, 3):
+        monkeypatch.setattr(batched, "MAX_CLIENTS_PER_CHUNK", limit)
+        check_same(train_toy(world), expected, 0.0, f"chunks of {limit} differ")
 
 
 def test_what_all_were_sent_goes_to_a_device_once():
-    many = torch.arange(6.0).reshape(2, 3).expand(5, 2, 3)
-    there = moved({"head": many}, META)["head"]
-    assert there.device == META and there.shape == many.shape and there.stride(0) == 0
-    assert torch.equal(moved(many, CPU), many) and moved(many[:1], CPU).shape == (1, 2, 3)
+    expanded = torch.arange(6.0).reshape(2, 3).expand(5, 2, 3)
+    on_device = to_device({"head": expanded}, META)["head"]
+    assert on_device.device == META and on_device.shape == expanded.shape and on_device.stride(0) == 0
+    assert torch.equal(to_device(expanded, CPU), expanded) and to_device(expanded[:1], CPU).shape == (1, 2, 3)
 
 
 class Pages:
@@ -219,38 +219,38 @@ class Pages:
 
 
 def test_rows_that_are_read_on_demand_go_to_the_device_as_they_are_read():
-    world = toy_world(short(make("lora")))
-    one = client(replace(world, x=Pages(world.x)), "client-0", 0)
-    there = moved(one, META)
-    assert there.x.shape == one.x.shape and len(there.x) == len(one.x)
+    world = toy_world(shorten(make("lora")))
+    client_data = make_client(replace(world, x=Pages(world.x)), "client-0", 0)
+    on_device = to_device(client_data, META)
+    assert on_device.x.shape == client_data.x.shape and len(on_device.x) == len(client_data.x)
     index = torch.tensor([2, 0])
-    assert there.x[index].device == there.x.take(index)[:1].device == META
+    assert on_device.x[index].device == on_device.x.take(index)[:1].device == META
     shared, local = world.method.init(world.frozen)
-    here = replace(one, x=devices.Fetched(one.x, CPU))
-    found = [
-        world.method.update(world.frozen, shared, local, each)[0]
-        for each in (here, client(world, "client-0", 0))
+    on_cpu = replace(client_data, x=devices.DeviceRows(client_data.x, CPU))
+    results = [
+        world.method.update(world.frozen, shared, local, variant)[0]
+        for variant in (on_cpu, make_client(world, "client-0", 0))
     ]
-    assert all(torch.equal(found[0][key], found[1][key]) for key in shared)
+    assert all(torch.equal(results[0][key], results[1][key]) for key in shared)
 
 
 @pytest.mark.parametrize("name", ["fedot", "fedrep", "tofa", "fedotp", "promptfl-ft", "lora"])
 @pytest.mark.usefixtures("as_before")
 def test_a_placed_method_gives_the_same_and_is_deterministic(name):
-    world = toy_world(short(make(name)))
-    other = replace(world, method=placed(world.method, CPU))
+    world = toy_world(shorten(make(name)))
+    device_world = replace(world, method=place_method(world.method, CPU))
     assert torch.are_deterministic_algorithms_enabled()
-    assert (stacked(other.method) is None) == (stacked(world.method) is None)
-    assert type(pickle.loads(pickle.dumps(other.method)).update) is type(other.method.update)  # noqa: S301
-    check_same(learn(other), learn(world), 0.0, "a placed method differs")
+    assert (as_stacked(device_world.method) is None) == (as_stacked(world.method) is None)
+    assert type(pickle.loads(pickle.dumps(device_world.method)).update) is type(device_world.method.update)  # noqa: S301
+    check_same(train_toy(device_world), train_toy(world), 0.0, "a placed method differs")
 
 
 def test_auto_takes_the_gpu_that_is_there(monkeypatch):
-    for cuda, mps, wanted in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=cuda: there)
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=mps: there)
-        assert choose("auto").type == wanted
+    for cuda, mps, expected in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=cuda: is_there)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda is_there=mps: is_there)
+        assert choose_device("auto").type == expected
     with pytest.raises(SettingsError, match="torch finds none here"):
-        choose("cuda")
+        choose_device("cuda")
     method = make("fedot")
-    assert on(method, "auto") is method
+    assert with_device(method, "auto") is method

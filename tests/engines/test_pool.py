@@ -8,8 +8,8 @@ import torch
 
 from fedvlm.core import make
 from fedvlm.engines import pool
-from fedvlm.engines.pool import Line
-from fedvlm.testing import check_same, learn, toy_world
+from fedvlm.engines.pool import WorkerConnection
+from fedvlm.testing import check_same, toy_world, train_toy
 
 TENSORS = {
     "floats": torch.linspace(0, 1, 11).reshape(11, 1),
@@ -22,50 +22,50 @@ TENSORS = {
 
 
 def lines():
-    ours, theirs = Pipe()
-    room = mmap(-1, pool.ROOM)
-    return Line(ours, room), Line(theirs, room)
+    parent, theirs = Pipe()
+    room = mmap(-1, pool.SHARED_MEMORY_BYTES)
+    return WorkerConnection(parent, room), WorkerConnection(theirs, room)
 
 
 @pytest.mark.parametrize("room", [0, 100, 1 << 20])
 def test_tensors_arrive_as_they_left_in_memory_that_is_shared_or_by_the_pipe(room, monkeypatch):
-    ours, theirs = lines()
-    monkeypatch.setattr(pool, "ROOM", room)
+    parent, theirs = lines()
+    monkeypatch.setattr(pool, "SHARED_MEMORY_BYTES", room)
     for _ in range(3):  # a room is used again and again
-        ours.give(ours.put(TENSORS))
-        came = theirs.get(theirs.take())
-        assert came.keys() == TENSORS.keys()
+        parent.send(parent.put(TENSORS))
+        arrived_tensors = theirs.get(theirs.receive())
+        assert arrived_tensors.keys() == TENSORS.keys()
         for key, value in TENSORS.items():
-            assert came[key].dtype == value.dtype and torch.equal(came[key], value)
+            assert arrived_tensors[key].dtype == value.dtype and torch.equal(arrived_tensors[key], value)
 
 
 def test_what_came_stays_when_the_room_is_used_again():
-    ours, theirs = lines()
-    ours.give(ours.put({"a": torch.ones(4)}))
-    first = theirs.get(theirs.take())["a"]
-    theirs.give(theirs.put({"b": torch.zeros(9)}))
+    parent, theirs = lines()
+    parent.send(parent.put({"a": torch.ones(4)}))
+    first = theirs.get(theirs.receive())["a"]
+    theirs.send(theirs.put({"b": torch.zeros(9)}))
     assert torch.equal(first, torch.ones(4))
 
 
 def test_what_several_clients_have_travels_once():
-    ours, theirs = lines()
+    parent, theirs = lines()
     same = torch.ones(1000)
-    ours.give([ours.put({"a": same}), ours.put({"b": same})])
-    one, other = map(theirs.get, theirs.take())
-    assert one["a"] is other["b"]
+    parent.send([parent.put({"a": same}), parent.put({"b": same})])
+    first_copy, second_copy = map(theirs.get, theirs.receive())
+    assert first_copy["a"] is second_copy["b"]
     first, second = {"a": same}, {"a": torch.ones(1000)}
-    given = [ours.new(sent) is None for sent in (first, dict(first), second, first, first)]
-    assert given == [False, True, False, False, True]
+    is_repeated = [parent.put_if_new(sent) is None for sent in (first, dict(first), second, first, first)]
+    assert is_repeated == [False, True, False, False, True]
 
 
 def test_tensors_that_are_gone_once_they_are_put_are_not_taken_for_one_another():
-    ours, theirs = lines()
-    ours.give([ours.put({"a": torch.full((1000,), float(i))}) for i in range(20)])
-    assert [float(theirs.get(one)["a"][0]) for one in theirs.take()] == list(range(20))
+    parent, theirs = lines()
+    parent.send([parent.put({"a": torch.full((1000,), float(i))}) for i in range(20)])
+    assert [float(theirs.get(place)["a"][0]) for place in theirs.receive()] == list(range(20))
 
 
 def test_the_size_of_the_room_changes_no_bit(monkeypatch):
     world = toy_world(make("tofa"))
-    reference = learn(world)
-    monkeypatch.setattr(pool, "ROOM", 1 << 10)
-    check_same(learn(world, workers=2), reference, 0.0, "the room changes the result")
+    reference = train_toy(world)
+    monkeypatch.setattr(pool, "SHARED_MEMORY_BYTES", 1 << 10)
+    check_same(train_toy(world, workers=2), reference, 0.0, "the room changes the result")

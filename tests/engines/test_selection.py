@@ -8,9 +8,9 @@ import torch
 from fedvlm import parts
 from fedvlm.core import Traits, make
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.flower.local import InProcess
-from fedvlm.engines.loop import finish, start, train
-from fedvlm.engines.single import Single
+from fedvlm.engines.flower.local import InProcessEngine
+from fedvlm.engines.loop import finish_training, initial_state, run_rounds
+from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.scores import accuracy
 from fedvlm.testing import toy_world
@@ -42,21 +42,21 @@ class Contrary:
 
     name = "contrary"
     traits = Traits(needs=frozenset({"image"}), memory=frozenset({"turn", "back"}))
-    send, aggregate = parts.everything, parts.uniform
+    send, aggregate = parts.send_all, parts.uniform_mean
 
 
-ENGINES = {"single": Single, "batched": Batched, "messages": InProcess}
+ENGINES = {"single": Sequential, "batched": Batched, "messages": InProcessEngine}
 
 
 def learn(world, engine="single", lines=None, **plan):
     ids = sorted(world.members)
-    whole = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
-    state, fresh = start(world)
+    full_plan = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
+    state, initial_local = initial_state(world)
     keep = [] if lines is None else lines
     runner = ENGINES[engine](world)
     try:
-        state = train(world, runner, whole, state, fresh, lambda state, line: keep.append(line))
-        outcome = finish(world, runner, whole, state, fresh)
+        state = run_rounds(world, runner, full_plan, state, initial_local, lambda state, line: keep.append(line))
+        outcome = finish_training(world, runner, full_plan, state, initial_local)
     finally:
         runner.close()
     return outcome, accuracy(outcome.scores, ids[:-1], "validation")
@@ -69,7 +69,7 @@ def test_the_round_whose_adaptation_is_best_is_kept(engine, selection):
     outcome, score = learn(world, engine, selection=selection)
     assert outcome.round == 3
     assert score > 0.8
-    assert all(own["back"].item() == -3 for own in outcome.local.values())
+    assert all(local["back"].item() == -3 for local in outcome.local.values())
 
 
 WITH_ADAPT = ("fedgh", "promptfl-ft", "promptfl-fedamp", "pfedprompt", "tofa", "clip-gda")
@@ -95,8 +95,8 @@ def test_a_method_of_one_exchange_keeps_it_whatever_the_selection():
 def test_an_adaptation_to_choose_by_leaves_the_training_as_it_was():
     world = toy_world(make("promptfl-ft", rounds=3, local_epochs=1))
     lines = {"validation": [], "last": []}
-    for selection, kept in lines.items():
-        learn(world, "messages", kept, selection=selection)
-        for line in kept:
+    for selection, selected in lines.items():
+        learn(world, "messages", selected, selection=selection)
+        for line in selected:
             del line["seconds"]
     assert lines["validation"] == lines["last"]

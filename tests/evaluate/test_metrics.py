@@ -29,26 +29,22 @@ def made(rows=300, classes=5, seed=0, ties=False):
 @pytest.mark.parametrize("seed", range(4))
 def test_balanced_accuracy_and_f1_are_those_of_scikit_learn(seed):
     p, y = made(seed=seed)
-    assert metrics.balanced_accuracy(p, y) == pytest.approx(
-        balanced_accuracy_score(y, p.argmax(1)), abs=1e-12
-    )
-    assert metrics.macro_f1(p, y) == pytest.approx(
-        f1_score(y, p.argmax(1), average="macro"), abs=1e-12
-    )
+    assert metrics.balanced_accuracy(p, y) == pytest.approx(balanced_accuracy_score(y, p.argmax(1)), abs=1e-12)
+    assert metrics.macro_f1(p, y) == pytest.approx(f1_score(y, p.argmax(1), average="macro"), abs=1e-12)
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_auc_is_that_of_scikit_learn_also_with_ties(ties):
     p, y = made(ties=ties)
-    each = [roc_auc_score((y == c).numpy(), p[:, c].numpy()) for c in range(5)]
-    assert metrics.auc(p, y) == pytest.approx(np.mean(each), abs=1e-12)
+    per_class = [roc_auc_score((y == c).numpy(), p[:, c].numpy()) for c in range(5)]
+    assert metrics.auc(p, y) == pytest.approx(np.mean(per_class), abs=1e-12)
 
 
 def test_auc_leaves_out_a_class_without_rows():
     p, y = made()
     y = torch.where(y == 2, 3, y)
-    each = [roc_auc_score((y == c).numpy(), p[:, c].numpy()) for c in (0, 1, 3, 4)]
-    assert metrics.auc(p, y) == pytest.approx(np.mean(each), abs=1e-12)
+    per_class = [roc_auc_score((y == c).numpy(), p[:, c].numpy()) for c in (0, 1, 3, 4)]
+    assert metrics.auc(p, y) == pytest.approx(np.mean(per_class), abs=1e-12)
 
 
 def test_classes_without_rows_count_in_f1_only_if_predicted():
@@ -62,7 +58,7 @@ def test_rows_of_one_class_have_no_auc_and_it_is_left_out():
     p, _ = made()
     y = torch.zeros(300, dtype=torch.long)
     assert math.isnan(metrics.auc(p, y))
-    assert set(metrics.every_metric(p, y)) == set(metrics.METRICS) - {"AUC"}
+    assert set(metrics.compute_metrics(p, y)) == set(metrics.METRICS) - {"AUC"}
 
 
 def test_net_benefit_of_a_class_is_that_of_dcurves():
@@ -70,15 +66,13 @@ def test_net_benefit_of_a_class_is_that_of_dcurves():
     import pandas
 
     p, y = made(classes=3)
-    wanted = []
+    expected = []
     for c in range(3):
         table = pandas.DataFrame({"y": (y == c).int().numpy(), "p": p[:, c].double().numpy()})
-        found = dcurves.dca(
-            data=table, outcome="y", modelnames=["p"], thresholds=list(metrics.THRESHOLDS)
-        )
-        wanted.append(found[found["model"] == "p"].sort_values("threshold")["net_benefit"])
+        expected_curve = dcurves.dca(data=table, outcome="y", modelnames=["p"], thresholds=list(metrics.THRESHOLDS))
+        expected.append(expected_curve[expected_curve["model"] == "p"].sort_values("threshold")["net_benefit"])
     curve = metrics.net_benefit(p.double(), y)
-    assert np.allclose(curve.numpy(), np.mean(wanted, axis=0), atol=1e-12)
+    assert np.allclose(curve.numpy(), np.mean(expected, axis=0), atol=1e-12)
 
 
 def test_net_benefit_of_a_perfect_classifier_is_the_share_of_its_class():
@@ -89,10 +83,10 @@ def test_net_benefit_of_a_perfect_classifier_is_the_share_of_its_class():
 def test_ece_is_the_gap_of_confidence_and_hits():
     p = torch.tensor([[0.9, 0.1]]).repeat(10, 1)
     y = torch.tensor([0] * 6 + [1] * 4)
-    found = metrics.reliability(p, y)
-    assert found.error == pytest.approx(0.3, abs=1e-6)
-    assert found.rows.sum() == 10
-    assert found.rows[13] == 10  # 0.9 lies in (13/15, 14/15]
+    diagram = metrics.reliability(p, y)
+    assert diagram.error == pytest.approx(0.3, abs=1e-6)
+    assert diagram.rows.sum() == 10
+    assert diagram.rows[13] == 10  # 0.9 lies in (13/15, 14/15]
 
 
 def test_ece_agrees_with_a_loop_over_bins():
@@ -109,31 +103,31 @@ def test_ece_agrees_with_a_loop_over_bins():
 
 
 def test_full_confidence_is_in_the_last_bin():
-    found = metrics.reliability(torch.eye(3), torch.arange(3))
-    assert found.rows[-1] == 3
-    assert found.error == 0
+    diagram = metrics.reliability(torch.eye(3), torch.arange(3))
+    assert diagram.rows[-1] == 3
+    assert diagram.error == 0
 
 
 def test_the_tables_net_benefit_is_the_mean_up_to_one_half():
     p, y = made()
     curve = metrics.net_benefit(p, y)
-    assert metrics.every_metric(p, y)["net benefit"] == pytest.approx(curve[:10].mean().item())
+    assert metrics.compute_metrics(p, y)["net benefit"] == pytest.approx(curve[:10].mean().item())
 
 
 def test_details_agree_with_scikit_learn_and_add_up():
     p, y = made(rows=200)
-    told = metrics.details(p, y)
-    whole = np.zeros((5, 5), int)
-    for true, guess, rows in told["confusion"]:
-        whole[true, guess] = rows
-    assert (whole == confusion_matrix(y, p.argmax(1))).all()
-    assert told["recall"] == pytest.approx(recall_score(y, p.argmax(1), average=None))
-    hits = metrics.unpack_hits(told["hits"], 200)
-    assert (hits == (p.argmax(1) == y).numpy()).all()
-    own, others = told["scores"]
-    assert (sum(own), sum(others)) == (200, 800)
+    details = metrics.prediction_details(p, y)
+    confusion = np.zeros((5, 5), int)
+    for true, guess, rows in details["confusion"]:
+        confusion[true, guess] = rows
+    assert (confusion == confusion_matrix(y, p.argmax(1))).all()
+    assert details["recall"] == pytest.approx(recall_score(y, p.argmax(1), average=None))
+    correct = metrics.unpack_correct(details["hits"], 200)
+    assert (correct == (p.argmax(1) == y).numpy()).all()
+    true_scores, other_scores = details["scores"]
+    assert (sum(true_scores), sum(other_scores)) == (200, 800)
 
 
 def test_class_without_rows_has_no_recall():
     p, y = made(rows=60)
-    assert metrics.details(p[y != 2], y[y != 2])["recall"][2] is None
+    assert metrics.prediction_details(p[y != 2], y[y != 2])["recall"][2] is None

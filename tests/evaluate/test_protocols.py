@@ -3,28 +3,28 @@
 import pytest
 
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.protocols import Training, make, protocols, register
-from fedvlm.evaluate.scores import spread
+from fedvlm.evaluate.protocols import Training, make_protocol, protocols, register
+from fedvlm.evaluate.scores import mean_and_std
 
 DOMAINS = {id: id for id in ("art", "photo", "sketch")}
-CROWD = {f"{i:02}": "" for i in range(20)}
+MANY_CLIENTS = {f"{i:02}": "" for i in range(20)}
 
 
 def trainings(name, domains, seed=0, **knobs):
-    return make(name, **knobs).trainings(domains, seed)
+    return make_protocol(name, **knobs).trainings(domains, seed)
 
 
 def table(name, domains, done, generalises):
-    return make(name).table(domains, done, generalises)
+    return make_protocol(name).table(domains, done, generalises)
 
 
-def hits(**values):
+def make_scores(**values):
     return {id: {"test_hits": value, "test_rows": 10} for id, value in values.items()}
 
 
 def test_each_domain_is_unseen_once():
-    found = trainings("leave-one-domain-out", DOMAINS)
-    assert [(training.train, training.unseen) for training in found] == [
+    result = trainings("leave-one-domain-out", DOMAINS)
+    assert [(training.train, training.unseen) for training in result] == [
         (("photo", "sketch"), ("art",)),
         (("art", "sketch"), ("photo",)),
         (("art", "photo"), ("sketch",)),
@@ -38,9 +38,9 @@ def test_g_p_and_c_are_the_means_of_their_cells():
             zip(
                 trainings("leave-one-domain-out", DOMAINS),
                 [
-                    hits(art=1, photo=5, sketch=6),
-                    hits(art=7, photo=2, sketch=8),
-                    hits(art=9, photo=10, sketch=3),
+                    make_scores(art=1, photo=5, sketch=6),
+                    make_scores(art=7, photo=2, sketch=8),
+                    make_scores(art=9, photo=10, sketch=3),
                 ],
                 strict=True,
             ),
@@ -60,78 +60,78 @@ def test_g_p_and_c_are_the_means_of_their_cells():
 
 
 def test_cross_device_tests_on_the_same_unseen_clients_for_every_seed_and_count():
-    found = [
+    results = [
         training
         for seed in (0, 1)
-        for training in trainings("cross-device", CROWD, counts=[1, 5, 12], unseen=8, seed=seed)
+        for training in trainings("cross-device", MANY_CLIENTS, counts=[1, 5, 12], unseen=8, seed=seed)
     ]
-    assert len({training.unseen for training in found}) == 1
-    assert all(not set(training.train) & set(training.unseen) for training in found)
-    assert [len(training.train) for training in found] == [1, 5, 12] * 2
-    assert found[1].train != found[4].train
-    assert set(found[0].train) < set(found[1].train) < set(found[2].train)
+    assert len({training.unseen for training in results}) == 1
+    assert all(not set(training.train) & set(training.unseen) for training in results)
+    assert [len(training.train) for training in results] == [1, 5, 12] * 2
+    assert results[1].train != results[4].train
+    assert set(results[0].train) < set(results[1].train) < set(results[2].train)
 
 
 @pytest.mark.parametrize(("counts", "unseen"), [([], 5), ([16], 5), ([0], 5), ([5], 0)])
 def test_cross_device_refuses_numbers_that_do_not_fit(counts, unseen):
     with pytest.raises(SettingsError, match="but there are 20"):
-        trainings("cross-device", CROWD, counts=counts, unseen=unseen)
+        trainings("cross-device", MANY_CLIENTS, counts=counts, unseen=unseen)
 
 
 def test_leave_one_domain_out_without_domains_is_refused():
     with pytest.raises(SettingsError, match="needs two or more domains"):
-        trainings("leave-one-domain-out", CROWD)
+        trainings("leave-one-domain-out", MANY_CLIENTS)
 
 
 def test_an_unknown_protocol_is_refused_with_the_nearest():
     with pytest.raises(SettingsError, match="did you mean 'own-test'"):
-        trainings("own-tst", CROWD)
+        trainings("own-tst", MANY_CLIENTS)
 
 
 def test_spread_is_mean_and_sample_deviation():
-    got = spread([{"G": 0.1, "P": None}, {"G": 0.3, "P": None}])
+    got = mean_and_std([{"G": 0.1, "P": None}, {"G": 0.3, "P": None}])
     assert got["G"] == (pytest.approx(0.2), pytest.approx(0.02**0.5))
     assert got["P"] == (None, None)
-    assert spread([{"G": 0.1}])["G"] == (0.1, None)
+    assert mean_and_std([{"G": 0.1}])["G"] == (0.1, None)
 
 
 def test_clients_that_share_a_domain_have_its_mean_and_deviation():
-    crowd = {f"art-{i}": "art" for i in range(3)}
-    crowd |= {"photo": "photo", "any": ""}
-    scores = hits(**{"art-0": 2, "art-1": 4, "art-2": 9, "photo": 5, "any": 10})
-    (training,) = trainings("own-test", crowd)
-    found = table("own-test", crowd, {"all": (training, scores)}, True)
-    assert found["own"] == pytest.approx(0.6)
-    assert found["mean art"] == pytest.approx(0.5)
-    assert found["deviation art"] == pytest.approx((0.09 + 0.01 + 0.16) ** 0.5 / 2**0.5)
-    assert {"mean photo", "mean "}.isdisjoint(found)  # one client has no deviation
-    assert found["art-2"] == 0.9
+    domains = {f"art-{i}": "art" for i in range(3)}
+    domains |= {"photo": "photo", "any": ""}
+    scores = make_scores(**{"art-0": 2, "art-1": 4, "art-2": 9, "photo": 5, "any": 10})
+    (training,) = trainings("own-test", domains)
+    result = table("own-test", domains, {"all": (training, scores)}, True)
+    assert result["own"] == pytest.approx(0.6)
+    assert result["mean art"] == pytest.approx(0.5)
+    assert result["deviation art"] == pytest.approx((0.09 + 0.01 + 0.16) ** 0.5 / 2**0.5)
+    assert {"mean photo", "mean "}.isdisjoint(result)  # one client has no deviation
+    assert result["art-2"] == 0.9
 
 
 def test_a_knob_of_another_protocol_is_refused_by_name():
     with pytest.raises(SettingsError, match="is for protocol = 'cross-device', not 'own-test'"):
-        make("own-test", counts=(1, 2))
+        make_protocol("own-test", counts=(1, 2))
 
 
 def test_a_protocol_without_a_table_is_refused():
-    class Half:
+    class IncompleteProtocol:
         name = "half"
 
     with pytest.raises(SettingsError, match="Half: it is a frozen dataclass with a `name`"):
-        register(Half)
+        register(IncompleteProtocol)
 
 
 def test_every_protocol_says_what_it_is_and_names_its_clients_once():
     for name, rules in protocols().items():
-        assert rules.what and rules.name == name
-    found = make("own-test").trainings(DOMAINS, 0)
-    assert found == [Training("all", tuple(DOMAINS), ())]
+        assert rules.summary and rules.name == name
+    result = make_protocol("own-test").trainings(DOMAINS, 0)
+    assert result == [Training("all", tuple(DOMAINS), ())]
 
 
 def test_a_client_called_as_a_column_does_not_take_its_place():
-    crowd = {"own": "", "global": "", "b": ""}
-    rules = make("own-test", global_test=True)
-    (training,) = rules.trainings(crowd, 0)
-    scores = hits(own=1, b=5, everyone=7) | hits(**{"global": 3})
-    found = rules.table(crowd, {"all": (training, scores)}, True)
-    assert found == {"own": pytest.approx(0.3), "global": 0.7, "b": 0.5}
+    domains = {"own": "", "global": "", "b": ""}
+    rules = make_protocol("own-test", global_test=True)
+    (training,) = rules.trainings(domains, 0)
+    scores = make_scores(own=1, b=5, everyone=7) | make_scores(**{"global": 3})
+    result = rules.table(domains, {"all": (training, scores)}, True)
+    assert result == {"own": pytest.approx(0.3), "global": 0.7, "b": 0.5}

@@ -10,43 +10,43 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.core import make
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import divide
+from fedvlm.data.federation import make_partition
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate import protocols, reference
 from fedvlm.evaluate.metrics import METRICS, THRESHOLDS
 from fedvlm.report.diagrams import draw_diagrams
-from fedvlm.report.names import label
-from fedvlm.report.tables import compare
+from fedvlm.report.names import run_label
+from fedvlm.report.tables import compare_table
 
 QUICK = {"name": "faa-clip", "rounds": 2}
 PLAIN = {"protocol": "source-target", "target": "sketch"}
 
 
 def test_a_run_has_every_metric_over_clients_and_on_the_target(rows, tmp_path):
-    found = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **PLAIN)
-    table = found.tables[0]
+    result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **PLAIN)
+    table = result.tables[0]
     for name in METRICS:
         assert 0 <= table[f"target {name}"] <= 1
-        both = [table[f"{name} {id}"] for id in ("art", "photo")]
-        assert table[f"clients {name}"] == pytest.approx(np.mean(both))
+        per_client = [table[f"{name} {id}"] for id in ("art", "photo")]
+        assert table[f"clients {name}"] == pytest.approx(np.mean(per_client))
     three = [table[f"accuracy {id}"] for id in ("art", "photo", "sketch")]
     assert table["average"] == pytest.approx(np.mean(three))
-    assert "target AUC" in found.table() and "AUC art" not in found.table()
+    assert "target AUC" in result.table() and "AUC art" not in result.table()
 
 
 def test_the_record_has_curves_over_the_rounds_and_diagrams_at_the_end(rows, tmp_path):
-    found = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **PLAIN)
-    for line in found.rounds:
+    result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **PLAIN)
+    for line in result.rounds:
         assert {"target F1", "clients ECE", "target net benefit"} <= set(line)
         assert "AUC" in line["clients"]["art"]
-    scores = found.trainings()["sketch"]["scores"]["sketch"]
+    scores = result.trainings()["sketch"]["scores"]["sketch"]
     assert sum(row for row, _, _ in scores["reliability"]) == scores["test_rows"]
     assert [at for at, _ in scores["decision"]] == list(THRESHOLDS)
 
 
 def test_every_protocol_keeps_the_metrics_of_the_end_and_no_curves_of_them(rows, tmp_path):
-    found = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "a")
-    assert set(METRICS[1:]) <= set(found.trainings()["art"]["scores"]["art"])
+    result = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "a")
+    assert set(METRICS[1:]) <= set(result.trainings()["art"]["scores"]["art"])
     quick = fedvlm.run({"name": "fedavg", "rounds": 1}, embedded=rows, out=tmp_path / "b")
     assert "F1" not in quick.rounds[0]["clients"]["art"]
 
@@ -62,10 +62,10 @@ def test_a_method_that_shares_nothing_has_no_target(rows, tmp_path):
 def test_every_source_domain_is_dealt_to_clients_and_the_target_stays_whole(rows):
     """Multi-OF: Dirichlet clients in every source domain, one unseen domain."""
     clients = Clients("domain-dirichlet", count=3, alpha=5.0, min_samples=2)
-    division = divide(rows, clients, 0, ["sketch"])
-    found, domains = division.members, division.domains
-    assert list(found) == [*(f"{d}-{i}" for d in ("art", "photo") for i in range(3)), "sketch"]
-    (training,) = protocols.make("source-target", target=("sketch",)).trainings(domains, 0)
+    partition = make_partition(rows, clients, 0, ["sketch"])
+    members, domains = partition.clients, partition.domains
+    assert list(members) == [*(f"{d}-{i}" for d in ("art", "photo") for i in range(3)), "sketch"]
+    (training,) = protocols.make_protocol("source-target", target=("sketch",)).trainings(domains, 0)
     assert training.unseen == ("sketch",)
     assert len(training.train) == 6
 
@@ -73,83 +73,77 @@ def test_every_source_domain_is_dealt_to_clients_and_the_target_stays_whole(rows
 @pytest.mark.parametrize("by", ["dirichlet", "pathological"])
 def test_one_domain_is_dealt_to_clients_and_others_are_tested_on(rows, by):
     clients = Clients(by, count=2, alpha=5.0, min_samples=2, domains="art")
-    division = divide(rows, clients, 0, ["photo", "sketch"])
-    assert list(division.members) == ["client-0", "client-1", "photo", "sketch"]
+    partition = make_partition(rows, clients, 0, ["photo", "sketch"])
+    assert list(partition.clients) == ["client-0", "client-1", "photo", "sketch"]
     for id in ("client-0", "client-1"):
-        assert division.members[id].domain == "art"
-    (training,) = protocols.make(
+        assert partition.clients[id].domain == "art"
+    (training,) = protocols.make_protocol(
         "source-target",
         target=(
             "photo",
             "sketch",
         ),
-    ).trainings(division.domains, 0)
+    ).trainings(partition.domains, 0)
     assert training.unseen == ("photo", "sketch")
-    one_target = divide(rows, clients, 0, ["photo"])
-    assert list(one_target.members) == ["client-0", "client-1", "photo"]  # sketch is left out
+    one_target = make_partition(rows, clients, 0, ["photo"])
+    assert list(one_target.clients) == ["client-0", "client-1", "photo"]  # sketch is left out
     for id in ("client-0", "client-1"):
-        assert np.array_equal(one_target.members[id].train, division.members[id].train)
+        assert np.array_equal(one_target.clients[id].train, partition.clients[id].train)
 
 
 def test_a_split_with_whole_domains_leaves_the_others_as_they_are(rows):
-    plain = divide(rows, Clients(), 0).members
-    for id, one in divide(rows, Clients(), 0, ["art"]).members.items():
-        assert np.array_equal(one.train, plain[id].train)
-        assert np.array_equal(one.test, plain[id].test)
+    plain = make_partition(rows, Clients(), 0).clients
+    for id, client in make_partition(rows, Clients(), 0, ["art"]).clients.items():
+        assert np.array_equal(client.train, plain[id].train)
+        assert np.array_equal(client.test, plain[id].test)
 
 
 def test_rows_set_aside_are_nobodys_and_of_every_pool(rows):
-    division = divide(rows, Clients(public_ratio=0.25), 0)
-    assert len(division.public) == 60
-    dealt = np.concatenate(
-        [
-            part
-            for one in division.members.values()
-            for part in (one.train, one.validation, one.test)
-        ]
+    partition = make_partition(rows, Clients(public_ratio=0.25), 0)
+    assert len(partition.public) == 60
+    assigned = np.concatenate(
+        [part for client in partition.clients.values() for part in (client.train, client.validation, client.test)]
     )
-    assert not set(dealt.tolist()) & set(division.public.tolist())
-    assert len(dealt) + 60 == len(rows.labels)
-    assert set(rows.domains[division.public]) == {"art", "photo", "sketch"}
-    assert not len(divide(rows, Clients(), 0).public)
+    assert not set(assigned.tolist()) & set(partition.public.tolist())
+    assert len(assigned) + 60 == len(rows.labels)
+    assert set(rows.domains[partition.public]) == {"art", "photo", "sketch"}
+    assert not len(make_partition(rows, Clients(), 0).public)
 
 
 def test_a_row_set_aside_that_repeats_a_dealt_picture_is_dropped(rows):
     twice = replace(rows, content=[f"{i // 2}" for i in range(len(rows.labels))])
-    division = divide(twice, Clients(public_ratio=0.5), 0)
-    seen = {twice.content[i] for one in division.members.values() for i in one.test}
-    assert not seen & {twice.content[i] for i in division.public}
+    partition = make_partition(twice, Clients(public_ratio=0.5), 0)
+    test_content = {twice.content[i] for client in partition.clients.values() for i in client.test}
+    assert not test_content & {twice.content[i] for i in partition.public}
 
 
 def test_the_public_reference_is_what_nobody_is_tested_on(rows):
-    division = divide(rows, Clients(public_ratio=0.1), 0)
-    (training,) = protocols.make("source-target", target=("art",)).trainings(division.domains, 0)
-    public = reference.reference(make("faa-clip"), division, training)
-    art = division.members["art"]
-    wanted = {*art.train.tolist(), *art.validation.tolist(), *division.public.tolist()}
-    assert set(public.tolist()) == wanted
-    target = reference.reference(make("faa-clip", reference="target"), division, training)
+    partition = make_partition(rows, Clients(public_ratio=0.1), 0)
+    (training,) = protocols.make_protocol("source-target", target=("art",)).trainings(partition.domains, 0)
+    public = reference.reference_samples(make("faa-clip"), partition, training)
+    art = partition.clients["art"]
+    expected = {*art.train.tolist(), *art.validation.tolist(), *partition.public.tolist()}
+    assert set(public.tolist()) == expected
+    target = reference.reference_samples(make("faa-clip", reference="target"), partition, training)
     assert set(target.tolist()) == set(art.test.tolist())
-    assert not len(reference.reference(make("faa-clip", adaptation=False), division, training))
-    assert not len(reference.reference(make("fedot"), division, training))
+    assert not len(reference.reference_samples(make("faa-clip", adaptation=False), partition, training))
+    assert not len(reference.reference_samples(make("fedot"), partition, training))
 
 
 def test_a_reference_row_that_is_tested_on_is_refused_by_number():
     content = ["a", "b", "c", "b"]
-    reference.check_apart(content, np.array([0, 1]), np.array([2]))
+    reference.check_disjoint(content, np.array([0, 1]), np.array([2]))
     with pytest.raises(DataError, match="row 1 of the reference set is .* the test row 3"):
-        reference.check_apart(content, np.array([0, 1]), np.array([2, 3]))
+        reference.check_disjoint(content, np.array([0, 1]), np.array([2, 3]))
 
 
 def test_a_method_without_a_reference_set_is_refused_before_any_work(rows, tmp_path):
     with pytest.raises(SettingsError, match="set clients.public_ratio"):
         fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", protocol="own-test")
     assert not (tmp_path / "a" / "manifest.json").exists()
-    own = {"embedded": rows, "protocol": "own-test"}
-    for number, change in enumerate(
-        [{"clients": {"public_ratio": 0.1}}, {"method": {**QUICK, "adaptation": False}}]
-    ):
-        fedvlm.run(**{"method": QUICK, **own, **change}, out=tmp_path / f"{number}")
+    options = {"embedded": rows, "protocol": "own-test"}
+    for number, change in enumerate([{"clients": {"public_ratio": 0.1}}, {"method": {**QUICK, "adaptation": False}}]):
+        fedvlm.run(**{"method": QUICK, **options, **change}, out=tmp_path / f"{number}")
 
 
 def test_a_client_with_one_training_row_is_refused_by_name(rows, tmp_path):
@@ -165,23 +159,23 @@ def test_a_client_with_one_training_row_is_refused_by_name(rows, tmp_path):
 
 def test_a_transductive_run_says_so_in_every_table(rows, tmp_path):
     settings = {**QUICK, "reference": "target", "betas": [0.9, 0.98]}
-    found = fedvlm.run(settings, embedded=rows, out=tmp_path / "a", **PLAIN)
-    assert label(found) == "faa-clip (rounds=2, TRANSDUCTIVE: adapts to the test rows)"
+    result = fedvlm.run(settings, embedded=rows, out=tmp_path / "a", **PLAIN)
+    assert run_label(result) == "faa-clip (rounds=2, TRANSDUCTIVE: adapts to the test rows)"
     for form in ("text", "markdown", "latex", "csv"):
-        assert "TRANSDUCTIVE" in compare([found], form)
+        assert "TRANSDUCTIVE" in compare_table([result], form)
 
 
 def test_a_saved_classifier_gives_the_rows_their_logits_again(rows, tmp_path):
-    found = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **PLAIN)
-    one = found.personalised("art")
-    one.save_pretrained(tmp_path / "b")
+    result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **PLAIN)
+    classifier = result.personalised("art")
+    classifier.save_pretrained(tmp_path / "b")
     again = fedvlm.Personalised.from_pretrained(tmp_path / "b")
     assert again.method == make(**QUICK)
-    assert (one.logits(rows.x) == again.logits(rows.x)).all()
+    assert (classifier.logits(rows.x) == again.logits(rows.x)).all()
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"protocol": "source-target"}, "leaves 3 clients to train and 0 unseen"),
         ({"protocol": "source-target", "target": ["art", "photo", "sketch"]}, "leaves 0 clients"),
@@ -192,18 +186,18 @@ def test_a_saved_classifier_gives_the_rows_their_logits_again(rows, tmp_path):
         ({"clients": {"public_ratio": 1.0}}, "from 0 to below 1"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(rows, tmp_path, settings, says):
-    with pytest.raises(SettingsError, match=says):
+def test_settings_that_do_not_fit_are_refused(rows, tmp_path, settings, message):
+    with pytest.raises(SettingsError, match=message):
         fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "a", **settings)
 
 
 def test_a_run_is_drawn_and_an_unknown_job_is_refused(rows, tmp_path):
-    found = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **PLAIN)
-    path = draw_diagrams(found, tmp_path / "one.png")
+    result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", **PLAIN)
+    path = draw_diagrams(result, tmp_path / "one.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     zero = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b", protocol="own-test")
     assert draw_diagrams(zero, tmp_path / "two.png").stat().st_size > 10_000
-    told = CliRunner().invoke(cli.app, ["plot", str(tmp_path / "a")], catch_exceptions=False)
-    assert f"image: {tmp_path / 'a' / 'diagrams.png'}" in told.output
+    output = CliRunner().invoke(cli.app, ["plot", str(tmp_path / "a")], catch_exceptions=False)
+    assert f"image: {tmp_path / 'a' / 'diagrams.png'}" in output.output
     with pytest.raises(SettingsError, match="did you mean 'sketch'"):
-        draw_diagrams(found, tmp_path / "three.png", training="sketsh")
+        draw_diagrams(result, tmp_path / "three.png", training="sketsh")

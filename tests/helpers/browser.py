@@ -18,10 +18,10 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def chrome():
     if not (CHROME and DRIVER):
-        why = "chromium or chromedriver is missing; `make browser` installs them"
+        reason = "chromium or chromedriver is missing; `make browser` installs them"
         if os.environ.get("CI") == "true":
-            pytest.fail(why)
-        pytest.skip(why)
+            pytest.fail(reason)
+        pytest.skip(reason)
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -35,7 +35,7 @@ def chrome():
     driver.quit()
 
 
-def look(chrome, width, scheme, height=900):
+def open_page(chrome, width, scheme, height=900):
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     feature = {"name": "prefers-color-scheme", "value": scheme}

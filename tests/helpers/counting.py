@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from fedvlm.data.table import Dataset
-from fedvlm.encoders.cache.embed import Outcome, embed
+from fedvlm.encoders.cache.embed import EmbedResult, embed
 from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.interface import Vectors
 
@@ -51,7 +51,7 @@ def png(number: int) -> bytes:
     return buffer.getvalue()
 
 
-def dataset(*images: bytes, labels: Sequence[int] | None = None, **more: Any) -> Dataset:
+def dataset(*images: bytes, labels: Sequence[int] | None = None, **options: Any) -> Dataset:
     rows = len(images)
     source = Memory(tuple((f"image-{row}.png", data) for row, data in enumerate(images)))
     return Dataset(
@@ -63,7 +63,7 @@ def dataset(*images: bytes, labels: Sequence[int] | None = None, **more: Any) ->
             "domains": np.array([f"domain-{row}" for row in range(rows)]),
             "clients": np.array([f"client-{row}" for row in range(rows)]),
             "splits": np.array(["train"] * rows),
-            **more,
+            **options,
         }
     )
 
@@ -98,34 +98,32 @@ class Counting:
         numbers = [int(r + 256 * g) for r, g, _ in x]
         self.images += numbers
         if self.log:
-            note(self.log, "".join(f"{number}\n" for number in numbers))
+            append_line(self.log, "".join(f"{number}\n" for number in numbers))
         sleep(self.delay)
         matrix = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
         pooled = np.einsum("bi,ij->bj", x, matrix)  # not @: its rounding depends on the batch
         shift = np.arange(PATCHES, dtype=np.float32)[None, :, None]
-        return Vectors(
-            pooled, (pooled[:, None] / 100 + shift).astype(np.float16) if patches else None
-        )
+        return Vectors(pooled, (pooled[:, None] / 100 + shift).astype(np.float16) if patches else None)
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         self.sentences += sentences
-        seeds = [int.from_bytes(sha256(one.encode()).digest()[:4], "big") for one in sentences]
+        seeds = [int.from_bytes(sha256(sentence.encode()).digest()[:4], "big") for sentence in sentences]
         vectors = [np.random.default_rng(seed).normal(size=DIM) for seed in seeds]
         return torch.nn.functional.normalize(torch.tensor(np.array(vectors)).float(), dim=1)
 
 
-def note(path: Path, text: str) -> None:
+def append_line(path: Path, text: str) -> None:
     """One write to the end, so that lines of several processes never mix and none is lost."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, text.encode())
     os.close(file)
 
 
-def noted(path: Path) -> list[int]:
+def read_counts(path: Path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def run(data: Dataset, encoder: Any, cache: Path, **how: Any) -> Outcome:
+def run(data: Dataset, encoder: Any, cache: Path, **how: Any) -> EmbedResult:
     return embed(data, encoder, **{"fingerprint": FINGERPRINT, "cache": cache, "workers": 0, **how})
 
 

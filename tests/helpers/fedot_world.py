@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.testing import bare
+from fedvlm.testing import make_test_client
 
 torch.set_num_threads(1)
 DIM, CLASSES = 64, 3
@@ -24,9 +24,7 @@ def frozen(dim: int = DIM, classes: int = CLASSES, seed: int = 0) -> Frozen:
     return Frozen(names, dim, 100.0, unit(classes, dim, seed=seed))
 
 
-def clients(
-    world: Frozen, count: int = 3, rows: int = 40, batch: int = 8, steps: int = 10
-) -> Client:
+def clients(world: Frozen, count: int = 3, rows: int = 40, batch: int = 8, steps: int = 10) -> Client:
     """Stacked clients whose minibatches are full, short or missing."""
     generator = torch.Generator().manual_seed(1)
     order = torch.randint(rows, (count, steps, batch), generator=generator)
@@ -35,15 +33,15 @@ def clients(
     order[:, 1, 2:] = -1  # a short minibatch, with K > B and K < B
     y = torch.randint(len(world.classes), (count, rows), generator=generator)
     x = unit(count, rows, world.dim, seed=2)
-    return bare(x, y, order, x[:, :9], y[:, :9])
+    return make_test_client(x, y, order, x[:, :9], y[:, :9])
 
 
-def pick(many: Client, index: int) -> Client:
-    return Client(*(field[index] for field in vars(many).values()))
+def pick(stacked_clients: Client, index: int) -> Client:
+    return Client(*(field[index] for field in vars(stacked_clients).values()))
 
 
-def double(many: Client) -> Client:
-    return replace(many, x=many.x.double(), held_x=many.held_x.double())
+def double(stacked_clients: Client) -> Client:
+    return replace(stacked_clients, x=stacked_clients.x.double(), val_x=stacked_clients.val_x.double())
 
 
 def stacked(tensors_of_one: Tensors, count: int) -> Tensors:
@@ -51,11 +49,11 @@ def stacked(tensors_of_one: Tensors, count: int) -> Tensors:
 
 
 def one_by_one(
-    method: Any, world: Frozen, sent: Tensors, local: Tensors, many: Client
+    method: Any, world: Frozen, sent: Tensors, local: Tensors, stacked_clients: Client
 ) -> tuple[Tensors, Tensors]:
     """The plain update, client after client."""
     done = [
-        method.update(world, tensors.select(sent, i), tensors.select(local, i), pick(many, i))
-        for i in range(len(many.y))
+        method.update(world, tensors.select(sent, i), tensors.select(local, i), pick(stacked_clients, i))
+        for i in range(len(stacked_clients.y))
     ]
-    return tensors.stack([up for up, _ in done]), tensors.stack([own for _, own in done])
+    return tensors.stack([up for up, _ in done]), tensors.stack([new_local for _, new_local in done])

@@ -11,11 +11,11 @@ class OneDevice(TorchDispatchMode):
     """Meta alone lets some pass, matmul and indexing among them."""
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        given = tree_leaves((args, kwargs or {}))
-        found = {one.device.type for one in given if isinstance(one, torch.Tensor)}
-        assert len(found) <= 1, f"{operation} mixes {sorted(found)}"
+        arguments = tree_leaves((args, kwargs or {}))
+        device_types = {leaf.device.type for leaf in arguments if isinstance(leaf, torch.Tensor)}
+        assert len(device_types) <= 1, f"{operation} mixes {sorted(device_types)}"
         made = operation(*args, **(kwargs or {}))
-        drawn = {one.device.type for one in given if isinstance(one, torch.Generator)}
+        drawn = {leaf.device.type for leaf in arguments if isinstance(leaf, torch.Generator)}
         if drawn and isinstance(made, torch.Tensor):
             assert drawn == {made.device.type}, f"{operation} draws on {drawn}, gives {made.device}"
         return made

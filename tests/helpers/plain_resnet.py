@@ -41,32 +41,32 @@ class Pool(nn.Module):
     def forward(self, x):
         """Token by token and head by head: the first is the pooled one."""
         out = []
-        for one in x:
-            places = one.flatten(1).T
+        for image in x:
+            places = image.flatten(1).T
             places = torch.cat([places.mean(0)[None], places]) + self.positional_embedding
             q, k, v = self.q_proj(places), self.k_proj(places), self.v_proj(places)
-            seen = [
+            attended = [
                 torch.softmax(a @ b.T / 8, 1) @ c
                 for a, b, c in zip(*(part.split(64, 1) for part in (q, k, v)), strict=True)
             ]
-            out.append(self.c_proj(torch.cat(seen, 1)))
+            out.append(self.c_proj(torch.cat(attended, 1)))
         return torch.stack(out)
 
 
 class Visual(nn.Module):
     def __init__(self, blocks: tuple[int, ...], width: int, edge: int, dim: int) -> None:
         super().__init__()
-        half = width // 2
-        self.conv1, self.bn1 = conv(3, half, 3, 2), nn.BatchNorm2d(half)
-        self.conv2, self.bn2 = conv(half, half, 3), nn.BatchNorm2d(half)
-        self.conv3, self.bn3 = conv(half, width, 3), nn.BatchNorm2d(width)
+        half_width = width // 2
+        self.conv1, self.bn1 = conv(3, half_width, 3, 2), nn.BatchNorm2d(half_width)
+        self.conv2, self.bn2 = conv(half_width, half_width, 3), nn.BatchNorm2d(half_width)
+        self.conv3, self.bn3 = conv(half_width, width, 3), nn.BatchNorm2d(width)
         inner = width
         for stage, count in enumerate(blocks):
-            own = width * 2**stage
-            parts = [Block(inner, own, 2 if stage else 1)]
-            parts += [Block(4 * own, own, 1) for _ in range(count - 1)]
+            stage_width = width * 2**stage
+            parts = [Block(inner, stage_width, 2 if stage else 1)]
+            parts += [Block(4 * stage_width, stage_width, 1) for _ in range(count - 1)]
             setattr(self, f"layer{stage + 1}", nn.Sequential(*parts))
-            inner = 4 * own
+            inner = 4 * stage_width
         self.attnpool = Pool(inner, edge**2, dim)
 
     def forward(self, x):
@@ -87,9 +87,9 @@ class TextBlock(nn.Module):
         self.mlp = nn.ModuleDict(wide)
 
     def forward(self, x):
-        ahead = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        is_future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         y = self.ln_1(x)
-        x = x + self.attn(y, y, y, attn_mask=ahead, need_weights=False)[0]
+        x = x + self.attn(y, y, y, attn_mask=is_future, need_weights=False)[0]
         wide = self.mlp["c_fc"](self.ln_2(x))
         return x + self.mlp["c_proj"](wide * torch.sigmoid(1.702 * wide))
 
@@ -100,9 +100,7 @@ class PlainCLIP(nn.Module):
         self.visual = Visual(blocks, width, edge, dim)
         self.token_embedding = nn.Embedding(len(WORDS) + 3, text)
         self.positional_embedding = nn.Parameter(torch.randn(room, text))
-        self.transformer = nn.ModuleDict(
-            {"resblocks": nn.Sequential(TextBlock(text), TextBlock(text))}
-        )
+        self.transformer = nn.ModuleDict({"resblocks": nn.Sequential(TextBlock(text), TextBlock(text))})
         self.ln_final = nn.LayerNorm(text)
         self.text_projection = nn.Parameter(torch.randn(text, dim))
         self.logit_scale = nn.Parameter(torch.tensor(3.0))
@@ -123,11 +121,11 @@ def save(directory, seed: int = 0, **shape) -> PlainCLIP:
         elif name.endswith("running_var"):
             value.uniform_(0.5, 2)
     state = {
-        key: one.half() if one.is_floating_point() else one
-        for key, one in model.eval().requires_grad_(False).state_dict().items()
+        key: tensor.half() if tensor.is_floating_point() else tensor
+        for key, tensor in model.eval().requires_grad_(False).state_dict().items()
     }
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({key: one.contiguous() for key, one in state.items()}, directory / "w.safetensors")
-    model.load_state_dict({key: one.float() for key, one in state.items()})
+    save_file({key: tensor.contiguous() for key, tensor in state.items()}, directory / "w.safetensors")
+    model.load_state_dict({key: tensor.float() for key, tensor in state.items()})
     tokens(directory, start=True)
     return model

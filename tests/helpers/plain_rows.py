@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fedvlm.data.federation import Listing, digest
+from fedvlm.data.federation import SampleList, image_digest
 
 
 def make_rows(
@@ -12,13 +12,13 @@ def make_rows(
     clients: int = 0,
     splits: str = "",
     twins: int = 0,
-) -> Listing:
+) -> SampleList:
     """Listing with all classes in all domains; the first `twins` images appear twice."""
     index = np.arange(rows)
-    content = [digest(str(row).encode()) for row in range(rows - twins)]
+    content = [image_digest(str(row).encode()) for row in range(rows - twins)]
     content += content[:twins]
     marks = splits.split(",") if splits else [""]
-    return Listing(
+    return SampleList(
         classes=tuple(f"class {label}" for label in range(classes)),
         labels=(index % classes).astype(np.int64),
         domains=np.array([f"domain{(row // classes) % domains}" for row in index]),

@@ -6,5 +6,5 @@ from fedvlm.result import Result
 from fedvlm.runner import run
 
 
-def execute(*given: Any, **more: Any) -> Result:
-    return Result(run.execute(*given, **more).folder)
+def execute(*args: Any, **kwargs: Any) -> Result:
+    return Result(run.execute(*args, **kwargs).folder)

@@ -23,17 +23,17 @@ def small_copy(root: Path, data: str, place: str) -> Path:
     if data == "femnist":
         return _leaf(folder) if place.endswith("FEMNIST") else _writers(folder, entry)
     domains = tuple(entry.domains) or (SKIN if data == "skin-cancer" else ("all",))
-    each = max(3, 160 // len(entry.classes) // len(domains))
+    images_per_class = max(3, 160 // len(entry.classes) // len(domains))
     if entry.layout == "split/class":
         words = ("Training", "Testing") if data == "brain-tumour" else ("train", "test")
-        sizes = {words[0]: max(5, 3 * each), words[1]: max(2, each)}
+        sizes = {words[0]: max(5, 3 * images_per_class), words[1]: max(2, images_per_class)}
         kinds = [(part, name) for part in sizes for name in entry.classes]
         return plant(folder, [f"{p}/{name}/{n}.png" for p, name in kinds for n in range(sizes[p])])
-    heads = [f"{one}/" for one in domains]
+    heads = [f"{domain}/" for domain in domains]
     if not entry.layout.startswith("domain"):
         heads = ["labelled/images/" if entry.layout.startswith("*") else ""]
     kinds = [(head, name) for head in heads for name in entry.classes]
-    return plant(folder, [f"{head}{name}/{n}.png" for head, name in kinds for n in range(each)])
+    return plant(folder, [f"{head}{name}/{n}.png" for head, name in kinds for n in range(images_per_class)])
 
 
 def _coop(folder: Path, entry: Entry) -> Path:
@@ -53,9 +53,7 @@ def _coop(folder: Path, entry: Entry) -> Path:
 def _writers(folder: Path, entry: Entry) -> Path:
     """Four writers with a folder per digit."""
     users = (f"user{n}" for n in (0, 25, 26, 33))
-    return plant(
-        folder, [f"{u}/{d}/{n}.png" for u in users for d in entry.classes for n in range(5)]
-    )
+    return plant(folder, [f"{u}/{d}/{n}.png" for u in users for d in entry.classes for n in range(5)])
 
 
 def _leaf(folder: Path) -> Path:
@@ -87,16 +85,14 @@ def small_store(root: Path, name: str) -> Path:
     arrays: dict[str, np.ndarray] = {}
     if name.startswith("pacs"):
         entry = catalogue()["pacs"]
-        places = [
-            f"{d}/{c}/{n}.jpg" for d in entry.domains for c in entry.classes for n in range(12)
-        ]
-        y = np.array([entry.classes.index(one.split("/")[1]) for one in places])
-        named = [entry.classes.index(one) for one in entry.classes if one != "guitar"]
+        places = [f"{d}/{c}/{n}.jpg" for d in entry.domains for c in entry.classes for n in range(12)]
+        y = np.array([entry.classes.index(class_path.split("/")[1]) for class_path in places])
+        named = [entry.classes.index(class_path) for class_path in entry.classes if class_path != "guitar"]
         arrays = {"features": rows(y), "paths": np.array(places), "text": text[named]}
         arrays["text_classes"] = np.array([entry.classes[n] for n in named])
     else:
-        for part, each in (("train", 6), ("val", 4), ("test", 4)):
-            arrays[f"{part}_y"] = np.repeat(np.arange(count), each)
+        for part, per_class in (("train", 6), ("val", 4), ("test", 4)):
+            arrays[f"{part}_y"] = np.repeat(np.arange(count), per_class)
             arrays[f"{part}_x"] = rows(arrays[f"{part}_y"])
         if not name.startswith("flow"):
             arrays["classes"] = np.array([f"kind {n}" for n in range(count)])

@@ -58,18 +58,14 @@ def clip(directory: Path, seed: int = 0, eos: int | None = None, activation: str
         "eos_token_id": len(WORDS) + 2 if eos is None else eos,
         "hidden_act": activation,
     }
-    config = transformers.CLIPConfig(
-        text_config=text, vision_config={**SMALL, **PICTURE}, projection_dim=24
-    )
+    config = transformers.CLIPConfig(text_config=text, vision_config={**SMALL, **PICTURE}, projection_dim=24)
     model = transformers.CLIPModel(config)
     with torch.no_grad():  # the usual start is so small that every sentence looks the same
         model.text_model.embeddings.token_embedding.weight.mul_(50)
         model.text_model.embeddings.position_embedding.weight.mul_(50)
     model.save_pretrained(directory)
     tokens(directory, start=True)
-    CLIPImageProcessorPil(
-        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
-    ).save_pretrained(directory)
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}).save_pretrained(directory)
     return directory
 
 
@@ -77,9 +73,7 @@ def siglip(directory: Path, image: int = 16):
     torch.manual_seed(0)
     text = {**SMALL, "vocab_size": len(WORDS) + 3, "max_position_embeddings": 12}
     vision = {**SMALL, "image_size": image, "patch_size": 4}
-    config = transformers.SiglipConfig(
-        text_config={**text, "projection_size": 32}, vision_config=vision
-    )
+    config = transformers.SiglipConfig(text_config={**text, "projection_size": 32}, vision_config=vision)
     transformers.SiglipModel(config).save_pretrained(directory)
     tokens(directory, start=False)
     SiglipImageProcessorPil(size={"height": image, "width": image}).save_pretrained(directory)
@@ -95,9 +89,7 @@ def vision(directory: Path, kind: str):
     else:
         brand = {"dinov2": "Dinov2", "dinov2_with_registers": "Dinov2WithRegisters"}[kind]
         small = {key: SMALL[key] for key in SMALL if key != "intermediate_size"}
-        config = getattr(transformers, f"{brand}Config")(
-            **small, image_size=24, patch_size=4, mlp_ratio=2
-        )
+        config = getattr(transformers, f"{brand}Config")(**small, image_size=24, patch_size=4, mlp_ratio=2)
         processor = None
     model = getattr(transformers, f"{brand}Model")(config)
     model.save_pretrained(directory)

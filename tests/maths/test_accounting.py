@@ -24,9 +24,7 @@ def delta_of_gaussian(epsilon, noise, steps):
 
 @pytest.mark.parametrize(("noise", "steps"), [(1.0, 1), (4.0, 10), (20.0, 500), (0.7, 3)])
 def test_without_sampling_epsilon_is_the_gaussian_mechanisms_own(noise, steps):
-    assert delta_of_gaussian(epsilon(noise, steps, 1.0, 1e-5), noise, steps) == pytest.approx(
-        1e-5, rel=1e-6
-    )
+    assert delta_of_gaussian(epsilon(noise, steps, 1.0, 1e-5), noise, steps) == pytest.approx(1e-5, rel=1e-6)
 
 
 def test_sampled_epsilon_lies_between_the_tight_value_and_the_one_papers_print():

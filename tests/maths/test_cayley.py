@@ -35,8 +35,8 @@ def test_map_is_the_quotient_of_the_paper() -> None:
 
 
 def test_symmetric_part_is_a_null_direction() -> None:
-    raw, other = draw(2, 6, 6), draw(2, 6, 6, seed=1)
-    torch.testing.assert_close(cayley.orthogonal(raw + other + other.mT), cayley.orthogonal(raw))
+    raw, other_raw = draw(2, 6, 6), draw(2, 6, 6, seed=1)
+    torch.testing.assert_close(cayley.orthogonal(raw + other_raw + other_raw.mT), cayley.orthogonal(raw))
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 12])
@@ -60,16 +60,14 @@ def test_block_elimination_inverts(size: int) -> None:
     torch.testing.assert_close(cayley.inverse(eye + skew) @ (eye + skew), eye.expand(2, -1, -1))
 
 
-@pytest.mark.parametrize("far", [1e-7, 1e-3, 0.02, 0.05, 3.0])
+@pytest.mark.parametrize("distance", [1e-7, 1e-3, 0.02, 0.05, 3.0])
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_a_followed_inverse_is_the_inverse_however_far_the_step(
-    kind: torch.dtype, far: float
-) -> None:
+def test_a_followed_inverse_is_the_inverse_however_far_the_step(kind: torch.dtype, distance: float) -> None:
     eye = torch.eye(32, dtype=kind)
     first = eye + cayley.skew_part(0.3 * draw(4, 32, 32)).to(kind)
-    then = first + far * cayley.skew_part(draw(4, 32, 32, seed=1)).to(kind)
-    found = cayley.followed(torch.linalg.inv(first), then)
-    assert (then @ found - eye).abs().max() < 32 * torch.finfo(kind).eps
+    then = first + distance * cayley.skew_part(draw(4, 32, 32, seed=1)).to(kind)
+    actual = cayley.update_inverse(torch.linalg.inv(first), then)
+    assert (then @ actual - eye).abs().max() < 32 * torch.finfo(kind).eps
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 8])
@@ -81,22 +79,20 @@ def test_exact_gradient_is_that_of_autograd(blocks: int) -> None:
     real = torch.tensor([[True] * 5, [True, True, False, True, False]])
     turned = torch.nn.functional.normalize(cayley.rotate(raw, x), dim=-1)
     logits = 7.0 * turned @ head.mT
-    loss = masked_cross_entropy(logits[0], y[0], real[0]) + masked_cross_entropy(
-        logits[1], y[1], real[1]
-    )
-    wanted = torch.autograd.grad(loss, (head, raw))
-    found = cayley.gradients(
+    loss = masked_cross_entropy(logits[0], y[0], real[0]) + masked_cross_entropy(logits[1], y[1], real[1])
+    expected = torch.autograd.grad(loss, (head, raw))
+    actual = cayley.gradients(
         head.detach(),
         cayley.inverse(torch.eye(size, dtype=torch.float64) + cayley.skew_part(raw.detach())),
         7 * x,
-        *cayley.lesson(y, real, 3, torch.float64),
+        *cayley.cross_entropy_terms(y, real, 3, torch.float64),
     )
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_gradient_at_the_identity_is_skew_and_not_zero() -> None:
-    lesson = cayley.lesson(torch.tensor([0, 1, 2, 1, 0]), torch.ones(5) > 0, 3, torch.float64)
+    lesson = cayley.cross_entropy_terms(torch.tensor([0, 1, 2, 1, 0]), torch.ones(5) > 0, 3, torch.float64)
     back = torch.eye(8, dtype=torch.float64)[None]
     _, gradient = cayley.gradients(draw(3, 8), back, 100 * unit(5, 8), *lesson)
     assert gradient.abs().max() > 0.1
@@ -121,17 +117,17 @@ def test_condition_number_of_a_stretch_is_its_ratio() -> None:
 
 
 def mean_cosine(start, ends):
-    known = conflict.Agreement(start)
+    agreement = conflict.GradientAgreement(start)
     for end in ends:
-        known.add(end)
-    return known.mean()
+        agreement.add(end)
+    return agreement.mean()
 
 
 def test_conflict_of_equal_opposite_and_square_moves() -> None:
-    start, move, other = draw(2, 3), torch.eye(2, 3), torch.eye(2, 3).flip(0)
+    start, move, flipped = draw(2, 3), torch.eye(2, 3), torch.eye(2, 3).flip(0)
     assert mean_cosine([start], [[start + move], [start + 3 * move]]) == pytest.approx(1)
     assert mean_cosine([start], [[start + move], [start - move]]) == pytest.approx(-1)
-    assert mean_cosine([start], [[start + move], [start + other]]) == pytest.approx(0)
+    assert mean_cosine([start], [[start + move], [start + flipped]]) == pytest.approx(0)
     assert mean_cosine([start], [[start + move], [start]]) == pytest.approx(0, abs=1e-12)
     assert math.isnan(mean_cosine([start], [[start]]))
 
@@ -139,8 +135,8 @@ def test_conflict_of_equal_opposite_and_square_moves() -> None:
 def test_gradient_difference_is_per_step_and_its_bound_takes_the_two_worst() -> None:
     start, move = draw(2, 3), torch.eye(2, 3)
     ends = [start - 0.1 * 4 * move, start - 0.1 * 2 * move, start]
-    found = conflict.largest_difference(start, ends, steps=[4, 1, 0], rate=0.1)
-    assert found == pytest.approx(2 * math.sqrt(2))
-    assert conflict.difference_bound(100.0, [1.0, 1.0, 1.0]) == 400
-    assert conflict.difference_bound(100.0, [3.0, 1.0, 2.0]) == 1000
-    assert math.isnan(conflict.difference_bound(100.0, [1.0]))
+    actual = conflict.largest_gradient_difference(start, ends, steps=[4, 1, 0], rate=0.1)
+    assert actual == pytest.approx(2 * math.sqrt(2))
+    assert conflict.gradient_difference_bound(100.0, [1.0, 1.0, 1.0]) == 400
+    assert conflict.gradient_difference_bound(100.0, [3.0, 1.0, 2.0]) == 1000
+    assert math.isnan(conflict.gradient_difference_bound(100.0, [1.0]))

@@ -5,7 +5,7 @@ import torch
 from torch.func import vmap
 
 from fedvlm.maths import gaussian
-from fedvlm.maths.gaussian import NEVER
+from fedvlm.maths.gaussian import ABSENT_CLASS_LOGIT
 
 CLASSES, DIM = 5, 12
 
@@ -19,41 +19,39 @@ def rows(count=60, classes=4, seed=0, spread=0.5):
     return torch.nn.functional.normalize(x, dim=1), y
 
 
-def known(x, y):
-    return gaussian.centred(*gaussian.raw(x, y, CLASSES))
+def moments_of(x, y):
+    return gaussian.moments_from_sums(*gaussian.class_sums(x, y, CLASSES))
 
 
 def nothing():
-    return gaussian.Moments(
-        torch.zeros(CLASSES).double(), torch.zeros(CLASSES, DIM).double(), torch.zeros(DIM, DIM)
-    )
+    return gaussian.Moments(torch.zeros(CLASSES).double(), torch.zeros(CLASSES, DIM).double(), torch.zeros(DIM, DIM))
 
 
 def fitted(moments, shrinkage=1.0):
-    return gaussian.discriminant(moments, gaussian.ridge(moments, shrinkage))
+    return gaussian.fit_discriminant(moments, gaussian.ridge(moments, shrinkage))
 
 
 def gap(a, b):
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 7, 60])
+@pytest.mark.parametrize("n_clients", [1, 2, 7, 60])
 @pytest.mark.parametrize("shift", [0.0, 20.0])
-def test_federated_statistics_are_pooled_ones_however_rows_are_split(pieces, shift):
+def test_federated_statistics_are_pooled_ones_however_rows_are_split(n_clients, shift):
     """Also through the wire's fixed point, and where the mean is far larger than the scatter."""
     x, y = rows()
     x = torch.nn.functional.normalize(x + shift * torch.ones(DIM) / DIM**0.5, dim=1)
-    pooled = known(x, y)
+    pooled = moments_of(x, y)
     total = [0, 0, 0]
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(pieces))
-    for part in order.tensor_split(pieces):
-        counts, sums, second = gaussian.raw(x[part], y[part], CLASSES)
-        wire = (counts, gaussian.to_fixed(sums, 64), gaussian.to_fixed(gaussian.pack(second), 64))
-        total = [old + one.long() for old, one in zip(total, wire, strict=True)]
-    again = gaussian.centred(
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(n_clients))
+    for part in order.tensor_split(n_clients):
+        counts, sums, second = gaussian.class_sums(x[part], y[part], CLASSES)
+        wire = (counts, gaussian.to_fixed_point(sums, 64), gaussian.to_fixed_point(gaussian.pack(second), 64))
+        total = [old + upload.long() for old, upload in zip(total, wire, strict=True)]
+    again = gaussian.moments_from_sums(
         total[0].double(),
-        gaussian.from_fixed(total[1], 64),
-        gaussian.unpack(gaussian.from_fixed(total[2], 64), DIM),
+        gaussian.from_fixed_point(total[1], 64),
+        gaussian.unpack(gaussian.from_fixed_point(total[2], 64), DIM),
     )
     assert torch.equal(again.counts, pooled.counts)
     assert gap(again.means, pooled.means) < 1e-6
@@ -64,14 +62,14 @@ def test_float32_moments_lose_what_the_fixed_point_keeps():
     """Rows of a cone, as encoders make them: the scatter is small beside what it is taken from."""
     x, y = rows(4000, spread=0.05)
     x = torch.nn.functional.normalize(x + 5, dim=1)
-    exact = known(x, y).scatter
-    counts, sums, second = gaussian.raw(x, y, CLASSES)
-    fixed = gaussian.centred(
+    exact = moments_of(x, y).scatter
+    counts, sums, second = gaussian.class_sums(x, y, CLASSES)
+    fixed = gaussian.moments_from_sums(
         counts,
-        gaussian.from_fixed(gaussian.to_fixed(sums, 4096), 4096),
-        gaussian.from_fixed(gaussian.to_fixed(second, 4096), 4096),
+        gaussian.from_fixed_point(gaussian.to_fixed_point(sums, 4096), 4096),
+        gaussian.from_fixed_point(gaussian.to_fixed_point(second, 4096), 4096),
     )
-    single = gaussian.centred(counts, sums.float().double(), second.float().double())
+    single = gaussian.moments_from_sums(counts, sums.float().double(), second.float().double())
     assert gap(fixed.scatter, exact) < gap(single.scatter, exact) / 5
 
 
@@ -85,29 +83,29 @@ def test_a_triangle_holds_the_whole_square():
 
 def test_posterior_without_prior_is_the_local_one():
     x, y = rows()
-    local, prior = known(x, y), known(*rows(seed=1))
-    for mine in (
-        gaussian.posterior(prior, x, y, 0.0),
-        gaussian.posterior(nothing(), x, y, 1.0),
+    local, prior = moments_of(x, y), moments_of(*rows(seed=1))
+    for posterior in (
+        gaussian.posterior_moments(prior, x, y, 0.0),
+        gaussian.posterior_moments(nothing(), x, y, 1.0),
     ):
-        for a, b in zip(mine, local, strict=True):
+        for a, b in zip(posterior, local, strict=True):
             assert torch.allclose(a, b, atol=1e-12)
 
 
 def test_posterior_with_whole_prior_is_that_of_all_rows_together():
     x, y = rows()
     others_x, others_y = rows(seed=1)
-    mine = gaussian.posterior(known(others_x, others_y), x, y, 1.0)
-    pooled = known(torch.cat([x, others_x]), torch.cat([y, others_y]))
-    for a, b in zip(mine, pooled, strict=True):
+    posterior = gaussian.posterior_moments(moments_of(others_x, others_y), x, y, 1.0)
+    pooled = moments_of(torch.cat([x, others_x]), torch.cat([y, others_y]))
+    for a, b in zip(posterior, pooled, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_scatter_of_the_posterior_is_positive_semidefinite(alpha):
     x, y = rows(7)
-    mine = gaussian.posterior(known(*rows(seed=2)), x, y, alpha)
-    assert torch.linalg.eigvalsh(mine.scatter).min() > -1e-12
+    posterior = gaussian.posterior_moments(moments_of(*rows(seed=2)), x, y, alpha)
+    assert torch.linalg.eigvalsh(posterior.scatter).min() > -1e-12
 
 
 def test_discriminant_is_linear_discriminant_analysis():
@@ -116,23 +114,21 @@ def test_discriminant_is_linear_discriminant_analysis():
     x, y = rows(400)
     x, y = torch.cat([x[y == c][:80] for c in range(4)]), torch.arange(4).repeat_interleave(80)
     oracle = LinearDiscriminantAnalysis(solver="lsqr").fit(x.double(), y)
-    rule = fitted(known(x, y), 1e-9)
-    ours = rule.logits(x.double())[:, :4]
-    ours, theirs = (
-        one - one.mean(1, keepdim=True)
-        for one in (ours, torch.from_numpy(oracle.decision_function(x.double())))
+    rule = fitted(moments_of(x, y), 1e-9)
+    actual = rule.logits(x.double())[:, :4]
+    actual, theirs = (
+        scores - scores.mean(1, keepdim=True)
+        for scores in (actual, torch.from_numpy(oracle.decision_function(x.double())))
     )
-    ratio = ((ours * theirs).sum() / theirs.square().sum()).item()
-    assert ratio == pytest.approx(
-        (320 + DIM + 2) / 320
-    )  # theirs divides by the rows, not ν + d + 2
-    assert gap(ours, ratio * theirs) < 1e-6
+    ratio = ((actual * theirs).sum() / theirs.square().sum()).item()
+    assert ratio == pytest.approx((320 + DIM + 2) / 320)  # theirs divides by the rows, not ν + d + 2
+    assert gap(actual, ratio * theirs) < 1e-6
 
 
 def test_one_row_per_class_gives_the_nearest_mean():
     x, _ = rows(CLASSES, spread=1.0)
     y = torch.arange(CLASSES)
-    rule = fitted(known(x, y))
+    rule = fitted(moments_of(x, y))
     new = torch.nn.functional.normalize(torch.randn(50, DIM), dim=1)
     nearest = torch.cdist(new, x).argmin(1)
     assert torch.equal(rule.logits(new.double()).argmax(1), nearest)
@@ -141,14 +137,12 @@ def test_one_row_per_class_gives_the_nearest_mean():
 @pytest.mark.parametrize("case", ["nobody", "one row", "one class", "a class nobody has"])
 def test_missing_classes_give_finite_logits_and_are_never_chosen(case):
     x, y = rows()
-    x, y = {"nobody": (x[:0], y[:0]), "one row": (x[:1], y[:1]), "one class": (x, 0 * y)}.get(
-        case, (x, y)
-    )
-    rule = fitted(known(x, y))
+    x, y = {"nobody": (x[:0], y[:0]), "one row": (x[:1], y[:1]), "one class": (x, 0 * y)}.get(case, (x, y))
+    rule = fitted(moments_of(x, y))
     logits = rule.logits(rows(seed=3)[0].double())
     assert logits.isfinite().all()
     absent = [c for c in range(CLASSES) if c not in y.tolist()]
-    assert (rule.bias[absent] == NEVER).all()
+    assert (rule.bias[absent] == ABSENT_CLASS_LOGIT).all()
     if len(y):
         assert not set(logits.argmax(1).tolist()) & set(absent)
 
@@ -158,59 +152,61 @@ def test_leaving_a_row_out_is_fitting_without_it(alpha):
     """The row leaves the prior as well; class 4 has one row and is gone without it."""
     x, y = rows(40)
     y[0] = 4
-    mine = gaussian.posterior(known(x, y), x, y, alpha)
-    ridge = gaussian.ridge(mine, 1.0)
-    rule = gaussian.discriminant(mine, ridge)
+    posterior = gaussian.posterior_moments(moments_of(x, y), x, y, alpha)
+    ridge = gaussian.ridge(posterior, 1.0)
+    rule = gaussian.fit_discriminant(posterior, ridge)
     weight = torch.full((40,), 1 + alpha, dtype=torch.float64)
-    fast = gaussian.left_out(mine, rule, x, y, weight)
+    fast = gaussian.leave_one_out_logits(posterior, rule, x, y, weight)
     for row in range(40):
         keep = torch.arange(40) != row
-        prior = known(x[keep], y[keep])
-        slow = gaussian.discriminant(
-            gaussian.posterior(prior, x[keep], y[keep], alpha), ridge
-        ).logits(x[row : row + 1].double())[0]
-        there = [0, 1, 2, 3] if row == 0 else [0, 1, 2, 3, 4]
-        assert gap(fast[row, there].diff(), slow[there].diff()) < 1e-9
-    assert fast[0, 4] == NEVER
+        prior = moments_of(x[keep], y[keep])
+        slow = gaussian.fit_discriminant(gaussian.posterior_moments(prior, x[keep], y[keep], alpha), ridge).logits(
+            x[row : row + 1].double()
+        )[0]
+        present_classes = [0, 1, 2, 3] if row == 0 else [0, 1, 2, 3, 4]
+        assert gap(fast[row, present_classes].diff(), slow[present_classes].diff()) < 1e-9
+    assert fast[0, 4] == ABSENT_CLASS_LOGIT
 
 
 def test_padding_and_batching_change_nothing():
     x, y = rows()
-    prior = known(*rows(seed=1))
+    prior = moments_of(*rows(seed=1))
 
-    def both(x, y):
-        mine = gaussian.posterior(prior, x, y, 1.0)
-        rule = fitted(mine)
+    def fit_and_leave_out(x, y):
+        posterior = gaussian.posterior_moments(prior, x, y, 1.0)
+        rule = fitted(posterior)
         weight = torch.full_like(y, 2).double()
-        return rule.weight, rule.bias, gaussian.left_out(mine, rule, x, y, weight)[:60]
+        return rule.weight, rule.bias, gaussian.leave_one_out_logits(posterior, rule, x, y, weight)[:60]
 
     padded = torch.cat([x, torch.full((5, DIM), 7.0)]), torch.cat([y, torch.full((5,), -1)])
-    many = vmap(both)(torch.stack([padded[0]] * 3), torch.stack([padded[1]] * 3))
-    for plain, wide, stacked in zip(both(x, y), both(*padded), many, strict=True):
+    stacked_results = vmap(fit_and_leave_out)(torch.stack([padded[0]] * 3), torch.stack([padded[1]] * 3))
+    for plain, wide, stacked in zip(fit_and_leave_out(x, y), fit_and_leave_out(*padded), stacked_results, strict=True):
         assert torch.allclose(wide, plain, atol=1e-9)
         assert torch.allclose(stacked[1], plain, atol=1e-9)
 
 
-@pytest.mark.parametrize(("kind", "most"), [(torch.float64, 1e-8), (torch.float32, 1e-3)])
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-3)])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
-def test_the_posterior_and_its_rule_are_those_of_the_direct_inverse(alpha, kind, most):
+def test_the_posterior_and_its_rule_are_those_of_the_direct_inverse(alpha, kind, tolerance):
     """Term by term as printed, and G by inverting; relative to the largest number."""
     x, y = rows(classes=CLASSES)
-    before = known(*rows(seed=1, classes=CLASSES))
-    given = gaussian.Moments(*(one.to(kind) for one in before))
-    mine = gaussian.posterior(given, x.to(kind), y, alpha)
-    rule = gaussian.discriminant(mine, gaussian.ridge(mine, 1.0))
+    before = moments_of(*rows(seed=1, classes=CLASSES))
+    prior = gaussian.Moments(*(tensor.to(kind) for tensor in before))
+    posterior = gaussian.posterior_moments(prior, x.to(kind), y, alpha)
+    rule = gaussian.fit_discriminant(posterior, gaussian.ridge(posterior, 1.0))
     scatter = alpha * before.scatter
     for c in range(len(before.counts)):
-        own = x[y == c].double()
-        mean, many = own.mean(0), alpha * before.counts[c]
-        apart = mean - before.means[c]
-        scatter = scatter + (own - mean).mT @ (own - mean)
-        scatter = scatter + many * len(own) / (many + len(own)) * torch.outer(apart, apart)
-    assert (mine.scatter - scatter).abs().max() <= most * scatter.abs().max()
-    exact = gaussian.Moments(mine.counts.double(), mine.means.double(), scatter)
+        class_samples = x[y == c].double()
+        mean, prior_count = class_samples.mean(0), alpha * before.counts[c]
+        shift = mean - before.means[c]
+        scatter = scatter + (class_samples - mean).mT @ (class_samples - mean)
+        scatter = scatter + prior_count * len(class_samples) / (prior_count + len(class_samples)) * torch.outer(
+            shift, shift
+        )
+    assert (posterior.scatter - scatter).abs().max() <= tolerance * scatter.abs().max()
+    exact = gaussian.Moments(posterior.counts.double(), posterior.means.double(), scatter)
     ridge = gaussian.ridge(exact, 1.0)
     inverse = torch.linalg.inv(scatter + ridge * torch.eye(DIM))
     offset = exact.means - exact.means.mean(0)
     weight = (exact.counts.sum() + DIM + 2) * offset @ inverse
-    assert (rule.weight - weight).abs().max() <= most * weight.abs().max()
+    assert (rule.weight - weight).abs().max() <= tolerance * weight.abs().max()

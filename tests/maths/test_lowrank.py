@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fedvlm.maths import gaussian, lowrank, prototypes
-from fedvlm.tensors import latest
+from fedvlm.tensors import remember_latest
 
 CLASSES, DIM = 8, 96
-PLAIN = lowrank.own
+PLAIN = lowrank.fit_low_rank
 unit = torch.nn.functional.normalize
 
 
@@ -21,34 +21,34 @@ def rows(count, seed, classes=7):
     return unit(x, dim=1), y
 
 
-def both(prior, x, y, alpha, shrinkage, kind):
+def fit_both_ways(prior, x, y, alpha, shrinkage, kind):
     """Weight, bias and left-out logits: by a Cholesky factor, and in the basis."""
-    prior = gaussian.Moments(*(one.to(kind) for one in prior))
+    prior = gaussian.Moments(*(tensor.to(kind) for tensor in prior))
     weight = torch.full((len(y),), 1 + alpha, dtype=kind)
-    known = gaussian.posterior(prior, x, y, alpha)
-    rule = gaussian.discriminant(known, gaussian.ridge(known, shrinkage))
-    left = gaussian.left_out(known, rule, x, y, weight)
-    own = lowrank.own(lowrank.basis(prior), x, y, alpha, shrinkage)
-    ours = gaussian.without_each(own.apart, own.counts, y, weight, DIM)
-    return (rule.weight, rule.bias, left), (own.weight, own.bias, ours)
+    posterior = gaussian.posterior_moments(prior, x, y, alpha)
+    rule = gaussian.fit_discriminant(posterior, gaussian.ridge(posterior, shrinkage))
+    leave_one_out = gaussian.leave_one_out_logits(posterior, rule, x, y, weight)
+    discriminant = lowrank.fit_low_rank(lowrank.eigenbasis(prior), x, y, alpha, shrinkage)
+    low_rank_logits = gaussian.leave_one_out_from_products(discriminant.products, discriminant.counts, y, weight, DIM)
+    return (rule.weight, rule.bias, leave_one_out), (discriminant.weight, discriminant.bias, low_rank_logits)
 
 
-def known(x, y):
-    return gaussian.centred(*gaussian.raw(x, y, CLASSES))
+def moments_of(x, y):
+    return gaussian.moments_from_sums(*gaussian.class_sums(x, y, CLASSES))
 
 
-@pytest.mark.parametrize(("kind", "most"), [(torch.float64, 1e-9), (torch.float32, 2e-5)])
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-5)])
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("shrinkage", [0.1, 1.0, 10.0])
-def test_the_basis_gives_what_a_factor_of_its_own_gives(kind, most, alpha, shrinkage):
+def test_the_basis_gives_what_a_factor_of_its_own_gives(kind, tolerance, alpha, shrinkage):
     x, y = rows(40, 1)
-    prior = known(torch.cat([x, rows(400, 2)[0]]), torch.cat([y, rows(400, 2)[1]]))
-    exact, _ = both(prior, x, y, alpha, shrinkage, torch.float64)
-    _, ours = both(prior, x, y, alpha, shrinkage, kind)
-    for one, other in zip(ours, exact, strict=True):
-        there = other != gaussian.NEVER
-        assert torch.equal(one != gaussian.NEVER, there)
-        assert (one - other)[there].abs().max() <= most * other[there].abs().max()
+    prior = moments_of(torch.cat([x, rows(400, 2)[0]]), torch.cat([y, rows(400, 2)[1]]))
+    exact, _ = fit_both_ways(prior, x, y, alpha, shrinkage, torch.float64)
+    _, low_rank = fit_both_ways(prior, x, y, alpha, shrinkage, kind)
+    for actual, expected in zip(low_rank, exact, strict=True):
+        is_present = expected != gaussian.ABSENT_CLASS_LOGIT
+        assert torch.equal(actual != gaussian.ABSENT_CLASS_LOGIT, is_present)
+        assert (actual - expected)[is_present].abs().max() <= tolerance * expected[is_present].abs().max()
 
 
 @pytest.mark.parametrize("shots", [0, 1, 2])
@@ -58,41 +58,41 @@ def test_few_or_no_rows_are_no_trouble(shots, alpha):
     x, y = rows(CLASSES, 3)
     y = torch.arange(CLASSES) % 7
     x, y = x[:shots], y[:shots]
-    exact, ours = both(known(*rows(7, 4)), x, y, alpha, 1.0, torch.float64)
-    for one, other in zip(ours, exact, strict=True):
-        assert one.isfinite().all()
-        assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
+    exact, low_rank = fit_both_ways(moments_of(*rows(7, 4)), x, y, alpha, 1.0, torch.float64)
+    for actual, expected in zip(low_rank, exact, strict=True):
+        assert actual.isfinite().all()
+        assert torch.allclose(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_padding_changes_nothing():
     x, y = rows(20, 5)
-    prior = known(*rows(200, 6))
+    prior = moments_of(*rows(200, 6))
     padded = torch.cat([x, torch.full((4, DIM), 7.0)]), torch.cat([y, torch.full((4,), -1)])
-    _, plain = both(prior, x, y, 1.0, 1.0, torch.float64)
-    _, wide = both(prior, *padded, 1.0, 1.0, torch.float64)
-    for one, other in zip(plain, wide, strict=True):
-        assert torch.allclose(one, other[: len(one)], atol=1e-8)
+    _, plain = fit_both_ways(prior, x, y, 1.0, 1.0, torch.float64)
+    _, wide = fit_both_ways(prior, *padded, 1.0, 1.0, torch.float64)
+    for plain_tensor, wide_tensor in zip(plain, wide, strict=True):
+        assert torch.allclose(plain_tensor, wide_tensor[: len(plain_tensor)], atol=1e-8)
 
 
 @pytest.mark.parametrize(("count", "shrinkage"), [(DIM // 2, 1.0), (DIM, 1.0), (20, 0.01)])
 def test_a_client_with_many_rows_or_hardly_a_ridge_takes_the_factor(count, shrinkage, monkeypatch):
     """Both ways lead to the same; which is taken hangs on sizes and settings, not on values."""
     x, y = rows(count, 7)
-    total = prototypes.packed(*gaussian.sums_over(*rows(300, 8), CLASSES), 512)
-    prior = prototypes.prior(total, 512, 1.0)
-    taken = []
-    monkeypatch.setattr(lowrank, "own", lambda *given: taken.append(given) or PLAIN(*given))
-    found = prototypes.own(prior, x, y, 1.0, shrinkage)
-    assert bool(taken) == (count == DIM // 2)
-    monkeypatch.setattr(prototypes, "FEW", 0 if not taken else 99)
-    monkeypatch.setattr(prototypes, "STEADY", 0.0)
-    other = prototypes.own(prior, x, y, 1.0, shrinkage)
-    assert (found.weight - other.weight).abs().max() < 1e-4 * other.weight.abs().max()
+    total = prototypes.pack_statistics(*gaussian.packed_class_sums(*rows(300, 8), CLASSES), 512)
+    prior = prototypes.pooled_prior(total, 512, 1.0)
+    calls = []
+    monkeypatch.setattr(lowrank, "fit_low_rank", lambda *arguments: calls.append(arguments) or PLAIN(*arguments))
+    discriminant = prototypes.fit_client_discriminant(prior, x, y, 1.0, shrinkage)
+    assert bool(calls) == (count == DIM // 2)
+    monkeypatch.setattr(prototypes, "LOW_RANK_DIM_RATIO", 0 if not calls else 99)
+    monkeypatch.setattr(prototypes, "LOW_RANK_MIN_SHRINKAGE", 0.0)
+    factored = prototypes.fit_client_discriminant(prior, x, y, 1.0, shrinkage)
+    assert (discriminant.weight - factored.weight).abs().max() < 1e-4 * factored.weight.abs().max()
 
 
 def test_what_is_remembered_is_of_the_very_same_numbers():
     calls = []
-    twice = latest(lambda one: calls.append(1) or 2 * one)
+    twice = remember_latest(lambda tensor: calls.append(1) or 2 * tensor)
     a, b = torch.ones(3), torch.ones(3)
     assert twice(a) is twice(a) and len(calls) == 1
     assert twice(a[:]) is twice(a) and len(calls) == 1  # a view of the same
@@ -105,10 +105,10 @@ def test_what_is_remembered_is_of_the_very_same_numbers():
 
 def test_nothing_is_remembered_of_tensors_without_a_place_or_a_version():
     calls = []
-    twice = latest(lambda one: calls.append(1) or 2 * one)
-    many = torch.arange(6.0).reshape(3, 2)
-    assert torch.equal(torch.func.vmap(twice)(many), 2 * many)
-    assert torch.equal(torch.func.vmap(twice)(many + 1), 2 * many + 2)
+    twice = remember_latest(lambda tensor: calls.append(1) or 2 * tensor)
+    matrix = torch.arange(6.0).reshape(3, 2)
+    assert torch.equal(torch.func.vmap(twice)(matrix), 2 * matrix)
+    assert torch.equal(torch.func.vmap(twice)(matrix + 1), 2 * matrix + 2)
     with torch.inference_mode():
-        apart = torch.ones(2)
-    assert torch.equal(twice(apart), twice(apart)) and len(calls) == 4
+        other_tensor = torch.ones(2)
+    assert torch.equal(twice(other_tensor), twice(other_tensor)) and len(calls) == 4

@@ -6,7 +6,7 @@ from sklearn.linear_model import LogisticRegression
 from torch.func import vmap
 
 from fedvlm.maths import blend, probe, quasi
-from fedvlm.record import SETTLED
+from fedvlm.record import MAX_CONVERGED_GRADIENT
 
 CLASSES, DIM, ROWS = 5, 24, 90
 ALL = torch.ones(CLASSES, dtype=torch.bool)
@@ -35,49 +35,49 @@ def test_fit_is_the_solution_of_scikit_learn(ridge):
     x, y = rows()
     theirs = LogisticRegression(C=1 / (ROWS * ridge), tol=1e-12, max_iter=20_000)
     theirs.fit(x.double().numpy(), y.numpy())
-    ours = probe.fit(x, y, ridges(ridge), NOTHING, ALL).heads.logits(x.double())[0].softmax(1)
-    gap = ours - torch.from_numpy(theirs.predict_proba(x.double().numpy()))
+    actual = probe.fit_ridge_path(x, y, ridges(ridge), NOTHING, ALL).heads.logits(x.double())[0].softmax(1)
+    gap = actual - torch.from_numpy(theirs.predict_proba(x.double().numpy()))
     assert gap.abs().max() < 1e-4
 
 
 def test_a_strong_ridge_is_the_anchor_and_a_weak_one_fits_the_rows():
     x, y = rows()
-    path = probe.fit(x, y, ridges(1e6, 1e-7), anchor(), ALL)
+    path = probe.fit_ridge_path(x, y, ridges(1e6, 1e-7), anchor(), ALL)
     assert torch.allclose(path.heads.weight[0], anchor().weight.double(), atol=1e-5)
     assert (path.heads.logits(x.double())[1].argmax(1) == y).all()
 
 
 def test_heads_for_all_ridges_at_once_are_those_one_by_one():
     x, y = rows()
-    whole = probe.fit(x, y, ridges(1e-2, 1e-3), anchor(), ALL)
+    path = probe.fit_ridge_path(x, y, ridges(1e-2, 1e-3), anchor(), ALL)
     for number, ridge in enumerate((1e-2, 1e-3)):
-        one = probe.fit(x, y, ridges(ridge), anchor(), ALL).heads
-        assert torch.allclose(whole.heads.weight[number], one.weight[0], atol=1e-6)
+        head = probe.fit_ridge_path(x, y, ridges(ridge), anchor(), ALL).heads
+        assert torch.allclose(path.heads.weight[number], head.weight[0], atol=1e-6)
 
 
 def test_padding_and_vmap_change_nothing():
     x, y = rows()
-    plain = probe.fit(x, y, ridges(1e-3), NOTHING, ALL).heads.weight
+    plain = probe.fit_ridge_path(x, y, ridges(1e-3), NOTHING, ALL).heads.weight
     wide = torch.cat([x, torch.full((7, DIM), 7.0)])
     labels = torch.cat([y, torch.full((7,), -1)])
-    both = vmap(lambda x, y: probe.fit(x, y, ridges(1e-3), NOTHING, ALL).heads.weight)(
+    weights = vmap(lambda x, y: probe.fit_ridge_path(x, y, ridges(1e-3), NOTHING, ALL).heads.weight)(
         torch.stack([wide, wide]), torch.stack([labels, labels])
     )
-    assert torch.allclose(both[1], plain, atol=1e-7)
+    assert torch.allclose(weights[1], plain, atol=1e-7)
 
 
 def test_a_class_that_is_not_open_keeps_the_row_of_its_anchor():
     x, y = rows()
-    there = torch.tensor([True, True, False, True, True])
-    path = probe.fit(x, torch.where(y == 2, 0, y), ridges(1e-3), anchor(), there)
+    has_samples = torch.tensor([True, True, False, True, True])
+    path = probe.fit_ridge_path(x, torch.where(y == 2, 0, y), ridges(1e-3), anchor(), has_samples)
     assert torch.equal(path.heads.weight[0, 2], anchor().weight[2].double())
-    assert path.slope.max() < 1e-6
+    assert path.max_gradient.max() < 1e-6
 
 
 def test_a_fit_that_has_arrived_stays_where_it_is():
     x, y = rows()
-    short, long = (probe.fit(x, y, ridges(1e-1), NOTHING, ALL, steps) for steps in (40, 80))
-    assert short.slope.max() < probe.STILL
+    short, long = (probe.fit_ridge_path(x, y, ridges(1e-1), NOTHING, ALL, steps) for steps in (40, 80))
+    assert short.max_gradient.max() < probe.GRADIENT_TOLERANCE
     assert torch.equal(short.heads.weight, long.heads.weight)
 
 
@@ -87,69 +87,71 @@ def test_a_fit_of_many_classes_arrives_at_every_ridge(count, classes):
     centres, y = torch.randn(classes, 64, generator=draw), torch.arange(count) % classes
     x = torch.nn.functional.normalize(centres[y] + torch.randn(count, 64, generator=draw), dim=1)
     nothing = probe.Head(torch.zeros(classes, 64), torch.zeros(classes))
-    every = torch.ones(classes, dtype=torch.bool)
-    assert probe.fit(x, y, ridges(*probe.RIDGES), nothing, every).slope.max() < 1e-4
+    all_classes = torch.ones(classes, dtype=torch.bool)
+    assert probe.fit_ridge_path(x, y, ridges(*probe.RIDGES), nothing, all_classes).max_gradient.max() < 1e-4
 
 
 def test_slopes_of_clients_add_up_to_those_of_all_rows_and_are_the_derivative():
     x, y = rows()
-    loss, slope = probe.pull_of(anchor(), x, y)
-    parts = [probe.pull_of(anchor(), x[part], y[part]) for part in (slice(40), slice(40, None))]
-    assert torch.allclose(sum(part[1] for part in parts), slope, atol=1e-4)
+    loss, gradient = probe.loss_and_gradient(anchor(), x, y)
+    parts = [probe.loss_and_gradient(anchor(), x[part], y[part]) for part in (slice(40), slice(40, None))]
+    assert torch.allclose(sum(part[1] for part in parts), gradient, atol=1e-4)
     joined = anchor().joined().requires_grad_()
-    told = probe.losses(probe.split(joined).logits(x), y)
-    told.backward()
-    assert torch.allclose(told, loss) and torch.allclose(joined.grad, slope, atol=1e-4)
+    total_loss = probe.summed_cross_entropy(probe.split_head(joined).logits(x), y)
+    total_loss.backward()
+    assert torch.allclose(total_loss, loss) and torch.allclose(joined.grad, gradient, atol=1e-4)
 
 
 def test_without_validation_rows_the_usual_ridge_is_chosen():
     x, y = rows()
     all_ridges = ridges(*probe.RIDGES)
-    path = probe.fit(x, y, all_ridges, NOTHING, ALL, steps=5)
-    assert all_ridges[probe.chosen(path, all_ridges, x[:0], y[:0])] == probe.USUAL
+    path = probe.fit_ridge_path(x, y, all_ridges, NOTHING, ALL, steps=5)
+    assert all_ridges[probe.select_ridge(path, all_ridges, x[:0], y[:0])] == probe.DEFAULT_RIDGE
 
 
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4])
 def test_the_servers_steps_reach_the_pooled_solution(ridge):
     x, y = rows()
     start = anchor().joined()
-    whole = torch.cat([x, torch.ones(ROWS, 1)], dim=1).double()
-    walk = quasi.begin(start)
+    bordered = torch.cat([x, torch.ones(ROWS, 1)], dim=1).double()
+    state = quasi.start_state(start)
 
     def objective(joined):
-        loss = probe.losses(probe.split(joined.double()).logits(x.double()), y) / ROWS
+        loss = probe.summed_cross_entropy(probe.split_head(joined.double()).logits(x.double()), y) / ROWS
         return loss + ridge / 2 * (joined - start)[:, :-1].double().square().sum()
 
     for _ in range(20):
-        loss, slope = probe.pull_of(probe.split(walk.point.float()), x, y)
-        told = loss.double() / ROWS, slope.double() / ROWS
-        walk = quasi.advance(walk, *told, whole.mT @ whole / ROWS, start.double(), ridge)
-    best = objective(probe.fit(x, y, ridges(ridge), anchor(), ALL, 150).heads.joined()[0])
-    assert best <= objective(walk.base) <= best * (1 + 1e-3)
+        loss, gradient = probe.loss_and_gradient(probe.split_head(state.point.float()), x, y)
+        mean_loss_and_gradient = loss.double() / ROWS, gradient.double() / ROWS
+        state = quasi.take_quasi_newton_step(
+            state, *mean_loss_and_gradient, bordered.mT @ bordered / ROWS, start.double(), ridge
+        )
+    best = objective(probe.fit_ridge_path(x, y, ridges(ridge), anchor(), ALL, 150).heads.joined()[0])
+    assert best <= objective(state.base) <= best * (1 + 1e-3)
 
 
 def test_a_point_that_is_worse_is_not_kept():
-    walk = quasi.begin(anchor().joined())
-    slope = torch.ones_like(walk.point)
+    state = quasi.start_state(anchor().joined())
+    gradient = torch.ones_like(state.point)
     gram = torch.eye(DIM + 1, dtype=torch.float64)
-    first = quasi.advance(walk, torch.tensor(1.0), slope, gram, walk.point, 1e-3)
-    second = quasi.advance(first, torch.tensor(2.0), slope, gram, walk.point, 1e-3)
-    assert torch.equal(second.base, walk.point) and second.loss == 1.0
-    assert second.reach < first.reach
+    first = quasi.take_quasi_newton_step(state, torch.tensor(1.0), gradient, gram, state.point, 1e-3)
+    second = quasi.take_quasi_newton_step(first, torch.tensor(2.0), gradient, gram, state.point, 1e-3)
+    assert torch.equal(second.base, state.point) and second.loss == 1.0
+    assert second.step_fraction < first.step_fraction
 
 
 def test_a_blend_without_rows_is_where_it_starts():
     start = torch.tensor([0.3, -2.0], dtype=torch.float64)
     logits = torch.zeros(2, 6, CLASSES, dtype=torch.float64)
-    assert torch.equal(blend.blend(logits, torch.full((6,), -1), start), start)
+    assert torch.equal(blend.fit_log_weights(logits, torch.full((6,), -1), start), start)
 
 
 def test_a_blend_prefers_the_classifier_that_is_right():
     _, y = rows()
     draw = torch.Generator().manual_seed(5)
-    near, noise = torch.randn(2, ROWS, CLASSES, generator=draw).double()
-    right = near + torch.nn.functional.one_hot(y, CLASSES)
-    weight = blend.blend(torch.stack([right, noise]), y, torch.zeros(2).double()).exp()
+    signal, noise = torch.randn(2, ROWS, CLASSES, generator=draw).double()
+    right = signal + torch.nn.functional.one_hot(y, CLASSES)
+    weight = blend.fit_log_weights(torch.stack([right, noise]), y, torch.zeros(2).double()).exp()
     assert weight[0] > 2 * weight[1]
 
 
@@ -157,15 +159,15 @@ def test_heat_undoes_a_scale():
     draw = torch.Generator().manual_seed(6)
     true = torch.randn(4000, CLASSES, generator=draw).double()
     y = torch.multinomial(true.softmax(1), 1, generator=draw)[:, 0]
-    assert abs(blend.heat(8 * true, y).exp() - 1 / 8) < 0.02
+    assert abs(blend.fit_log_scale(8 * true, y).exp() - 1 / 8) < 0.02
 
 
 def test_a_path_is_averaged_by_likelihood():
     _, y = rows()
     right = torch.nn.functional.one_hot(y, CLASSES).double()
-    weights = blend.averaged(torch.stack([right, 0 * right, -right]), y)
+    weights = blend.likelihood_weights(torch.stack([right, 0 * right, -right]), y)
     assert weights[0] > 0.9 and weights[1:].max() < 1e-3
-    none = blend.averaged(torch.stack([right, -right]), torch.full_like(y, -1))
+    none = blend.likelihood_weights(torch.stack([right, -right]), torch.full_like(y, -1))
     assert torch.allclose(none, torch.full_like(none, 0.5))
 
 
@@ -175,17 +177,17 @@ def test_a_fit_that_counts_as_converged_is_the_solution_of_scikit_learn(classes,
     centres, y = torch.randn(classes, DIM, generator=draw), torch.arange(2 * count) % classes
     x = centres[y] + torch.randn(2 * count, DIM, generator=draw)
     x = torch.nn.functional.normalize(x, dim=1).double()
-    fresh, x, y = x[count:], x[:count], y[:count]
+    new_x, x, y = x[count:], x[:count], y[:count]
     nothing = probe.Head(torch.zeros(classes, DIM), torch.zeros(classes))
-    every, settled = torch.ones(classes, dtype=torch.bool), 0
+    all_classes, n_converged = torch.ones(classes, dtype=torch.bool), 0
     for ridge in (1e-2, 1e-3, 1e-4):
-        half = 2 if classes == 2 else 1  # its one row of two classes bears the ridge of both
-        theirs = LogisticRegression(C=half / (count * ridge), tol=1e-10, max_iter=20_000)
-        said = torch.from_numpy(theirs.fit(x.numpy(), y.numpy()).predict_proba(fresh.numpy()))
+        ridge_factor = 2 if classes == 2 else 1  # its one row of two classes bears the ridge of both
+        theirs = LogisticRegression(C=ridge_factor / (count * ridge), tol=1e-10, max_iter=20_000)
+        expected = torch.from_numpy(theirs.fit(x.numpy(), y.numpy()).predict_proba(new_x.numpy()))
         for steps in (10, 20, 30, 40):
-            path = probe.fit(x, y, ridges(ridge), nothing, every, steps)
-            if path.slope[0] <= SETTLED:
-                settled += 1
-                ours = path.heads.logits(fresh)[0].softmax(1)
-                assert (ours - said).abs().max() < 1e-2
-    assert settled >= 6
+            path = probe.fit_ridge_path(x, y, ridges(ridge), nothing, all_classes, steps)
+            if path.max_gradient[0] <= MAX_CONVERGED_GRADIENT:
+                n_converged += 1
+                actual = path.heads.logits(new_x)[0].softmax(1)
+                assert (actual - expected).abs().max() < 1e-2
+    assert n_converged >= 6

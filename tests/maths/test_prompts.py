@@ -64,8 +64,8 @@ def test_shared_prefix_equals_the_full_path_also_in_its_gradient(encoder, tower,
         features = path(ctx)
         (features * weight).sum().backward()
         results.append((features.detach(), ctx.grad))
-    (ours, our_gradient), (theirs, their_gradient) = results
-    assert torch.allclose(ours, theirs, atol=1e-5)
+    (prefix_features, our_gradient), (theirs, their_gradient) = results
+    assert torch.allclose(prefix_features, theirs, atol=1e-5)
     assert torch.allclose(our_gradient, their_gradient, atol=1e-5)
     assert our_gradient.abs().max() > 1e-3
 
@@ -78,12 +78,12 @@ def test_old_checkpoints_that_call_token_two_the_end_work_too(tmp_path):
 
 
 def test_prompts_are_encoded_one_by_one_or_all_at_once(tower):
-    many = torch.randn(2, 3, 4, tower.width, generator=torch.Generator().manual_seed(3))
-    together = tower(many)
-    assert together.shape == (2, 3, len(CLASSES), tower.projection.shape[0])
+    contexts = torch.randn(2, 3, 4, tower.width, generator=torch.Generator().manual_seed(3))
+    batched = tower(contexts)
+    assert batched.shape == (2, 3, len(CLASSES), tower.projection.shape[0])
     for i in range(2):
         for j in range(3):
-            assert torch.allclose(together[i, j], tower(many[i, j]), atol=1e-5)
+            assert torch.allclose(batched[i, j], tower(contexts[i, j]), atol=1e-5)
 
 
 def test_a_class_does_not_depend_on_the_other_classes(encoder, tower):
@@ -94,24 +94,24 @@ def test_a_class_does_not_depend_on_the_other_classes(encoder, tower):
 
 def test_every_context_vector_matters_and_features_have_unit_norm(tower):
     context = torch.randn(4, tower.width, generator=torch.Generator().manual_seed(5))
-    whole = tower(context)
-    assert torch.allclose(whole.norm(dim=-1), torch.ones(len(CLASSES)), atol=1e-5)
-    for one in range(4):
+    features = tower(context)
+    assert torch.allclose(features.norm(dim=-1), torch.ones(len(CLASSES)), atol=1e-5)
+    for position in range(4):
         changed = context.clone()
-        changed[one] *= -1
-        assert (tower(changed) - whole).abs().max() > 1e-3
+        changed[position] *= -1
+        assert (tower(changed) - features).abs().max() > 1e-3
 
 
 def test_it_passes_through_vmap_of_grad(tower):
-    many = torch.randn(3, 4, tower.width, generator=torch.Generator().manual_seed(6))
+    contexts = torch.randn(3, 4, tower.width, generator=torch.Generator().manual_seed(6))
     weight = torch.randn(len(CLASSES), tower.projection.shape[0])
 
     def loss(ctx):
         return (tower(ctx) * weight).sum()
 
-    stacked = vmap(grad(loss))(many)
-    for one in range(3):
-        assert torch.allclose(stacked[one], grad(loss)(many[one]), atol=1e-5)
+    stacked = vmap(grad(loss))(contexts)
+    for index in range(3):
+        assert torch.allclose(stacked[index], grad(loss)(contexts[index]), atol=1e-5)
 
 
 def test_room_is_used_up_to_the_last_position_and_not_beyond(tower):

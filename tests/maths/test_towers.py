@@ -29,9 +29,9 @@ def test_the_tower_with_its_own_weights_gives_the_embeddings(tmp_path, kind):
     def energy(weights):
         return tower(weights, pixels).square().sum()
 
-    slopes = torch.func.grad(energy)(tower.weights)
-    moved = [key for key, slope in slopes.items() if slope.abs().sum() > 0]
-    assert len(moved) > len(slopes) / 2
+    gradients = torch.func.grad(energy)(tower.weights)
+    moved = [key for key, gradient in gradients.items() if gradient.abs().sum() > 0]
+    assert len(moved) > len(gradients) / 2
 
 
 def test_other_weights_leave_the_encoder_as_it_was(tmp_path):
@@ -83,8 +83,8 @@ def test_prompts_change_the_features_and_no_prompts_do_not(tmp_path, kind):
     assert not torch.allclose(shallow, plain, atol=1e-4)
     assert not torch.allclose(shallow, deep, atol=1e-4)
     assert torch.equal(tower({}, pixels), plain)  # nothing is left behind
-    slope = torch.func.grad(lambda prompts: tower({}, pixels, prompts)[:, 0].sum())(draw)
-    assert (slope.abs().sum(dim=2) > 0).all()
+    gradient = torch.func.grad(lambda prompts: tower({}, pixels, prompts)[:, 0].sum())(draw)
+    assert (gradient.abs().sum(dim=2) > 0).all()
 
 
 def test_prompts_of_every_block_and_no_more(tmp_path):

@@ -10,24 +10,24 @@ from torch.func import vmap
 
 from fedvlm.errors import SettingsError
 from fedvlm.maths import transport
-from fedvlm.maths.transport import plan
+from fedvlm.maths.transport import transport_plan
 
-MANY = 30  # steps for cosines much wider than CLIP's
+WIDE_STEPS = 30  # steps for cosines much wider than CLIP's
 
 
 def cosines(*shape, spread=0.05, seed=0, dtype=torch.float64):
     draw = torch.Generator().manual_seed(seed)
-    each = torch.randn(*shape, generator=draw, dtype=torch.float64)
+    vectors = torch.randn(*shape, generator=draw, dtype=torch.float64)
     common = torch.randn(*shape[:-2], 1, shape[-1], generator=draw, dtype=torch.float64)
     bias = torch.randn(*shape[:-1], 1, generator=draw, dtype=torch.float64)
-    return (0.2 + spread * (each + common + bias)).clamp(-1, 1).to(dtype)
+    return (0.2 + spread * (vectors + common + bias)).clamp(-1, 1).to(dtype)
 
 
 def oracle(similarity, gamma, entropy_reg):
     """POT's plan of one problem; what prompts may take sums to γ, so it is tight."""
     prompts, patches = similarity.shape
     rows, columns = np.full(patches, 1 / patches), np.full(prompts, gamma / prompts)
-    found = ot.partial.entropic_partial_wasserstein(
+    reference_plan = ot.partial.entropic_partial_wasserstein(
         rows,
         columns,
         1 - similarity.T.numpy(),
@@ -36,41 +36,37 @@ def oracle(similarity, gamma, entropy_reg):
         numItermax=20000,
         stopThr=1e-12,
     )
-    return torch.from_numpy(found.T)
+    return torch.from_numpy(reference_plan.T)
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    ("gamma", "entropy_reg"), [(0.8, 0.1), (0.3, 0.1), (0.8, 0.03), (0.95, 0.1)]
-)
+@pytest.mark.parametrize(("gamma", "entropy_reg"), [(0.8, 0.1), (0.3, 0.1), (0.8, 0.03), (0.95, 0.1)])
 def test_unbalanced_plan_is_pots_partial_plan(prompts, gamma, entropy_reg):
     similarity = cosines(4, prompts, 49)
-    found = plan(similarity, "unbalanced", gamma, entropy_reg)
-    for one, ours in zip(similarity, found, strict=True):
-        assert torch.allclose(ours, oracle(one, gamma, entropy_reg), atol=1e-6, rtol=0)
+    plans = transport_plan(similarity, "unbalanced", gamma, entropy_reg)
+    for cosine, actual in zip(similarity, plans, strict=True):
+        assert torch.allclose(actual, oracle(cosine, gamma, entropy_reg), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("spread", [0.03, 0.1, 0.3])
 @pytest.mark.parametrize("prompts", [2, 4])
-def test_classical_plan_is_pots_sinkhorn_plan_and_so_is_the_unbalanced_one_of_all_mass(
-    prompts, spread
-):
+def test_classical_plan_is_pots_sinkhorn_plan_and_so_is_the_unbalanced_one_of_all_mass(prompts, spread):
     similarity = cosines(3, prompts, 49, spread=spread)
-    classical = plan(similarity, "classical", entropy_reg=0.1)
-    assert torch.equal(plan(similarity, "unbalanced", 1.0, 0.1), classical)
+    classical = transport_plan(similarity, "classical", entropy_reg=0.1)
+    assert torch.equal(transport_plan(similarity, "unbalanced", 1.0, 0.1), classical)
     rows, columns = np.full(49, 1 / 49), np.full(prompts, 1 / prompts)
-    for one, ours in zip(similarity, classical, strict=True):
+    for cosine, actual in zip(similarity, classical, strict=True):
         theirs = ot.sinkhorn(
-            rows, columns, 1 - one.T.numpy(), 0.1, method="sinkhorn_log", numItermax=20000,
+            rows, columns, 1 - cosine.T.numpy(), 0.1, method="sinkhorn_log", numItermax=20000,
             stopThr=1e-12,
         )  # fmt: skip
-        assert torch.allclose(ours, torch.from_numpy(theirs.T), atol=1e-6, rtol=0)
+        assert torch.allclose(actual, torch.from_numpy(theirs.T), atol=1e-6, rtol=0)
 
 
 def test_unbalanced_plan_goes_over_into_the_classical_one():
     similarity = cosines(5, 2, 49)
     gaps = [
-        (plan(similarity, "unbalanced", gamma, 0.1, MANY) - plan(similarity, "classical"))
+        (transport_plan(similarity, "unbalanced", gamma, 0.1, WIDE_STEPS) - transport_plan(similarity, "classical"))
         .abs()
         .max()
         for gamma in (0.9, 0.99, 0.999, 0.99999)
@@ -91,15 +87,15 @@ def test_unbalanced_plan_goes_over_into_the_classical_one():
 )
 def test_marginals_hold(seed, prompts, patches, gamma, entropy_reg, spread, kind):
     similarity = cosines(2, prompts, patches, spread=spread, seed=seed)
-    found = plan(similarity, kind, gamma, entropy_reg, 2 * MANY)
+    plans = transport_plan(similarity, kind, gamma, entropy_reg, 2 * WIDE_STEPS)
     mass = gamma if kind == "unbalanced" else 1.0
-    assert (found >= 0).all()
-    taken = found.sum(dim=-1)
-    assert torch.allclose(taken, torch.full_like(taken, mass / prompts), rtol=1e-9)
-    given = found.sum(dim=-2) * patches
-    assert given.max() <= 1 + 1e-5
+    assert (plans >= 0).all()
+    prompt_mass = plans.sum(dim=-1)
+    assert torch.allclose(prompt_mass, torch.full_like(prompt_mass, mass / prompts), rtol=1e-9)
+    patch_mass = plans.sum(dim=-2) * patches
+    assert patch_mass.max() <= 1 + 1e-5
     if kind == "classical":
-        assert given.min() >= 1 - 1e-5
+        assert patch_mass.min() >= 1 - 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -107,9 +103,9 @@ def test_marginals_hold(seed, prompts, patches, gamma, entropy_reg, spread, kind
 @pytest.mark.parametrize(("kind", "gamma"), [("unbalanced", 0.8), ("classical", 1.0)])
 def test_low_precision_is_finite_and_close_at_every_entropy_reg(kind, gamma, entropy_reg, dtype):
     similarity = cosines(8, 2, 196, spread=0.03, dtype=dtype)
-    found = plan(similarity, kind, gamma, entropy_reg)
+    found = transport_plan(similarity, kind, gamma, entropy_reg)
     assert found.dtype == torch.float32
-    truth = plan(similarity.double(), kind, gamma, entropy_reg, MANY)
+    truth = transport_plan(similarity.double(), kind, gamma, entropy_reg, WIDE_STEPS)
     # rounding moves a patch by 1e-7/λ between prompts
     assert (found - truth).abs().max() * 196 < 1e-5 + 2e-6 / entropy_reg
     assert torch.allclose(found.sum(dim=-1), torch.full((8, 2), gamma / 2), rtol=1e-4)
@@ -121,58 +117,58 @@ def test_opposite_cosines_do_not_overflow(entropy_reg):
     similarity[:, 25:] = -1
     similarity[1] *= -1
     for gamma in (1e-4, 0.5, 0.999, 1.0):
-        found = plan(similarity, "unbalanced", gamma, entropy_reg)
-        assert found.isfinite().all()
-        assert torch.allclose(found.sum(dim=-1), torch.full((2,), gamma / 2), rtol=1e-4)
+        actual = transport_plan(similarity, "unbalanced", gamma, entropy_reg)
+        assert actual.isfinite().all()
+        assert torch.allclose(actual.sum(dim=-1), torch.full((2,), gamma / 2), rtol=1e-4)
 
 
 def test_vanishing_mass_stays_finite_and_goes_to_the_nearest_patches():
     similarity = cosines(3, 2, 49, dtype=torch.float32)
     for gamma in (1e-2, 1e-4, 1e-8):
-        found = plan(similarity, "unbalanced", gamma, 0.01)
-        assert found.isfinite().all()
-        assert torch.allclose(found.sum(dim=(-1, -2)), torch.full((3,), gamma), rtol=1e-4)
-        assert torch.equal(found.argmax(dim=-1), similarity.argmax(dim=-1))
+        actual = transport_plan(similarity, "unbalanced", gamma, 0.01)
+        assert actual.isfinite().all()
+        assert torch.allclose(actual.sum(dim=(-1, -2)), torch.full((3,), gamma), rtol=1e-4)
+        assert torch.equal(actual.argmax(dim=-1), similarity.argmax(dim=-1))
 
 
 def test_an_image_does_not_see_the_others_of_its_batch(monkeypatch):
-    monkeypatch.setattr(transport, "AT_ONCE", 30_000)
+    monkeypatch.setattr(transport, "NUMBERS_PER_CHUNK", 30_000)
     similarity = cosines(40, 6, 2, 196, dtype=torch.float32)  # more than are solved at once
     similarity[7] = cosines(6, 2, 196, spread=0.4, dtype=torch.float32)  # hard for the others
-    together = plan(similarity, "unbalanced", 0.8, 0.03)
-    for one in (0, 7, 39):
-        alone = plan(similarity[one], "unbalanced", 0.8, 0.03)
-        assert torch.allclose(together[one], alone, rtol=1e-5, atol=1e-9)
+    batched = transport_plan(similarity, "unbalanced", 0.8, 0.03)
+    for index in (0, 7, 39):
+        alone = transport_plan(similarity[index], "unbalanced", 0.8, 0.03)
+        assert torch.allclose(batched[index], alone, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("prompts", [2, 3])
 def test_it_passes_through_vmap(prompts):
     similarity = cosines(3, 4, prompts, 25)
     for kind in ("unbalanced", "classical", "averaging"):
-        mapped = vmap(lambda one, kind=kind: plan(one, kind, 0.8, 0.05))(similarity)
-        assert torch.allclose(mapped, plan(similarity, kind, 0.8, 0.05), atol=1e-12)
+        mapped = vmap(lambda cosine, kind=kind: transport_plan(cosine, kind, 0.8, 0.05))(similarity)
+        assert torch.allclose(mapped, transport_plan(similarity, kind, 0.8, 0.05), atol=1e-12)
 
 
 def test_averaging_is_uniform_whatever_the_image():
-    found = plan(cosines(3, 2, 49), "averaging", 0.8, 0.1)
-    assert torch.allclose(found, torch.full((3, 2, 49), 1 / 98, dtype=torch.float64))
+    actual = transport_plan(cosines(3, 2, 49), "averaging", 0.8, 0.1)
+    assert torch.allclose(actual, torch.full((3, 2, 49), 1 / 98, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("gamma", "entropy_reg"), [(0.0, 0.1), (1.01, 0.1), (-1.0, 0.1)])
 def test_mass_outside_zero_and_one_is_refused(gamma, entropy_reg):
     with pytest.raises(SettingsError, match=r"outside \(0, 1\]"):
-        plan(cosines(2, 9), "unbalanced", gamma, entropy_reg)
+        transport_plan(cosines(2, 9), "unbalanced", gamma, entropy_reg)
 
 
 @pytest.mark.parametrize("entropy_reg", [0.0, -0.1, float("nan"), float("inf")])
 def test_entropy_reg_that_is_not_positive_is_refused(entropy_reg):
     with pytest.raises(SettingsError, match=r"not above 0; the paper's λ is 0\.1"):
-        plan(cosines(2, 9), "unbalanced", 0.8, entropy_reg)
+        transport_plan(cosines(2, 9), "unbalanced", 0.8, entropy_reg)
 
 
 @pytest.mark.parametrize("entropy_reg", [0.1, 0.2, 0.5])
 def test_the_usual_steps_are_enough_for_cosines_of_any_width(entropy_reg):
     wide = 2 * torch.rand(64, 2, 49, generator=torch.Generator().manual_seed(0)) - 1
-    usual = plan(wide, "unbalanced", 0.8, entropy_reg)
-    exact = plan(wide.double(), "unbalanced", 0.8, entropy_reg, steps=60)
+    usual = transport_plan(wide, "unbalanced", 0.8, entropy_reg)
+    exact = transport_plan(wide.double(), "unbalanced", 0.8, entropy_reg, steps=60)
     assert (usual - exact).abs().max() < 1e-4 * exact.max()

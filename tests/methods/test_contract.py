@@ -6,7 +6,7 @@ import pytest
 
 from fedvlm.core import make, methods
 from fedvlm.methods.fedrep import FedRep
-from fedvlm.testing import check_method, check_same, check_uploads, learn, short, toy_world
+from fedvlm.testing import check_method, check_same, check_uploads, shorten, toy_world, train_toy
 
 CASES = [(name, {}) for name in methods()]
 CASES += [("fedot", {"blocks": 4}), ("fedot", {"blocks": "auto"}), ("fedot", {"head": "random"})]
@@ -24,8 +24,8 @@ def test_method_keeps_the_contract(name, settings):
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda case: str(case))
 def test_two_processes_give_the_same_bits_as_one(name, settings):
-    world = toy_world(short(make(name, **settings)))
-    check_same(learn(world, workers=2), learn(world, workers=1), 0.0, "workers change the result")
+    world = toy_world(shorten(make(name, **settings)))
+    check_same(train_toy(world, workers=2), train_toy(world, workers=1), 0.0, "workers change the result")
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Leaking(FedRep):
     """Uploads its own head under another name."""
 
     def update(self, frozen, sent, local, client):
-        upload, own = FedRep.update(self, frozen, sent, local, client)
-        return {**upload, "pattern": own["head"]}, own
+        upload, new_local = FedRep.update(self, frozen, sent, local, client)
+        return {**upload, "pattern": new_local["head"]}, new_local
 
 
 def test_a_local_tensor_uploaded_under_another_name_is_refused():

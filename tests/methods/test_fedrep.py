@@ -7,12 +7,12 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Traits, make
-from fedvlm.engines.client import client
-from fedvlm.engines.crowd import pad
+from fedvlm.engines.client import make_client
+from fedvlm.engines.crowd import pad_clients
 from fedvlm.errors import SettingsError
 from fedvlm.methods.fedrep import FedRep
 from fedvlm.parts.walk import epoch_of
-from fedvlm.testing import learn, toy_world
+from fedvlm.testing import toy_world, train_toy
 
 QUICK = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "batch_size": 16}
 
@@ -34,40 +34,38 @@ class Only(FedRep):
 def updated(method, id="client-2"):
     world = toy_world(method)
     shared, local = method.init(world.frozen)
-    one = client(world, id, 0)
-    return world, one, *method.update(world.frozen, shared, local, one)
+    toy_client = make_client(world, id, 0)
+    return world, toy_client, *method.update(world.frozen, shared, local, toy_client)
 
 
 @pytest.mark.parametrize(("heads", "maps", "same"), [(3, 0, "map"), (0, 2, "head")])
 def test_what_has_no_epoch_stays_as_it_was(heads, maps, same):
     method = make("fedrep", head_epochs=heads, map_epochs=maps, **QUICK)
-    world, _, upload, own = updated(method)
+    world, _, upload, new_local = updated(method)
     first = {**method.init(world.frozen)[0], **method.init(world.frozen)[1]}
-    changed = [
-        key for key, value in {**upload, **own}.items() if not torch.equal(value, first[key])
-    ]
+    changed = [key for key, value in {**upload, **new_local}.items() if not torch.equal(value, first[key])]
     assert changed == [{"map": "head", "head": "map"}[same]]
 
 
 @pytest.mark.parametrize("id", ["client-0", "client-1", "client-2"])
 def test_a_round_is_a_walk_of_the_head_alone_and_then_one_of_the_map_alone(id):
     method = make("fedrep", head_epochs=3, map_epochs=2, **QUICK)
-    world, one, upload, own = updated(method, id)
-    each = len(one.order) // 5
+    world, toy_client, upload, new_local = updated(method, id)
+    steps_per_epoch = len(toy_client.order) // 5
     shared, local = method.init(world.frozen)
-    first = replace(one, order=one.order[: 3 * each])
-    second = replace(one, order=one.order[3 * each :])
+    first = replace(toy_client, order=toy_client.order[: 3 * steps_per_epoch])
+    second = replace(toy_client, order=toy_client.order[3 * steps_per_epoch :])
     _, head = Only(still="map", **QUICK).update(world.frozen, shared, local, first)
     moved, _ = Only(still="head", **QUICK).update(world.frozen, shared, head, second)
-    assert tensors.difference(own, head) < 1e-6
-    assert tensors.difference(upload, moved) < 1e-6
+    assert tensors.max_relative_difference(new_local, head) < 1e-6
+    assert tensors.max_relative_difference(upload, moved) < 1e-6
 
 
 def test_only_the_map_is_uploaded_and_every_client_keeps_its_head():
     world = toy_world(make("fedrep", rounds=2, head_epochs=2, **QUICK))
-    found = learn(world)
-    assert set(found.shared) == {"map"}
-    heads = [one["head"] for one in found.local.values()]
+    outcome = train_toy(world)
+    assert set(outcome.shared) == {"map"}
+    heads = [local["head"] for local in outcome.local.values()]
     assert not torch.allclose(heads[0], heads[1], atol=1e-3)
 
 
@@ -75,20 +73,20 @@ def test_only_the_map_is_uploaded_and_every_client_keeps_its_head():
 def test_clients_padded_to_one_length_have_their_own_epochs(epochs):
     method = make("fedrep", head_epochs=epochs, map_epochs=0, **QUICK)
     world = toy_world(method)
-    clients = [client(world, id, 0) for id in sorted(world.members)]
-    many = epoch_of(method, pad(clients).order)
-    for one, padded in zip(clients, many, strict=True):
-        steps = len(one.order)
-        each = -(-len(one.y) // method.batch_size)
-        assert padded[:steps].tolist() == [step // each for step in range(steps)]
+    clients = [make_client(world, id, 0) for id in sorted(world.members)]
+    stacked_epochs = epoch_of(method, pad_clients(clients).order)
+    for single_client, padded in zip(clients, stacked_epochs, strict=True):
+        steps = len(single_client.order)
+        steps_per_epoch = -(-len(single_client.y) // method.batch_size)
+        assert padded[:steps].tolist() == [step // steps_per_epoch for step in range(steps)]
 
 
 def test_idle_steps_before_or_within_do_not_shift_an_epoch():
     method = make("fedrep", head_epochs=1, map_epochs=1)
     idle, some = [-1, -1], [0, -1]
     order = torch.tensor([idle, some, idle, some, some, some, idle])
-    found = epoch_of(method, order)
-    assert found[(order >= 0).any(1)].tolist() == [0, 0, 1, 1]
+    epochs = epoch_of(method, order)
+    assert epochs[(order >= 0).any(1)].tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("epochs", [(0, 0), (-1, 3), (2, -1)])

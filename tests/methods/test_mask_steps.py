@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts, tensors
 from fedvlm.core import Batch, Client, Frozen, make
 from fedvlm.methods import _mask
-from fedvlm.methods.faa_clip import JUDGE, LAYERS, MEMORY
+from fedvlm.methods.faa_clip import DISCRIMINATOR, LAYERS, MEMORY
 
 DIM, CLASSES, CLIENTS, ROWS = 12, 5, 4, 6
 SETTINGS = [{"mask": mask} for mask in LAYERS]
@@ -31,8 +31,8 @@ def world(method):
     names = tuple(map(str, range(CLASSES)))
     frozen = Frozen(names, DIM, 100.0, unit(CLASSES, DIM, seed=0))
     first = [replace(frozen, seed=seed) for seed in range(CLIENTS)]
-    each = [tuple(map(doubled, method.init(one))) for one in first]
-    return frozen, each
+    states = [tuple(map(doubled, method.init(frozen_variant))) for frozen_variant in first]
+    return frozen, states
 
 
 def doubled(part):
@@ -42,30 +42,30 @@ def doubled(part):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_written_gradients_and_statistics_are_those_of_autograd(settings):
     method = make("faa-clip", **settings)
-    frozen, each = world(method)
+    frozen, states = world(method)
     real = torch.arange(ROWS) < torch.tensor([ROWS, 3, 1, 2])[:, None]  # one has a single row
     y = torch.tensor([[0, 1, 1, 4, 2, 0]]).expand(CLIENTS, -1)
-    x, others = unit(CLIENTS, ROWS, DIM, seed=1), unit(CLIENTS, 5, DIM, seed=2)
+    x, reference = unit(CLIENTS, ROWS, DIM, seed=1), unit(CLIENTS, 5, DIM, seed=2)
 
-    stacked = tensors.stack([{**shared, **local} for shared, local in each])
-    slopes = {k: torch.zeros_like(v) for k, v in stacked.items() if k not in MEMORY}
-    nets = _mask.Nets(LAYERS[method.mask], JUDGE)
-    rows = _mask.Rows(x, y, real, others)
-    new = _mask.gradients(method, nets, frozen, stacked, rows, slopes)
+    stacked = tensors.stack([{**shared, **local} for shared, local in states])
+    grads = {k: torch.zeros_like(v) for k, v in stacked.items() if k not in MEMORY}
+    nets = _mask.Nets(LAYERS[method.mask], DISCRIMINATOR)
+    rows = _mask.StackedBatch(x, y, real, reference)
+    new = _mask.gradients(method, nets, frozen, stacked, rows, grads)
 
-    for i, (shared, local) in enumerate(each):
-        leaves = {k: v.clone().requires_grad_() for k, v in {**shared, **local}.items()}
-        found, statistics = method.loss(
+    for i, (shared, local) in enumerate(states):
+        leaf_tensors = {k: v.clone().requires_grad_() for k, v in {**shared, **local}.items()}
+        loss, statistics = method.loss(
             frozen,
-            {k: leaves[k] for k in shared},
-            {k: leaves[k] for k in local},
-            Batch(x[i], y[i], real[i], others[i]),
+            {k: leaf_tensors[k] for k in shared},
+            {k: leaf_tensors[k] for k in local},
+            Batch(x[i], y[i], real[i], reference[i]),
             shared,
         )
-        trained = [leaves[key] for key in slopes]
-        wanted = torch.autograd.grad(found, trained, materialize_grads=True)
-        for key, slope in zip(slopes, wanted, strict=True):
-            torch.testing.assert_close(slopes[key][i], slope, rtol=1e-8, atol=1e-10, msg=key)
+        trained = [leaf_tensors[key] for key in grads]
+        expected = torch.autograd.grad(loss, trained, materialize_grads=True)
+        for key, gradient in zip(grads, expected, strict=True):
+            torch.testing.assert_close(grads[key][i], gradient, rtol=1e-8, atol=1e-10, msg=key)
         assert statistics.keys() == new.keys()
         for key, value in statistics.items():
             torch.testing.assert_close(new[key][i], value.detach(), rtol=1e-10, atol=1e-12)
@@ -74,29 +74,33 @@ def test_written_gradients_and_statistics_are_those_of_autograd(settings):
 @pytest.mark.parametrize("persist", [False, True])
 def test_clients_side_by_side_take_the_steps_they_take_alone(persist, monkeypatch):
     method = make("faa-clip", persist=persist, batch_size=ROWS)
-    frozen, each = world(method)
-    shared = tensors.stack([one for one, _ in each])
-    local = tensors.stack([own for _, own in each])
+    frozen, states = world(method)
+    shared = tensors.stack([shared_state for shared_state, _ in states])
+    local = tensors.stack([local_state for _, local_state in states])
     order = torch.arange(4 * ROWS).reshape(1, 4, ROWS).repeat(CLIENTS, 1, 1)
     order[1, 2:], order[2, 1], order[0, 3, 2:] = -1, -1, -1  # fewer steps, a gap, a short one
     y = torch.arange(4 * ROWS).expand(CLIENTS, -1) % CLASSES
-    x, others = unit(CLIENTS, 4 * ROWS, DIM, seed=1), unit(CLIENTS, 4 * ROWS, DIM, seed=2)
-    many = Client(
-        x, y, order, x[:, :2], y[:, :2], others, order.flip(1).clamp(min=0),
+    x, reference = unit(CLIENTS, 4 * ROWS, DIM, seed=1), unit(CLIENTS, 4 * ROWS, DIM, seed=2)
+    cohort = Client(
+        x, y, order, x[:, :2], y[:, :2], reference, order.flip(1).clamp(min=0),
         torch.zeros(CLIENTS, CLASSES, 0, DIM), torch.zeros(CLIENTS, 4, 0),
     )  # fmt: skip
-    kept = tensors.copy(shared), tensors.copy(local)
-    together = method.update_many(frozen, shared, local, many)
-    monkeypatch.setattr(_mask, "AT_ONCE", 1)
-    apart = method.update_many(frozen, shared, local, many)
+    originals = tensors.copy(shared), tensors.copy(local)
+    stacked_result = method.update_many(frozen, shared, local, cohort)
+    monkeypatch.setattr(_mask, "BYTES_PER_CHUNK", 1)
+    chunked_result = method.update_many(frozen, shared, local, cohort)
     for i in range(CLIENTS):
-        client = Client(*(value[i] for value in vars(many).values()))
-        both = tensors.select(shared, i), tensors.select(local, i)
-        plain = parts.adam(method, frozen, *both, client)
-        for fast in (together, apart):
-            for found, wanted in zip(fast, plain, strict=True):
-                assert found.keys() == wanted.keys()
+        client = Client(*(value[i] for value in vars(cohort).values()))
+        client_state = tensors.select(shared, i), tensors.select(local, i)
+        plain = parts.adam(method, frozen, *client_state, client)
+        for fast in (stacked_result, chunked_result):
+            for actual, expected in zip(fast, plain, strict=True):
+                assert actual.keys() == expected.keys()
                 assert (
-                    tensors.difference(tensors.select(found, i), wanted) < 1e-7
+                    tensors.max_relative_difference(tensors.select(actual, i), expected) < 1e-7
                 )  # plain counts are float32
-    assert tensors.difference(kept[0], shared) == tensors.difference(kept[1], local) == 0
+    assert (
+        tensors.max_relative_difference(originals[0], shared)
+        == tensors.max_relative_difference(originals[1], local)
+        == 0
+    )

@@ -8,15 +8,15 @@ import torch
 from fedvlm import tensors
 from fedvlm.core import make
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.client import client
-from fedvlm.engines.loop import start, train
-from fedvlm.engines.single import Single
+from fedvlm.engines.client import make_client
+from fedvlm.engines.loop import initial_state, run_rounds
+from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths.gaussian import pack
 from fedvlm.methods._prompt import class_features
-from fedvlm.methods.fens import HOLDS, NETWORK
-from fedvlm.testing import check_same, learn, toy_world
+from fedvlm.methods.fens import HOLDS_PREFIX, NETWORK
+from fedvlm.testing import check_same, toy_world, train_toy
 
 VECTORS, WIDTH, CLASSES, DIM = 4, 8, 4, 16  # of the toy world
 
@@ -28,15 +28,15 @@ def world_of(name, **settings):
 def sent_up(world, id="client-0", number=0):
     shared, local = world.method.init(world.frozen)
     sent = world.method.send(shared, id)
-    return shared, world.method.update(world.frozen, sent, local, client(world, id, number))[0]
+    return shared, world.method.update(world.frozen, sent, local, make_client(world, id, number))[0]
 
 
-def lines_of(world, engine=Single, fraction=1.0):
+def lines_of(world, engine=Sequential, fraction=1.0):
     lines = []
     ids = sorted(world.members)
     plan = Plan(tuple(ids[:-1]), (ids[-1],), fraction=fraction)
-    state, fresh = start(world)
-    state = train(world, engine(world), plan, state, fresh, lambda state, line: lines.append(line))
+    state, initial_local = initial_state(world)
+    state = run_rounds(world, engine(world), plan, state, initial_local, lambda state, line: lines.append(line))
     return state, lines
 
 
@@ -50,8 +50,8 @@ def test_fedlpa_with_one_client_returns_its_prompt():
 def test_fedlpa_of_equal_clients_is_their_mean():
     world = world_of("fedlpa")
     shared, upload = sent_up(world)
-    other = {**upload, "prompt": upload["prompt"] + 1}
-    joined = world.method.aggregate(shared, [upload, other], torch.ones(2), ["a", "b"])
+    shifted_upload = {**upload, "prompt": upload["prompt"] + 1}
+    joined = world.method.aggregate(shared, [upload, shifted_upload], torch.ones(2), ["a", "b"])
     assert torch.allclose(joined["prompt"], upload["prompt"] + 0.5, atol=1e-6)
 
 
@@ -114,9 +114,9 @@ def test_fedbens_predicts_the_mean_probability_of_its_modes():
     shared, local = world.method.init(world.frozen)
     x = world.x[:5]
     logits = world.frozen.scale * x @ class_features(world.frozen, shared["prompts"]).mT
-    wanted = logits.softmax(dim=-1).mean(dim=0)
-    found = world.method.predict(world.frozen, shared, local, x).softmax(dim=-1)
-    assert torch.allclose(found, wanted, atol=1e-6)
+    expected = logits.softmax(dim=-1).mean(dim=0)
+    actual = world.method.predict(world.frozen, shared, local, x).softmax(dim=-1)
+    assert torch.allclose(actual, expected, atol=1e-6)
 
 
 def test_fens_sends_all_prompts_once_and_only_the_network_after_it():
@@ -124,8 +124,8 @@ def test_fens_sends_all_prompts_once_and_only_the_network_after_it():
     prompt = 4 * VECTORS * WIDTH
     network = 4 * (3 * CLASSES * 6 + 6 + 6 * CLASSES + CLASSES)
     of_one = [line["clients"]["client-0"] for line in lines]
-    assert [one["bytes_up"] for one in of_one] == [prompt, network, network, network]
-    assert [one["bytes_down"] for one in of_one] == [
+    assert [round_line["bytes_up"] for round_line in of_one] == [prompt, network, network, network]
+    assert [round_line["bytes_down"] for round_line in of_one] == [
         prompt,
         3 * prompt + network,
         network,
@@ -142,40 +142,38 @@ def test_fens_network_learns_on_its_proxy_rows():
 
 def test_fens_engines_agree_while_the_network_trains():
     world = world_of("fens", rounds=5, server_lr=1e-2)
-    one, many = learn(world, "single"), learn(world)
-    check_same(many, one, 1e-4, "engines differ")
-    check_same(learn(world, workers=2), many, 0.0, "workers differ")
+    sequential, batched = train_toy(world, "single"), train_toy(world)
+    check_same(batched, sequential, 1e-4, "engines differ")
+    check_same(train_toy(world, workers=2), batched, 0.0, "workers differ")
 
 
 def test_fens_takes_clients_that_missed_an_exchange():
     """Some hold all prompts while others still fetch them, in the same round."""
     world = world_of("fens", rounds=6)
     state, _ = lines_of(world, Batched, fraction=0.67)
-    twin, _ = lines_of(world, Single, fraction=0.67)
+    twin, _ = lines_of(world, Sequential, fraction=0.67)
     assert len(state.shared["prompts"]) == 2
-    holders = [key for key in state.shared if key.startswith(HOLDS)]
+    holders = [key for key in state.shared if key.startswith(HOLDS_PREFIX)]
     assert 2 <= len(holders) <= 3
-    assert tensors.difference(state.shared, twin.shared) < 1e-4
+    assert tensors.max_relative_difference(state.shared, twin.shared) < 1e-4
     assert state.shared["first out bias"].abs().max() > 0
 
 
 def test_fens_ignores_padded_rows_of_the_network_step():
     world = world_of("fens", rounds=2)
     state, _ = lines_of(world)
-    one = client(world, "client-0", 2)
+    toy_client = make_client(world, "client-0", 2)
     dirty = replace(
-        one,
-        x=torch.cat([one.x, torch.full((3, DIM), 7.0)]),
-        y=torch.cat([one.y, torch.full((3,), -1)]),
-        held_x=torch.cat([one.held_x, torch.full((2, DIM), 7.0)]),
-        held_y=torch.cat([one.held_y, torch.full((2,), -1)]),
+        toy_client,
+        x=torch.cat([toy_client.x, torch.full((3, DIM), 7.0)]),
+        y=torch.cat([toy_client.y, torch.full((3,), -1)]),
+        val_x=torch.cat([toy_client.val_x, torch.full((2, DIM), 7.0)]),
+        val_y=torch.cat([toy_client.val_y, torch.full((2,), -1)]),
     )
     sent = world.method.send(state.shared, "client-0")
     assert set(sent) == set(NETWORK)
-    a, b = (
-        world.method.update(world.frozen, sent, state.local["client-0"], c)[0] for c in (one, dirty)
-    )
-    assert tensors.difference(a, b) < 1e-5
+    a, b = (world.method.update(world.frozen, sent, state.local["client-0"], c)[0] for c in (toy_client, dirty))
+    assert tensors.max_relative_difference(a, b) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -183,7 +181,5 @@ def test_fens_ignores_padded_rows_of_the_network_step():
     [("fedlpa", {"damping": -1.0}), ("fedbens", {"prompts_per_client": 0}), ("fens", {"units": 0})],
 )
 def test_settings_out_of_range_are_refused(name, settings):
-    with pytest.raises(
-        SettingsError, match=rf"{name}.{next(iter(settings))} must be at least \d, got"
-    ):
+    with pytest.raises(SettingsError, match=rf"{name}.{next(iter(settings))} must be at least \d, got"):
         make(name, **settings)

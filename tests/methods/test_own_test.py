@@ -28,18 +28,16 @@ def many_classes(rows, count=20):
 def test_ten_clients_of_few_shots_are_tested_on_their_own_rows(by, shots, rows_like, tmp_path):
     rows = many_classes(rows_like(1200))
     clients = {"partition": by, "count": 10, "shots": shots, "min_samples": 2}
-    done = fedvlm.run(
-        QUICK, embedded=rows, out=tmp_path / "run", protocol="own-test", clients=clients
-    )
+    done = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "run", protocol="own-test", clients=clients)
     table = done.tables[0]
-    own = [table[f"client-{i}"] for i in range(10)]
-    assert table["own"] == pytest.approx(sum(own) / 10)
+    client_rows = [table[f"client-{i}"] for i in range(10)]
+    assert table["own"] == pytest.approx(sum(client_rows) / 10)
     line = done.rounds[0]["clients"]
-    assert len(line) == 10 and all(one["bytes_up"] == 4 * 2 * 8 for one in line.values())
+    assert len(line) == 10 and all(row["bytes_up"] == 4 * 2 * 8 for row in line.values())
     counts = done.manifest["clients"].values()
-    assert max(one["train"] for one in counts) <= 20 * shots
+    assert max(row["train"] for row in counts) <= 20 * shots
     if by == "pathological":
-        assert all(one["train"] == 2 * shots for one in counts)
+        assert all(row["train"] == 2 * shots for row in counts)
 
 
 def test_ten_of_a_hundred_clients_take_part_and_all_are_tested(rows_like, tmp_path):
@@ -66,6 +64,6 @@ def test_domains_dealt_by_dirichlet_have_a_mean_and_a_deviation(rows_like, tmp_p
     )
     table = done.tables[0]
     for domain in ("art", "photo", "sketch"):
-        own = [table[f"{domain}-{i}"] for i in range(3)]
-        assert table[f"mean {domain}"] == pytest.approx(sum(own) / 3)
-        assert table[f"deviation {domain}"] == pytest.approx(np.std(own, ddof=1))
+        client_rows = [table[f"{domain}-{i}"] for i in range(3)]
+        assert table[f"mean {domain}"] == pytest.approx(sum(client_rows) / 3)
+        assert table[f"deviation {domain}"] == pytest.approx(np.std(client_rows, ddof=1))

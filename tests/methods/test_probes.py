@@ -8,10 +8,10 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import make
-from fedvlm.engines.client import Part, client
+from fedvlm.engines.client import ClientRows, make_client
 from fedvlm.errors import FedVLMError
 from fedvlm.maths import gaussian, probe
-from fedvlm.testing import learn, toy_world
+from fedvlm.testing import toy_world, train_toy
 
 
 def world_of(name, sizes=(40, 25, 70, 33), **settings):
@@ -23,72 +23,72 @@ def held_loss(world, outcome, local, id):
     rows = torch.from_numpy(member.validation)
     sent = world.method.send(outcome.shared, id)
     logits = world.method.predict(world.frozen, sent, local, world.x[rows])
-    return float(probe.losses(logits, world.y[rows]))
+    return float(probe.summed_cross_entropy(logits, world.y[rows]))
 
 
 def test_alone_shares_nothing():
     world = world_of("alone")
-    outcome = learn(world)
+    outcome = train_toy(world)
     assert outcome.shared == {} and world.method.init(world.frozen)[0] == {}
 
 
 def test_alone_is_one_of_its_clients_own_fits():
     world = world_of("alone")
-    local = learn(world).local["client-0"]
-    one = client(world, "client-0", 0)
+    local = train_toy(world).local["client-0"]
+    toy_client = make_client(world, "client-0", 0)
     ridge = local["ridge"].double()[None]
     nothing = probe.Head(torch.zeros(4, 16), torch.zeros(4))
-    found = probe.fit(one.x, one.y, ridge, nothing, torch.ones(4, dtype=torch.bool)).heads
-    assert torch.allclose(local["weight"], found.weight[0].float(), rtol=1e-3, atol=1e-3)
+    heads = probe.fit_ridge_path(toy_client.x, toy_client.y, ridge, nothing, torch.ones(4, dtype=torch.bool)).heads
+    assert torch.allclose(local["weight"], heads.weight[0].float(), rtol=1e-3, atol=1e-3)
 
 
 def test_alone_rules_out_a_class_it_has_no_rows_of():
     world = world_of("alone")
-    one = client(world, "client-0", 0)
-    without = replace(one, y=torch.where(one.y == 2, -1, one.y))
+    toy_client = make_client(world, "client-0", 0)
+    without = replace(toy_client, y=torch.where(toy_client.y == 2, -1, toy_client.y))
     local = world.method.adapt(world.frozen, {}, world.method.init(world.frozen)[1], without)
-    assert local["bias"][2] == gaussian.NEVER
-    assert (world.method.predict(world.frozen, {}, local, one.x).argmax(1) != 2).all()
+    assert local["bias"][2] == gaussian.ABSENT_CLASS_LOGIT
+    assert (world.method.predict(world.frozen, {}, local, toy_client.x).argmax(1) != 2).all()
 
 
 def test_pooled_on_one_client_is_alone_there():
     pooled, alone = world_of("pooled"), world_of("alone")
-    one = client(pooled, "client-2", 0)
-    upload, _ = pooled.method.update(pooled.frozen, {}, {}, one)
-    local = alone.method.adapt(alone.frozen, {}, {}, one)
+    toy_client = make_client(pooled, "client-2", 0)
+    upload, _ = pooled.method.update(pooled.frozen, {}, {}, toy_client)
+    local = alone.method.adapt(alone.frozen, {}, {}, toy_client)
     assert torch.equal(upload["weight"], local["weight"])
 
 
 @pytest.mark.parametrize("ridge", [1e-2, 1e-3])
 def test_the_federated_probe_is_the_pooled_solution(ridge):
     world = world_of("probe", ridge=ridge)
-    shared = learn(world).shared
+    shared = train_toy(world).shared
     ids = sorted(world.members)[:-1]
     rows = torch.from_numpy(np.concatenate([world.members[id].train for id in ids]))
     x, y = world.x[rows], world.y[rows]
-    anchor = probe.split(shared["walk anchor"].double())
-    every = torch.ones(4, dtype=torch.bool)
-    best = probe.fit(x, y, torch.tensor([ridge]).double(), anchor, every, 150).heads
+    anchor = probe.split_head(shared["walk anchor"].double())
+    all_classes = torch.ones(4, dtype=torch.bool)
+    best = probe.fit_ridge_path(x, y, torch.tensor([ridge]).double(), anchor, all_classes, 150).heads
 
     def objective(weight, bias):
-        loss = probe.losses(probe.Head(weight, bias).logits(x.double()), y) / len(y)
+        loss = probe.summed_cross_entropy(probe.Head(weight, bias).logits(x.double()), y) / len(y)
         return float(loss + ridge / 2 * (weight - anchor.weight).square().sum())
 
-    wanted = objective(best.weight[0], best.bias[0])
-    found = objective(shared["weight"].double(), shared["bias"].double())
-    assert wanted * (1 - 1e-6) <= found <= wanted * (1 + 1e-3)
+    best_objective = objective(best.weight[0], best.bias[0])
+    reached_objective = objective(shared["weight"].double(), shared["bias"].double())
+    assert best_objective * (1 - 1e-6) <= reached_objective <= best_objective * (1 + 1e-3)
 
 
 def test_a_client_of_the_probe_is_no_worse_than_shared_or_alone_on_validation_rows():
     world = world_of("probe", rounds=6)
-    outcome = learn(world)
-    _, fresh = world.method.init(world.frozen)
-    other = world_of("alone")
-    single = learn(other)
+    outcome = train_toy(world)
+    _, initial_local = world.method.init(world.frozen)
+    alone_world = world_of("alone")
+    single = train_toy(alone_world)
     for id, local in outcome.local.items():
-        own = held_loss(world, outcome, local, id)
-        assert own <= held_loss(world, outcome, fresh, id) + 1e-4
-        assert own <= held_loss(other, single, single.local[id], id) + 1e-4
+        probe_loss = held_loss(world, outcome, local, id)
+        assert probe_loss <= held_loss(world, outcome, initial_local, id) + 1e-4
+        assert probe_loss <= held_loss(alone_world, single, single.local[id], id) + 1e-4
 
 
 @pytest.mark.parametrize("name", ["probe", "auto"])
@@ -96,19 +96,18 @@ def test_a_client_of_few_rows_says_nothing_and_still_has_a_classifier(name):
     world = world_of(name, sizes=(40, 9, 70, 33), rounds=4)
     shared, local = world.method.init(world.frozen)
     sent = world.method.send(shared, "")
-    few, enough = (
-        world.method.update(world.frozen, sent, local, client(world, id, 0))[0]
-        for id in ("client-1", "client-0")
+    small_upload, large_upload = (
+        world.method.update(world.frozen, sent, local, make_client(world, id, 0))[0] for id in ("client-1", "client-0")
     )
-    assert not any(one.any() for one in few.values())
-    assert all(enough[key].any() for key in ("slope", "counted", "gram"))
-    assert learn(world).local["client-1"]["weight change"].any()
+    assert not any(tensor.any() for tensor in small_upload.values())
+    assert all(large_upload[key].any() for key in ("slope", "counted", "gram"))
+    assert train_toy(world).local["client-1"]["weight change"].any()
 
 
 def test_a_server_keeps_its_walk_to_itself():
     for name in ("probe", "auto"):
         world = world_of(name)
-        sent = world.method.send(learn(world).shared, "client-0")
+        sent = world.method.send(train_toy(world).shared, "client-0")
         assert not [key for key in sent if key.startswith("walk")]
 
 
@@ -116,14 +115,14 @@ def test_auto_sends_statistics_once_and_no_small_class():
     world = world_of("auto", sizes=(40, 90, 200, 33))
     shared, local = world.method.init(world.frozen)
     sent = world.method.send(shared, "")
-    upload, _ = world.method.update(world.frozen, sent, local, client(world, "client-0", 0))
-    counts = torch.bincount(client(world, "client-0", 0).y, minlength=4)
+    upload, _ = world.method.update(world.frozen, sent, local, make_client(world, "client-0", 0))
+    counts = torch.bincount(make_client(world, "client-0", 0).y, minlength=4)
     small = counts < world.method.min_class_samples
     assert small.any() and (upload["counts"][:-1][small] == 0).all()
     assert not upload["sums"][:-1][small].any()
-    begun = world.method.aggregate(shared, [upload], torch.ones(1), ["client-0"])
+    started = world.method.aggregate(shared, [upload], torch.ones(1), ["client-0"])
     again, _ = world.method.update(
-        world.frozen, world.method.send(begun, ""), local, client(world, "client-0", 1)
+        world.frozen, world.method.send(started, ""), local, make_client(world, "client-0", 1)
     )
     assert sorted(again) == ["counted", "slope"]
 
@@ -133,28 +132,25 @@ def test_auto_takes_what_is_good_for_a_client_and_for_one_unseen(text):
     world = world_of("auto", sizes=(80, 80, 80, 80))
     if not text:
         world = replace(world, frozen=replace(world.frozen, text=None))
-    outcome = learn(world)
-    seen = [outcome.scores[id] for id in outcome.local]
-    hits = sum(one["test_hits"] for one in seen) / sum(one["test_rows"] for one in seen)
+    outcome = train_toy(world)
+    client_scores = [outcome.scores[id] for id in outcome.local]
+    accuracy = sum(scores["test_hits"] for scores in client_scores) / sum(
+        scores["test_rows"] for scores in client_scores
+    )
     unseen = outcome.scores["client-3"]
-    assert hits > 0.8 and unseen["test_hits"] / unseen["test_rows"] > 0.6
-    assert torch.stack([one["shares"] for one in outcome.local.values()]).isfinite().all()
+    assert accuracy > 0.8 and unseen["test_hits"] / unseen["test_rows"] > 0.6
+    assert torch.stack([scores["shares"] for scores in outcome.local.values()]).isfinite().all()
 
 
 def test_auto_works_without_validation_rows_and_with_one_class_at_a_client():
     world = world_of("auto", sizes=(40, 40, 40, 40))
-    members = {
-        id: Part(one.train, one.validation[:0], one.test) for id, one in world.members.items()
-    }
+    members = {id: ClientRows(one.train, one.validation[:0], one.test) for id, one in world.members.items()}
     first = members["client-0"]
     one_class = first.train[(world.y[torch.from_numpy(first.train)] == 1).numpy()]
-    members["client-0"] = Part(one_class, first.validation, first.test)
-    outcome = learn(replace(world, members=members))
-    every = [outcome.shared, *outcome.local.values()]
-    assert all(
-        tensors.flat({k: v for k, v in one.items() if "walk" not in k}).isfinite().all()
-        for one in every
-    )
+    members["client-0"] = ClientRows(one_class, first.validation, first.test)
+    outcome = train_toy(replace(world, members=members))
+    states = [outcome.shared, *outcome.local.values()]
+    assert all(tensors.flatten({k: v for k, v in one.items() if "walk" not in k}).isfinite().all() for one in states)
     assert outcome.local["client-0"]["bias change"].argmax() == 1
 
 

@@ -6,18 +6,18 @@ import torch
 
 from fedvlm.core import Frozen, make, methods
 from fedvlm.encoders.huggingface import HuggingFace
-from fedvlm.encoders.text import sentences
-from fedvlm.engines.client import client
+from fedvlm.encoders.text import fill_template
+from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
-from fedvlm.maths.transport import plan
+from fedvlm.maths.transport import transport_plan
 from fedvlm.methods._prompt import class_features
-from fedvlm.testing import check_method, learn, toy_world
+from fedvlm.testing import check_method, toy_world, train_toy
 
 CLASSES = ("cat", "very long name of a very long clock", "alarm_clock", "dog")
 TEMPLATE = "a photo of a {}, image"
 TOKENS = 4
-NAMES = [name for name, one in methods().items() if "text tower" in one().traits.needs]
-MORE = {"promptfl-fedper": {"local_vectors": 1}, "fedbens": {"prompts_per_client": 1}}
+NAMES = [name for name, method in methods().items() if "text tower" in method().traits.needs]
+EXTRA_SETTINGS = {"promptfl-fedper": {"local_vectors": 1}, "fedbens": {"prompts_per_client": 1}}
 PATCHES = [name for name in NAMES if "patches" in methods()[name]().traits.needs]
 
 
@@ -26,14 +26,14 @@ def encoder(tmp_path_factory):
     return HuggingFace(tiny_models.clip(tmp_path_factory.mktemp("clip")))
 
 
-def known(encoder, template=TEMPLATE, seed=3):
-    text = encoder.embed_text(sentences(CLASSES, template))
+def load_frozen(encoder, template=TEMPLATE, seed=3):
+    text = encoder.embed_text(fill_template(CLASSES, template))
     tower = encoder.text_tower(CLASSES, template)
     return Frozen(CLASSES, encoder.dim, 20.0, text, seed, tower)
 
 
 def from_template(name, **fields):
-    return make(name, ctx_init="template", **{**MORE.get(name, {}), **fields})
+    return make(name, ctx_init="template", **{**EXTRA_SETTINGS.get(name, {}), **fields})
 
 
 def contexts(method, frozen):
@@ -43,8 +43,8 @@ def contexts(method, frozen):
         return [shared["prompt"] + local["own"]]
     if method.name == "promptfl-fedper":
         return [torch.cat([shared["prompt"], local["own"]])]
-    every = {**shared, **local}
-    return [every[key] for key in ("prompt", "own", "prompts") if key in every]
+    state = {**shared, **local}
+    return [state[key] for key in ("prompt", "own", "prompts") if key in state]
 
 
 def rows(*shape):
@@ -57,49 +57,47 @@ def test_there_are_fifteen_prompt_methods_and_one_reads_patches():
     assert PATCHES == ["fedotp"]
 
 
-@pytest.mark.parametrize(
-    "template", [TEMPLATE, "a photo of a {}.", "image of {}", "a photo {} {} dog"]
-)
+@pytest.mark.parametrize("template", [TEMPLATE, "a photo of a {}.", "image of {}", "a photo {} {} dog"])
 @pytest.mark.parametrize("name", NAMES)
 def test_class_features_are_the_templates_before_the_first_round(encoder, name, template):
-    frozen = known(encoder, template)
-    found = contexts(from_template(name), frozen)
-    assert found
-    for context in found:
+    frozen = load_frozen(encoder, template)
+    features = contexts(from_template(name), frozen)
+    assert features
+    for context in features:
         assert torch.allclose(class_features(frozen, context), frozen.text, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in PATCHES])
 def test_answers_are_zero_shot_row_by_row_before_the_first_round(encoder, name):
-    frozen, method, x = known(encoder), from_template(name), rows(40, encoder.dim)
+    frozen, method, x = load_frozen(encoder), from_template(name), rows(40, encoder.dim)
     shared, local = method.init(frozen)
-    found = method.predict(frozen, method.send(shared, "one"), local, x)
+    actual = method.predict(frozen, method.send(shared, "one"), local, x)
     zero = frozen.scale * x @ frozen.text.T
     if name == "fedbens":  # of one run: the logarithm of its probabilities
         zero = zero.log_softmax(dim=1)
-    assert torch.allclose(found, zero, atol=frozen.scale * 1e-5)
-    by_chance = make(name, n_ctx=TOKENS, **MORE.get(name, {}))
+    assert torch.allclose(actual, zero, atol=frozen.scale * 1e-5)
+    by_chance = make(name, n_ctx=TOKENS, **EXTRA_SETTINGS.get(name, {}))
     shared, local = by_chance.init(frozen)
-    other = by_chance.predict(frozen, by_chance.send(shared, "one"), local, x)
-    assert (other - zero).abs().max() > 0.1
+    random_logits = by_chance.predict(frozen, by_chance.send(shared, "one"), local, x)
+    assert (random_logits - zero).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("transport", ["unbalanced", "classical", "averaging"])
 def test_fedotp_answers_by_its_plan_with_the_templates_text(encoder, transport):
-    frozen, x = known(encoder), rows(10, 6, encoder.dim)
+    frozen, x = load_frozen(encoder), rows(10, 6, encoder.dim)
     method = from_template("fedotp", transport=transport)
-    found = method.predict(frozen, *method.init(frozen), x)
+    actual = method.predict(frozen, *method.init(frozen), x)
     cosines = (frozen.text @ x.mT)[:, :, None].expand(-1, -1, 2, -1)  # (rows, classes, 2, patches)
-    fixed = plan(cosines, transport, method.gamma, method.entropy_reg) * cosines
-    assert torch.allclose(found, frozen.scale * fixed.sum(dim=(-2, -1)), atol=1e-3)
+    fixed = transport_plan(cosines, transport, method.gamma, method.entropy_reg) * cosines
+    assert torch.allclose(actual, frozen.scale * fixed.sum(dim=(-2, -1)), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_start_has_as_many_vectors_as_the_template_and_no_other_number(encoder, name):
-    frozen = known(encoder)
-    assert all(len(one.flatten(0, -2)) == TOKENS for one in contexts(from_template(name), frozen))
+    frozen = load_frozen(encoder)
+    assert all(len(context.flatten(0, -2)) == TOKENS for context in contexts(from_template(name), frozen))
     explicit = from_template(name, n_ctx=TOKENS)
-    assert all(len(one.flatten(0, -2)) == TOKENS for one in contexts(explicit, frozen))
+    assert all(len(context.flatten(0, -2)) == TOKENS for context in contexts(explicit, frozen))
     for number in (TOKENS - 1, TOKENS + 1, 16):  # a start longer than vectors, and shorter
         with pytest.raises(SettingsError, match=rf"n_ctx = {number}, but .* has 4 tokens before"):
             from_template(name, n_ctx=number).init(frozen)
@@ -107,10 +105,10 @@ def test_the_start_has_as_many_vectors_as_the_template_and_no_other_number(encod
 
 @pytest.mark.parametrize("name", NAMES)
 def test_seeds_change_a_random_start_and_not_one_from_the_template(encoder, name):
-    one, other = known(encoder, seed=3), known(encoder, seed=4)
-    random = make(name, n_ctx=TOKENS, **MORE.get(name, {}))
+    first_frozen, second_frozen = load_frozen(encoder, seed=3), load_frozen(encoder, seed=4)
+    random = make(name, n_ctx=TOKENS, **EXTRA_SETTINGS.get(name, {}))
     for method, same in ((from_template(name), True), (random, False)):
-        pairs = zip(contexts(method, one), contexts(method, other), strict=True)
+        pairs = zip(contexts(method, first_frozen), contexts(method, second_frozen), strict=True)
         assert all(torch.equal(first, second) == same for first, second in pairs)
 
 
@@ -122,12 +120,11 @@ def test_without_a_number_a_random_prompt_has_the_papers(name, usual):
 
 def test_a_prompt_ends_as_the_template_does(encoder):
     context = torch.randn(3, 32, generator=torch.Generator().manual_seed(2))
-    plain, stop, more = (
-        encoder.text_tower(CLASSES, template)(context)
-        for template in ("a photo of a {}", "dog {}.", "{} image")
+    plain, stop, longer = (
+        encoder.text_tower(CLASSES, template)(context) for template in ("a photo of a {}", "dog {}.", "{} image")
     )
     assert (plain - stop).abs().max() > 1e-2
-    assert (plain - more).abs().max() > 1e-2
+    assert (plain - longer).abs().max() > 1e-2
     assert torch.allclose(plain, encoder.text_tower(CLASSES, "{}")(context))
 
 
@@ -138,7 +135,7 @@ def test_a_template_without_a_place_for_the_class_is_refused(encoder):
 
 @pytest.mark.parametrize("template", ["{}", "{}, a photo"])
 def test_a_template_without_words_before_the_class_is_no_start(encoder, template):
-    frozen = known(encoder, template)
+    frozen = load_frozen(encoder, template)
     assert len(frozen.text_tower.prefix) == 0
     with pytest.raises(SettingsError, match="has 0 tokens before the class"):
         from_template("promptfl").init(frozen)
@@ -154,7 +151,7 @@ def test_a_template_that_fills_the_tower_is_refused(encoder):
 
 def test_own_vectors_and_runs_that_a_template_cannot_give_are_refused(encoder):
     with pytest.raises(SettingsError, match="local_vectors = 8 of n_ctx = 4"):
-        make("promptfl-fedper", ctx_init="template").init(known(encoder))
+        make("promptfl-fedper", ctx_init="template").init(load_frozen(encoder))
     with pytest.raises(SettingsError, match="set prompts_per_client = 1"):
         make("fedbens", ctx_init="template")
 
@@ -165,16 +162,13 @@ def test_methods_that_start_from_the_template_keep_the_contract(name):
 
 
 def test_prompts_of_fedotp_that_start_alike_move_alike_until_the_first_mean():
-    first, second = (
-        learn(toy_world(from_template("fedotp", rounds=rounds, local_epochs=1)))
-        for rounds in (1, 2)
-    )
-    own = [one["own"] for one in first.local.values()]
-    assert not torch.equal(own[0], own[1])
+    first, second = (train_toy(toy_world(from_template("fedotp", rounds=rounds, local_epochs=1))) for rounds in (1, 2))
+    local_prompts = [local_state["own"] for local_state in first.local.values()]
+    assert not torch.equal(local_prompts[0], local_prompts[1])
     # the plan does not tell them apart: what a client uploads first is its local prompt too
     world = toy_world(from_template("fedotp", local_epochs=1))
     shared, local = world.method.init(world.frozen)
-    upload, kept = world.method.update(world.frozen, shared, local, client(world, "client-0", 0))
-    assert torch.allclose(upload["prompt"], kept["own"], atol=1e-6)
-    apart = [(second.shared["prompt"] - one["own"]).abs().max() for one in second.local.values()]
-    assert min(apart) > 1e-4
+    upload, new_local = world.method.update(world.frozen, shared, local, make_client(world, "client-0", 0))
+    assert torch.allclose(upload["prompt"], new_local["own"], atol=1e-6)
+    distances = [(second.shared["prompt"] - local_state["own"]).abs().max() for local_state in second.local.values()]
+    assert min(distances) > 1e-4

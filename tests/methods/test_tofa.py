@@ -7,10 +7,10 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, make
-from fedvlm.engines.client import client
+from fedvlm.engines.client import make_client
 from fedvlm.errors import FedVLMError
 from fedvlm.maths import gaussian
-from fedvlm.testing import bare, check_method, check_same, learn, toy_world
+from fedvlm.testing import check_method, check_same, make_test_client, toy_world, train_toy
 
 unit = torch.nn.functional.normalize
 CLASSES, DIM = 5, 12
@@ -34,35 +34,31 @@ def setting(rows=80, texts=0, seed=0, classes=4, dim=DIM):
     return Frozen(names, dim, 20.0, text, descriptions=descriptions), x, y
 
 
-def one(x, y, texts=None):
+def build_client(x, y, texts=None):
     order = torch.zeros(1, 1, dtype=torch.long)
-    whole = bare(x, y, order, x[:0], y[:0])
+    whole_client = make_test_client(x, y, order, x[:0], y[:0])
     none = torch.zeros(CLASSES, 0, x.shape[1])
-    return replace(whole, texts=none if texts is None else texts)
+    return replace(whole_client, texts=none if texts is None else texts)
 
 
 def exchange(method, frozen, clients):
     """Shared tensors after all exchanges, and every client's adapted local tensors."""
-    shared, fresh = method.init(frozen)
-    local = {id: fresh for id in clients}
+    shared, initial_local = method.init(frozen)
+    local = {id: initial_local for id in clients}
     for _ in range(method.rounds):
-        done = {
-            id: method.update(frozen, method.send(shared, id), local[id], each)
-            for id, each in clients.items()
-        }
-        local = {id: own for id, (_, own) in done.items()}
+        done = {id: method.update(frozen, method.send(shared, id), local[id], client) for id, client in clients.items()}
+        local = {id: new_local for id, (_, new_local) in done.items()}
         uploads = [upload for upload, _ in done.values()]
         shared = method.aggregate(shared, uploads, torch.ones(len(uploads)), list(clients))
     return shared, {
-        id: method.adapt(frozen, method.send(shared, id), local[id], each)
-        for id, each in clients.items()
+        id: method.adapt(frozen, method.send(shared, id), local[id], client) for id, client in clients.items()
     }
 
 
-def dealt(x, y, pieces, seed=0):
+def deal(x, y, n_clients, seed=0):
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    parts = order.tensor_split(pieces)
-    return {f"{i}": one(x[part], y[part]) for i, part in enumerate(parts)}
+    parts = order.tensor_split(n_clients)
+    return {f"{i}": build_client(x[part], y[part]) for i, part in enumerate(parts)}
 
 
 VARIANTS = [
@@ -85,78 +81,78 @@ def test_engines_agree_with_descriptions_and_own_texts(rounds):
     method = tofa(rounds=rounds)
     world = toy_world(method)
     draw = torch.Generator().manual_seed(1)
-    near = unit(world.frozen.text[:, None] + 0.1 * torch.randn(4, 5, 16, generator=draw), dim=-1)
-    near[2, 3:] = 0
-    own = {f"client-{i}": near[:, i : i + 2] * (i != 1) for i in range(4)} if rounds == 2 else {}
-    world = replace(world, frozen=replace(world.frozen, descriptions=near), texts=own)
-    reference = learn(world)
-    check_same(learn(world, "single"), reference, 1e-5, "single and batched engines differ")
-    check_same(learn(world, workers=2), reference, 0.0, "workers change the result")
+    descriptions = unit(world.frozen.text[:, None] + 0.1 * torch.randn(4, 5, 16, generator=draw), dim=-1)
+    descriptions[2, 3:] = 0
+    client_texts = {f"client-{i}": descriptions[:, i : i + 2] * (i != 1) for i in range(4)} if rounds == 2 else {}
+    world = replace(world, frozen=replace(world.frozen, descriptions=descriptions), texts=client_texts)
+    reference = train_toy(world)
+    check_same(train_toy(world, "single"), reference, 1e-5, "single and batched engines differ")
+    check_same(train_toy(world, workers=2), reference, 0.0, "workers change the result")
 
 
-@pytest.mark.parametrize("pieces", [2, 9, 80])
-def test_federated_statistics_are_pooled_ones_however_rows_are_split(pieces):
+@pytest.mark.parametrize("n_clients", [2, 9, 80])
+def test_federated_statistics_are_pooled_ones_however_rows_are_split(n_clients):
     frozen, x, y = setting()
     method = tofa()
-    whole, _ = exchange(method, frozen, dealt(x, y, 1))
-    split, _ = exchange(method, frozen, dealt(x, y, pieces))
+    pooled, _ = exchange(method, frozen, deal(x, y, 1))
+    split, _ = exchange(method, frozen, deal(x, y, n_clients))
     visual = ("counts", "means", "scatter", "weight", "bias")
-    gap = tensors.difference({k: split[k] for k in visual}, {k: whole[k] for k in visual})
+    gap = tensors.max_relative_difference({k: split[k] for k in visual}, {k: pooled[k] for k in visual})
     assert gap < 1e-5
 
 
 def test_the_wires_fixed_point_predicts_what_float64_does():
     frozen, x, y = setting(400, dim=64)
-    shared, _ = exchange(tofa(text=False), frozen, dealt(x, y, 8))
-    known = gaussian.centred(*gaussian.raw(x, y, CLASSES))
-    rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
+    shared, _ = exchange(tofa(text=False), frozen, deal(x, y, 8))
+    moments = gaussian.moments_from_sums(*gaussian.class_sums(x, y, CLASSES))
+    rule = gaussian.fit_discriminant(moments, gaussian.ridge(moments, 1.0))
     new = setting(400, dim=64, seed=0)[1].flip(0)
-    ours = new @ shared["weight"].mT + shared["bias"]
+    actual = new @ shared["weight"].mT + shared["bias"]
     exact = rule.logits(new.double())
-    assert torch.equal(ours.argmax(1), exact.argmax(1))
-    assert ((ours - exact)[:, :4].abs().max() / exact[:, :4].abs().max()) < 1e-4
+    assert torch.equal(actual.argmax(1), exact.argmax(1))
+    assert ((actual - exact)[:, :4].abs().max() / exact[:, :4].abs().max()) < 1e-4
 
 
 def test_one_row_per_class_leaves_no_scatter_and_no_confidence():
     """Left out, a class's only row is a miss: the visual classifier is as good as a guess."""
     frozen, x, y = setting(5, classes=5, dim=256)
-    clients = {str(i): one(x[i : i + 1], y[i : i + 1]) for i in range(5)}
+    clients = {str(i): build_client(x[i : i + 1], y[i : i + 1]) for i in range(5)}
     shared, local = exchange(tofa(), frozen, clients)
     assert (shared["scatter"] == 0).all()
-    assert all(own["heat"][0] > 4 for own in local.values())  # near chance: it hardly counts
+    assert all(local_state["heat"][0] > 4 for local_state in local.values())  # near chance: it hardly counts
 
 
 def test_the_order_of_clients_does_not_matter():
     frozen, x, y = setting(texts=3)
-    clients = dealt(x, y, 6)
+    clients = deal(x, y, 6)
     turned = dict(reversed(list(clients.items())))
-    a, b = (exchange(tofa(), frozen, each) for each in (clients, turned))
+    a, b = (exchange(tofa(), frozen, clients_in_order) for clients_in_order in (clients, turned))
     assert all(torch.equal(a[0][key], b[0][key]) for key in a[0])
     assert all(torch.equal(a[1]["3"][key], b[1]["3"][key]) for key in a[1]["3"])
 
 
 def test_without_the_prior_one_client_is_local_discriminant_analysis():
     frozen, x, y = setting()
-    ours, gda = tofa(alpha=0.0, text=False), make("clip-gda", text=False)
-    shared, own = exchange(ours, frozen, {"a": one(x, y)})
-    alone = gda.adapt(frozen, {}, gda.init(frozen)[1], one(x, y))
-    a = ours.predict(frozen, shared, own["a"], x)
+    method, gda = tofa(alpha=0.0, text=False), make("clip-gda", text=False)
+    shared, local = exchange(method, frozen, {"a": build_client(x, y)})
+    alone = gda.adapt(frozen, {}, gda.init(frozen)[1], build_client(x, y))
+    a = method.predict(frozen, shared, local["a"], x)
     b = gda.predict(frozen, {}, alone, x)
     assert torch.allclose(a, b, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("pieces", [1, 4, 20])
+@pytest.mark.parametrize("n_clients", [1, 4, 20])
 @pytest.mark.parametrize("shots", [1, 5])
-def test_few_rows_missing_classes_and_clients_of_one_class_are_no_trouble(pieces, shots):
+def test_few_rows_missing_classes_and_clients_of_one_class_are_no_trouble(n_clients, shots):
     """The last class is nobody's; with 4 clients each has one class, with 20 few have any rows."""
     frozen, x, y = setting(4 * shots, texts=2)
-    clients = {f"{i}": one(x[i::pieces], y[i::pieces]) for i in range(pieces)}
+    clients = {f"{i}": build_client(x[i::n_clients], y[i::n_clients]) for i in range(n_clients)}
     new, truth = setting(200)[1:]
     for settings in ({}, {"alpha": 0.0}, {"text": False}, {"alpha": 0.5, "fusion": False}):
         method = tofa(**settings)
         shared, local = exchange(method, frozen, clients)
-        for own in (*local.values(), method.init(frozen)[1]):
-            logits = method.predict(frozen, shared, own, new)
+        for local_state in (*local.values(), method.init(frozen)[1]):
+            logits = method.predict(frozen, shared, local_state, new)
             assert logits.isfinite().all()
             if not method.text:
                 assert not (logits.argmax(1) == 4).any()
@@ -169,22 +165,22 @@ def test_a_client_that_adapts_beats_the_prior_on_its_own_shift():
     frozen, x, y = setting(400)
     shifts = 1.2 * unit(torch.randn(2, DIM, generator=torch.Generator().manual_seed(4)), dim=1)
     moved = [unit(x + shift * (y[:, None] % 2), dim=1) for shift in shifts]
-    clients = {str(i): one(rows[:200], y[:200]) for i, rows in enumerate(moved)}
+    clients = {str(i): build_client(rows[:200], y[:200]) for i, rows in enumerate(moved)}
     method = tofa(text=False, alpha=0.3)
     shared, local = exchange(method, frozen, clients)
-    fresh = method.init(frozen)[1]
+    initial_local = method.init(frozen)[1]
 
-    def hits(own):
-        logits = method.predict(frozen, shared, own, moved[0][200:])
+    def count_correct(local_state):
+        logits = method.predict(frozen, shared, local_state, moved[0][200:])
         return (logits.argmax(1) == y[200:]).float().mean()
 
-    assert hits(local["0"]) > hits(fresh)
+    assert count_correct(local["0"]) > count_correct(initial_local)
 
 
 def test_no_descriptions_leave_the_templates_classifier():
     frozen, x, y = setting()
     method = tofa(visual=False)
-    shared, local = exchange(method, frozen, dealt(x, y, 3))
+    shared, local = exchange(method, frozen, deal(x, y, 3))
     zero_shot = make("zero-shot").predict(frozen, {}, {}, x)
     assert torch.equal(method.predict(frozen, shared, local["0"], x), zero_shot)
 
@@ -194,7 +190,7 @@ def test_descriptions_that_tell_help_and_misleading_ones_are_weighed_down():
     wrong = frozen.descriptions.clone()
     wrong[:, 2] = frozen.text.roll(1, 0)
     frozen = replace(frozen, descriptions=wrong)
-    shared, _ = exchange(tofa(), frozen, dealt(x, y, 3))
+    shared, _ = exchange(tofa(), frozen, deal(x, y, 3))
     held = shared["weights"][:4]
     assert (held[:, 3] < held[:, 1]).all()
     assert torch.allclose(shared["weights"].sum(1), torch.ones(CLASSES))
@@ -204,16 +200,16 @@ def test_descriptions_that_tell_help_and_misleading_ones_are_weighed_down():
 def test_own_texts_take_two_exchanges_and_reach_everyone():
     frozen, x, y = setting()
     poor = replace(frozen, text=unit(frozen.text + 3 * torch.ones(DIM) / DIM**0.5, dim=1))
-    clients = dealt(x, y, 3)
-    good = unit(gaussian.centred(*gaussian.raw(x, y, CLASSES)).means.float(), dim=1)[:, None]
+    clients = deal(x, y, 3)
+    good = unit(gaussian.moments_from_sums(*gaussian.class_sums(x, y, CLASSES)).means.float(), dim=1)[:, None]
     clients["1"] = replace(clients["1"], texts=good)
     method = tofa(visual=False, rounds=2)
     shared, _ = exchange(method, poor, clients)
     assert "texts" not in shared
     assert shared["own"].abs().sum() > 0
-    said = method.predict(poor, shared, {}, x)
+    logits = method.predict(poor, shared, {}, x)
     template = make("zero-shot").predict(poor, {}, {}, x)
-    assert (said.argmax(1) == y).sum() >= (template.argmax(1) == y).sum()
+    assert (logits.argmax(1) == y).sum() >= (template.argmax(1) == y).sum()
     first, _ = method.update(poor, method.init(poor)[0], {}, clients["1"])
     assert set(first) == {"texts"}
     with pytest.raises(FedVLMError, match="rounds = 2"):
@@ -227,8 +223,8 @@ def test_an_upload_of_a_hundred_classes_is_below_0_8_megabytes():
     )  # fmt: skip
     method = tofa()
     x = unit(torch.randn(4, 512), dim=1)
-    whole = replace(one(x, torch.arange(4)), texts=torch.zeros(100, 0, 512))
-    upload, _ = method.update(frozen, *method.init(frozen), whole)
+    client = replace(build_client(x, torch.arange(4)), texts=torch.zeros(100, 0, 512))
+    upload, _ = method.update(frozen, *method.init(frozen), client)
     assert tensors.count_bytes(upload) == 4 * (100 + 51_200 + 131_328 + 5_000 + 100) <= 800_000
     assert all(value.dtype == torch.int32 for value in upload.values())
 
@@ -236,11 +232,11 @@ def test_an_upload_of_a_hundred_classes_is_below_0_8_megabytes():
 def test_more_rows_than_the_fixed_point_holds_are_refused():
     frozen, x, y = setting()
     with pytest.raises(FedVLMError, match="max_samples = 80"):
-        exchange(tofa(max_samples=79), frozen, {"a": one(x, y)})
+        exchange(tofa(max_samples=79), frozen, {"a": build_client(x, y)})
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"visual": False, "text": False}, "must not both be false"),
         ({"alpha": 1.5}, "tofa.alpha must be between 0 and 1, got 1.5"),
@@ -248,8 +244,8 @@ def test_more_rows_than_the_fixed_point_holds_are_refused():
         ({"rounds": 3}, "rounds = 3"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings, said):
-    with pytest.raises(FedVLMError, match=said):
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(FedVLMError, match=message):
         make("tofa", **settings)
 
 
@@ -264,31 +260,31 @@ def test_an_encoder_without_text_is_refused_with_the_remedy():
 @pytest.mark.parametrize("name", ["clip-gda", "tip-adapter"])
 def test_local_baselines_send_nothing_and_beat_zero_shot_at_home(name):
     world = toy_world(make(name))
-    outcome = learn(world)
-    zero_shot = learn(replace(world, method=make("zero-shot")))
+    outcome = train_toy(world)
+    zero_shot = train_toy(replace(world, method=make("zero-shot")))
     assert outcome.shared == {}
-    own = [id for id in outcome.local if id in outcome.scores]
-    hits = [sum(each.scores[id]["test_hits"] for id in own) for each in (outcome, zero_shot)]
-    assert hits[0] >= hits[1]
+    client_ids = [id for id in outcome.local if id in outcome.scores]
+    n_correct = [sum(result.scores[id]["test_hits"] for id in client_ids) for result in (outcome, zero_shot)]
+    assert n_correct[0] >= n_correct[1]
     assert outcome.scores["client-3"] == zero_shot.scores["client-3"]  # unseen
 
 
 def test_a_cache_without_validation_rows_keeps_the_papers_pair():
     frozen, x, y = setting()
     tip = make("tip-adapter")
-    own = tip.adapt(frozen, {}, tip.init(frozen)[1], one(x, y))
-    assert own["pair"].tolist() == [1.0, 5.5]
-    assert tip.predict(frozen, {}, own, x).isfinite().all()
+    local_state = tip.adapt(frozen, {}, tip.init(frozen)[1], build_client(x, y))
+    assert local_state["pair"].tolist() == [1.0, 5.5]
+    assert tip.predict(frozen, {}, local_state, x).isfinite().all()
 
 
 def test_temperatures_are_told_for_the_record():
     method = tofa()
     world = toy_world(method)
-    outcome = learn(world)
-    told = outcome.maps["client-0"]
-    assert set(told) == {"visual temperature", "text temperature"}
-    assert all(value > 0 for value in told.values())
-    assert client(world, "client-0", 0).texts.shape[1] == 0
+    outcome = train_toy(world)
+    description = outcome.descriptions["client-0"]
+    assert set(description) == {"visual temperature", "text temperature"}
+    assert all(value > 0 for value in description.values())
+    assert make_client(world, "client-0", 0).texts.shape[1] == 0
 
 
 @pytest.mark.parametrize("multiplier", [1000.0, torch.inf, -1000.0, torch.nan])
@@ -299,7 +295,7 @@ def test_open_classes_are_a_mask_and_lift_no_limit(multiplier, noise):
     y = torch.where((y == 1) & (torch.arange(80) > 1), 0, y)  # one sample of class b
     method = tofa(min_class_samples=16, noise_multiplier=noise)
     shared, local = method.init(frozen)
-    each = one(x, y)
+    each = build_client(x, y)
     if noise:
         each = replace(each, noise=torch.zeros(1, method.noise(frozen)))
     mask = torch.ones(CLASSES, dtype=torch.float64)
@@ -317,4 +313,4 @@ def test_open_classes_of_another_shape_are_refused():
     shared, local = method.init(frozen)
     for shape in ((), (CLASSES + 1,), (1,), (CLASSES, CLASSES)):
         with pytest.raises(FedVLMError, match="'open' must have 5 numbers, one for each class"):
-            method.update(frozen, {**shared, "open": torch.ones(shape)}, local, one(x, y))
+            method.update(frozen, {**shared, "open": torch.ones(shape)}, local, build_client(x, y))

@@ -8,32 +8,32 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, tensors
 from fedvlm.core import Frozen, make
-from fedvlm.engines.client import client
-from fedvlm.engines.loop import start, train
-from fedvlm.engines.single import Single
+from fedvlm.engines.client import make_client
+from fedvlm.engines.loop import initial_state, run_rounds
+from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths.towers import ImageTower
 from fedvlm.methods.fedavg import FedAvg
-from fedvlm.methods.moon_tower import moved, restored
-from fedvlm.testing import bare, learn, toy_world
+from fedvlm.methods.moon_tower import flatten_change, restore_weights
+from fedvlm.testing import make_test_client, toy_world, train_toy
 
 SIZES = (12, 5, 9)
-FEW = {"rounds": 2, "batch_size": 8}
+SHORT_SETTINGS = {"rounds": 2, "batch_size": 8}
 
 
 def world_of(name, **settings):
-    return toy_world(make(name, **FEW, **settings), sizes=SIZES)
+    return toy_world(make(name, **SHORT_SETTINGS, **settings), sizes=SIZES)
 
 
 def trained(name, **settings):
-    return learn(world_of(name, **settings), "single")
+    return train_toy(world_of(name, **settings), "single")
 
 
 def updated(world, local=None):
-    shared, fresh = world.method.init(world.frozen)
-    local = fresh if local is None else local
-    return world.method.update(world.frozen, shared, local, client(world, "client-0", 0))
+    shared, initial_local = world.method.init(world.frozen)
+    local = initial_local if local is None else local
+    return world.method.update(world.frozen, shared, local, make_client(world, "client-0", 0))
 
 
 def same(a, b):
@@ -41,10 +41,10 @@ def same(a, b):
 
 
 def batch_of(world):
-    return parts.minibatch(client(world, "client-0", 0), 0)
+    return parts.minibatch(make_client(world, "client-0", 0), 0)
 
 
-def slopes(world, shared, local, batch, sent):
+def gradients(world, shared, local, batch, sent):
     def objective(weights):
         return world.method.loss(world.frozen, weights, local, batch, sent)
 
@@ -68,8 +68,8 @@ def test_the_pull_of_fedprox_has_the_gradient_of_a_square():
     draw = torch.Generator().manual_seed(0)
     shared = {k: v + 0.1 * torch.randn(v.shape, generator=draw) for k, v in sent.items()}
     batch = batch_of(world)
-    pulled = slopes(world, shared, {}, batch, sent)
-    plain = slopes(replace(world, method=replace(world.method, mu=0.0)), shared, {}, batch, sent)
+    pulled = gradients(world, shared, {}, batch, sent)
+    plain = gradients(replace(world, method=replace(world.method, mu=0.0)), shared, {}, batch, sent)
     for key, value in shared.items():
         assert torch.allclose(pulled[key] - plain[key], 3.0 * (value - sent[key]), atol=1e-4)
 
@@ -80,7 +80,7 @@ def test_a_huge_mu_of_fedprox_freezes_the_tower():
     def way(mu):
         world = world_of("fedprox-tower", mu=mu, lr=1e-3, local_epochs=12, weight_decay=0.0)
         upload, _ = updated(world)
-        return tensors.flat(upload) - tensors.flat(world.method.init(world.frozen)[0])
+        return tensors.flatten(upload) - tensors.flatten(world.method.init(world.frozen)[0])
 
     free, held = way(0.0), way(1e6)
     assert held.norm() < 0.1 * free.norm()
@@ -90,22 +90,22 @@ def test_a_huge_mu_of_fedprox_freezes_the_tower():
 def test_moons_contrast_is_the_papers():
     world = world_of("moon-tower", mu=2.0, temperature=0.4)
     method, frozen, tower = world.method, world.frozen, world.frozen.image_tower
-    sent, fresh = method.init(frozen)
+    sent, initial_local = method.init(frozen)
     draw = torch.Generator().manual_seed(0)
     shared = {k: v + 0.1 * torch.randn(v.shape, generator=draw) for k, v in sent.items()}
     older = {k: v + 0.1 * torch.randn(v.shape, generator=draw) for k, v in sent.items()}
     batch = batch_of(world)
     batch = batch._replace(real=torch.arange(8) < 5)
-    z, near, far = (normalize(tower(w, batch.x), dim=1) for w in (shared, sent, older))
-    a, b = ((z * near).sum(1) / 0.4).exp(), ((z * far).sum(1) / 0.4).exp()
-    wanted = -(a / (a + b)).log()[:5].mean()
-    local = {"previous": moved(frozen, older)}
-    whole = method.loss(frozen, shared, local, batch, sent)
+    z, shared_features, previous_features = (normalize(tower(w, batch.x), dim=1) for w in (shared, sent, older))
+    a, b = ((z * shared_features).sum(1) / 0.4).exp(), ((z * previous_features).sum(1) / 0.4).exp()
+    expected = -(a / (a + b)).log()[:5].mean()
+    local = {"previous": flatten_change(frozen, older)}
+    loss = method.loss(frozen, shared, local, batch, sent)
     plain = replace(method, mu=0.0).loss(frozen, shared, local, batch, sent)
-    assert (whole - plain).item() == pytest.approx(2.0 * wanted.item(), abs=2e-3)
+    assert (loss - plain).item() == pytest.approx(2.0 * expected.item(), abs=2e-3)
     # before a client's first round its older model is the one it was sent, and nothing pulls
-    first = slopes(world, shared, fresh, batch, sent)
-    none = slopes(replace(world, method=replace(method, mu=0.0)), shared, fresh, batch, sent)
+    first = gradients(world, shared, initial_local, batch, sent)
+    none = gradients(replace(world, method=replace(method, mu=0.0)), shared, initial_local, batch, sent)
     assert all(torch.allclose(first[key], none[key], atol=1e-6) for key in shared)
 
 
@@ -114,14 +114,14 @@ def test_moon_keeps_the_older_model_at_home_in_half_the_bytes():
     upload, local = updated(world)
     assert set(local) == {"previous"} and not set(local) & set(upload)
     assert 2 * tensors.count_bytes(local) == tensors.count_bytes(upload)
-    back = restored(world.frozen, upload, local["previous"])
+    back = restore_weights(world.frozen, upload, local["previous"])
     assert all(torch.allclose(back[key], upload[key], rtol=0, atol=2e-6) for key in upload)
 
 
 @pytest.mark.parametrize("average", ["factors", "products"])
 def test_lora_begins_as_zero_shot_and_of_rank_0_remains_it(average):
     frozen_world = world_of("lora", rank=0, average=average)
-    outcome = learn(frozen_world, "single")
+    outcome = train_toy(frozen_world, "single")
     assert outcome.shared == {}
     frozen, x = frozen_world.frozen, frozen_world.x[:6]
     zero_shot = frozen.scale * normalize(frozen.image_tower({}, x), dim=1) @ frozen.text.mT
@@ -138,10 +138,7 @@ def test_lora_averages_products_exactly_and_factors_do_not():
     method, frozen = world.method, world.frozen
     shared, _ = method.init(frozen)
     shared = {"change": 0.01 * torch.ones_like(shared["change"])}
-    uploads = [
-        method.update(frozen, shared, {}, client(world, id, 0))[0]
-        for id in ("client-0", "client-1")
-    ]
+    uploads = [method.update(frozen, shared, {}, make_client(world, id, 0))[0] for id in ("client-0", "client-1")]
     after = method.aggregate(shared, uploads, torch.tensor([1.0, 3.0]), ["client-0", "client-1"])
     keys = sorted(frozen.image_tower.matrices(method.targets))
     assert tensors.count_bytes(uploads[0]) < tensors.count_bytes(shared)
@@ -149,10 +146,10 @@ def test_lora_averages_products_exactly_and_factors_do_not():
     def change(upload):
         return torch.cat([(upload[f"{k} B"] @ upload[f"{k} A"]).flatten() for k in keys])
 
-    wanted = 0.01 + 0.25 * change(uploads[0]) + 0.75 * change(uploads[1])
-    assert torch.allclose(after["change"], wanted, atol=1e-7)
+    expected = 0.01 + 0.25 * change(uploads[0]) + 0.75 * change(uploads[1])
+    assert torch.allclose(after["change"], expected, atol=1e-7)
     mixed = parts.mean(method, uploads[0], uploads, torch.tensor([1.0, 3.0]), [])
-    assert not torch.allclose(0.01 + change(mixed), wanted, atol=1e-5)
+    assert not torch.allclose(0.01 + change(mixed), expected, atol=1e-5)
 
 
 def vit_b_32() -> Frozen:
@@ -168,19 +165,17 @@ def vit_b_32() -> Frozen:
 def test_lora_counts_its_parameters():
     """With a text tower of the same depth and width 512 they are the 829,440 of both towers."""
     frozen = vit_b_32()
-    told = make("lora").describe(frozen, {}, {})
-    assert told["trained parameters"] == 12 * 3 * (4 * (768 + 768) + 2 * (768 + 3072)) == 497_664
+    description = make("lora").describe(frozen, {}, {})
+    assert description["trained parameters"] == 12 * 3 * (4 * (768 + 768) + 2 * (768 + 3072)) == 497_664
     assert 497_664 + 12 * 3 * (4 * (512 + 512) + 2 * (512 + 2048)) == 829_440
-    assert told["share of the tower"] == pytest.approx(497_664 / 87_849_216)
+    assert description["share of the tower"] == pytest.approx(497_664 / 87_849_216)
     attention = make("lora", targets=["q", "v"], rank=2).describe(frozen, {}, {})
     assert attention["trained parameters"] == 12 * 2 * 2 * (768 + 768)
 
 
-@pytest.mark.parametrize(
-    ("settings", "what"), [({"rank": -1}, "rank = -1"), ({"targets": ()}, "on \\[\\]")]
-)
-def test_lora_refuses_what_is_no_rank_or_target(settings, what):
-    with pytest.raises(SettingsError, match=what):
+@pytest.mark.parametrize(("settings", "message"), [({"rank": -1}, "rank = -1"), ({"targets": ()}, "on \\[\\]")])
+def test_lora_refuses_what_is_no_rank_or_target(settings, message):
+    with pytest.raises(SettingsError, match=message):
         world_of("lora", **settings).method.init(vit_b_32())
 
 
@@ -194,33 +189,31 @@ def test_vpt_without_prompts_is_a_head_on_the_encoders_features():
     world = world_of("vpt", prompts=0, tau=20.0, lr=1e-2)
     shared, local = world.method.init(world.frozen)
     assert local == {} and torch.equal(shared["head"], world.frozen.text)
-    one = client(world, "client-0", 0)
-    unit = normalize(world.frozen.image_tower({}, one.x), dim=1)
-    held = normalize(world.frozen.image_tower({}, one.held_x), dim=1)
+    toy_client = make_client(world, "client-0", 0)
+    unit = normalize(world.frozen.image_tower({}, toy_client.x), dim=1)
+    held = normalize(world.frozen.image_tower({}, toy_client.val_x), dim=1)
     plain = FedAvg(lr=1e-2, momentum=5e-4, weight_decay=5e-4)
-    alone = bare(unit, one.y, one.order, held, one.held_y)
-    wanted, _ = parts.sgd(plain, replace(world.frozen, scale=20.0), shared, {}, alone)
+    alone = make_test_client(unit, toy_client.y, toy_client.order, held, toy_client.val_y)
+    expected, _ = parts.sgd(plain, replace(world.frozen, scale=20.0), shared, {}, alone)
     upload, _ = updated(world)
-    assert torch.allclose(upload["head"], wanted["head"], atol=1e-6)
+    assert torch.allclose(upload["head"], expected["head"], atol=1e-6)
     assert not torch.allclose(upload["head"], shared["head"], atol=1e-4)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_vpt_trains_its_prompts_at_home(depth):
     world = world_of("vpt", depth=depth, lr=1e-2)
-    _, fresh = world.method.init(world.frozen)
-    assert fresh["prompts"].shape == (depth, 2, 8)
+    _, initial_local = world.method.init(world.frozen)
+    assert initial_local["prompts"].shape == (depth, 2, 8)
     upload, local = updated(world)
     assert set(upload) == {"head"} and set(local) == {"prompts"}
-    assert ((local["prompts"] - fresh["prompts"]).abs().sum(dim=2) > 0).all()
+    assert ((local["prompts"] - initial_local["prompts"]).abs().sum(dim=2) > 0).all()
 
 
 def test_only_the_last_blocks_are_sent():
     world = world_of("fedavg-tower", blocks=1)
     upload, _ = updated(world)
-    assert (
-        set(upload) == set(world.frozen.image_tower.last(1)) < set(world.frozen.image_tower.weights)
-    )
+    assert set(upload) == set(world.frozen.image_tower.last(1)) < set(world.frozen.image_tower.weights)
     with pytest.raises(SettingsError, match="blocks = 9; the image tower has 2"):
         trained("fedavg-tower", blocks=9)
 
@@ -242,14 +235,14 @@ def test_bytes_are_four_for_every_parameter(name, settings):
     world = world_of(name, **settings)
     world = replace(world, method=replace(world.method, rounds=1))
     lines = []
-    state, fresh = start(world)
+    state, initial_local = initial_state(world)
     plan = Plan(tuple(world.members), ())
-    train(world, Single(world), plan, state, fresh, lambda state, line: lines.append(line))
-    each = lines[0]["clients"].values()
+    run_rounds(world, Sequential(world), plan, state, initial_local, lambda state, line: lines.append(line))
+    client_lines = lines[0]["clients"].values()
     shared, local = world.method.init(world.frozen)
-    told = world.method.describe(world.frozen, shared, local)["trained parameters"]
+    n_parameters = world.method.describe(world.frozen, shared, local)["trained parameters"]
     at_home = sum(value.numel() for value in local.values()) if name == "vpt" else 0
-    assert {one["bytes_up"] for one in each} == {4 * (told - at_home)}
+    assert {client_line["bytes_up"] for client_line in client_lines} == {4 * (n_parameters - at_home)}
     down = tensors.count_bytes(shared)
-    assert {one["bytes_down"] for one in each} == {down}
-    assert (down > 4 * told) == (settings == {"average": "products"})
+    assert {client_line["bytes_down"] for client_line in client_lines} == {down}
+    assert (down > 4 * n_parameters) == (settings == {"average": "products"})

@@ -22,10 +22,8 @@ DOMAINS = {
 def bad_runs(rows_like, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     rows = rows_like()
-    domains = np.array([DOMAINS[one] for one in rows.domains])
-    rows = replace(
-        rows, classes=CLASSES, domains=domains, name="<i>toy</i> & co", fingerprint="bad"
-    )
+    domains = np.array([DOMAINS[domain] for domain in rows.domains])
+    rows = replace(rows, classes=CLASSES, domains=domains, name="<i>toy</i> & co", fingerprint="bad")
     settings = {"embedded": rows, "seeds": [0, 1]}
     return [
         fedvlm.run("zero-shot", out=folder / "0", **settings),

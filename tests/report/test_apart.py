@@ -5,9 +5,9 @@ import re
 import pytest
 
 import fedvlm
-from fedvlm.report.page.apart import MOST, drawn, seen
-from fedvlm.report.page.gather import gather
-from fedvlm.report.page.render import page
+from fedvlm.report.page.apart import MAX_CLIENTS, drawn, outlier_history
+from fedvlm.report.page.gather import build_model
+from fedvlm.report.page.render import render_page
 
 CLIENTS = {"partition": "dirichlet", "count": 6, "alpha": 100.0, "min_samples": 1}
 
@@ -25,42 +25,40 @@ def results(rows_like, tmp_path_factory):
 
 
 def test_the_page_draws_each_round_and_fills_those_in_which_a_client_was_far(results):
-    model = gather(results)
+    model = build_model(results)
     [about] = model["runs"][0]["apart"]
-    far = sum(one[0] for each in about["clients"].values() for one in each.values())
+    n_outliers = sum(numbers[0] for by_round in about["clients"].values() for numbers in by_round.values())
     lines = results[0].rounds
-    assert far == sum(one["far"] for line in lines for one in line["clients"].values()) >= 3
-    text = page(model)
+    assert n_outliers == sum(numbers["far"] for line in lines for numbers in line["clients"].values()) >= 3
+    text = render_page(model)
     assert "Far from the rest" in text and results[0].far[0].split(" of ")[0] in text
     drawing = str(drawn(about))
     assert drawing in text
-    assert drawing.count('class="bubble"') == far and drawing.count("<rect") == 6 * 3
+    assert drawing.count('class="bubble"') == n_outliers and drawing.count("<rect") == 6 * 3
 
 
 def test_a_run_in_which_nobody_can_be_compared_has_no_drawing(results):
-    assert gather(results)["runs"][1]["apart"] == []
-    assert "Far from the rest" not in page(gather(results[1:]))
+    assert build_model(results)["runs"][1]["apart"] == []
+    assert "Far from the rest" not in render_page(build_model(results[1:]))
 
 
 def test_a_drawing_has_those_first_that_were_far_most_often_and_escapes_their_names():
-    one = {"norm": 9.0, "alike": 8.0, "cosine": -0.5}
+    client_line = {"norm": 9.0, "alike": 8.0, "cosine": -0.5}
     lines = [
         {
             "training": "0-all",
             "round": number,
             "clients": {
-                **{f"c{i:02}": {**one, "far": False} for i in range(60)},
-                "<b>bad</b>": {**one, "far": True},
+                **{f"c{i:02}": {**client_line, "far": False} for i in range(60)},
+                "<b>bad</b>": {**client_line, "far": True},
             },
         }
         for number in range(300)
     ]
-    [about] = seen(lines)
+    [about] = outlier_history(lines)
     text = str(drawn(about))
-    assert "<b>" not in text and re.findall(r'class="tick end">([^<]*)<', text)[0].startswith(
-        "&lt;"
-    )
-    assert text.count("300 far") == 1 and text.count("<rect") == MOST * 300
+    assert "<b>" not in text and re.findall(r'class="tick end">([^<]*)<', text)[0].startswith("&lt;")
+    assert text.count("300 far") == 1 and text.count("<rect") == MAX_CLIENTS * 300
     assert "9 times the median, 8 times those that point alike, -0.5 cosine" in text
 
 
@@ -70,4 +68,4 @@ def test_lines_of_older_records_without_likeness_are_drawn():
         "round": 0,
         "clients": {"a": {"norm": 9.0, "cosine": 0.1, "far": True}},
     }
-    assert "9 times the median, 0.1 cosine" in str(drawn(seen([line])[0]))
+    assert "9 times the median, 0.1 cosine" in str(drawn(outlier_history([line])[0]))

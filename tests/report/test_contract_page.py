@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedvlm.core import OPTIONAL
+from fedvlm.core import OPTIONAL_PROTOCOLS
 from fedvlm.report.contract import contract_page
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -16,6 +16,6 @@ def test_the_page_of_the_contract_is_made_from_the_classes():
 
 def test_every_optional_verb_has_a_line_of_its_own():
     lines = [line for line in contract_page().splitlines() if line.startswith("| `")]
-    for kind in OPTIONAL:
+    for kind in OPTIONAL_PROTOCOLS:
         words = [name for name in vars(kind) if not name.startswith("_")]
         assert any(all(f"`{word}" in line for word in words) for line in lines), kind

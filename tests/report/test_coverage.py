@@ -9,33 +9,33 @@ from typer.testing import CliRunner
 from fedvlm.cli import app
 from fedvlm.core import methods
 from fedvlm.data.catalogue import catalogue
-from fedvlm.report.coverage import STATES, coverage, covered, every_item, reproducing, wanted
-from fedvlm.report.papers import find, items
+from fedvlm.report.coverage import STATES, all_coverage, coverage, expected_runs, item_coverage, runs_by_item
+from fedvlm.report.papers import find_item, items
 from fedvlm.runner.named import experiments
 from fedvlm.runner.settings import read_toml
 
-FOUND = every_item()
+COVERED = all_coverage()
 
 
 def identities(name):
     """The runs of an experiment that reproduces FedOT's table 3."""
-    return reproducing()["fedot-v1/T3"][name]
+    return runs_by_item()["fedot-v1/T3"][name]
 
 
 @pytest.mark.parametrize("name", experiments())
 def test_an_experiment_reproduces_items_that_exist_once_each(name):
     named = read_toml(experiments()[name]).get("reproduces", [])
     assert len(set(named)) == len(named)
-    for one in named:
-        assert find(one).name == one
+    for name in named:
+        assert find_item(name).name == name
 
 
 def test_an_experiment_that_names_an_item_runs_some_of_it():
     """Else a name would count for nothing but its being there."""
-    for name, runs in reproducing().items():
-        nothing = len(covered(find(name), {"none": []}).lacks)
-        for experiment, own in runs.items():
-            assert len(covered(find(name), {experiment: own}).lacks) < nothing, (name, experiment)
+    for name, runs in runs_by_item().items():
+        nothing = len(item_coverage(find_item(name), {"none": []}).missing)
+        for experiment, identities in runs.items():
+            assert len(item_coverage(find_item(name), {experiment: identities}).missing) < nothing, (name, experiment)
 
 
 def test_the_matrix_is_the_count_of_the_items():
@@ -57,70 +57,76 @@ def test_the_matrix_is_the_count_of_the_items():
 
 
 def test_an_item_that_no_experiment_names_is_not_covered():
-    named = {
-        one for path in experiments().values() for one in read_toml(path).get("reproduces", [])
-    }
-    assert {one.item.name for one in FOUND if one.state == "not"} == set(items()) - named
+    named = {entry for path in experiments().values() for entry in read_toml(path).get("reproduces", [])}
+    assert {entry.item.name for entry in COVERED if entry.state == "not"} == set(items()) - named
 
 
 def test_without_one_of_its_runs_an_item_is_only_partly_covered():
-    item = find("fedot-v1/T3")
+    item = find_item("fedot-v1/T3")
     names = ["femnist", "office-home", "pacs", "terra-incognita", "vlcs"]
-    every = {name: identities(name) for name in names}
-    assert covered(item, every).state == "full"
+    identities_by_experiment = {name: identities(name) for name in names}
+    assert item_coverage(item, identities_by_experiment).state == "full"
     for name in names:
         less = {
-            **every,
-            name: [one for one in every[name] if one["method"].get("head") != "random"],
+            **identities_by_experiment,
+            name: [
+                identity for identity in identities_by_experiment[name] if identity["method"].get("head") != "random"
+            ],
         }
-        found = covered(item, less)
-        assert (found.state, len(found.lacks)) == ("partly", 1)
-    assert covered(item, {}).state == "not"
+        result = item_coverage(item, less)
+        assert (result.state, len(result.missing)) == ("partly", 1)
+    assert item_coverage(item, {}).state == "not"
 
 
 def test_another_backbone_makes_an_item_partly_covered():
-    item = find("fedot-v1/T3")
-    every = {
-        name: [{**one, "encoder": "hf:openai/clip-vit-base-patch16"} for one in identities(name)]
+    item = find_item("fedot-v1/T3")
+    identities_by_experiment = {
+        name: [{**identity, "encoder": "hf:openai/clip-vit-base-patch16"} for identity in identities(name)]
         for name in ("femnist", "office-home", "pacs", "terra-incognita", "vlcs")
     }
-    found = covered(item, every)
-    assert (found.state, found.lacks) == (
+    result = item_coverage(item, identities_by_experiment)
+    assert (result.state, result.missing) == (
         "partly",
         ("encoder=hf:openai/clip-vit-base-patch32",),
     )
 
 
 def test_a_picture_that_cannot_be_drawn_makes_an_item_partly_covered():
-    item = replace(find("fedot-v1/F3"), needs=("plot:none",))
-    every = {name: identities(name) for name in ("femnist", "pacs", "terra-incognita")}
-    assert covered(item, every).lacks == ("plot:none",)
-    assert covered(replace(item, needs=("plot:plans", "clients:domain")), every).state == "full"
+    item = replace(find_item("fedot-v1/F3"), needs=("plot:none",))
+    identities_by_experiment = {name: identities(name) for name in ("femnist", "pacs", "terra-incognita")}
+    assert item_coverage(item, identities_by_experiment).missing == ("plot:none",)
+    assert (
+        item_coverage(replace(item, needs=("plot:plans", "clients:domain")), identities_by_experiment).state == "full"
+    )
 
 
 def test_every_item_asks_for_methods_and_data_there_are():
     for item in items().values():
-        rows = wanted(item)
+        rows = expected_runs(item)
         assert rows, item.name
         assert {row["method.name"] for row in rows if "method.name" in row} <= set(methods())
         assert {row["data"] for row in rows} <= set(catalogue())
 
 
 def test_the_command_prints_the_matrix():
-    told = CliRunner().invoke(app, ["list", "papers"])
-    assert told.exit_code == 0
-    head, _, *rows = (line.split() for line in told.stdout.splitlines())
+    output = CliRunner().invoke(app, ["list", "papers"])
+    assert output.exit_code == 0
+    head, _, *rows = (line.split() for line in output.stdout.splitlines())
     assert head == ["document", "items", *STATES, "on", "real", "data", "numbers"]
     assert [row[:5] for row in rows] == [
         [str(row[key]) for key in ("document", "items", *STATES)] for row in coverage()
     ]
-    told = CliRunner().invoke(app, ["list", "papers", "--json"])
-    assert len(json.loads(told.stdout)[-1]["detail"]) == 60
+    output = CliRunner().invoke(app, ["list", "papers", "--json"])
+    assert len(json.loads(output.stdout)[-1]["detail"]) == 60
 
 
 def test_what_is_not_covered_in_full_is_void_absent_or_not_to_be_had():
     """54 of 60 run as published; each of the others lacks what nobody here can give it."""
-    open_ = {one.item.name: " ".join(one.lacks) for one in FOUND if one.state != "full"}
-    why = ("print:void", "print:absent", "data:split-lists")
-    assert {name: says for name, says in open_.items() if not any(w in says for w in why)} == {}
+    open_ = {
+        covered_item.item.name: " ".join(covered_item.missing)
+        for covered_item in COVERED
+        if covered_item.state != "full"
+    }
+    reasons = ("print:void", "print:absent", "data:split-lists")
+    assert {name: text for name, text in open_.items() if not any(w in text for w in reasons)} == {}
     assert len(open_) <= 6

@@ -14,10 +14,10 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.demo import demo
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError
-from fedvlm.report.explain import explain, grid, prompt_map
-from fedvlm.report.page.gather import gather
-from fedvlm.report.page.render import page
-from fedvlm.report.pictures import draw
+from fedvlm.report.explain import explain, patch_grid, prompt_map
+from fedvlm.report.page.gather import build_model
+from fedvlm.report.page.render import render_page
+from fedvlm.report.pictures import draw_explanation
 
 CLASSES = ("bird", "fruit", "vehicle")
 
@@ -30,12 +30,12 @@ def folder(tmp_path_factory) -> Path:
     with ZipFile(archive) as box:
         for domain in ("noto", "twemoji"):
             for name in CLASSES:
-                files = [one for one in box.namelist() if one.startswith(f"{domain}/{name}/")]
+                files = [file for file in box.namelist() if file.startswith(f"{domain}/{name}/")]
                 assert len(files) >= 10, name
-                for one in files[:10]:
-                    place = root / "all" / one
+                for file in files[:10]:
+                    place = root / "all" / file
                     place.parent.mkdir(parents=True, exist_ok=True)
-                    place.write_bytes(box.read(one))
+                    place.write_bytes(box.read(file))
     return root
 
 
@@ -63,78 +63,76 @@ def image(folder) -> Path:
 
 
 def test_similarity_is_the_cosine_of_each_patch_and_the_class_behind_each_prompt(fedotp, image):
-    told = explain(fedotp, image, name="fruit", client="noto")
-    own = fedotp.personalised("noto")
+    explanation = explain(fedotp, image, name="fruit", client="noto")
+    classifier = fedotp.personalised("noto")
     encoder = demo()
     pixels = encoder.preprocess(Image.open(image).convert("RGB"))
     patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()[0]
     unit = torch.nn.functional.normalize(patches, dim=1)
-    for found, prompt in zip(
-        told.similarity, (own.shared["prompt"], own.local["own"]), strict=True
+    for cosines, prompt in zip(
+        explanation.similarity, (classifier.shared["prompt"], classifier.local["own"]), strict=True
     ):
-        text = own.frozen.text_tower(prompt)[own.frozen.classes.index("fruit")]
-        np.testing.assert_allclose(found.ravel(), (unit @ text).numpy(), atol=1e-5)
-    assert told.similarity.shape == (2, 6, 6)
-    assert told.image.shape == (48, 48, 3)
+        text = classifier.frozen.text_tower(prompt)[classifier.frozen.classes.index("fruit")]
+        np.testing.assert_allclose(cosines.ravel(), (unit @ text).numpy(), atol=1e-5)
+    assert explanation.similarity.shape == (2, 6, 6)
+    assert explanation.image.shape == (48, 48, 3)
 
 
 def test_plans_take_their_share_of_the_image_and_no_patch_gives_more_than_it_has(fedotp, image):
-    told = explain(fedotp, image, gammas=(0.3, 1.0, 0.3))
-    assert list(told.plans) == [0.3, 1.0]
-    for gamma, plan in told.plans.items():
+    explanation = explain(fedotp, image, gammas=(0.3, 1.0, 0.3))
+    assert list(explanation.plans) == [0.3, 1.0]
+    for gamma, plan in explanation.plans.items():
         assert plan.min() >= 0
         assert plan.sum(0).max() <= 1 + 1e-3
         np.testing.assert_allclose(plan.mean((1, 2)), gamma / 2, rtol=1e-3)
 
 
 def test_the_answer_and_its_chance_are_those_of_the_clients_classifier(fedotp, image):
-    told = explain(fedotp, image, client="twemoji")
-    assert told.client == "twemoji"
-    assert told.name == told.likeliest
-    assert told.chance >= 1 / 3
-    rest = [explain(fedotp, image, client="twemoji", name=one).chance for one in CLASSES]
+    explanation = explain(fedotp, image, client="twemoji")
+    assert explanation.client == "twemoji"
+    assert explanation.name == explanation.likeliest
+    assert explanation.probability >= 1 / 3
+    rest = [explain(fedotp, image, client="twemoji", name=class_name).probability for class_name in CLASSES]
     assert sum(rest) == pytest.approx(1)
-    assert max(rest) == pytest.approx(told.chance)
+    assert max(rest) == pytest.approx(explanation.probability)
 
 
 def test_the_picture_shown_is_the_one_the_encoder_sees(image):
     preprocess = demo().preprocess
     pixels = preprocess(Image.open(image).convert("RGB"))
-    shown = preprocess.undo(pixels)
-    again = (shown / 255 - np.array(preprocess.mean)) / np.array(preprocess.std)
+    restored = preprocess.undo(pixels)
+    again = (restored / 255 - np.array(preprocess.mean)) / np.array(preprocess.std)
     np.testing.assert_allclose(again.transpose(2, 0, 1), pixels, atol=1e-5)
 
 
 def test_the_command_draws_both_images(fedotp, folder, image, tmp_path):
     out = tmp_path / "new" / "image.png"
-    said = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--out", out)
-    assert "bird" in said and str(out) in said
+    output = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--out", out)
+    assert "bird" in output and str(out) in output
     with Image.open(out) as drawn:
         assert drawn.format == "PNG" and drawn.width > 1000
     call("explain", fedotp.folder, "--image", image, "--gamma", 0.5, "--gamma", 0.9)
     assert (fedotp.folder / f"explain-{image.stem}.png").is_file()
-    coop = run(
-        folder, "coop", clients={"partition": "domain-dirichlet", "count": 2, "min_samples": 2}
-    )
+    coop = run(folder, "coop", clients={"partition": "domain-dirichlet", "count": 2, "min_samples": 2})
     call("explain", coop.folder, "--prompts")
     assert (coop.folder / "prompts.png").is_file()
-    told = prompt_map(coop)
-    assert told.groups == ("noto", "noto", "twemoji", "twemoji")
-    assert np.isfinite(told.places).all()
-    model = gather([coop])
+    prompts = prompt_map(coop)
+    assert prompts.groups == ("noto", "noto", "twemoji", "twemoji")
+    assert np.isfinite(prompts.places).all()
+    model = build_model([coop])
     drawn = model["runs"][0]["prompts"]
-    assert drawn["clients"] == list(told.clients)
-    assert drawn["places"] == told.places.round(3).tolist()
-    figure = page(model).partition("local prompts of coop")[2].partition("</figure>")[0]
+    assert drawn["clients"] == list(prompts.clients)
+    assert drawn["places"] == prompts.places.round(3).tolist()
+    figure = render_page(model).partition("local prompts of coop")[2].partition("</figure>")[0]
     assert figure.count("<circle") == 4
 
 
 def test_fedotp_says_its_share_and_how_far_its_prompts_have_parted(fedotp):
-    [one] = fedotp.trainings().values()
-    for said in one["maps"].values():
-        assert said["gamma"] == 0.8
-        assert -1 <= said["cosine of the prompts"] < 1
-    text = page(gather([fedotp]))
+    [training] = fedotp.trainings().values()
+    for diagnostics in training["maps"].values():
+        assert diagnostics["gamma"] == 0.8
+        assert -1 <= diagnostics["cosine of the prompts"] < 1
+    text = render_page(build_model([fedotp]))
     assert "γ, share of an image that prompts take" in text and "t-SNE" not in text
 
 
@@ -169,26 +167,24 @@ def test_what_cannot_be_drawn_is_refused_by_name(fedotp, folder, image, tmp_path
 def test_the_command_wants_an_image_or_the_map(fedotp, image):
     for words in ([], ["--image", str(image), "--prompts"]):
         with pytest.raises(SettingsError, match="--image FILE, or --prompts"):
-            CliRunner().invoke(
-                cli.app, ["explain", str(fedotp.folder), *words], catch_exceptions=False
-            )
+            CliRunner().invoke(cli.app, ["explain", str(fedotp.folder), *words], catch_exceptions=False)
 
 
 def test_a_missing_matplotlib_is_named_with_its_extra(fedotp, image, tmp_path, monkeypatch):
-    told = explain(fedotp, image)
+    explanation = explain(fedotp, image)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SettingsError, match=r"fedvlm\[plot\]"):
-        draw(told, tmp_path / "x.png")
+        draw_explanation(explanation, tmp_path / "x.png")
 
 
 def test_patches_form_a_grid_or_are_refused():
-    assert grid(196, 224, 224) == (14, 14)
-    assert grid(8, 32, 64) == (2, 4)
+    assert patch_grid(196, 224, 224) == (14, 14)
+    assert patch_grid(8, 32, 64) == (2, 4)
     with pytest.raises(EncoderError, match="37 patches"):
-        grid(37, 48, 48)
+        patch_grid(37, 48, 48)
 
 
 def test_a_place_that_cannot_be_written_is_an_error_of_the_disk(fedotp, image, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write"):
-        draw(explain(fedotp, image), tmp_path / "file" / "x.png")
+        draw_explanation(explain(fedotp, image), tmp_path / "file" / "x.png")

@@ -7,19 +7,19 @@ from fedvlm.errors import SettingsError
 
 
 def test_frame_has_a_row_per_seed_training_and_client_and_gives_the_table(bad_runs):
-    found = bad_runs[1].frame()
-    assert len(found) == 2 * 3 * 3
-    unseen = found[found.unseen].groupby("seed").accuracy.mean()
+    frame = bad_runs[1].frame()
+    assert len(frame) == 2 * 3 * 3
+    unseen = frame[frame.unseen].groupby("seed").accuracy.mean()
     assert unseen.tolist() == pytest.approx([table["G"] for table in bad_runs[1].tables])
 
 
 def test_compare_gives_a_row_per_run_of_results_directories_and_pages(bad_runs, bad_page):
-    one = fedvlm.compare(*bad_runs)
-    assert len(one) == 3
+    frame = fedvlm.compare(*bad_runs)
+    assert len(frame) == 3
     mean = sum(table["P"] for table in bad_runs[1].tables) / 2
-    assert one["P"].iloc[1] == pytest.approx(mean)
-    assert one.equals(fedvlm.compare(*(run.folder for run in bad_runs)))
-    assert one.equals(fedvlm.compare(bad_page))
+    assert frame["P"].iloc[1] == pytest.approx(mean)
+    assert frame.equals(fedvlm.compare(*(run.folder for run in bad_runs)))
+    assert frame.equals(fedvlm.compare(bad_page))
     with pytest.raises(SettingsError, match="no run is named"):
         fedvlm.compare()
 
@@ -32,11 +32,11 @@ def test_figure_is_one_panel_with_lines(bad_runs, kind):
 
 def test_figure_does_without_a_client_that_did_not_answer_in_the_end(bad_runs, monkeypatch):
     """As a site of a deployed run that was gone when all were asked to adapt."""
-    found = bad_runs[1].trainings()
-    name = next(iter(found))
-    lost = found[name]["train"][0]
-    scores = {id: one for id, one in found[name]["scores"].items() if id != lost}
-    less = {**found, name: {**found[name], "scores": scores}}
+    trainings = bad_runs[1].trainings()
+    name = next(iter(trainings))
+    lost = trainings[name]["train"][0]
+    scores = {id: client_scores for id, client_scores in trainings[name]["scores"].items() if id != lost}
+    less = {**trainings, name: {**trainings[name], "scores": scores}}
     monkeypatch.setattr(type(bad_runs[1]), "trainings", lambda self, seed=None: less)
     assert bad_runs[1].figure("reliability", name).axes[0].lines
 
@@ -47,6 +47,6 @@ def test_unknown_figure_is_refused(bad_runs):
 
 
 def test_notebook_table_escapes_names(bad_runs):
-    shown = bad_runs[1]._repr_html_()
-    assert shown.startswith("<table><tr><th>method</th>") and "fedavg" in shown
-    assert "<script" not in shown
+    html = bad_runs[1]._repr_html_()
+    assert html.startswith("<table><tr><th>method</th>") and "fedavg" in html
+    assert "<script" not in html

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 import fedvlm
 from fedvlm.cli import app
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.page.gather import gather, names
+from fedvlm.report.page.gather import build_model, run_names
 from fedvlm.report.page.read import read_page
-from fedvlm.report.page.render import page, write_page
-from fedvlm.report.page.svg import nice
-from fedvlm.report.tables import compare
+from fedvlm.report.page.render import render_page, write_page
+from fedvlm.report.page.svg import nice_ticks
+from fedvlm.report.tables import compare_table
 
 
 class Elements(HTMLParser):
@@ -50,11 +50,11 @@ def test_page_names_no_address_and_has_no_style_or_handler_attribute(text):
 
 
 def test_policy_allows_our_own_script_and_style_and_nothing_else(text):
-    found = Elements(text)
-    policy = next(a["content"] for _, a in found.tags if "http-equiv" in a)
+    elements = Elements(text)
+    policy = next(a["content"] for _, a in elements.tags if "http-equiv" in a)
     assert "unsafe" not in policy and policy.startswith("default-src 'none'; ")
-    style = next(data for tag, data in found.inside if tag == "style")
-    script = found.inside[-1][1]
+    style = next(data for tag, data in elements.inside if tag == "style")
+    script = elements.inside[-1][1]
     for name, data in (("style-src", style), ("script-src", script)):
         assert f"{name} 'sha256-{b64encode(sha256(data.encode()).digest()).decode()}'" in policy
     assert len(script.encode()) < 20_000
@@ -67,13 +67,13 @@ def test_bad_names_are_words_and_never_elements(text):
 
 
 def test_compare_reads_a_page_back_as_the_runs_it_was_made_of(bad_runs, bad_page):
-    told = read_page(bad_page)
+    records = read_page(bad_page)
     for options in (
         {},
-        {"every": True, "form": "csv"},
-        {"traffic": True, "asked": ["F1", "ECE"]},
+        {"all_columns": True, "form": "csv"},
+        {"traffic": True, "extra_columns": ["F1", "ECE"]},
     ):
-        assert compare(told, **options) == compare(bad_runs, **options)
+        assert compare_table(records, **options) == compare_table(bad_runs, **options)
 
 
 def test_file_without_runs_inside_is_refused(tmp_path):
@@ -85,24 +85,21 @@ def test_file_without_runs_inside_is_refused(tmp_path):
 
 
 def test_model_is_plain_json_and_the_same_twice(bad_runs):
-    model = gather(bad_runs)
-    assert json.loads(json.dumps(model)) == json.loads(json.dumps(gather(bad_runs)))
-    assert page(model) == page(json.loads(json.dumps(model)))
+    model = build_model(bad_runs)
+    assert json.loads(json.dumps(model)) == json.loads(json.dumps(build_model(bad_runs)))
+    assert render_page(model) == render_page(json.loads(json.dumps(model)))
 
 
 def test_no_runs_are_refused():
     with pytest.raises(SettingsError, match="no run is named"):
-        gather([])
+        build_model([])
 
 
 def test_best_has_the_largest_mean_and_level_runs_have_nought_in_their_interval(bad_runs):
-    model = gather(bad_runs)
+    model = build_model(bad_runs)
     assert set(model["verdicts"]) == {"G", "P", "C"}
     for column, verdict in model["verdicts"].items():
-        means = [
-            sum(table[column] for table in run["tables"]) / len(run["tables"])
-            for run in model["runs"]
-        ]
+        means = [sum(table[column] for table in run["tables"]) / len(run["tables"]) for run in model["runs"]]
         assert means[verdict["best"]] == max(means)
         for place, (mean, low, high) in verdict["differences"].items():
             assert mean == pytest.approx(means[int(place)] - max(means), abs=1e-5)
@@ -114,59 +111,59 @@ def test_best_has_the_largest_mean_and_level_runs_have_nought_in_their_interval(
 
 
 def test_runs_of_other_rows_are_not_compared(bad_runs, rows_like, tmp_path):
-    other = fedvlm.run("zero-shot", out=tmp_path / "o", embedded=rows_like(seed=5), seeds=[0, 1])
-    model = gather([bad_runs[0], other])
+    other_data = fedvlm.run("zero-shot", out=tmp_path / "o", embedded=rows_like(seed=5), seeds=[0, 1])
+    model = build_model([bad_runs[0], other_data])
     assert model["verdicts"] == {}
     assert "Nothing is compared" in model["sentences"][-1]
-    page(model)
+    render_page(model)
 
 
 @pytest.mark.parametrize(
-    ("protocol", "more"),
+    ("protocol", "settings"),
     [
         ("own-test", {}),
         ("source-target", {"target": ["art"]}),
         ("cross-device", {"counts": [1, 2], "unseen": 1}),
     ],
 )
-def test_every_protocol_has_a_page_with_a_verdict(rows_like, tmp_path, protocol, more):
+def test_every_protocol_has_a_page_with_a_verdict(rows_like, tmp_path, protocol, settings):
     runs = [
         fedvlm.run(
             {"name": name, **({"rounds": 2} if name != "zero-shot" else {})},
             out=tmp_path / name,
             embedded=rows_like(),
             protocol=protocol,
-            **more,
+            **settings,
         )
         for name in ("zero-shot", "fedavg", "fedot-all-local")
     ]
-    model = gather(runs)
+    model = build_model(runs)
     assert model["verdicts"] and model["sentences"]
     assert "unseen" not in model["runs"][2]["sure"]  # it has learnt nothing for them
     out = write_page(runs, tmp_path / "page.html")
-    assert compare(read_page(out)) == compare(runs)
+    assert compare_table(read_page(out)) == compare_table(runs)
 
 
 def test_badges_say_what_makes_numbers_weak(rows_like, tmp_path):
     settings = {"embedded": rows_like(), "selection": "oracle"}
     run = fedvlm.run({"name": "fedavg", "rounds": 2}, out=tmp_path / "r", **settings)
-    told = dict(gather([run])["badges"])
-    assert "ORACLE" in told and "SMOKE" not in told
+    badges = dict(build_model([run])["badges"])
+    assert "ORACLE" in badges and "SMOKE" not in badges
 
 
 def test_names_are_as_short_as_tells_runs_apart():
     def run(**settings):
         return {"identity": {"seeds": [0], "method": settings}}
 
-    assert names([run(name="a", lr=1, x=2), run(name="b", lr=3)]) == ["a", "b"]
-    both = [run(name="a", lr=1, x=2), run(name="a", lr=3, x=2)]
-    assert names(both) == ["a (rate 1)", "a (rate 3)"]
-    assert names([run(name="a"), run(name="a")]) == ["a [1]", "a [2]"]
+    assert run_names([run(name="a", lr=1, x=2), run(name="b", lr=3)]) == ["a", "b"]
+    runs = [run(name="a", lr=1, x=2), run(name="a", lr=3, x=2)]
+    assert run_names(runs) == ["a (rate 1)", "a (rate 3)"]
+    assert run_names([run(name="a"), run(name="a")]) == ["a [1]", "a [2]"]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.431, 0.562), (3, 3), (-2, 1e6), (1e-7, 2e-7)])
 def test_ticks_are_few_and_span_the_numbers(low, high):
-    ticks = nice(low, high)
+    ticks = nice_ticks(low, high)
     assert ticks[0] <= low + 1e-9 and ticks[-1] >= high - 1e-9 * max(1, high)
     assert 2 <= len(ticks) <= 9
 
@@ -177,5 +174,5 @@ def test_report_command_writes_beside_the_runs_and_compare_reads_it(bad_runs):
     [path] = re.findall(r"report: (.*report\.html)", done.output)
     assert path == str(bad_runs[0].folder.parent / "report.html")
     words = ["compare", path, "--columns", "AUC"]
-    told = CliRunner().invoke(app, words, catch_exceptions=False).output
-    assert "AUC, own" in told.splitlines()[0] and len(told.splitlines()) == 5
+    output = CliRunner().invoke(app, words, catch_exceptions=False).output
+    assert "AUC, own" in output.splitlines()[0] and len(output.splitlines()) == 5

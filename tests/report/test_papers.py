@@ -14,10 +14,10 @@ from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.papers import (
     ROUNDS,
     differences,
-    find,
-    folder,
+    find_item,
     items,
     numbers,
+    papers_folder,
 )
 from fedvlm.runner.named import experiments
 from fedvlm.runner.settings import build, read_toml
@@ -28,21 +28,20 @@ COUNTS = {  # rows times columns of every table, counted in the documents; and n
     "fedot-v2": {"T1": 9, "T2": 15, "T3": 20, "T4": 30, "F5": 4},
     "faa-clip": {"TI": 20, "TII": 28, "TIII": 140, "TIV": 140, "TV": 140, "TVI": 119, "TVII": 45}
     | {"TVIII": 60, "TIX": 98, "F4": 3, "F8": 4},
-    "fedotp": {"T1": 45, "T2": 35, "T3": 10, "T4": 30, "A1": 36, "A2": 60, "A3": 25, "A4": 120}
-    | {"A5": 42},
+    "fedotp": {"T1": 45, "T2": 35, "T3": 10, "T4": 30, "A1": 36, "A2": 60, "A3": 25, "A4": 120} | {"A5": 42},
     "tofa": {"T1": 55, "T2": 10, "T3": 108},
 }
 ITEMS = {"fedot-v1": 13, "fedot-v2": 9, "faa-clip": 18, "fedotp": 15, "tofa": 5}
-EVERY = [one for many in numbers().values() for one in many]
+ALL_NUMBERS = [number for printed in numbers().values() for number in printed]
 
 
 def group(name, *keys):
     """The numbers of an item by row, data and settings, each a dict by column."""
-    found = {}
-    for one in numbers()[name]:
-        key = (one.data, one.row, one.line if "line" in keys else repr(one.settings))
-        found.setdefault(key, {})[one.column] = one
-    return found
+    groups = {}
+    for number in numbers()[name]:
+        key = (number.data, number.row, number.line if "line" in keys else repr(number.settings))
+        groups.setdefault(key, {})[number.column] = number
+    return groups
 
 
 def means():
@@ -58,21 +57,21 @@ def means_of_fedot():
                 yield row["C"], [row["G"], *[row["P"]] * 3]
     for name in ("T2", "T5", "T6", "T9", "T10"):
         for row in group(f"fedot-v1/{name}").values():
-            for whole, each in (("G", "G "), ("C", "C, target "), ("kappa", "kappa, ")):
-                if whole in row:
-                    yield row[whole], [one for key, one in row.items() if key.startswith(each)]
+            for mean, prefix in (("G", "G "), ("C", "C, target "), ("kappa", "kappa, ")):
+                if mean in row:
+                    yield row[mean], [number for key, number in row.items() if key.startswith(prefix)]
     for name in ("T7", "T8"):
         for row in group(f"fedot-v1/{name}", "line").values():
-            (whole,) = (one for key, one in row.items() if key.startswith("P, "))
-            yield whole, [one for key, one in row.items() if key.startswith("A[")]
-    for general, personal, both in (("T5", "T7", "T9"), ("T6", "T8", "T10")):
+            (mean,) = (number for key, number in row.items() if key.startswith("P, "))
+            yield mean, [number for key, number in row.items() if key.startswith("A[")]
+    for general, personal, combined in (("T5", "T7", "T9"), ("T6", "T8", "T10")):
         parts = group(f"fedot-v1/{general}"), group(f"fedot-v1/{personal}")
-        for key, row in group(f"fedot-v1/{both}").items():
-            for column, one in row.items():
+        for key, row in group(f"fedot-v1/{combined}").items():
+            for column, number in row.items():
                 unseen = column.removeprefix("C, target ")
-                if unseen != column and one.method != "zero-shot":
+                if unseen != column and number.method != "zero-shot":
                     yield (
-                        one,
+                        number,
                         [parts[0][key][f"G {unseen}"], *[parts[1][key][f"P, target {unseen}"]] * 3],
                     )
 
@@ -81,32 +80,32 @@ def means_of_others():
     for name in ("TIII", "TIV", "TV", "TVI", "TVII", "TIX"):
         for row in group(f"faa-clip/{name}").values():
             for end in ("", " balanced", " F1"):
-                if whole := row.get(f"average{end}"):
+                if mean := row.get(f"average{end}"):
                     kind = end.strip()
-                    yield whole, [one for key, one in row.items() if kind in key and one != whole]
+                    yield mean, [number for key, number in row.items() if kind in key and number != mean]
     for name in ("fedotp/T2", "fedotp/A2", "fedotp/A3", "tofa/T3"):
         for row in group(name).values():
-            yield row["own"], [one for key, one in row.items() if key != "own"]
+            yield row["own"], [number for key, number in row.items() if key != "own"]
 
 
 @pytest.mark.parametrize("document", COUNTS)
 def test_every_table_has_as_many_numbers_as_it_prints(document):
-    found = {key: len(many) for key, many in numbers().items() if key.startswith(f"{document}/")}
-    assert {key.split("/")[1]: count for key, count in found.items() if count} == COUNTS[document]
-    assert len(found) == ITEMS[document]
-    assert found == {key: items()[key].numbers for key in found}
+    counts = {key: len(printed) for key, printed in numbers().items() if key.startswith(f"{document}/")}
+    assert {key.split("/")[1]: count for key, count in counts.items() if count} == COUNTS[document]
+    assert len(counts) == ITEMS[document]
+    assert counts == {key: items()[key].numbers for key in counts}
 
 
 def test_a_printed_mean_is_that_of_its_parts_or_is_not_ok():
     """A slip of a digit would show here: nearly all of the tables stand in some mean."""
     wrong = Counter()
     total = 0
-    for whole, parts in means():
+    for mean, parts in means():
         total += 1
-        assert len(parts) > 2 or whole.column == "C"
-        if abs(whole.value - fmean(one.value for one in parts)) >= 0.0101:
-            assert whole.status != "ok", whole
-            wrong[whole.name] += 1
+        assert len(parts) > 2 or mean.column == "C"
+        if abs(mean.value - fmean(number.value for number in parts)) >= 0.0101:
+            assert mean.status != "ok", mean
+            wrong[mean.name] += 1
     assert total > 1000
     slips = {"fedot-v1/T1": 5, "fedot-v1/T5": 1, "fedot-v1/T7": 4, "fedot-v1/T8": 5}
     slips |= {"fedot-v1/T9": 6, "fedot-v1/T10": 6, "fedot-v2/T4": 1}
@@ -115,19 +114,19 @@ def test_a_printed_mean_is_that_of_its_parts_or_is_not_ok():
 
 def test_the_overview_repeats_the_tables_of_the_appendix():
     """FedOT's table 1 names no variants; these are the rows whose numbers it has."""
-    first = [one for one in numbers()["fedot-v1/T1"] if one.row not in ("FedOT", "FedOT(+B)")]
-    assert {one.column for one in first} > {"G", "C"}
-    for one in first:
-        general, comprehensive = ("T5", "T9") if one.data in ("femnist", "pacs") else ("T6", "T10")
-        if one.column != "P":
-            name = f"fedot-v1/{general if one.column == 'G' else comprehensive}"
+    first = [number for number in numbers()["fedot-v1/T1"] if number.row not in ("FedOT", "FedOT(+B)")]
+    assert {number.column for number in first} > {"G", "C"}
+    for number in first:
+        general, comprehensive = ("T5", "T9") if number.data in ("femnist", "pacs") else ("T6", "T10")
+        if number.column != "P":
+            name = f"fedot-v1/{general if number.column == 'G' else comprehensive}"
             (same,) = (
-                other
-                for other in numbers()[name]
-                if (other.data, other.method, other.settings, other.column)
-                == (one.data, one.method, one.settings, one.column)
+                number
+                for number in numbers()[name]
+                if (number.data, number.method, number.settings, number.column)
+                == (number.data, number.method, number.settings, number.column)
             )
-            assert same.value == one.value
+            assert same.value == number.value
 
 
 def test_numbers_that_experiments_quote_are_among_the_papers():
@@ -136,7 +135,7 @@ def test_numbers_that_experiments_quote_are_among_the_papers():
     for path in experiments().values():
         values = read_toml(path)
         printed = {
-            (one.method, one.column, one.value) for one in EVERY if one.data == values.get("data")
+            (number.method, number.column, number.value) for number in ALL_NUMBERS if number.data == values.get("data")
         }
         for row, cells in values.get("paper", {}).items():
             method = row.split(" ")[0].rstrip(",")
@@ -146,48 +145,48 @@ def test_numbers_that_experiments_quote_are_among_the_papers():
 
 
 def test_methods_and_settings_of_the_numbers_are_ours():
-    known = methods()
-    for one in {(one.method, repr(one.settings)): one for one in EVERY}.values():
-        own = {key[7:]: one.settings[key] for key in one.settings if key.startswith("method.")}
-        if one.method:
-            types = {field.name: field.type for field in fields(known[one.method])}
-            for key, value in own.items():
+    known_methods = methods()
+    for number in {(number.method, repr(number.settings)): number for number in ALL_NUMBERS}.values():
+        settings = {key[7:]: number.settings[key] for key in number.settings if key.startswith("method.")}
+        if number.method:
+            types = {field.name: field.type for field in fields(known_methods[number.method])}
+            for key, value in settings.items():
                 check_type(key, value, types[key])
         else:
-            assert not own
-    others = {
-        repr(found): found
-        for one in EVERY
-        if (found := {key: one.settings[key] for key in one.settings if key[:7] != "method."})
+            assert not settings
+    other_settings = {
+        repr(extra): extra
+        for number in ALL_NUMBERS
+        if (extra := {key: number.settings[key] for key in number.settings if key[:7] != "method."})
     }
-    assert len(others) > 20
-    for one in others.values():
-        protocol = "source-target" if "target" in one else "own-test"
-        clients = {key[8:]: one[key] for key in one if key.startswith("clients.")}
-        rest = {key: one[key] for key in one if not key.startswith("clients.")}
+    assert len(other_settings) > 20
+    for number in other_settings.values():
+        protocol = "source-target" if "target" in number else "own-test"
+        clients = {key[8:]: number[key] for key in number if key.startswith("clients.")}
+        rest = {key: number[key] for key in number if not key.startswith("clients.")}
         built = build({"method": "zero-shot", "protocol": protocol, "clients": clients, **rest})
-        assert not differences(one, built.identity())
+        assert not differences(number, built.identity())
 
 
 def test_data_of_the_numbers_are_in_the_catalogue():
-    assert {one.data for one in EVERY} - {"mean of five"} <= set(catalogue())
+    assert {number.data for number in ALL_NUMBERS} - {"mean of five"} <= set(catalogue())
 
 
 def test_a_number_that_is_not_ok_says_why_and_every_one_says_its_line():
-    assert all(one.why for one in EVERY if one.status != "ok")
-    assert all(one.line > 0 and one.round in ROUNDS for one in EVERY)
-    assert all(0 <= one.value <= 100 for one in EVERY if one.column in ("G", "P", "C", "own"))
+    assert all(number.reason for number in ALL_NUMBERS if number.status != "ok")
+    assert all(number.line > 0 and number.round in ROUNDS for number in ALL_NUMBERS)
+    assert all(0 <= number.value <= 100 for number in ALL_NUMBERS if number.column in ("G", "P", "C", "own"))
 
 
 def test_an_unknown_item_is_refused_with_the_nearest_ones():
     with pytest.raises(SettingsError, match=r"called 'fedot-v1/t1'; the nearest are fedot-v1/T1, "):
-        find("fedot-v1/t1")
+        find_item("fedot-v1/t1")
     with pytest.raises(SettingsError, match=r"called 'zzz'; `fedvlm list papers --json` names all"):
-        find("zzz")
+        find_item("zzz")
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "old", "new", "says"),
+    ("file", "line", "old", "new", "message"),
     [
         ("fedot-v2.csv", 2, "78.53", "7b.53", "value = '7b.53' does not fit"),
         ("fedot-v2.csv", 2, "78.53", "nan", "value = 'nan' does not fit"),
@@ -196,29 +195,29 @@ def test_an_unknown_item_is_refused_with_the_nearest_ones():
         ("tofa.csv", 9, ",ok,", ",fine,", "status = 'fine' does not fit: it takes one of"),
         ("tofa.csv", 9, ",ok,", ",void,", "it is void, and does not say why"),
         ("tofa.csv", 9, "clients.shots = 16", "shots 16", "settings = 'shots 16' does not fit"),
-        ("tofa.csv", 1, "why", "because", "its columns must be paper, version"),
+        ("tofa.csv", 1, "reason", "because", "its columns must be paper, version"),
         ("items.csv", 4, ",table,", ",picture,", "kind = 'picture' does not fit"),
         ("items.csv", 4, ",30,", ",many,", "numbers = 'many' does not fit"),
         ("items.csv", 11, "data =", "dta =", "it takes tables of data, methods and sweep"),
     ],
 )
-def test_a_broken_line_is_refused_with_its_file_and_number(tmp_path, file, line, old, new, says):
+def test_a_broken_line_is_refused_with_its_file_and_number(tmp_path, file, line, old, new, message):
     place = tmp_path / "papers"
-    shutil.copytree(folder(), place)
+    shutil.copytree(papers_folder(), place)
     text = (place / file).read_text().splitlines(keepends=True)
     assert old in text[line - 1]
     text[line - 1] = text[line - 1].replace(old, new, 1)
     (place / file).write_text("".join(text))
     with pytest.raises(DataError) as refused:
         numbers(place)
-    told = str(refused.value)
-    assert f"{file}, line {line}: " in told
-    assert says in told
+    text = str(refused.value)
+    assert f"{file}, line {line}: " in text
+    assert message in text
 
 
 def test_a_number_that_is_there_twice_is_refused(tmp_path):
     place = tmp_path / "papers"
-    shutil.copytree(folder(), place)
+    shutil.copytree(papers_folder(), place)
     with (place / "tofa.csv").open("a") as file:
         file.write((place / "tofa.csv").read_text().splitlines()[5] + "\n")
     with pytest.raises(DataError, match=r"tofa\.csv, line 175: this number is there twice"):
@@ -227,7 +226,7 @@ def test_a_number_that_is_there_twice_is_refused(tmp_path):
 
 def test_a_missing_file_of_a_paper_is_refused(tmp_path):
     place = tmp_path / "papers"
-    shutil.copytree(folder(), place)
+    shutil.copytree(papers_folder(), place)
     (place / "fedotp.csv").unlink()
     with pytest.raises(DataError, match=r"fedotp\.csv cannot be read"):
         numbers(place)

@@ -14,8 +14,8 @@ from fedvlm.data.superclasses import SUPERCLASSES
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.report import overlaid, several
 from fedvlm.report.explain import prompt_map
-from fedvlm.report.panels import Asked, titles
-from fedvlm.report.plots import KINDS, draw_runs
+from fedvlm.report.panels import PlotOptions, run_names
+from fedvlm.report.plots import PLOT_KINDS, draw_runs
 
 PLAIN = ("rounds", "sweep", "bars", "reliability", "roc", "decision", "partition", "kite")
 
@@ -40,7 +40,7 @@ def prompted(tmp_path_factory):
     root = tmp_path_factory.mktemp("prompted")
     names = ("bee", "beetle", "shark", "trout")  # of two superclasses
     with ZipFile(Path(fedvlm.__file__).parent / "data" / "demo" / "emoji.zip") as box:
-        files = [one for one in box.namelist() if one.endswith(".png")]
+        files = [name for name in box.namelist() if name.endswith(".png")]
         for place, file in enumerate(files[:80]):
             path = root / "data" / names[place % 4] / f"{place}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,50 +64,49 @@ def prompted(tmp_path_factory):
 def test_several_runs_are_drawn_to_png_and_svg(kind, runs, tmp_path):
     with Image.open(draw_runs(kind, runs, tmp_path / "a.png")) as image:
         assert (np.asarray(image.convert("L")) < 250).sum() > 1000
-    one, two = (draw_runs(kind, runs, tmp_path / f"{name}.svg").read_text() for name in "bc")
-    assert "<svg" in one
-    assert len(one) == len(two)
+    first, two = (draw_runs(kind, runs, tmp_path / f"{name}.svg").read_text() for name in "bc")
+    assert "<svg" in first
+    assert len(first) == len(two)
 
 
 def test_lines_over_the_rounds_end_as_the_record_does(runs):
-    panel = several.rounds(runs[:1], Asked()).axes[0]
+    panel = several.rounds(runs[:1], PlotOptions()).axes[0]
     (line,) = panel.get_lines()
-    lines = [one for one in runs[0].lines() if one["round"] == 2]
-    shares = [
-        np.mean([each["test_hits"] / each["test_rows"] for each in one["clients"].values()])
-        for one in lines
+    lines = [line for line in runs[0].lines() if line["round"] == 2]
+    accuracies = [
+        np.mean([client["test_hits"] / client["test_rows"] for client in line["clients"].values()]) for line in lines
     ]
     assert len(lines) == 6  # three trainings of two seeds
-    assert line.get_ydata()[-1] == pytest.approx(100 * np.mean(shares))
+    assert line.get_ydata()[-1] == pytest.approx(100 * np.mean(accuracies))
 
 
 @pytest.mark.parametrize("column", ["cosine", "loss", "difference", "seconds"])
 def test_lines_of_what_is_no_share_are_not_in_per_cent(runs, column):
-    panel = several.rounds(runs[:1], Asked((column,))).axes[0]
+    panel = several.rounds(runs[:1], PlotOptions((column,))).axes[0]
     (line,) = panel.get_lines()
-    told = [one[column] for one in runs[0].lines() if one["round"] == 2]
-    assert line.get_ydata()[-1] == pytest.approx(np.mean(told))
+    values = [line[column] for line in runs[0].lines() if line["round"] == 2]
+    assert line.get_ydata()[-1] == pytest.approx(np.mean(values))
     assert panel.get_ylabel() == column
 
 
 def test_lines_over_a_setting_go_through_the_columns_of_the_tables(runs):
-    figure = several.sweep(runs[::-1], Asked(("P", "dof")))
+    figure = several.sweep(runs[::-1], PlotOptions(("P", "dof")))
     for panel, scale in zip(figure.axes, (100, 1), strict=True):
         (line,) = panel.get_lines()
         assert line.get_xdata().tolist() == [1, 2, 8]
-        means = [several.value(one, panel.get_title())[0] for one in runs]
-        np.testing.assert_allclose(line.get_ydata(), [scale * one for one in means])
+        means = [several.column_value(run, panel.get_title())[0] for run in runs]
+        np.testing.assert_allclose(line.get_ydata(), [scale * run for run in means])
     assert figure.axes[0].get_xlabel() == "blocks"
 
 
 def test_bars_are_as_high_as_the_means(runs):
-    panel = several.bars(runs, Asked(("G",))).axes[0]
+    panel = several.bars(runs, PlotOptions(("G",))).axes[0]
     heights = [bar.get_height() for bar in panel.patches]
-    assert heights == pytest.approx([100 * several.value(one, "G")[0] for one in runs])
+    assert heights == pytest.approx([100 * several.column_value(run, "G")[0] for run in runs])
 
 
 def test_the_clients_that_train_are_along_the_axis_of_a_cross_device_run(rows, tmp_path):
-    found = fedvlm.run(
+    run = fedvlm.run(
         {"name": "fedavg", "rounds": 1},
         embedded=rows,
         out=tmp_path / "a",
@@ -115,26 +114,26 @@ def test_the_clients_that_train_are_along_the_axis_of_a_cross_device_run(rows, t
         counts=[1, 2],
         unseen=1,
     )
-    (line,) = several.sweep([found], Asked()).axes[0].get_lines()
+    (line,) = several.sweep([run], PlotOptions()).axes[0].get_lines()
     assert line.get_xdata().tolist() == [1, 2]
-    assert line.get_ydata()[1] == pytest.approx(100 * found.tables[0]["unseen, n=2"])
+    assert line.get_ydata()[1] == pytest.approx(100 * run.tables[0]["unseen, n=2"])
 
 
 def test_every_client_has_a_panel_and_every_run_a_curve(runs):
-    figure = overlaid.reliability(runs, Asked())
-    assert [one.get_title() for one in figure.axes] == ["photo", "sketch", "art, unseen"]
+    figure = overlaid.reliability(runs, PlotOptions())
+    assert [panel.get_title() for panel in figure.axes] == ["photo", "sketch", "art, unseen"]
     for panel in figure.axes:
         assert len(panel.get_legend_handles_labels()[1]) == len(runs)
-    curves = overlaid.roc(runs, Asked()).axes[0].get_lines()
-    for one in curves[: len(runs)]:
-        assert (np.diff(one.get_xdata()) >= 0).all()
-        assert (np.diff(one.get_ydata()) >= 0).all()
+    curves = overlaid.roc(runs, PlotOptions()).axes[0].get_lines()
+    for panel in curves[: len(runs)]:
+        assert (np.diff(panel.get_xdata()) >= 0).all()
+        assert (np.diff(panel.get_ydata()) >= 0).all()
 
 
 def test_titles_say_in_what_runs_of_a_method_differ(runs, prompted):
-    assert titles(runs) == ["fedot, blocks=1", "fedot, blocks=2", "fedot, blocks=8"]
-    assert titles(runs, ["method.blocks"]) == ["fedot"] * 3
-    assert titles([runs[0], *prompted[0]]) == ["fedot", "coop", "promptfl"]
+    assert run_names(runs) == ["fedot, blocks=1", "fedot, blocks=2", "fedot, blocks=8"]
+    assert run_names(runs, ["method.blocks"]) == ["fedot"] * 3
+    assert run_names([runs[0], *prompted[0]]) == ["fedot", "coop", "promptfl"]
 
 
 def test_local_prompts_are_coloured_by_superclass(prompted, tmp_path):
@@ -146,16 +145,16 @@ def test_local_prompts_are_coloured_by_superclass(prompted, tmp_path):
 
 
 def test_prompts_of_other_methods_look_at_an_image_too(prompted, tmp_path):
-    both, image = prompted
-    path = draw_runs("heat", both, tmp_path / "a.png", image=image, name="bee")
+    prompted_runs, image = prompted
+    path = draw_runs("heat", prompted_runs, tmp_path / "a.png", image=image, name="bee")
     with Image.open(path) as drawn:
         assert drawn.width > drawn.height
     with pytest.raises(SettingsError, match="no class is called 'cat'"):
-        draw_runs("heat", both, tmp_path / "b.png", image=image, name="cat")
+        draw_runs("heat", prompted_runs, tmp_path / "b.png", image=image, name="cat")
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "says"),
+    ("kind", "options", "message"),
     [
         ("pie", {}, "no kind of picture is called 'pie'"),
         ("heat", {}, "give --image FILE"),
@@ -169,18 +168,16 @@ def test_prompts_of_other_methods_look_at_an_image_too(prompted, tmp_path):
         ("tsne", {}, "a map is of one run"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(kind, more, says, runs, tmp_path):
-    with pytest.raises(FedVLMError, match=says):
-        draw_runs(kind, runs, tmp_path / "a.png", **more)
+def test_what_cannot_be_drawn_is_refused(kind, options, message, runs, tmp_path):
+    with pytest.raises(FedVLMError, match=message):
+        draw_runs(kind, runs, tmp_path / "a.png", **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sweep_over_several_settings_asks_which(runs, rows, tmp_path):
-    other = fedvlm.run(
-        {"name": "fedot", "rounds": 1, "blocks": 4}, embedded=rows, out=tmp_path / "a"
-    )
+    other_run = fedvlm.run({"name": "fedot", "rounds": 1, "blocks": 4}, embedded=rows, out=tmp_path / "a")
     with pytest.raises(SettingsError, match="differ in method.blocks.* name one by --over"):
-        draw_runs("sweep", [*runs, other], tmp_path / "a.png")
+        draw_runs("sweep", [*runs, other_run], tmp_path / "a.png")
     with pytest.raises(SettingsError, match="differ in no setting"):
         draw_runs("sweep", runs[:1], tmp_path / "a.png")
     with pytest.raises(SettingsError, match=r"end it in \.png or \.svg"):
@@ -188,12 +185,10 @@ def test_a_sweep_over_several_settings_asks_which(runs, rows, tmp_path):
 
 
 def test_the_command_draws_beside_the_runs_and_lists_every_kind(runs):
-    places = [str(one.folder) for one in runs]
-    told = CliRunner().invoke(cli.app, ["plot", *places, "--kind", "bars"], catch_exceptions=False)
-    assert told.exit_code == 0, told.output
+    places = [str(run.folder) for run in runs]
+    output = CliRunner().invoke(cli.app, ["plot", *places, "--kind", "bars"], catch_exceptions=False)
+    assert output.exit_code == 0, output.output
     assert (runs[0].folder.parent / "bars.png").exists()
-    shown = " ".join(
-        CliRunner().invoke(cli.app, ["plot", "--help"], terminal_width=200).output.split()
-    )
-    assert all(kind in shown for kind in KINDS)
+    text = " ".join(CliRunner().invoke(cli.app, ["plot", "--help"], terminal_width=200).output.split())
+    assert all(kind in text for kind in PLOT_KINDS)
     assert CliRunner().invoke(cli.app, ["plot", *places]).exit_code != 0

@@ -8,44 +8,42 @@ from typer.testing import CliRunner
 
 import fedvlm
 from fedvlm.cli import app
-from fedvlm.evaluate.metrics import diagrams
-from fedvlm.record import AUDIT
-from fedvlm.report.audit import keep, kept
+from fedvlm.evaluate.metrics import diagram_data
+from fedvlm.record import AUDIT_FILE
+from fedvlm.report.audit import read_audit, write_audit
 from fedvlm.report.page.charts import journeys
-from fedvlm.report.page.gather import gather
-from fedvlm.report.page.pooled import pooled
-from fedvlm.report.page.published import beside_papers, counted
-from fedvlm.report.page.render import page
-from fedvlm.report.papers import find, numbers
-from fedvlm.report.verify import examine
+from fedvlm.report.page.gather import build_model
+from fedvlm.report.page.pooled import pool_by_group
+from fedvlm.report.page.published import compare_with_papers, verdict_sentence
+from fedvlm.report.page.render import render_page
+from fedvlm.report.papers import find_item, numbers
+from fedvlm.report.verify import verify_files
 from fedvlm.runner.audit import audit
 from fedvlm.runner.settings import build
 
 
 def printed(method, data="pacs", column="G", item="fedot-v1/T1"):
     return next(
-        one
-        for one in numbers()[item]
-        if (one.method, one.data, one.column) == (method, data, column)
+        number for number in numbers()[item] if (number.method, number.data, number.column) == (method, data, column)
     )
 
 
-def run_of(number, ours, **changed):
+def run_of(number, measured, **changed):
     """A run as the model has it, of just what a number is printed for."""
-    wanted = {"data": number.data, "method.name": number.method, **find(number.name).settings}
+    expected = {"data": number.data, "method.name": number.method, **find_item(number.name).settings}
     values: dict = {"seeds": [50, 77, 98]}
-    for key, value in {**wanted, **number.settings, **changed}.items():
+    for key, value in {**expected, **number.settings, **changed}.items():
         head, _, name = key.partition(".")
         if name:
             values.setdefault(head, {})[name] = value
         else:
             values[head] = value
-    tables = [{number.column: ours / 100}] * 3
+    tables = [{number.column: measured / 100}] * 3
     return {"identity": build(values).identity(), "tables": tables, "reproduces": [number.name]}
 
 
 def line_of(number, run):
-    [line] = (one for one in beside_papers([run]) if one["row"] == number.row)
+    [line] = (comparison for comparison in compare_with_papers([run]) if comparison["row"] == number.row)
     return line
 
 
@@ -55,7 +53,7 @@ def test_a_run_as_published_has_a_line_for_its_number_and_a_verdict():
         line = line_of(number, run_of(number, number.value + gap))
         assert (line["item"], line["column"], line["word"]) == ("fedot-v1/T1", "G", word)
         assert line["ours"] - line["published"] == pytest.approx(gap)
-        assert counted([line]) == [f"Of 1 printed numbers that these runs have too: 1 {word}."]
+        assert verdict_sentence([line]) == [f"Of 1 printed numbers that these runs have too: 1 {word}."]
 
 
 def test_void_numbers_and_other_settings_are_told_with_the_reason():
@@ -69,41 +67,39 @@ def test_void_numbers_and_other_settings_are_told_with_the_reason():
 
 def test_nothing_is_compared_that_does_not_say_what_it_reproduces():
     run = run_of(printed("fedot"), 94.0)
-    assert beside_papers([{**run, "reproduces": []}]) == []
-    assert beside_papers([{**run, "tables": [{"own": 0.9}]}]) == []
-    other = {**run, "identity": {**run["identity"], "data": "demo"}}
-    assert beside_papers([other]) == []
-    assert counted([]) == []
+    assert compare_with_papers([{**run, "reproduces": []}]) == []
+    assert compare_with_papers([{**run, "tables": [{"own": 0.9}]}]) == []
+    other_data = {**run, "identity": {**run["identity"], "data": "demo"}}
+    assert compare_with_papers([other_data]) == []
+    assert verdict_sentence([]) == []
 
 
 def test_the_page_shows_verdicts_and_strikes_out_what_is_void(bad_runs):
-    model = gather(bad_runs)
-    assert model["published"] == [] and 'id="published"' not in page(model)
+    model = build_model(bad_runs)
+    assert model["published"] == [] and 'id="published"' not in render_page(model)
     runs = [run_of(printed("zero-shot", "femnist"), 49.0), run_of(printed("fedot"), 99.0)]
-    model["published"] = beside_papers(runs)
-    text = page(model)
+    model["published"] = compare_with_papers(runs)
+    text = render_page(model)
     assert re.search(r"<s>49\.22</s>.*?void <small>\(", text)
     assert re.search(r"99\.00 ± 0\.00.*?<td class=\"words\">met</td>", text)
 
 
 def test_an_experiment_says_what_it_reproduces_in_its_record(rows_like, tmp_path):
-    run = fedvlm.run(
-        "zero-shot", embedded=rows_like(), out=tmp_path / "r", reproduces=["fedot-v1/T1"]
-    )
-    assert gather([run])["runs"][0]["reproduces"] == ["fedot-v1/T1"]
+    run = fedvlm.run("zero-shot", embedded=rows_like(), out=tmp_path / "r", reproduces=["fedot-v1/T1"])
+    assert build_model([run])["runs"][0]["reproduces"] == ["fedot-v1/T1"]
 
 
 def test_risk_is_the_share_of_errors_among_the_surest_rows():
     generator = torch.Generator().manual_seed(0)
     p = (2 * torch.randn(200, 4, generator=generator)).softmax(1).double()
     y = torch.randint(4, (200,), generator=generator)
-    half = len(y) // 2  # two clients
+    middle = len(y) // 2  # two clients
     scores = {
-        name: {"test_rows": half, **diagrams(p[rows], y[rows])}
-        for name, rows in (("a", slice(0, half)), ("b", slice(half, None)))
+        name: {"test_rows": middle, **diagram_data(p[rows], y[rows])}
+        for name, rows in (("a", slice(0, middle)), ("b", slice(middle, None)))
     }
     about = {"train": ["a", "b"], "unseen": [], "scores": scores}
-    curve = pooled({0: {"all": about}}, 4)["clients"]["risk"]
+    curve = pool_by_group({0: {"all": about}}, 4)["clients"]["risk"]
     sure, guess = p.max(1)
     expected = []
     for edge in range(14, -1, -1):
@@ -111,9 +107,7 @@ def test_risk_is_the_share_of_errors_among_the_surest_rows():
         if above.any() and (not expected or above.sum() > expected[-1][2]):
             wrong = (guess != y)[above].double().mean().item()
             expected.append((above.double().mean().item(), wrong, above.sum()))
-    assert curve == [
-        [pytest.approx(a, abs=1e-4), pytest.approx(b, abs=1e-4)] for a, b, _ in expected
-    ]
+    assert curve == [[pytest.approx(a, abs=1e-4), pytest.approx(b, abs=1e-4)] for a, b, _ in expected]
     assert curve[-1] == [1.0, pytest.approx((guess != y).double().mean().item(), abs=1e-4)]
 
 
@@ -122,24 +116,19 @@ def three(rows_like, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three")
     settings = {"embedded": rows_like(), "protocol": "own-test"}
     methods = ("alone", {"name": "fedavg", "rounds": 3, "lr": 0.1}, "zero-shot")
-    return [
-        fedvlm.run(method, out=folder / str(place), **settings)
-        for place, method in enumerate(methods)
-    ]
+    return [fedvlm.run(method, out=folder / str(place), **settings) for place, method in enumerate(methods)]
 
 
 def test_clients_go_from_zero_shot_over_federated_to_alone_and_the_worst_stands_first(three):
-    model = gather(three)
-    told = journeys(model)
-    assert told["names"] == ["zero-shot", "fedavg", "alone"]
-    alone, fedavg, plain = (
-        {cell["client"]: cell["accuracy"] for cell in run["cells"]} for run in model["runs"]
-    )
-    assert [id for id, _, _ in told["rows"]] == sorted(fedavg, key=lambda id: fedavg[id])
-    for id, each, gain in told["rows"]:
-        assert each == [plain[id], fedavg[id], alone[id]]
+    model = build_model(three)
+    table = journeys(model)
+    assert table["names"] == ["zero-shot", "fedavg", "alone"]
+    alone, fedavg, plain = ({cell["client"]: cell["accuracy"] for cell in run["cells"]} for run in model["runs"])
+    assert [id for id, _, _ in table["rows"]] == sorted(fedavg, key=lambda id: fedavg[id])
+    for id, values, gain in table["rows"]:
+        assert values == [plain[id], fedavg[id], alone[id]]
         assert gain == pytest.approx(fedavg[id] - plain[id])
-    assert 'id="step-table"' in page(model)
+    assert 'id="step-table"' in render_page(model)
     assert journeys({"runs": model["runs"][:1]}) is None
 
 
@@ -147,26 +136,26 @@ def test_a_kept_audit_is_on_the_page_and_goes_when_the_run_is_run_again(rows_lik
     rows = rows_like()
     method = {"name": "fedavg", "rounds": 2, "lr": 0.1}
     run = fedvlm.run(method, embedded=rows, out=tmp_path / "r")
-    assert kept(run) == [] and "audit RUN --keep" in page(gather([run]))
+    assert read_audit(run) == [] and "audit RUN --keep" in render_page(build_model([run]))
     lines = audit(run.folder, embedded=rows)
-    keep(run, lines)
-    assert kept(run) == lines and examine(str(run.folder))[1] == []
-    text = page(gather([run]))
+    write_audit(run, lines)
+    assert read_audit(run) == lines and verify_files(str(run.folder))[1] == []
+    text = render_page(build_model([run]))
     assert "Audit of" in text and "audit RUN --keep" not in text
-    most = max(lines, key=lambda line: line["AUC upload"])
-    assert f"an AUC of {most['AUC upload']:.2f}" in text
+    strongest = max(lines, key=lambda line: line["AUC upload"])
+    assert f"an AUC of {strongest['AUC upload']:.2f}" in text
     fedvlm.run(method, embedded=rows, out=tmp_path / "r", again=True)
-    assert not (run.folder / AUDIT).exists()
+    assert not (run.folder / AUDIT_FILE).exists()
 
 
 def test_the_audit_command_keeps_what_it_prints(rows_like, tmp_path, monkeypatch):
     rows = rows_like()
     run = fedvlm.run("tofa", embedded=rows, out=tmp_path / "r", allow_small=True)
     monkeypatch.setattr(  # the command has no rows from memory
-        "fedvlm.runner.audit.reopen", lambda result, *_: (build(result.manifest["identity"]), rows)
+        "fedvlm.runner.audit.reopen_run", lambda result, *_: (build(result.manifest["identity"]), rows)
     )
-    for words, there in (([], False), (["--keep"], True)):
+    for words, is_kept in (([], False), (["--keep"], True)):
         done = CliRunner().invoke(app, ["audit", str(run.folder), *words], catch_exceptions=False)
         assert "AUC upload" in done.output
-        assert bool(kept(run)) == there
-    assert kept(run) == audit(run.folder)
+        assert bool(read_audit(run)) == is_kept
+    assert read_audit(run) == audit(run.folder)

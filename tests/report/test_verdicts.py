@@ -2,12 +2,12 @@
 
 import pytest
 
-from fedvlm.report.papers import find, judge, matches, numbers, obstacle, verdict
+from fedvlm.report.papers import find_item, incomparable_reason, judge_number, matches_method, numbers, verdict
 from fedvlm.runner.settings import build
 
 
 @pytest.mark.parametrize(
-    ("ours", "mine", "theirs", "word"),
+    ("measured", "std", "theirs", "word"),
     [
         (90.0, None, None, "met"),
         (95.0, 0.1, 0.1, "met"),
@@ -18,15 +18,15 @@ from fedvlm.runner.settings import build
         (89.5, None, 0.2, "differs"),
     ],
 )
-def test_verdicts_are_met_within_noise_or_differ(ours, mine, theirs, word):
-    assert verdict(ours, mine, 90.0, theirs).word == word
+def test_verdicts_are_met_within_noise_or_differ(measured, std, theirs, word):
+    assert verdict(measured, std, 90.0, theirs).word == word
 
 
 def test_void_and_not_comparable_say_why_whatever_the_numbers_are():
-    for ours in (10.0, 90.0, 99.0):
-        assert str(verdict(ours, None, 90.0, None, "void", True, "a slip")) == "void (a slip)"
-        said = verdict(ours, None, 90.0, None, "void", False, "a smoke run")
-        assert str(said) == "not comparable (a smoke run)"
+    for measured in (10.0, 90.0, 99.0):
+        assert str(verdict(measured, None, 90.0, None, "void", True, "a slip")) == "void (a slip)"
+        result = verdict(measured, None, 90.0, None, "void", False, "a smoke run")
+        assert str(result) == "not comparable (a smoke run)"
 
 
 def test_a_copied_number_is_judged_and_says_where_it_is_from():
@@ -34,16 +34,16 @@ def test_a_copied_number_is_judged_and_says_where_it_is_from():
 
 
 def test_less_is_better_where_it_is():
-    assert verdict(1.0, None, 1.3, None, lower=True).word == "met"
-    assert verdict(3.0, None, 1.3, None, lower=True).word == "differs"
+    assert verdict(1.0, None, 1.3, None, lower_is_better=True).word == "met"
+    assert verdict(3.0, None, 1.3, None, lower_is_better=True).word == "differs"
 
 
 def run_of(number, **changed):
     """The identity of a run that is what a number is printed for."""
-    item = find(number.name)
+    item = find_item(number.name)
     values = {"data": number.data, "seeds": [50, 77, 98], "method": {"name": number.method}}
-    wanted = {**item.settings, **number.settings, **changed}
-    for key, value in wanted.items():
+    expected = {**item.settings, **number.settings, **changed}
+    for key, value in expected.items():
         head, _, name = key.partition(".")
         if name:
             values.setdefault(head, {})[name] = value
@@ -54,23 +54,23 @@ def run_of(number, **changed):
 
 def test_a_run_as_published_is_judged_by_its_number():
     (number,) = (
-        one
-        for one in numbers()["fedot-v1/T1"]
-        if (one.row, one.data, one.column) == ("FedOT", "pacs", "G")
+        number
+        for number in numbers()["fedot-v1/T1"]
+        if (number.row, number.data, number.column) == ("FedOT", "pacs", "G")
     )
     identity = run_of(number)
-    assert matches(number, identity)
-    assert not matches(number, run_of(number, **{"method.head": "random"}))
-    assert not obstacle(number, identity)
-    assert judge(number, 94.7, 0.1, identity).word == "met"
-    assert judge(number, 93.9, 0.1, identity).word == "within noise"
-    assert judge(number, 93.0, 0.1, identity).word == "differs"
+    assert matches_method(number, identity)
+    assert not matches_method(number, run_of(number, **{"method.head": "random"}))
+    assert not incomparable_reason(number, identity)
+    assert judge_number(number, 94.7, 0.1, identity).word == "met"
+    assert judge_number(number, 93.9, 0.1, identity).word == "within noise"
+    assert judge_number(number, 93.0, 0.1, identity).word == "differs"
     copy = run_of(number, encoder="hf:models/clip-vit-base-patch32")
-    assert not obstacle(number, copy)
+    assert not incomparable_reason(number, copy)
 
 
 @pytest.mark.parametrize(
-    ("changed", "says"),
+    ("changed", "message"),
     [
         ({"smoke": True}, "a smoke run"),
         ({"data": "office-home"}, "data is 'office-home', not 'pacs'"),
@@ -78,16 +78,14 @@ def test_a_run_as_published_is_judged_by_its_number():
         ({"method.blocks": 4}, "method.blocks is 4, not 1"),
     ],
 )
-def test_a_run_of_something_else_is_not_comparable(changed, says):
-    number = next(
-        one for one in numbers()["fedot-v1/T1"] if (one.row, one.data) == ("FedOT", "pacs")
-    )
+def test_a_run_of_something_else_is_not_comparable(changed, message):
+    number = next(number for number in numbers()["fedot-v1/T1"] if (number.row, number.data) == ("FedOT", "pacs"))
     identity = run_of(number, **changed)
-    assert str(judge(number, 94.7, None, identity)) == f"not comparable ({says})"
+    assert str(judge_number(number, 94.7, None, identity)) == f"not comparable ({message})"
 
 
 def test_other_shots_are_not_comparable():
-    number = next(one for one in numbers()["tofa/T1"] if one.method == "tofa")
-    assert not obstacle(number, run_of(number))
-    few = run_of(number, **{"clients.shots": 4})
-    assert obstacle(number, few) == "clients.shots is 4, not 16"
+    number = next(number for number in numbers()["tofa/T1"] if number.method == "tofa")
+    assert not incomparable_reason(number, run_of(number))
+    run = run_of(number, **{"clients.shots": 4})
+    assert incomparable_reason(number, run) == "clients.shots is 4, not 16"

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import fedvlm
 from fedvlm.classifier.export import export
 from fedvlm.cli import app
-from fedvlm.deploy.kits import init
+from fedvlm.deploy.kits import create_kits
 from fedvlm.encoders.store import open_store, save_store
 from fedvlm.errors import DataError
-from fedvlm.report.verify import examine
+from fedvlm.report.verify import verify_files
 
 
 def spoil(path, place=-3):
@@ -33,61 +33,61 @@ def done(tmp_path, rows):
 
 
 def test_every_file_of_a_run_is_in_its_index(done):
-    checked, problems = examine(str(done))
+    checked, problems = verify_files(str(done))
     assert problems == []
     files = [path for path in done.rglob("*") if path.is_file() and path.name[0] != "."]
     assert checked == len(files) - 1  # the index itself has a seal of its own
     for path in files:
-        whole = path.read_bytes()
+        content = path.read_bytes()
         spoil(path)
         if path.name == "index.json":
             with pytest.raises(DataError, match="is damaged"):
-                examine(str(done))
+                verify_files(str(done))
         else:
-            assert [name for name, _ in examine(str(done))[1]] == [str(path.relative_to(done))]
-        path.write_bytes(whole)
+            assert [name for name, _ in verify_files(str(done))[1]] == [str(path.relative_to(done))]
+        path.write_bytes(content)
 
 
 def test_run_that_was_stopped_is_verified_by_its_seals(done):
     (done / "index.json").unlink()
-    assert examine(str(done))[1] == []
+    assert verify_files(str(done))[1] == []
     spoil(done / "result.json")
-    assert [name for name, _ in examine(str(done))[1]] == ["result.json"]
-    told = CliRunner().invoke(app, ["verify", str(done)])
-    assert told.exit_code == 1
-    assert "result.json" in told.output
+    assert [name for name, _ in verify_files(str(done))[1]] == ["result.json"]
+    output = CliRunner().invoke(app, ["verify", str(done)])
+    assert output.exit_code == 1
+    assert "result.json" in output.output
 
 
 def test_damaged_rows_of_the_cache_are_counted(tmp_path, monkeypatch):
     fill(numbered(5), Counting(), tmp_path / "cache", patches=True)
     monkeypatch.setenv("FEDVLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path / "cache")
-    assert examine("cache")[1] == []
+    assert verify_files("cache")[1] == []
     spoil(next((tmp_path / "cache").glob("*/patches*.rows")))
-    assert len(examine("cache")[1]) == 1
+    assert len(verify_files("cache")[1]) == 1
 
 
 def test_any_flipped_bit_of_a_store_is_refused(tmp_path, rows):
     file = save_store(tmp_path / "a", rows)
-    assert examine(str(file)) == (1, [])
-    beside = file.with_suffix(".json")
-    whole = beside.read_bytes()
-    for place in range(0, len(whole), max(1, len(whole) // 300)):
-        spoil(beside, place)
+    assert verify_files(str(file)) == (1, [])
+    sidecar = file.with_suffix(".json")
+    content = sidecar.read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 300)):
+        spoil(sidecar, place)
         with pytest.raises(DataError):
             open_store(file)
-        beside.write_bytes(whole)
-    for place in range(len(whole) - 90, len(whole)):  # the seal itself
-        spoil(beside, place)
+        sidecar.write_bytes(content)
+    for place in range(len(content) - 90, len(content)):  # the seal itself
+        spoil(sidecar, place)
         with pytest.raises(DataError):
             open_store(file)
-        beside.write_bytes(whole)
+        sidecar.write_bytes(content)
     assert torch.equal(open_store(file).x, rows.x)
 
 
 def test_folders_of_kits_and_caches_are_their_owners(tmp_path):
     fill(numbered(2), Counting(), tmp_path / "cache")
-    init(tmp_path / "kits", ["a", "b"], "127.0.0.1", 9000)
+    create_kits(tmp_path / "kits", ["a", "b"], "127.0.0.1", 9000)
     for name in ("cache", "kits", "kits/server", "kits/site-a", "kits/site-b"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
 
@@ -101,17 +101,17 @@ def test_crash_shows_no_local_variables():
         "    raise RuntimeError('no')\n"
         "import sys; sys.argv = ['fedvlm', 'crash']; cli.main()\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "RuntimeError: no" in said.stderr
-    assert "sesame" not in said.stderr + said.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "RuntimeError: no" in process.stderr
+    assert "sesame" not in process.stderr + process.stdout
 
 
 def test_any_damaged_file_of_an_export_is_named(done, tmp_path):
     client = json.loads((done / "manifest.json").read_text())["clients"]
     export(done, next(iter(client)), tmp_path / "own", onnx=True)
-    assert examine(str(tmp_path / "own")) == (3, [])
+    assert verify_files(str(tmp_path / "own")) == (3, [])
     data = (tmp_path / "own/classifier.onnx").read_bytes()
     for place in range(0, len(data), max(1, len(data) // 40)):
         spoil(tmp_path / "own/classifier.onnx", place)
-        assert [name for name, _ in examine(str(tmp_path / "own"))[1]] == ["classifier.onnx"]
+        assert [name for name, _ in verify_files(str(tmp_path / "own"))[1]] == ["classifier.onnx"]
         (tmp_path / "own/classifier.onnx").write_bytes(data)

@@ -26,12 +26,12 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arrays_run_in_a_few_lines_and_leave_no_file(tmp_path: Path) -> None:
     result = fedvlm.run("auto", clients={"a": rows(0), "b": rows(1)}, classes=NAMES)
-    own = result.personalised("a")
+    classifier = result.personalised("a")
     x, y = rows(2)
-    assert own.score(x, y) > 0.9
-    assert own.score(x, [NAMES[i] for i in y]) == own.score(torch.tensor(x), torch.tensor(y))
-    assert own.predict(x[:3]) == list(NAMES)
-    chances = own.predict_proba(x)
+    assert classifier.score(x, y) > 0.9
+    assert classifier.score(x, [NAMES[i] for i in y]) == classifier.score(torch.tensor(x), torch.tensor(y))
+    assert classifier.predict(x[:3]) == list(NAMES)
+    chances = classifier.predict_proba(x)
     assert isinstance(chances, np.ndarray) and chances.shape == (60, 3)
     assert np.allclose(chances.sum(1), 1, atol=1e-6)
     assert not list(tmp_path.iterdir())
@@ -47,16 +47,15 @@ def test_tensors_names_and_numbers_give_the_same_run(tmp_path: Path) -> None:
     named = {id: (torch.tensor(x), [NAMES[i] for i in y]) for id, (x, y) in pairs.items()}
     text = np.eye(8)[:3]
     tables = [
-        fedvlm.run("fedavg", clients=one, classes=NAMES, text=text, rounds=2).tables
-        for one in (pairs, named)
+        fedvlm.run("fedavg", clients=clients, classes=NAMES, text=text, rounds=2).tables for clients in (pairs, named)
     ]
     assert tables[0] == tables[1]
 
 
 def test_a_setting_of_the_method_is_understood_as_keyword(tmp_path: Path) -> None:
     result = fedvlm.run("fedavg", clients={"a": rows(0)}, text=np.eye(8)[:3], rounds=3, lr=0.1)
-    told = result.manifest["identity"]["method"]
-    assert (told["rounds"], told["lr"], len(result.rounds)) == (3, 0.1, 3)
+    recorded_method = result.manifest["identity"]["method"]
+    assert (recorded_method["rounds"], recorded_method["lr"], len(result.rounds)) == (3, 0.1, 3)
     with pytest.raises(SettingsError, match="no setting of a run or of fedot .*'round'.*'rounds'"):
         fedvlm.run("fedot", round=3)
 
@@ -104,7 +103,7 @@ def test_a_dict_as_embedded_is_sent_to_clients() -> None:
 def test_labels_that_a_table_made_floats_are_the_numbers_they_were() -> None:
     pairs = {"a": rows(0), "b": rows(1)}
     floats = {id: (x, y.astype(float)) for id, (x, y) in pairs.items()}
-    tables = [fedvlm.run("alone", clients=one).tables for one in (pairs, floats)]
+    tables = [fedvlm.run("alone", clients=clients).tables for clients in (pairs, floats)]
     assert tables[0] == tables[1]
 
 

@@ -9,10 +9,10 @@ import torch
 import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
-from fedvlm.engines.loop import start
+from fedvlm.engines.loop import initial_state
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.maths.membership import area, area_by_class, likeness
-from fedvlm.report.audit import table
+from fedvlm.maths.membership import mean_similarities, roc_auc, roc_auc_by_class
+from fedvlm.report.audit import audit_table
 from fedvlm.runner.audit import audit
 
 
@@ -26,18 +26,18 @@ def upload_areas(lines):
 
 def test_area_is_one_half_for_the_same_scores_and_one_for_higher_ones():
     scores = torch.arange(5.0)
-    assert area(scores, scores) == 0.5
-    assert area(scores + 9, scores) == 1.0
-    assert area(scores - 9, scores) == 0.0
-    assert area(torch.tensor([1.0, 3.0]), torch.tensor([2.0])) == 0.5
+    assert roc_auc(scores, scores) == 0.5
+    assert roc_auc(scores + 9, scores) == 1.0
+    assert roc_auc(scores - 9, scores) == 0.0
+    assert roc_auc(torch.tensor([1.0, 3.0]), torch.tensor([2.0])) == 0.5
 
 
 def test_area_by_class_cannot_be_earned_by_knowing_the_common_classes():
-    members, others = torch.tensor([5.0, 5.0, 1.0]), torch.tensor([5.0, 1.0, 1.0])
+    members, outsiders = torch.tensor([5.0, 5.0, 1.0]), torch.tensor([5.0, 1.0, 1.0])
     labels, other_labels = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])
-    assert area(members, others) > 0.6
-    assert area_by_class(members, labels, others, other_labels) == 0.5
-    assert area_by_class(members, labels, others, torch.tensor([2, 2, 2])) is None
+    assert roc_auc(members, outsiders) > 0.6
+    assert roc_auc_by_class(members, labels, outsiders, other_labels) == 0.5
+    assert roc_auc_by_class(members, labels, outsiders, torch.tensor([2, 2, 2])) is None
 
 
 def test_sixteen_rows_of_512_numbers_are_recognised_in_their_mean():
@@ -46,18 +46,18 @@ def test_sixteen_rows_of_512_numbers_are_recognised_in_their_mean():
     unit = torch.nn.functional.normalize
     centre = unit(torch.randn(1, 512, generator=draw), dim=1)
     x = unit(centre + 0.5 * unit(torch.randn(800, 512, generator=draw), dim=1), dim=1)
-    inside, outside, known = x[:16], x[16:400], x[400:].mean(0, keepdim=True)
+    inside, outside, reference = x[:16], x[16:400], x[400:].mean(0, keepdim=True)
     zeros = torch.zeros(384, dtype=torch.long)
     mean = inside.mean(0, keepdim=True)
-    plain, apart = (
-        area(a, b)
+    plain, centred = (
+        roc_auc(a, b)
         for a, b in zip(
-            likeness(inside, zeros[:16], mean, known),
-            likeness(outside, zeros, mean, known),
+            mean_similarities(inside, zeros[:16], mean, reference),
+            mean_similarities(outside, zeros, mean, reference),
             strict=True,
         )
     )
-    assert apart >= plain > 0.95
+    assert centred >= plain > 0.95
 
 
 def test_one_shot_means_give_their_rows_away(rows_like, tmp_path):
@@ -100,7 +100,7 @@ def test_without_noise_epsilon_is_said_to_be_infinite(rows, tmp_path):
     done = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", protocol="own-test")
     lines = audit(done.folder, embedded=rows)
     assert [line["epsilon"] for line in lines] == [None] * 3
-    assert table(lines).splitlines()[-1].endswith("inf")
+    assert audit_table(lines).splitlines()[-1].endswith("inf")
 
 
 def test_fields_and_bytes_are_those_of_the_record(rows, tmp_path):
@@ -108,7 +108,7 @@ def test_fields_and_bytes_are_those_of_the_record(rows, tmp_path):
     for line in audit(done.folder, embedded=rows):
         recorded = done.rounds[0]["clients"][line["client"]]
         assert line["bytes"] == recorded["bytes_up"]
-        assert line["bytes"] == sum(one["bytes"] for one in line["fields"].values())
+        assert line["bytes"] == sum(field["bytes"] for field in line["fields"].values())
         assert line["fields"]["counts"] == {"shape": [4], "dtype": "int32", "bytes": 16}
 
 
@@ -138,7 +138,7 @@ def test_a_warm_start_is_audited_too(rows, tmp_path):
 def test_zero_shot_uploads_nothing(rows, tmp_path):
     done = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "a")
     assert audit(done.folder, embedded=rows) == []
-    assert table([]) == "nothing is uploaded\n"
+    assert audit_table([]) == "nothing is uploaded\n"
 
 
 def test_rows_of_another_run_and_rows_that_are_gone_are_refused(rows, rows_like, tmp_path):
@@ -184,7 +184,7 @@ def test_epsilon_is_that_of_the_training_and_the_seed(rows, tmp_path):
 def test_an_epsilon_of_nothing_is_no_infinite_one(rows, tmp_path):
     done = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", protocol="own-test")
     lines = [{**line, "epsilon": 0.0} for line in audit(done.folder, embedded=rows)]
-    assert table(lines).splitlines()[-1].endswith("0.00")
+    assert audit_table(lines).splitlines()[-1].endswith("0.00")
 
 
 def test_every_client_is_audited_through_the_channel(rows, tmp_path):
@@ -205,17 +205,17 @@ def test_audit_of_a_target_beside_dirichlet_clients_knows_the_run_s_clients(rows
 
 
 def test_audit_divides_as_the_run_did_when_rows_are_set_aside(rows, tmp_path, monkeypatch):
-    seen = []
+    worlds = []
 
-    def noted(world):
-        seen.append(world)
-        return start(world)
+    def recording_start(world):
+        worlds.append(world)
+        return initial_state(world)
 
-    monkeypatch.setattr("fedvlm.runner.audit.start", noted)
+    monkeypatch.setattr("fedvlm.runner.audit.start", recording_start)
     run = {"protocol": "source-target", "target": ["photo"], "clients": {"public_ratio": 0.2}}
     method = {"name": "faa-clip", "rounds": 1}
     done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)
     audit(done.folder, embedded=rows)
-    for id, one in done.manifest["clients"].items():
-        assert len(seen[0].members[id].train) == one["train"]
-    assert len(seen[0].members) == 3
+    for id, counts in done.manifest["clients"].items():
+        assert len(worlds[0].members[id].train) == counts["train"]
+    assert len(worlds[0].members) == 3

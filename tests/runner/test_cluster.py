@@ -115,9 +115,7 @@ def test_a_cluster_gives_the_same_record_though_a_worker_is_killed(rows_like, fi
     store = save_store(tmp_path / "rows.safetensors", rows_like())
     script = tmp_path / "script.py"  # a worker reads it again, so it is a file
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, script, store, tmp_path], capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([sys.executable, script, store, tmp_path], capture_output=True, text=True, timeout=240)
     assert not done.returncode, done.stderr
     for name in ("fedot", "zero-shot"):
         assert files(tmp_path / "cluster" / name) == files(tmp_path / "here" / name)

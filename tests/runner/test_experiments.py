@@ -6,13 +6,13 @@ from fedvlm.data.catalogue import catalogue
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols import Training
 from fedvlm.report.lists import list_experiments
-from fedvlm.runner.experiments import runs
+from fedvlm.runner.experiments import experiment_runs
 from fedvlm.runner.named import experiments
 from fedvlm.runner.settings import build, read_toml
 
 FILES = experiments()
 FEDOT = ("pacs", "office-home", "vlcs", "terra-incognita", "femnist")
-EVERY = pytest.mark.parametrize("name", FILES)
+EACH_FILE = pytest.mark.parametrize("name", FILES)
 
 
 def columns(settings) -> set[str]:
@@ -23,14 +23,14 @@ def columns(settings) -> set[str]:
     return set(settings.rules().table({}, trainings, True))
 
 
-@EVERY
+@EACH_FILE
 def test_every_run_of_an_experiment_builds(name):
-    settings = [build(one) for one in runs(read_toml(FILES[name]))]
-    identities = [one.identity() for one in settings]
-    assert all(identities.count(one) == 1 for one in identities), "a run is there twice"
+    settings = [build(entry) for entry in experiment_runs(read_toml(FILES[name]))]
+    identities = [entry.identity() for entry in settings]
+    assert all(identities.count(entry) == 1 for entry in identities), "a run is there twice"
 
 
-@EVERY
+@EACH_FILE
 def test_an_experiment_names_data_of_the_catalogue(name):
     values = read_toml(FILES[name])
     if values["encoder"].startswith("store:"):  # which takes the place of data
@@ -40,11 +40,11 @@ def test_an_experiment_names_data_of_the_catalogue(name):
         assert set(values.get("source", {})) <= {"root", "check"}
 
 
-@EVERY
+@EACH_FILE
 def test_published_rows_are_of_methods_and_columns_the_experiment_has(name):
     values = read_toml(FILES[name])
-    settings = [build(one) for one in runs(values)]
-    run = {one.method.name for one in settings}
+    settings = [build(entry) for entry in experiment_runs(values)]
+    run = {entry.method.name for entry in settings}
     for row, numbers in values.get("paper", {}).items():
         assert row.split(" ")[0].rstrip(",") in run, row
         assert numbers, row
@@ -55,23 +55,23 @@ def test_published_rows_are_of_methods_and_columns_the_experiment_has(name):
 @pytest.mark.parametrize("name", FEDOT)
 def test_published_c_follows_from_g_and_p(name):
     """Four domains, two decimals; one row of the later version is off by 0.06 as it is printed."""
-    whole = [row for row in read_toml(FILES[name])["paper"].values() if len(row) == 3]
-    assert len(whole) >= 5
-    for row in whole:
+    rows = [row for row in read_toml(FILES[name])["paper"].values() if len(row) == 3]
+    assert len(rows) >= 5
+    for row in rows:
         assert row["C"] == pytest.approx((row["G"] + 3 * row["P"]) / 4, abs=0.065)
 
 
 @pytest.mark.parametrize("name", FEDOT)
 def test_fedot_experiments_use_the_papers_optimiser_and_seeds(name):
-    for one in (build(values) for values in runs(read_toml(FILES[name]))):
-        assert one.seeds == (50, 77, 98)
-        assert one.selection == "validation"
-        assert one.clients.ratios == (0.6, 0.2, 0.2)
-        if one.method.rounds:
-            assert one.method.rounds == (50 if name in ("office-home", "terra-incognita") else 200)
-            assert one.method.local_epochs == 1
-            if one.method.name != "fedclip":  # has Adam, as its own paper does
-                assert (one.method.momentum, one.method.weight_decay) == (5e-4, 5e-4)
+    for run_settings in (build(values) for values in experiment_runs(read_toml(FILES[name]))):
+        assert run_settings.seeds == (50, 77, 98)
+        assert run_settings.selection == "validation"
+        assert run_settings.clients.ratios == (0.6, 0.2, 0.2)
+        if run_settings.method.rounds:
+            assert run_settings.method.rounds == (50 if name in ("office-home", "terra-incognita") else 200)
+            assert run_settings.method.local_epochs == 1
+            if run_settings.method.name != "fedclip":  # has Adam, as its own paper does
+                assert (run_settings.method.momentum, run_settings.method.weight_decay) == (5e-4, 5e-4)
 
 
 def test_the_list_shows_the_title_of_every_experiment():

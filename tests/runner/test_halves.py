@@ -9,14 +9,14 @@ from plain_rows import make_rows
 
 from fedvlm import seeds
 from fedvlm.core import make, methods
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import EmbeddedTable
 from fedvlm.encoders import open_encoder
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.evaluate.protocols import make as protocol
+from fedvlm.evaluate.protocols import make_protocol as protocol
 from fedvlm.evaluate.protocols.base_to_new import harmonic
 from fedvlm.runner import halves
 from fedvlm.runner.load import load
-from fedvlm.runner.prepare import check_rows, frozen_of, prepare
+from fedvlm.runner.prepare import check_samples, frozen_of, prepare
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
 
@@ -29,8 +29,8 @@ OPEN = {
 }
 
 
-def settings(method="zero-shot", **more):
-    return build({"method": method, "protocol": "base-to-new", **more})
+def settings(method="zero-shot", **extra):
+    return build({"method": method, "protocol": "base-to-new", **extra})
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def embedded(count, classes):
     table = make_rows(count, classes=classes, domains=2)
     columns = {key: getattr(table, key) for key in ("labels", "domains", "clients", "splits")}
     x = torch.nn.functional.normalize(torch.randn(count, 8, generator=seeds.generator("rows")))
-    more = {"content": table.content, "scale": 100.0, "text": x[:classes], "patches": None}
-    told = {"encoder": "none", "fingerprint": "none"}
-    return Embedded("rows", table.classes, x, **columns, **more, **told)
+    optional = {"content": table.content, "scale": 100.0, "text": x[:classes], "patches": None}
+    origin = {"encoder": "none", "fingerprint": "none"}
+    return EmbeddedTable("rows", table.classes, x, **columns, **optional, **origin)
 
 
 @pytest.mark.parametrize("by", ["domain", "dirichlet", "pathological"])
@@ -55,14 +55,12 @@ def test_no_row_of_a_new_class_is_trained_on_and_no_base_row_is_tested_as_new(ro
     ready = prepare(settings(clients=clients), rows, 0)
     assert ready.frozen.classes + ready.new.frozen.classes == rows.classes
     assert ready.rows.x is rows.x  # no second copy of the embeddings
-    base = np.concatenate(
-        [np.concatenate([m.train, m.validation, m.test]) for m in ready.division.members.values()]
-    )
+    base = np.concatenate([np.concatenate([m.train, m.validation, m.test]) for m in ready.partition.clients.values()])
     new = np.concatenate([m.test for m in ready.new.members.values()])
     assert rows.labels[base].max() < 8 <= rows.labels[new].min()
     assert set(rows.labels[base]) | set(rows.labels[new]) == set(range(16))
     assert not {rows.content[i] for i in base} & {rows.content[i] for i in new}
-    assert list(ready.new.members) == list(ready.division.members)
+    assert list(ready.new.members) == list(ready.partition.clients)
     assert (rows.classes[8 + ready.new.rows.labels[new[0]]]) == rows.classes[rows.labels[new[0]]]
 
 
@@ -75,7 +73,7 @@ def test_an_image_of_both_halves_is_not_tested_as_new():
 
 
 def test_an_odd_class_is_of_the_base_half():
-    base, new = halves.halves(embedded(140, classes=7))
+    base, new = halves.split_classes(embedded(140, classes=7))
     assert (len(base.classes), len(new.classes)) == (4, 3)
     assert ((base.labels >= 0) ^ (new.labels >= 0)).all()
 
@@ -84,10 +82,10 @@ def test_an_odd_class_is_of_the_base_half():
 def test_a_method_is_taken_if_its_classes_come_from_text_alone(rows, name):
     frozen = replace(frozen_of(rows, 0), image_tower=open_encoder("demo").image_tower())
     if name in OPEN:
-        halves.check(make(name), frozen)
+        halves.check_new_classes(make(name), frozen)
         return
     with pytest.raises(SettingsError, match="place for each class|keeps labels of its rows"):
-        halves.check(make(name), frozen)
+        halves.check_new_classes(make(name), frozen)
 
 
 def test_zero_shot_is_measured_among_the_names_of_each_half(rows, tmp_path):
@@ -95,19 +93,18 @@ def test_zero_shot_is_measured_among_the_names_of_each_half(rows, tmp_path):
     done = execute(settings(smoke=True), tmp_path / "run", embedded=plain)
     ready = prepare(settings(), plain, 0)
     (table,) = done.tables
-    hits = {}
+    n_correct = {}
     for part, members, words in (
-        ("base", ready.division.members, plain.text[:8]),
+        ("base", ready.partition.clients, plain.text[:8]),
         ("new", ready.new.members, plain.text[8:]),
     ):
         start = 0 if part == "base" else 8
-        for id, one in members.items():
-            guess = (plain.x[one.test] @ words.T).argmax(1).numpy() + start
-            hits[f"{part} {id}"] = (guess == plain.labels[one.test]).mean()
-            assert table[f"{part} {id}"] == pytest.approx(hits[f"{part} {id}"])
+        for id, member in members.items():
+            guess = (plain.x[member.test] @ words.T).argmax(1).numpy() + start
+            n_correct[f"{part} {id}"] = (guess == plain.labels[member.test]).mean()
+            assert table[f"{part} {id}"] == pytest.approx(n_correct[f"{part} {id}"])
     base, new = (
-        np.mean([value for key, value in hits.items() if key.startswith(part)])
-        for part in ("base", "new")
+        np.mean([value for key, value in n_correct.items() if key.startswith(part)]) for part in ("base", "new")
     )
     assert table["base"] == pytest.approx(base)
     assert table["new"] == pytest.approx(new)
@@ -128,15 +125,15 @@ def test_a_local_prompt_is_what_new_classes_are_measured_with(rows, tmp_path):
         }
         done = execute(settings(method), tmp_path / str(number), embedded=rows)
         zero = execute(settings(smoke=True), tmp_path / "zero", embedded=rows)
-        (ours,), (theirs,) = done.tables, zero.tables
-        assert (ours["new"] == pytest.approx(theirs["new"])) == (number == 0)
+        (trained_table,), (theirs,) = done.tables, zero.tables
+        assert (trained_table["new"] == pytest.approx(theirs["new"])) == (number == 0)
 
 
 def test_bad_input_is_refused_with_the_reason(rows):
     with pytest.raises(SettingsError, match="fedot knows only those .*'head' has a place"):
-        check_rows(settings("fedot"), rows)
+        check_samples(settings("fedot"), rows)
     with pytest.raises(DataError, match="takes 4 classes or more, and .* has 3"):
-        check_rows(settings(), embedded(60, classes=3))
+        check_samples(settings(), embedded(60, classes=3))
     with pytest.raises(SettingsError, match="measured in one process"):
         settings(engine="flower")
     with pytest.raises(SettingsError, match="global_test = True is for protocol = 'own-test'"):
@@ -149,5 +146,5 @@ def test_the_harmonic_mean_is_near_the_lower():
     assert harmonic(None, 0.5) is None
     rules = protocol("base-to-new")
     (training,) = rules.trainings({"a": ""}, 0)
-    found = rules.table({}, {"base": (training, {})}, True)
-    assert found["harmonic"] is None
+    table = rules.table({}, {"base": (training, {})}, True)
+    assert table["harmonic"] is None

@@ -9,7 +9,7 @@ import fedvlm
 from fedvlm.engines import client, loop
 from fedvlm.engines import state as states
 from fedvlm.storage import paged
-from fedvlm.tensors import difference
+from fedvlm.tensors import max_relative_difference
 
 METHOD = {"name": "fedot", "blocks": 4, "rounds": 3, "lr": 1e-3, "batch_size": 4}
 
@@ -35,43 +35,43 @@ def settings(tmp_path):
 def test_rows_in_files_give_the_bits_of_rows_in_memory(settings, files, tmp_path, monkeypatch):
     memory = fedvlm.run(METHOD, out=tmp_path / "memory", **settings)
     monkeypatch.setenv("FEDVLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(paged, "LARGE", 0)
-    monkeypatch.setattr(paged, "STRETCH", 1 << 10)
+    monkeypatch.setattr(paged, "MAX_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(paged, "CHUNK_BYTES", 1 << 10)
     for workers in (1, 2):
-        asked = {**settings, "workers": workers}
-        found = fedvlm.run(METHOD, out=tmp_path / f"{workers}", **asked)
-        assert files(found.folder) == files(memory.folder)
+        run_settings = {**settings, "workers": workers}
+        run = fedvlm.run(METHOD, out=tmp_path / f"{workers}", **run_settings)
+        assert files(run.folder) == files(memory.folder)
 
 
 def test_a_crowd_has_its_accuracy_and_its_tensors_and_no_curves(settings, tmp_path, monkeypatch):
-    few = fedvlm.run(METHOD, out=tmp_path / "few", **settings)
-    monkeypatch.setattr(client, "CROWD", 5)
-    monkeypatch.setattr(states, "SHELVED", 0)
-    monkeypatch.setattr(loop, "PART", 7)
-    crowd = fedvlm.run(METHOD, out=tmp_path / "crowd", **settings)
-    assert crowd.tables == few.tables
-    scores = crowd.trainings()["all"]["scores"]
+    in_memory = fedvlm.run(METHOD, out=tmp_path / "few", **settings)
+    monkeypatch.setattr(client, "MANY_CLIENTS", 5)
+    monkeypatch.setattr(states, "MAX_LOCAL_BYTES_IN_MEMORY", 0)
+    monkeypatch.setattr(loop, "CLIENTS_PER_PART", 7)
+    on_disk = fedvlm.run(METHOD, out=tmp_path / "crowd", **settings)
+    assert on_disk.tables == in_memory.tables
+    scores = on_disk.trainings()["all"]["scores"]
     assert set(scores["0"]) == {"loss", "validation_rows", "validation_hits"} | {
         "test_rows",
         "test_hits",
     }
-    known = few.trainings()["all"]["scores"]
-    for id, one in scores.items():
-        assert one["loss"] == pytest.approx(known[id]["loss"], rel=1e-5)
-    (shared, local), (same, held) = (one.outcome("all") for one in (crowd, few))
-    assert difference(shared, same) == 0 and list(local) == list(held)
-    assert all(difference(local[id], held[id]) == 0 for id in held)
+    scores_in_memory = in_memory.trainings()["all"]["scores"]
+    for id, entry in scores.items():
+        assert entry["loss"] == pytest.approx(scores_in_memory[id]["loss"], rel=1e-5)
+    (shared, local), (same, held) = (entry.outcome("all") for entry in (on_disk, in_memory))
+    assert max_relative_difference(shared, same) == 0 and list(local) == list(held)
+    assert all(max_relative_difference(local[id], held[id]) == 0 for id in held)
 
 
 def test_uploads_summed_as_they_come_say_how_far_clients_agree(settings, tmp_path, monkeypatch):
-    whole = fedvlm.run(METHOD, out=tmp_path / "whole", **settings)
-    monkeypatch.setattr(loop, "BULK", 0)
-    monkeypatch.setattr(loop, "PART", 6)
+    in_memory = fedvlm.run(METHOD, out=tmp_path / "whole", **settings)
+    monkeypatch.setattr(loop, "LARGE_ROUND_BYTES", 0)
+    monkeypatch.setattr(loop, "CLIENTS_PER_PART", 6)
     parts = fedvlm.run(METHOD, out=tmp_path / "parts", **settings)
-    for one, other in zip(whole.lines(), parts.lines(), strict=True):
-        assert other["cosine"] == pytest.approx(one["cosine"], abs=1e-6)
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert list(other["clients"]) == list(one["clients"])
-    (shared, local), (same, held) = (one.outcome("all") for one in (parts, whole))
-    assert difference(shared, same) < 1e-5
-    assert all(difference(local[id], held[id]) < 1e-4 for id in held)
+    for entry, chunked_line in zip(in_memory.lines(), parts.lines(), strict=True):
+        assert chunked_line["cosine"] == pytest.approx(entry["cosine"], abs=1e-6)
+        assert chunked_line["loss"] == pytest.approx(entry["loss"], rel=1e-5)
+        assert list(chunked_line["clients"]) == list(entry["clients"])
+    (shared, local), (same, held) = (entry.outcome("all") for entry in (parts, in_memory))
+    assert max_relative_difference(shared, same) < 1e-5
+    assert all(max_relative_difference(local[id], held[id]) < 1e-4 for id in held)

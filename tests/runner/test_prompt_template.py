@@ -9,7 +9,7 @@ from PIL import Image
 
 import fedvlm
 from fedvlm.classifier.export import export
-from fedvlm.classifier.personalised import Personalised, of_client
+from fedvlm.classifier.personalised import Personalised, client_classifier
 from fedvlm.encoders.demo import demo
 from fedvlm.errors import SettingsError
 from fedvlm.record import Record
@@ -60,9 +60,9 @@ def text(template):
 
 def test_a_still_prompt_from_the_template_scores_as_zero_shot(run):
     still, zero = run("promptfl", ctx_init="template", **STILL), run("zero-shot")
-    [training], [other] = still.trainings().values(), zero.trainings().values()
-    hits = {id: one["test_hits"] for id, one in training["scores"].items()}
-    assert hits == {id: one["test_hits"] for id, one in other["scores"].items()}
+    [training], [zero_training] = still.trainings().values(), zero.trainings().values()
+    n_correct = {id: score["test_hits"] for id, score in training["scores"].items()}
+    assert n_correct == {id: score["test_hits"] for id, score in zero_training["scores"].items()}
     assert still.manifest["template"] == TEMPLATE
     assert "template" not in zero.manifest
 
@@ -71,37 +71,37 @@ def test_an_exported_prompt_is_read_back_with_its_template(run, tmp_path):
     export(run("promptfl", ctx_init="template", **STILL).folder, "site-1", tmp_path / "c")
     back = Personalised.from_pretrained(tmp_path / "c")
     assert back.frozen.text_tower.template == TEMPLATE
-    found = back.frozen.text_tower(back.shared["prompt"])
-    assert torch.allclose(found, text(TEMPLATE), atol=1e-5)
+    text_embedding = back.frozen.text_tower(back.shared["prompt"])
+    assert torch.allclose(text_embedding, text(TEMPLATE), atol=1e-5)
     assert (text(TEMPLATE) - text(TEMPLATE.split("}")[0] + "}.")).abs().max() > 1e-2
 
 
 def test_of_several_templates_a_prompt_takes_the_first(run):
     result = run("coop", TEMPLATE, "one {}", ctx_init="template", **STILL)
-    own = result.personalised("site-0")
-    found = own.frozen.text_tower(own.local["prompt"])
-    assert torch.allclose(found, text(TEMPLATE), atol=1e-5)
-    assert (found - own.frozen.text).abs().max() > 1e-2  # the mean over both
+    classifier = result.personalised("site-0")
+    text_embedding = classifier.frozen.text_tower(classifier.local["prompt"])
+    assert torch.allclose(text_embedding, text(TEMPLATE), atol=1e-5)
+    assert (text_embedding - classifier.frozen.text).abs().max() > 1e-2  # the mean over both
 
 
 def test_a_record_from_before_templates_is_read_with_a_full_stop(run):
     result = run("promptfl", "a {}", n_ctx=2, **STILL)
     file = result.folder / "manifest.json"
-    told = json.loads(file.read_text())
-    assert told.pop("template") == "a {}"
-    write_json(file, {key: value for key, value in told.items() if key != "checksum"})
-    assert of_client(Record(result.folder), "site-0").frozen.text_tower.template == "{}."
+    manifest = json.loads(file.read_text())
+    assert manifest.pop("template") == "a {}"
+    write_json(file, {key: value for key, value in manifest.items() if key != "checksum"})
+    assert client_classifier(Record(result.folder), "site-0").frozen.text_tower.template == "{}."
 
 
 def test_an_explanation_of_a_still_prompt_shows_the_templates_cosines(run, folder):
     image = sorted((folder / "site-0" / "blue").iterdir())[0]
-    told = explain(run("fedotp", ctx_init="template", **STILL).folder, image, name="blue")
+    explanation = explain(run("fedotp", ctx_init="template", **STILL).folder, image, name="blue")
     encoder = demo()
     pixels = encoder.preprocess(Image.open(image).convert("RGB"))
     patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()[0]
-    wanted = (torch.nn.functional.normalize(patches, dim=1) @ text(TEMPLATE)[0]).numpy()
-    for found in told.similarity:
-        np.testing.assert_allclose(found.ravel(), wanted, atol=1e-5)
+    expected = (torch.nn.functional.normalize(patches, dim=1) @ text(TEMPLATE)[0]).numpy()
+    for similarity in explanation.similarity:
+        np.testing.assert_allclose(similarity.ravel(), expected, atol=1e-5)
 
 
 def test_a_number_of_vectors_that_is_not_the_templates_is_refused_before_any_work(run):

@@ -15,7 +15,7 @@ from fedvlm.engines import batched, loop
 from fedvlm.engines import state as states
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner import training as trainings
-from fedvlm.tensors import difference
+from fedvlm.tensors import max_relative_difference
 
 QUICK = {"name": "fedot", "rounds": 3, "lr": 1e-3, "tau": 20.0}
 
@@ -48,9 +48,7 @@ def test_kill_and_resume_give_the_same_bits(rows_like, files, tmp_path):
     assert killed >= 2, "the run was over before it could be killed"
     result = fedvlm.resume(tmp_path / "torn")
     assert files(result.folder) == files(tmp_path / "whole")
-    leftovers = [
-        path.name for path in (tmp_path / "torn").rglob("*") if path.suffix == ".checkpoint"
-    ]
+    leftovers = [path.name for path in (tmp_path / "torn").rglob("*") if path.suffix == ".checkpoint"]
     assert leftovers == []
 
 
@@ -60,10 +58,10 @@ import fedvlm
 from fedvlm.engines import batched, loop, state
 from fedvlm.runner import training
 folder, store = sys.argv[1:3]
-at, loop.PART, workers = map(int, sys.argv[3:])
-batched.chunks = lambda world, tasks, times: [[one] for one in tasks]
-state.SHELVED, training.EVERY = 0, 2.5  # on disk; a checkpoint at the third time, then the sixth
-loop.BULK = 0
+at, loop.CLIENTS_PER_PART, workers = map(int, sys.argv[3:])
+batched.make_chunks = lambda world, tasks, times: [[one] for one in tasks]
+state.MAX_LOCAL_BYTES_IN_MEMORY, training.EVERY = 0, 2.5  # on disk; a checkpoint at the third time, then the sixth
+loop.LARGE_ROUND_BYTES = 0
 put, times = state.Shelf.put, 0
 training.monotonic = lambda: times
 
@@ -93,11 +91,11 @@ def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round
     method = {"name": "fedot", "blocks": 4, "rounds": 8, "lr": 1e-3}
     settings = {"encoder": f"store:{store}", "protocol": "own-test", "fraction": 0.7}
     settings["workers"] = workers
-    monkeypatch.setattr(batched, "chunks", lambda world, tasks, times: [[one] for one in tasks])
-    monkeypatch.setattr(loop, "PART", part)
-    monkeypatch.setattr(loop, "BULK", 0)
+    monkeypatch.setattr(batched, "make_chunks", lambda world, tasks, times: [[task] for task in tasks])
+    monkeypatch.setattr(loop, "CLIENTS_PER_PART", part)
+    monkeypatch.setattr(loop, "LARGE_ROUND_BYTES", 0)
     memory = fedvlm.run(method, out=tmp_path / "memory", **settings)
-    monkeypatch.setattr(states, "SHELVED", 0)
+    monkeypatch.setattr(states, "MAX_LOCAL_BYTES_IN_MEMORY", 0)
     fedvlm.run(method, out=tmp_path / "whole", **settings)
     command = [sys.executable, "-c", SHELVED, tmp_path / "torn", store]
     for at in (5, 4, 0):
@@ -106,9 +104,9 @@ def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round
     result = fedvlm.resume(tmp_path / "torn")
     assert files(result.folder) == files(tmp_path / "whole")
     assert files(result.folder)[0] == files(memory.folder)[0]  # its rounds
-    (shared, local), (same, held) = (one.outcome("all") for one in (result, memory))
-    assert difference(shared, same) == 0 and list(local) == list(held)
-    assert all(difference(local[id], own) == 0 for id, own in held.items())
+    (shared, local), (same, held) = (task.outcome("all") for task in (result, memory))
+    assert max_relative_difference(shared, same) == 0 and list(local) == list(held)
+    assert all(max_relative_difference(local[id], client_local) == 0 for id, client_local in held.items())
     assert not list((result.folder / "trainings").glob("*.local"))
 
 
@@ -125,7 +123,7 @@ def test_resume_of_nothing_is_refused(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainings, "EVERY", 0.0)
+    monkeypatch.setattr(trainings, "CHECKPOINT_SECONDS", 0.0)
 
     def stop(*all):
         raise KeyboardInterrupt
@@ -142,15 +140,13 @@ def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
         fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
 
 
-def test_a_disk_that_fills_up_in_mid_run_is_said_and_the_run_goes_on_later(
-    rows, files, tmp_path, monkeypatch
-):
+def test_a_disk_that_fills_up_in_mid_run_is_said_and_the_run_goes_on_later(rows, files, tmp_path, monkeypatch):
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "whole")
-    left = [3]
+    writes_left = [3]
 
     def filling(handle, sync=os.fsync):
-        left[0] -= 1
-        if left[0] < 0:
+        writes_left[0] -= 1
+        if writes_left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(handle)
 

@@ -10,9 +10,9 @@ import fedvlm
 from fedvlm.core import make
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FedVLMError, SettingsError
-from fedvlm.report.tables import compare
+from fedvlm.report.tables import compare_table
 from fedvlm.runner import training as trainings
-from fedvlm.runner.load import few
+from fedvlm.runner.load import smoke_subset
 from fedvlm.storage.sealed import read_tensors
 
 QUICK = {"name": "fedot", "rounds": 3, "lr": 1e-3, "tau": 20.0}
@@ -57,23 +57,21 @@ def test_the_outcome_has_the_papers_numbers_of_each_map(rows, tmp_path):
 
 
 def test_the_manifest_says_where_the_numbers_come_from(rows, tmp_path):
-    told = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").manifest
-    assert told["encoder"] == "toy@0"
-    assert told["rows"] == rows.fingerprint
-    assert told["versions"]["torch"] == torch.__version__
-    assert told["identity"]["method"]["rounds"] == 3
-    assert {"commit", "dirty", "started"} <= set(told)
-    assert told["clients"]["art"] == {"train": 48, "validation": 16, "test": 16}
+    manifest = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").manifest
+    assert manifest["encoder"] == "toy@0"
+    assert manifest["rows"] == rows.fingerprint
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["identity"]["method"]["rounds"] == 3
+    assert {"commit", "dirty", "started"} <= set(manifest)
+    assert manifest["clients"]["art"] == {"train": 48, "validation": 16, "test": 16}
 
 
 def test_a_finished_run_is_not_run_again_unless_asked(rows, files, tmp_path, monkeypatch):
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     before = files(tmp_path / "a")
     calls = []
-    real = trainings.train
-    monkeypatch.setattr(
-        trainings, "train", lambda *all, **more: calls.append(1) or real(*all, **more)
-    )
+    real = trainings.run_rounds
+    monkeypatch.setattr(trainings, "train", lambda *all, **kwargs: calls.append(1) or real(*all, **kwargs))
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     assert calls == []
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", again=True)
@@ -107,13 +105,13 @@ def test_another_runs_directory_is_refused(rows, rows_like, tmp_path):
 
 def test_a_personalised_classifier_survives_saving(rows, tmp_path):
     result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", protocol="own-test")
-    mine = result.personalised("photo")
-    mine.save_pretrained(tmp_path / "mine")
+    classifier = result.personalised("photo")
+    classifier.save_pretrained(tmp_path / "mine")
     back = fedvlm.Personalised.from_pretrained(tmp_path / "mine")
-    assert torch.equal(back.logits(rows.x), mine.logits(rows.x))
+    assert torch.equal(back.logits(rows.x), classifier.logits(rows.x))
     assert set(back.predict(rows.x)) <= set(rows.classes)
-    other = result.personalised("art")
-    assert not torch.equal(other.logits(rows.x), mine.logits(rows.x))
+    other_classifier = result.personalised("art")
+    assert not torch.equal(other_classifier.logits(rows.x), classifier.logits(rows.x))
     test = result.trainings()["all"]["scores"]["photo"]
     assert 0 <= test["test_hits"] <= test["test_rows"]
 
@@ -121,18 +119,16 @@ def test_a_personalised_classifier_survives_saving(rows, tmp_path):
 def test_a_client_that_joins_later_gets_the_shared_head_and_the_identity(rows, tmp_path):
     result = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     tensors, _ = read_tensors(tmp_path / "a" / "trainings" / "0-art.safetensors")
-    late = result.unseen("art")
-    torch.testing.assert_close(late.logits(rows.x), 20.0 * rows.x @ tensors["shared/head"].mT)
+    classifier = result.unseen("art")
+    torch.testing.assert_close(classifier.logits(rows.x), 20.0 * rows.x @ tensors["shared/head"].mT)
 
 
 def test_predicting_with_other_embeddings_is_refused(rows, tmp_path):
-    mine = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").personalised("photo")
-    with pytest.raises(
-        DataError, match=r"shape \(5, 8\) do not fit; this classifier takes \(rows, 16\)"
-    ):
-        mine.logits(torch.zeros(5, 8))
+    classifier = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").personalised("photo")
+    with pytest.raises(DataError, match=r"shape \(5, 8\) do not fit; this classifier takes \(rows, 16\)"):
+        classifier.logits(torch.zeros(5, 8))
     with pytest.raises(DataError, match="NaN or infinite"):
-        mine.logits(torch.full((1, 16), torch.nan))
+        classifier.logits(torch.full((1, 16), torch.nan))
 
 
 def test_an_unknown_client_or_seed_of_a_result_is_refused(rows, tmp_path):
@@ -150,7 +146,7 @@ def spoiled(rows, place, value):
 
 
 @pytest.mark.parametrize(
-    ("change", "settings", "says"),
+    ("change", "settings", "message"),
     [
         (lambda r: spoiled(r, 7, torch.nan), {}, "1 embeddings hold NaN .* the first in row 7"),
         (lambda r: spoiled(r, (3, 2), torch.inf), {}, "the first in row 3"),
@@ -173,8 +169,8 @@ def spoiled(rows, place, value):
         (lambda r: r, {"clients": {"shots": -1}}, "clients.shots must be .*, got -1"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(rows, tmp_path, change, settings, says):
-    with pytest.raises(FedVLMError, match=says):
+def test_bad_input_is_refused_before_anything_is_written(rows, tmp_path, change, settings, message):
+    with pytest.raises(FedVLMError, match=message):
         fedvlm.run(**{"method": QUICK, "embedded": change(rows), "out": tmp_path / "a", **settings})
     assert not (tmp_path / "a" / "manifest.json").exists()
 
@@ -194,7 +190,7 @@ def test_a_smoke_run_is_short_and_says_so(rows_like, tmp_path):
         seeds=[0, 1],
     )
     assert len(result.rounds) == 3 * 3
-    assert sum(sum(one.values()) for one in result.manifest["clients"].values()) <= 600
+    assert sum(sum(counts.values()) for counts in result.manifest["clients"].values()) <= 600
     assert "SMOKE" in result.table()
 
 
@@ -203,7 +199,7 @@ def test_the_selection_is_in_the_table(rows, tmp_path):
         fedvlm.run(QUICK, embedded=rows, out=tmp_path / name, selection=name)
         for name in ("last", "validation", "oracle")
     ]
-    text = compare(results)
+    text = compare_table(results)
     assert "ORACLE: best test round" in text
     assert "best validation round" in text
     means = [result.tables[0]["C"] for result in results]
@@ -231,35 +227,29 @@ def test_unreadable_pictures_are_in_the_record(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (number, 255 - number, 9)).save(path)
     path.write_bytes(b"no image")
-    result = fedvlm.run(
-        "zero-shot", data=str(tmp_path / "data"), encoder="demo", out=tmp_path / "a"
-    )
-    [note] = [one for one in result.manifest["notes"] if one.startswith("skipped ")]
-    assert "59.png" in note
+    result = fedvlm.run("zero-shot", data=str(tmp_path / "data"), encoder="demo", out=tmp_path / "a")
+    [message] = [entry for entry in result.manifest["notes"] if entry.startswith("skipped ")]
+    assert "59.png" in message
 
 
 def test_cross_device_gives_a_column_for_every_count(rows, tmp_path):
-    many = replace(rows, clients=np.array([f"w{i:02}" for i in range(12)])[np.arange(240) // 20])
+    many_clients = replace(rows, clients=np.array([f"w{i:02}" for i in range(12)])[np.arange(240) // 20])
     result = fedvlm.run(
         QUICK,
-        embedded=many,
+        embedded=many_clients,
         out=tmp_path / "a",
         protocol="cross-device",
         clients={"partition": "own"},
         counts=[1, 4, 8],
         unseen=4,
     )
-    assert list(result.tables[0]) == [
-        f"{who}, n={n}" for n in (1, 4, 8) for who in ("unseen", "own")
-    ]
+    assert list(result.tables[0]) == [f"{column}, n={n}" for n in (1, 4, 8) for column in ("unseen", "own")]
     assert [len(training["scores"]) for training in result.trainings().values()] == [5, 8, 12]
     assert "unseen, n=8" in result.table()
 
 
 def test_the_manifest_keeps_what_a_run_reproduces_and_its_identity_does_not(rows, tmp_path):
-    named = fedvlm.run(
-        "zero-shot", embedded=rows, out=tmp_path / "a", reproduces=["fedot-v1/T1", "fedot-v1/T3"]
-    )
+    named = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "a", reproduces=["fedot-v1/T1", "fedot-v1/T3"])
     assert named.manifest["reproduces"] == ["fedot-v1/T1", "fedot-v1/T3"]
     plain = fedvlm.run("zero-shot", embedded=rows, out=tmp_path / "b")
     assert plain.manifest["reproduces"] == []
@@ -272,13 +262,13 @@ def test_a_run_reproduces_names_and_nothing_else(rows):
 
 
 def test_a_smoke_run_of_many_clients_has_few(rows_like, tmp_path):
-    many = {"partition": "dirichlet", "count": 100}
+    clients = {"partition": "dirichlet", "count": 100}
     done = fedvlm.run(
         "zero-shot",
         embedded=rows_like(900),
         out=tmp_path / "a",
         protocol="own-test",
-        clients=many,
+        clients=clients,
         smoke=True,
     )
     assert 1 < len(done.manifest["clients"]) <= 10
@@ -286,9 +276,7 @@ def test_a_smoke_run_of_many_clients_has_few(rows_like, tmp_path):
 
 
 def test_a_smoke_run_has_rows_of_every_class(rows_like):
-    many = replace(
-        rows_like(4000), classes=tuple(map(str, range(100))), labels=np.arange(4000) // 4 % 100
-    )
-    kept = np.bincount(many.labels[few(many)], minlength=100)
-    assert kept.min() >= 9
-    assert kept.sum() <= 1200
+    many_classes = replace(rows_like(4000), classes=tuple(map(str, range(100))), labels=np.arange(4000) // 4 % 100)
+    class_counts = np.bincount(many_classes.labels[smoke_subset(many_classes)], minlength=100)
+    assert class_counts.min() >= 9
+    assert class_counts.sum() <= 1200

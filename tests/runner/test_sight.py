@@ -10,37 +10,37 @@ import fedvlm
 from fedvlm.encoders.store import open_store, save_store
 from fedvlm.record import Record
 from fedvlm.runner import cluster, sight, training
-from fedvlm.runner.run import together
-from fedvlm.runner.schedule import Order, Piece
+from fedvlm.runner.run import execute_all
+from fedvlm.runner.schedule import Job, JobSpec
 from fedvlm.runner.settings import build
 
 
 def ordered(out, store, method, **settings):
     """A run on this machine, and its first training as a worker is told of it."""
     made = fedvlm.run(method, encoder=f"store:{store}", out=out, **settings)
-    asked = build(made.manifest["identity"])
+    run_settings = build(made.manifest["identity"])
     name = made.manifest["trainings"][0]
     rows = open_store(store)
-    order = Order(asked, rows, 0, name)
+    order = JobSpec(run_settings, rows, 0, name)
     return made, order
 
 
-def worked(order, folder, manifest, begun=((), ()), place=None):
-    given = (order.settings, order.rows, place, order.seed, order.training)
-    return cluster.there(*given, folder, manifest, (list(begun[0]), dict(begun[1])))
+def worked(order, folder, manifest, progress=((), ()), place=None):
+    job_args = (order.settings, order.rows, place, order.seed, order.training)
+    return cluster.run_on_worker(*job_args, folder, manifest, (list(progress[0]), dict(progress[1])))
 
 
 def plain(lines):
-    return [{key: one for key, one in line.items() if key != "seconds"} for line in lines]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
-def check_left(made, order, lines, left):
+def check_left(made, order, lines, files):
     """What a worker gives back is what the run has of this training."""
     name = f"{order.seed}-{order.training}"
-    mine = [line for line in made.rounds if line["training"] == name]
-    assert plain(lines) == plain(mine)
+    recorded_lines = [line for line in made.rounds if line["training"] == name]
+    assert plain(lines) == plain(recorded_lines)
     folder = made.folder / "trainings"
-    assert left == {path.name: path.read_bytes() for path in folder.glob(f"{name}.*")}
+    assert files == {path.name: path.read_bytes() for path in folder.glob(f"{name}.*")}
 
 
 METHOD = {"name": "fedot", "rounds": 4, "lr": 1e-3}
@@ -54,11 +54,11 @@ def store(rows_like, tmp_path):
 @pytest.fixture
 def stopped(monkeypatch):
     """Every round has a checkpoint; a training stops after two of them until it is let go."""
-    monkeypatch.setattr(training, "EVERY", -1.0)
+    monkeypatch.setattr(training, "CHECKPOINT_SECONDS", -1.0)
     write, done = training.write_tensors, []
 
-    def count(path, *what):
-        write(path, *what)
+    def count(path, *args):
+        write(path, *args)
         done.append(path)
         if len(done) == 2 and path.suffix == ".checkpoint":
             raise RuntimeError("the worker is lost")
@@ -71,24 +71,24 @@ def test_a_lost_training_goes_on_in_the_folder_that_both_workers_see(store, tmp_
     stopped += [None] * 5
     made, order = ordered(tmp_path / "here", store, METHOD, protocol="own-test")
     run = tmp_path / "run"
-    Record(run).begin({key: one for key, one in made.manifest.items() if key != "format"})
+    Record(run).start({key: value for key, value in made.manifest.items() if key != "format"})
     manifest = Record(run).manifest
     stopped.clear()
     with pytest.raises(RuntimeError, match="the worker is lost"):
         worked(order, run, manifest)
     name = f"0-{order.training}"
     assert (run / "away" / name / "trainings" / f"{name}.checkpoint").exists()
-    lines, left, _ = worked(order, run, manifest)
+    lines, files, _ = worked(order, run, manifest)
     assert len(stopped) == 2 + 2 + 1  # checkpoints of rounds 1, 2, 3 and 4, and the outcome
-    check_left(made, order, lines, left)
-    piece = piece_of(Record(run), order)
-    assert cluster._take(piece, lines, left, "fine") == "fine"
+    check_left(made, order, lines, files)
+    job = piece_of(Record(run), order)
+    assert cluster._store_result(job, lines, files, "fine") == "fine"
     assert not (run / "away").exists()
     assert plain(Record(run).lines()) == plain(lines)
 
 
 def piece_of(record, order):
-    return Piece("one", record, 1.0, 1, False, lambda *given: None, print, print, order)
+    return Job("one", record, 1.0, 1, False, lambda *args: None, print, print, order)
 
 
 def test_a_training_that_was_stopped_is_sent_with_its_checkpoint(store, tmp_path, stopped):
@@ -97,15 +97,15 @@ def test_a_training_that_was_stopped_is_sent_with_its_checkpoint(store, tmp_path
     stopped.clear()
     with pytest.raises(RuntimeError, match="the worker is lost"):
         fedvlm.run(METHOD, encoder=f"store:{store}", protocol="own-test", out=tmp_path / "run")
-    record, heard = Record(tmp_path / "run"), []
-    begun = cluster._begun(piece_of(record, order))
-    assert len(begun[0]) == 2 and len(begun[1]) == 1
-    lines, left, found = worked(order, tmp_path / "elsewhere", record.manifest, begun)
+    record, lines_heard = Record(tmp_path / "run"), []
+    progress = cluster._saved_progress(piece_of(record, order))
+    assert len(progress[0]) == 2 and len(progress[1]) == 1
+    lines, files, scores = worked(order, tmp_path / "elsewhere", record.manifest, progress)
     assert len(stopped) == 2 + 2 + 1 and not (tmp_path / "elsewhere").exists()
-    check_left(made, order, lines, left)
-    record = Record(tmp_path / "run", lambda *line: heard.append(line))
-    cluster._take(piece_of(record, order), lines, left, found)
-    assert len(heard) == 2 and record.lines() == lines  # nobody hears of a round twice
+    check_left(made, order, lines, files)
+    record = Record(tmp_path / "run", lambda *line: lines_heard.append(line))
+    cluster._store_result(piece_of(record, order), lines, files, scores)
+    assert len(lines_heard) == 2 and record.lines() == lines  # nobody hears of a round twice
 
 
 def test_one_machine_goes_on_with_what_a_lost_cluster_left(store, tmp_path, stopped, files):
@@ -113,7 +113,7 @@ def test_one_machine_goes_on_with_what_a_lost_cluster_left(store, tmp_path, stop
     settings = {"encoder": f"store:{store}", "protocol": "own-test"}
     made, order = ordered(tmp_path / "here", store, METHOD, protocol="own-test")
     run = tmp_path / "run"
-    Record(run).begin({key: one for key, one in made.manifest.items() if key != "format"})
+    Record(run).start({key: value for key, value in made.manifest.items() if key != "format"})
     stopped.clear()
     with pytest.raises(RuntimeError, match="the worker is lost"):
         worked(order, run, Record(run).manifest)
@@ -127,45 +127,43 @@ def test_trainings_on_images_stay_on_the_machine_of_the_command(rows, tmp_path, 
         raise AssertionError("a cluster was asked")
 
     monkeypatch.setattr(cluster, "_client", nobody)
-    found = []
-    order = Order(build({"method": "lora"}), replace(rows, images=object()), 0, "all")
-    piece = replace(
-        piece_of(Record(tmp_path), order), work=lambda *given: "trained", done=found.append
-    )
-    cluster.carry([piece], "dask")
-    assert found == ["trained"]
+    outcomes = []
+    order = JobSpec(build({"method": "lora"}), replace(rows, images=object()), 0, "all")
+    job = replace(piece_of(Record(tmp_path), order), work=lambda *args: "trained", done=outcomes.append)
+    cluster.run_jobs([job], "dask")
+    assert outcomes == ["trained"]
 
 
 def test_a_folder_of_another_run_is_not_worked_in(store, tmp_path):
     made, order = ordered(tmp_path / "here", store, METHOD, protocol="own-test")
-    other = {**made.manifest, "rows": "others"}
-    lines, left, _ = worked(order, made.folder, other)
-    check_left(made, order, lines, left)
+    other_manifest = {**made.manifest, "rows": "others"}
+    lines, files, _ = worked(order, made.folder, other_manifest)
+    check_left(made, order, lines, files)
     assert not (made.folder / "away").exists()
 
 
 def test_a_worker_prepares_base_to_new_from_all_classes(store, tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(cluster, "carry", lambda pieces, on: told.extend(pieces))
-    given = {"encoder": f"store:{store}", "protocol": "base-to-new"}
+    jobs = []
+    monkeypatch.setattr(cluster, "run_jobs", lambda submitted, on: jobs.extend(submitted))
+    run_options = {"encoder": f"store:{store}", "protocol": "base-to-new"}
     method = {"name": "fedclip", "rounds": 2}
-    together([(build({"method": method, **given}), tmp_path / "there")], on="dask")
-    made = fedvlm.run(method, **given, out=tmp_path / "here")
-    lines, left, _ = worked(told[0].order, tmp_path / "nowhere", made.manifest)
-    check_left(made, told[0].order, lines, left)
+    execute_all([(build({"method": method, **run_options}), tmp_path / "there")], on="dask")
+    made = fedvlm.run(method, **run_options, out=tmp_path / "here")
+    lines, files, _ = worked(jobs[0].order, tmp_path / "nowhere", made.manifest)
+    check_left(made, jobs[0].order, lines, files)
 
 
 def test_rows_are_read_where_a_worker_sees_the_store(store, rows_like, tmp_path):
     made, order = ordered(tmp_path / "here", store, METHOD, protocol="own-test")
-    bare, place = sight.apart(order.settings, order.rows)
-    assert len(bare.x) == 0 and sight.sees(place)
+    bare, place = sight.strip_samples(order.settings, order.rows)
+    assert len(bare.x) == 0 and sight.path_exists(place)
     order = replace(order, rows=bare)
-    lines, left, _ = worked(order, tmp_path / "nowhere", made.manifest, place=place)
-    check_left(made, order, lines, left)
-    sight._open.clear()
+    lines, files, _ = worked(order, tmp_path / "nowhere", made.manifest, place=place)
+    check_left(made, order, lines, files)
+    sight._open_tables.clear()
     save_store(store, rows_like(seed=1))
     for lost in (place, replace(place, path=tmp_path / "gone.npz")):
-        with pytest.raises(cluster.Unseen):
+        with pytest.raises(cluster.SamplesNotVisible):
             worked(order, tmp_path / "nowhere", made.manifest, place=lost)
 
 
@@ -176,14 +174,14 @@ def test_rows_are_read_where_a_worker_sees_the_cache(patches, tmp_path, monkeypa
     settings = build({"method": "fedot"})
     some = replace(rows, x=rows.x[::3], content=rows.content[::3])
     some = replace(some, patches=rows.patches[::3] if patches else None)
-    bare, place = sight.apart(settings, some)
-    sight._open.clear()
-    found = sight.whole(bare, place)
-    assert torch.equal(found.x, some.x)
-    assert not patches or torch.equal(found.patches, some.patches)
-    assert sight.whole(bare, place).x is found.x  # read once
-    sight._open.clear()
-    assert sight.whole(replace(bare, content=["00" * 32]), place) is None
-    assert sight.whole(bare, replace(place, encoder="ffff")) is None
-    assert sight.whole(bare, replace(place, digest="other")) is None
-    assert not sight._open
+    bare, place = sight.strip_samples(settings, some)
+    sight._open_tables.clear()
+    samples = sight.load_samples(bare, place)
+    assert torch.equal(samples.x, some.x)
+    assert not patches or torch.equal(samples.patches, some.patches)
+    assert sight.load_samples(bare, place).x is samples.x  # read once
+    sight._open_tables.clear()
+    assert sight.load_samples(replace(bare, content=["00" * 32]), place) is None
+    assert sight.load_samples(bare, replace(place, encoder="ffff")) is None
+    assert sight.load_samples(bare, replace(place, digest="other")) is None
+    assert not sight._open_tables

@@ -7,52 +7,52 @@ import pytest
 import torch
 
 import fedvlm
-from fedvlm.core import SMALLEST, Telling, make, methods
-from fedvlm.engines.client import client
-from fedvlm.engines.loop import start, train
-from fedvlm.engines.single import Single
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassStatistics, make, methods
+from fedvlm.engines.client import make_client
+from fedvlm.engines.loop import initial_state, run_rounds
+from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian, prototypes
-from fedvlm.report.tables import compare
+from fedvlm.report.tables import compare_table
 from fedvlm.runner.settings import build
-from fedvlm.runner.withheld import withheld
-from fedvlm.testing import check_method, check_small, learn, toy_world
+from fedvlm.runner.withheld import suppressed_warnings
+from fedvlm.testing import check_method, check_small, toy_world, train_toy
 
-TELLING = [name for name, kind in methods().items() if isinstance(kind(), Telling)]
-EACH = pytest.mark.parametrize("name", TELLING)
+WITH_CLASS_STATISTICS = [name for name, kind in methods().items() if isinstance(kind(), ClassStatistics)]
+EACH_METHOD = pytest.mark.parametrize("name", WITH_CLASS_STATISTICS)
 
 
 def counts_of(world, id):
-    return torch.bincount(client(world, id, 0).y, minlength=len(world.frozen.classes))
+    return torch.bincount(make_client(world, id, 0).y, minlength=len(world.frozen.classes))
 
 
 def upload_of(world, id, sent=None):
     shared, local = world.method.init(world.frozen)
     sent = sent or world.method.send(shared, id)
-    return world.method.update(world.frozen, sent, local, client(world, id, 0))[0]
+    return world.method.update(world.frozen, sent, local, make_client(world, id, 0))[0]
 
 
 def test_tofa_is_held_to_the_rule():
-    assert "tofa" in TELLING
+    assert "tofa" in WITH_CLASS_STATISTICS
 
 
-@EACH
+@EACH_METHOD
 def test_no_message_tells_of_a_class_with_fewer_rows(name):
     world = toy_world(make(name))
     for id in world.members:
         covered = world.method.covers(upload_of(world, id))
-        assert torch.equal(covered, counts_of(world, id) >= SMALLEST)
+        assert torch.equal(covered, counts_of(world, id) >= MIN_CLASS_SAMPLES)
 
 
-@EACH
+@EACH_METHOD
 def test_all_classes_are_told_where_small_ones_are_allowed(name):
     world = toy_world(make(name, min_class_samples=1))
     covered = world.method.covers(upload_of(world, "client-1"))
     assert torch.equal(covered, counts_of(world, "client-1") > 0)
 
 
-@EACH
+@EACH_METHOD
 def test_a_client_of_small_classes_uploads_zeros(name):
     upload = upload_of(toy_world(make(name)), "client-1")  # 9 rows
     assert not any(value.abs().sum() for value in upload.values())
@@ -60,9 +60,9 @@ def test_a_client_of_small_classes_uploads_zeros(name):
 
 def test_the_contract_refuses_a_method_that_tells_of_small_classes(monkeypatch):
     def careless(x, y, allowed, *limits):
-        return gaussian.raw(x, y, len(allowed))
+        return gaussian.class_sums(x, y, len(allowed))
 
-    monkeypatch.setattr(prototypes, "released", careless)
+    monkeypatch.setattr(prototypes, "released_class_sums", careless)
     method = make("tofa")
     with pytest.raises(AssertionError, match="fewer than min_class_samples = 16; leave it out"):
         check_small(toy_world(method), method, 16)
@@ -74,15 +74,15 @@ def test_sums_over_clients_are_those_of_the_rows_that_were_uploaded():
     uploads = [upload_of(world, id) for id in ids]
     x, y = [], []
     for id in ids:
-        one, counts = client(world, id, 0), counts_of(world, id)
-        told = counts[one.y] >= SMALLEST
-        x.append(one.x[told])
-        y.append(one.y[told])
-    pooled = gaussian.raw(torch.cat(x), torch.cat(y), 4)
-    most = world.method.max_samples
-    counts = sum(one["counts"] for one in uploads)
-    sums = gaussian.from_fixed(sum(one["sums"].long() for one in uploads), most)
-    second = gaussian.from_fixed(sum(one["moments"].long() for one in uploads), most)
+        entry, counts = make_client(world, id, 0), counts_of(world, id)
+        is_uploaded = counts[entry.y] >= MIN_CLASS_SAMPLES
+        x.append(entry.x[is_uploaded])
+        y.append(entry.y[is_uploaded])
+    pooled = gaussian.class_sums(torch.cat(x), torch.cat(y), 4)
+    max_norm = world.method.max_samples
+    counts = sum(entry["counts"] for entry in uploads)
+    sums = gaussian.from_fixed_point(sum(entry["sums"].long() for entry in uploads), max_norm)
+    second = gaussian.from_fixed_point(sum(entry["moments"].long() for entry in uploads), max_norm)
     assert torch.equal(counts.double(), pooled[0])
     assert torch.allclose(sums, pooled[1], atol=1e-5)
     assert torch.allclose(gaussian.unpack(second, 16), pooled[2], atol=1e-5)
@@ -94,13 +94,13 @@ def test_a_class_of_too_few_contributors_is_not_uploaded():
     ids = sorted(world.members)[:-1]
     holders = sum((counts_of(world, id) >= 8).int() for id in ids)
     assert 1 in holders  # or there is nothing to see
-    state, fresh = start(world)
-    seen = []
+    state, initial_local = initial_state(world)
+    uploads = []
     plan = Plan(tuple(ids), ())
-    state = train(world, Single(world), plan, state, fresh, lambda s, line: seen.append(line))
+    state = run_rounds(world, Sequential(world), plan, state, initial_local, lambda s, line: uploads.append(line))
     assert torch.equal(state.shared["open"] > 0, holders >= 2)
     assert torch.equal(state.shared["counts"] > 0, holders >= 2)
-    assert seen[0]["clients"][ids[0]]["bytes_up"] == 4 * 4  # one number per class
+    assert uploads[0]["clients"][ids[0]]["bytes_up"] == 4 * 4  # one number per class
 
 
 @pytest.mark.parametrize(
@@ -118,19 +118,17 @@ def test_private_variants_keep_the_contract(settings):
 
 def test_without_enough_contributors_anywhere_predictions_stay_finite():
     world = toy_world(make("tofa", min_class_clients=9, rounds=2))
-    outcome = learn(world)
-    assert all(np.isfinite(one["loss"]) for one in outcome.scores.values())
+    outcome = train_toy(world)
+    assert all(np.isfinite(score["loss"]) for score in outcome.scores.values())
     assert not outcome.shared["counts"].any()
 
 
 def test_a_smaller_limit_is_refused_unless_it_is_allowed():
     with pytest.raises(SettingsError, match=r"min_class_samples = 4: .*allow_small = true"):
         build({"method": {"name": "tofa", "min_class_samples": 4}})
-    assert build({"method": "tofa"}).method.min_class_samples == SMALLEST
+    assert build({"method": "tofa"}).method.min_class_samples == MIN_CLASS_SAMPLES
     assert build({"method": "tofa", "allow_small": True}).method.min_class_samples == 1
-    assert (
-        build({"method": {"name": "tofa", "min_class_samples": 40}}).method.min_class_samples == 40
-    )
+    assert build({"method": {"name": "tofa", "min_class_samples": 40}}).method.min_class_samples == 40
 
 
 def test_allowing_changes_nothing_for_a_method_without_class_statistics():
@@ -139,23 +137,23 @@ def test_allowing_changes_nothing_for_a_method_without_class_statistics():
 
 
 def test_record_and_table_say_what_was_kept_back_and_what_was_allowed(rows, tmp_path):
-    few = {"clients": {"partition": "domain", "shots": 5}}
-    usual = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **few)
-    allowed = fedvlm.run("tofa", embedded=rows, out=tmp_path / "b", allow_small=True, **few)
-    [note] = usual.manifest["notes"]
-    assert "12 of 12 class statistics are not uploaded" in note
-    assert "no class statistics at all come from art, photo, sketch" in note
-    assert note.startswith("MOST IS WITHHELD: ")
-    assert "60 of 60 training rows (100%) are in no class statistic" in note
-    assert "--allow-small uploads them" in note
-    assert "method.noise_multiplier = 1" in note
-    assert "\n" not in note
+    few_shots = {"clients": {"partition": "domain", "shots": 5}}
+    usual = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", **few_shots)
+    allowed = fedvlm.run("tofa", embedded=rows, out=tmp_path / "b", allow_small=True, **few_shots)
+    [message] = usual.manifest["notes"]
+    assert "12 of 12 class statistics are not uploaded" in message
+    assert "no class statistics at all come from art, photo, sketch" in message
+    assert message.startswith("MOST IS WITHHELD: ")
+    assert "60 of 60 training rows (100%) are in no class statistic" in message
+    assert "--allow-small uploads them" in message
+    assert "method.noise_multiplier = 1" in message
+    assert "\n" not in message
     assert allowed.manifest["notes"] == []
     assert allowed.manifest["identity"]["allow_small"] is True
-    assert "tofa (ALLOW-SMALL)" in compare([usual, allowed])
-    assert "min_class_samples" not in compare([usual, allowed])
+    assert "tofa (ALLOW-SMALL)" in compare_table([usual, allowed])
+    assert "min_class_samples" not in compare_table([usual, allowed])
     again = build(allowed.manifest["identity"])
-    assert again.identity() == build({"method": "tofa", "allow_small": True, **few}).identity()
+    assert again.identity() == build({"method": "tofa", "allow_small": True, **few_shots}).identity()
 
 
 def test_nothing_is_noted_where_all_classes_are_large():
@@ -164,10 +162,10 @@ def test_nothing_is_noted_where_all_classes_are_large():
     class Member:
         train = np.arange(60)
 
-    assert withheld(make("tofa"), {"a": Member}, labels, 3) == []
+    assert suppressed_warnings(make("tofa"), {"a": Member}, labels, 3) == []
     labels[:5] = 1
-    [note] = withheld(make("tofa"), {"a": Member}, labels, 3)
-    assert note.startswith("1 of 3 class statistics are not uploaded")
+    [message] = suppressed_warnings(make("tofa"), {"a": Member}, labels, 3)
+    assert message.startswith("1 of 3 class statistics are not uploaded")
 
 
 def test_a_method_without_noise_is_told_of_one_way_out():
@@ -176,9 +174,9 @@ def test_a_method_without_noise_is_told_of_one_way_out():
     class Member:
         train = np.arange(29)
 
-    [note] = withheld(make("fedgh"), {"a": Member}, labels, 3)
-    assert "9 of 29 training rows (31%) are in no class statistic" in note
-    assert "noise" not in note
+    [message] = suppressed_warnings(make("fedgh"), {"a": Member}, labels, 3)
+    assert "9 of 29 training rows (31%) are in no class statistic" in message
+    assert "noise" not in message
 
 
 def test_two_contributors_to_a_secure_sum_recover_the_single_row_of_a_third():
@@ -186,32 +184,29 @@ def test_two_contributors_to_a_secure_sum_recover_the_single_row_of_a_third():
     draw = torch.Generator().manual_seed(0)
     rows = torch.nn.functional.normalize(torch.randn(16, 8, generator=draw), dim=1)
     parts = torch.split(rows, [14, 1, 1])  # of one class, at three clients: 16 rows together
-    first, second, third = (gaussian.raw(x, torch.zeros(len(x)).long(), 1) for x in parts)
-    total = [sum(one) for one in zip(first, second, third, strict=True)]  # what all may see
-    count, left = (total[i] - first[i] - second[i] for i in (0, 1))
+    first, second, third = (gaussian.class_sums(x, torch.zeros(len(x)).long(), 1) for x in parts)
+    total = [sum(column) for column in zip(first, second, third, strict=True)]  # what all may see
+    count, remainder = (total[i] - first[i] - second[i] for i in (0, 1))
     assert count.tolist() == [1]
-    torch.testing.assert_close(left[0].float(), parts[2][0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(remainder[0].float(), parts[2][0], atol=1e-6, rtol=0)
 
 
 def test_noise_is_what_the_multiplier_says_and_zero_noise_is_exact():
     plain, blurred = (
-        toy_world(make("tofa", min_class_samples=1, noise_multiplier=z), sizes=(400, 40))
-        for z in (0.0, 2.0)
+        toy_world(make("tofa", min_class_samples=1, noise_multiplier=z), sizes=(400, 40)) for z in (0.0, 2.0)
     )
     exact, noisy = upload_of(plain, "client-0"), upload_of(blurred, "client-0")
-    most = plain.method.max_samples
-    counts, sums, second = gaussian.raw(
-        *(getattr(client(plain, "client-0", 0), k) for k in "xy"), 4
-    )
+    max_norm = plain.method.max_samples
+    counts, sums, second = gaussian.class_sums(*(getattr(make_client(plain, "client-0", 0), k) for k in "xy"), 4)
     assert torch.equal(exact["counts"].double(), counts)
-    assert torch.allclose(gaussian.from_fixed(exact["sums"], most), sums, atol=1e-5)
-    away = torch.cat(
+    assert torch.allclose(gaussian.from_fixed_point(exact["sums"], max_norm), sums, atol=1e-5)
+    differences = torch.cat(
         [
-            (gaussian.from_fixed(noisy["sums"], most) - sums).flatten(),
-            gaussian.from_fixed(noisy["moments"], most) - gaussian.pack(second),
+            (gaussian.from_fixed_point(noisy["sums"], max_norm) - sums).flatten(),
+            gaussian.from_fixed_point(noisy["moments"], max_norm) - gaussian.pack(second),
         ]
     )
-    assert away.std().item() == pytest.approx(2.0 * 3**0.5, rel=0.1)
+    assert differences.std().item() == pytest.approx(2.0 * 3**0.5, rel=0.1)
     assert plain.method.noise(plain.frozen) == 0
 
 
@@ -219,7 +214,7 @@ def test_one_row_changes_what_is_uploaded_by_no_more_than_the_sensitivity():
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
         row = torch.nn.functional.normalize(torch.randn(1, 6, generator=draw), dim=1).double()
-        counts, sums, second = gaussian.raw(row, torch.tensor([1]), 3)
+        counts, sums, second = gaussian.class_sums(row, torch.tensor([1]), 3)
         change = torch.cat([counts, sums.flatten(), gaussian.pack(second)])
         assert change.norm() <= 3**0.5 + 1e-9
 
@@ -228,18 +223,18 @@ def test_small_classes_are_chosen_by_the_noised_counts():
     """Else the choice itself would tell how many rows a class has."""
     world = toy_world(make("tofa", noise_multiplier=5.0), sizes=(60, 40))
     upload = upload_of(world, "client-0")
-    noised = world.method.noise_multiplier * 3**0.5 * client(world, "client-0", 0).noise[0, :4]
-    wanted = (counts_of(world, "client-0") + noised.double()).round() >= SMALLEST
-    assert torch.equal(upload["counts"] > 0, wanted)
-    assert not torch.equal(wanted, counts_of(world, "client-0") >= SMALLEST)
+    noised = world.method.noise_multiplier * 3**0.5 * make_client(world, "client-0", 0).noise[0, :4]
+    expected = (counts_of(world, "client-0") + noised.double()).round() >= MIN_CLASS_SAMPLES
+    assert torch.equal(upload["counts"] > 0, expected)
+    assert not torch.equal(expected, counts_of(world, "client-0") >= MIN_CLASS_SAMPLES)
 
 
 def test_noise_leaves_the_scatter_positive_and_predictions_finite():
     world = toy_world(make("tofa", min_class_samples=1, noise_multiplier=20.0))
-    outcome = learn(world)
+    outcome = train_toy(world)
     scatter = gaussian.unpack(outcome.shared["scatter"].double(), 16)
     assert torch.linalg.eigvalsh(scatter).min() > -1e-6 * scatter.norm()
-    assert all(np.isfinite(one["loss"]) for one in outcome.scores.values())
+    assert all(np.isfinite(score["loss"]) for score in outcome.scores.values())
 
 
 def test_epsilon_falls_with_noise_and_rises_with_exchanges():
@@ -247,8 +242,8 @@ def test_epsilon_falls_with_noise_and_rises_with_exchanges():
     shared, local = world.method.init(world.frozen)
 
     def spent(**settings):
-        told = replace(world.method, **settings).describe(world.frozen, shared, local)
-        return told.get("epsilon")
+        description = replace(world.method, **settings).describe(world.frozen, shared, local)
+        return description.get("epsilon")
 
     assert spent(noise_multiplier=0.0) is None  # which is without bound
     assert spent(noise_multiplier=4.0) < spent(noise_multiplier=1.0)
@@ -263,9 +258,7 @@ def test_a_secure_sum_counts_the_contributors_first(rows, tmp_path):
     allowed = build({"method": "tofa", "allow_small": True, **settings})
     assert (allowed.method.min_class_clients, allowed.method.rounds) == (1, 1)
     hidden = fedvlm.run("tofa", embedded=rows, out=tmp_path / "a", allow_small=True, **settings)
-    plain = fedvlm.run(
-        "tofa", embedded=rows, out=tmp_path / "b", allow_small=True, protocol="own-test"
-    )
+    plain = fedvlm.run("tofa", embedded=rows, out=tmp_path / "b", allow_small=True, protocol="own-test")
     assert hidden.tables == plain.tables
 
 

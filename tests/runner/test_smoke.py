@@ -15,10 +15,10 @@ import pytest
 from plain_rows import make_rows
 from small_copies import small_copy, small_store
 
-from fedvlm.runner.experiments import runs
-from fedvlm.runner.load import few, load, thin
+from fedvlm.runner.experiments import experiment_runs
+from fedvlm.runner.load import load, shrink_for_smoke, smoke_subset
 from fedvlm.runner.named import experiments
-from fedvlm.runner.prepare import check_rows, prepare
+from fedvlm.runner.prepare import check_samples, prepare
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import Settings, build, read_toml
 
@@ -43,14 +43,14 @@ def loaded(data: str, encoder: str, root: str, extra: str, tower: bool):
 
     if encoder.startswith("store"):
         return rows("fedavg")
-    found = rows("fedotp")
+    embedded = rows("fedotp")
     if not tower:
-        return found
-    other = rows("vpt")
-    return replace(found, images=other.images, image_tower=other.image_tower)
+        return embedded
+    image_samples = rows("vpt")
+    return replace(embedded, images=image_samples.images, image_tower=image_samples.image_tower)
 
 
-def needed(rows, needs):
+def restricted_to(rows, needs):
     """As a run loads them: with what its method needs, and no more."""
     if "image tower" not in needs:
         rows = replace(rows, images=None, image_tower=None)
@@ -61,9 +61,9 @@ def needed(rows, needs):
 
 def small(name: str, place) -> list[tuple[Settings, object]]:
     """The rows of an experiment as settings, with the embedded rows they run on."""
-    out, every = [], runs(read_toml(FILES[name]))
-    tower = any("image tower" in build(one).method.traits.needs for one in every)
-    for values in every:
+    out, run_values = [], experiment_runs(read_toml(FILES[name]))
+    tower = any("image tower" in build(entry).method.traits.needs for entry in run_values)
+    for values in run_values:
         source = dict(values.get("source", {}))
         encoder = "demo"
         root = source.pop("root", "")
@@ -74,26 +74,26 @@ def small(name: str, place) -> list[tuple[Settings, object]]:
             root = str(small_copy(place, values["data"], root))
         rows = loaded(values.get("data", "demo"), encoder, root, json.dumps(source), tower)
         settings = build({**values, "encoder": "demo", "smoke": True, "source": {}})
-        most = {"blocks": rows.x.shape[1], "depth": 3}  # of the demo's encoder
-        own = {one.name for one in fields(settings.method)} & most.keys()
-        sizes = {key: getattr(settings.method, key) for key in own}
-        cut = {key: min(n, most[key]) for key, n in sizes.items() if isinstance(n, int)}
+        largest = {"blocks": rows.x.shape[1], "depth": 3}  # of the demo's encoder
+        limited_names = {entry.name for entry in fields(settings.method)} & largest.keys()
+        sizes = {key: getattr(settings.method, key) for key in limited_names}
+        cut = {key: min(n, largest[key]) for key, n in sizes.items() if isinstance(n, int)}
         if getattr(settings.method, "ctx_init", "") == "random":
             cut["n_ctx"] = 12 if hasattr(settings.method, "local_vectors") else 4
         method = replace(settings.method, **cut)
-        out.append(thin(replace(settings, method=method), needed(rows, method.traits.needs)))
+        out.append(shrink_for_smoke(replace(settings, method=method), restricted_to(rows, method.traits.needs)))
     return out
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_row_of_an_experiment_has_its_clients_and_its_first_state(name, place):
-    known = {}  # rows with the same clients are dealt once
+    prepared_by_clients = {}  # rows with the same clients are dealt once
     for settings, rows in small(name, place):
-        check_rows(settings, rows)
+        check_samples(settings, rows)
         key = (settings.clients, settings.target)
-        if key not in known:
-            known[key] = prepare(settings, rows, settings.seeds[0])
-        ready = replace(known[key], settings=settings)
+        if key not in prepared_by_clients:
+            prepared_by_clients[key] = prepare(settings, rows, settings.seeds[0])
+        ready = replace(prepared_by_clients[key], settings=settings)
         ready.check()
         assert ready.trainings
         for training in ready.trainings:
@@ -103,25 +103,22 @@ def test_every_row_of_an_experiment_has_its_clients_and_its_first_state(name, pl
 # towers, and the largest federations: by hand, in `make test-long`
 HEAVY = ("tofa-vitb16-", "tower-demo", "office-home", "modern-office", "fedotp-food101")
 HEAVY += ("fedotp-rounds-",)  # rows of fedotp-DATA, with other numbers of rounds
-WHEN = [
-    pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.long] * name.startswith(HEAVY)])
-    for name in FILES
-]
+WHEN = [pytest.param(name, marks=[pytest.mark.slow, *[pytest.mark.long] * name.startswith(HEAVY)]) for name in FILES]
 
 
 @pytest.mark.parametrize("name", WHEN)
 def test_an_experiment_runs(name, place):
-    every = small(name, place)
-    for number, (settings, rows) in enumerate(every, start=1):
+    run_settings = small(name, place)
+    for number, (settings, rows) in enumerate(run_settings, start=1):
         method = settings.method
         data = "" if "image tower" in method.traits.needs else rows.name
         key = (data, settings.protocol, settings.clients.partition, method.name)
-        if key in RAN and number < len(every):  # the last row is run in any case
+        if key in RAN and number < len(run_settings):  # the last row is run in any case
             continue
         RAN.add(key)
         short = {"rounds": min(2 if method.name == "auto" else 1, method.rounds), "local_epochs": 1}
-        mine = {one.name for one in fields(method)} & short.keys()
-        method = replace(method, **{key: short[key] for key in mine})
+        shortened_names = {field.name for field in fields(method)} & short.keys()
+        method = replace(method, **{key: short[key] for key in shortened_names})
         done = execute(
             replace(settings, method=method, descriptions="", texts="", engine="single"),
             place / f"run-{next(NUMBERS)}",
@@ -134,6 +131,6 @@ def test_an_experiment_runs(name, place):
 
 def test_a_small_sample_keeps_every_class_where_classes_take_turns():
     table = make_rows(1000, classes=10, domains=1)  # a step of two would meet five of ten
-    kept = few(table)
-    assert set(table.labels[kept]) == set(range(10))
-    assert len(set(kept)) == len(kept) < 1000
+    subset = smoke_subset(table)
+    assert set(table.labels[subset]) == set(range(10))
+    assert len(set(subset)) == len(subset) < 1000

@@ -11,26 +11,26 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.runner.experiments import runs, swept
+from fedvlm.runner.experiments import experiment_runs, swept_grid
 from fedvlm.runner.settings import build
-from fedvlm.runner.sweep import grid, read_sweep, run_all
+from fedvlm.runner.sweep import read_grid, read_sweep, run_all
 
 FEDOT = {"method": {"name": "fedot", "rounds": 1}}
 
 
 def points(values, key):
-    return [one["method"].get(key) for one in runs(values)]
+    return [entry["method"].get(key) for entry in experiment_runs(values)]
 
 
 def test_a_grid_has_every_pair_of_values():
-    found = runs({**FEDOT, "sweep": {"method.blocks": [1, 2], "clients.shots": [4, 8, 16]}})
-    pairs = [(one["method"]["blocks"], one["clients"]["shots"]) for one in found]
+    grid_runs = experiment_runs({**FEDOT, "sweep": {"method.blocks": [1, 2], "clients.shots": [4, 8, 16]}})
+    pairs = [(entry["method"]["blocks"], entry["clients"]["shots"]) for entry in grid_runs]
     assert pairs == [(1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16)]
-    assert all(one["method"]["rounds"] == 1 for one in found)
+    assert all(entry["method"]["rounds"] == 1 for entry in grid_runs)
 
 
 def test_dotted_and_quoted_names_are_the_same():
-    assert grid({"method": {"blocks": [1, 2]}}) == grid({"method.blocks": [1, 2]})
+    assert read_grid({"method": {"blocks": [1, 2]}}) == read_grid({"method.blocks": [1, 2]})
 
 
 def test_every_method_keeps_its_own_settings_and_one_without_a_swept_one_is_there_once():
@@ -38,24 +38,24 @@ def test_every_method_keeps_its_own_settings_and_one_without_a_swept_one_is_ther
         "methods": [{"name": "zero-shot"}, {"name": "fedot", "lr": 0.1}],
         "sweep": {"method.blocks": [1, 2]},
     }
-    assert [one["method"]["name"] for one in runs(values)] == ["zero-shot", "fedot", "fedot"]
+    assert [entry["method"]["name"] for entry in experiment_runs(values)] == ["zero-shot", "fedot", "fedot"]
     assert points(values, "lr") == [None, 0.1, 0.1]
 
 
 def test_a_setting_that_is_set_is_not_swept():
     values = {**FEDOT, "sweep": {"method.blocks": [1, 2], "fraction": [0.5, 1.0]}}
-    found = runs(values, ["method.blocks=4"])
-    assert [(one["method"]["blocks"], one["fraction"]) for one in found] == [(4, 0.5), (4, 1.0)]
-    assert list(swept(values, ["method.blocks=4"])) == ["fraction"]
+    grid_runs = experiment_runs(values, ["method.blocks=4"])
+    assert [(entry["method"]["blocks"], entry["fraction"]) for entry in grid_runs] == [(4, 0.5), (4, 1.0)]
+    assert list(swept_grid(values, ["method.blocks=4"])) == ["fraction"]
 
 
 def test_encoder_target_and_seeds_can_be_swept():
     values = {**FEDOT, "protocol": "source-target"}
     over = {"encoder": ["demo", "hf:x"], "target": ["a", "b"], "seeds": [3, 4]}
-    found = [build(one) for one in runs({**values, "sweep": over})]
-    assert len(found) == 8
-    assert {one.seeds for one in found} == {(3,), (4,)}
-    assert {one.target for one in found} == {("a",), ("b",)}
+    settings = [build(entry) for entry in experiment_runs({**values, "sweep": over})]
+    assert len(settings) == 8
+    assert {entry.seeds for entry in settings} == {(3,), (4,)}
+    assert {entry.target for entry in settings} == {("a",), ("b",)}
 
 
 def test_the_command_line_reads_toml_or_words():
@@ -73,7 +73,7 @@ def test_a_sweep_without_name_or_values_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("each", "says"),
+    ("values", "message"),
     [
         ([1, "auto"], r"mixed types, 1 \(number\) and 'auto' \(str\)"),
         ([True, 1], "mixed types"),
@@ -82,13 +82,13 @@ def test_a_sweep_without_name_or_values_is_refused(text):
         (4, "takes a list of values"),
     ],
 )
-def test_values_that_make_no_sweep_are_refused(each, says):
-    with pytest.raises(SettingsError, match=says):
-        runs({**FEDOT, "sweep": {"method.blocks": each}})
+def test_values_that_make_no_sweep_are_refused(values, message):
+    with pytest.raises(SettingsError, match=message):
+        experiment_runs({**FEDOT, "sweep": {"method.blocks": values}})
 
 
 @pytest.mark.parametrize(
-    ("key", "near"),
+    ("key", "suggestion"),
     [
         ("method.block", "method.blocks"),
         ("clients.shot", "clients.shots"),
@@ -97,18 +97,18 @@ def test_values_that_make_no_sweep_are_refused(each, says):
         ("method.gamma", None),  # of another method
     ],
 )
-def test_a_sweep_over_a_setting_that_does_not_exist_is_refused(key, near):
-    with pytest.raises(SettingsError, match=f"no setting to sweep is called '{key}'") as told:
-        runs({**FEDOT, "sweep": {key: [1, 2]}})
-    assert near is None or f"did you mean '{near}'" in str(told.value)
+def test_a_sweep_over_a_setting_that_does_not_exist_is_refused(key, suggestion):
+    with pytest.raises(SettingsError, match=f"no setting to sweep is called '{key}'") as error:
+        experiment_runs({**FEDOT, "sweep": {key: [1, 2]}})
+    assert suggestion is None or f"did you mean '{suggestion}'" in str(error.value)
 
 
 def test_a_point_that_fails_is_named_and_the_others_go_on():
-    settings = [build(one) for one in runs({**FEDOT, "sweep": {"method.blocks": [1, 3, 4]}})]
+    settings = [build(entry) for entry in experiment_runs({**FEDOT, "sweep": {"method.blocks": [1, 3, 4]}})]
 
     def go(all, enduring):
         return [
-            ValueError("no") if one.method.blocks == 3 else place for place, one in enumerate(all)
+            ValueError("no") if run_settings.method.blocks == 3 else place for place, run_settings in enumerate(all)
         ]
 
     done, failed = run_all(settings, ["method.blocks"], go)
@@ -126,17 +126,17 @@ def store(rows, tmp_path, monkeypatch):
 
 
 def sweep(store, *words):
-    given = ["run", "--encoder", store, "--method", "fedot", "--no-baselines", "--no-report"]
-    given += ["--set", "method.rounds=1", "--set", "method.lr=0.1", *words]
-    return CliRunner().invoke(cli.app, given, catch_exceptions=False)
+    command = ["run", "--encoder", store, "--method", "fedot", "--no-baselines", "--no-report"]
+    command += ["--set", "method.rounds=1", "--set", "method.lr=0.1", *words]
+    return CliRunner().invoke(cli.app, command, catch_exceptions=False)
 
 
 def test_the_table_has_a_column_per_swept_setting_and_the_exit_code_tells_of_failures(store):
     words = ("--sweep", "method.blocks=1,3,4", "--sweep", "clients.shots=4,8")
-    told = sweep(store, *words, "--out", "here")
-    assert told.exit_code == 1
-    assert "fedot at method.blocks=3, clients.shots=4 failed: blocks = 3 does not" in told.output
-    lines = [line.split() for line in told.stdout.splitlines()]
+    output = sweep(store, *words, "--out", "here")
+    assert output.exit_code == 1
+    assert "fedot at method.blocks=3, clients.shots=4 failed: blocks = 3 does not" in output.output
+    lines = [line.split() for line in output.stdout.splitlines()]
     head = next(line for line in lines if line[:1] == ["method"])
     assert head[1:3] == ["method.blocks", "clients.shots"]
     rows = [line for line in lines if line[:1] == ["fedot"]]
@@ -154,20 +154,20 @@ def test_finished_points_are_not_run_again_when_the_grid_grows(store, tmp_path):
 
 
 def test_a_sweep_lies_in_its_experiments_folder_whose_file_asks_for_it_again(store, tmp_path):
-    told = sweep(store, "--sweep", "method.blocks=1,2", "--set", "protocol=own-test")
-    assert told.exit_code == 0, told.output
+    output = sweep(store, "--sweep", "method.blocks=1,2", "--set", "protocol=own-test")
+    assert output.exit_code == 0, output.output
     home = tmp_path / "runs" / "rows"
     points = sorted(path.parent.name for path in home.glob("*/result.json"))
     assert len(points) == 2 and all(name.startswith("fedot-rows-") for name in points)
     table = json.loads((home / "table.json").read_text())
     assert [row["method.blocks"] for row in table["table"]] == [1, 2]
-    assert {one["method.blocks"] for one in table["scores"]} == {1, 2}
-    asked = tomllib.loads((home / "rows.toml").read_text())
-    assert asked["sweep"] == {"method.blocks": [1, 2]}
-    given = ["run", str(home / "rows.toml"), "--no-report"]
-    again = CliRunner().invoke(cli.app, given, catch_exceptions=False)
+    assert {score["method.blocks"] for score in table["scores"]} == {1, 2}
+    experiment = tomllib.loads((home / "rows.toml").read_text())
+    assert experiment["sweep"] == {"method.blocks": [1, 2]}
+    command = ["run", str(home / "rows.toml"), "--no-report"]
+    again = CliRunner().invoke(cli.app, command, catch_exceptions=False)
     assert again.stderr.count("already finished, read from runs/rows/fedot-rows-") == 2
-    assert tomllib.loads((home / "rows.toml").read_text()) == asked
+    assert tomllib.loads((home / "rows.toml").read_text()) == experiment
 
 
 def test_points_of_a_sweep_race_for_their_rate_all_or_none(store, tmp_path):
@@ -189,16 +189,14 @@ def test_points_of_a_sweep_race_for_their_rate_all_or_none(store, tmp_path):
 
 
 def test_a_value_no_method_takes_is_refused_before_anything_runs(store, tmp_path):
-    with pytest.raises(
-        SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr = -1 "
-    ):
+    with pytest.raises(SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr = -1 "):
         sweep(store, "--sweep", "method.local_epochs=1,2", "--sweep", "method.lr=1,-1")
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_sweep_in_python_gives_a_data_frame(rows, tmp_path):
     with pytest.warns(UserWarning, match="fedot at method.blocks=3 failed"):
-        found = fedvlm.sweep(
+        frame = fedvlm.sweep(
             {"blocks": [1, 3, 4]},
             "fedot",
             rounds=1,
@@ -206,7 +204,7 @@ def test_a_sweep_in_python_gives_a_data_frame(rows, tmp_path):
             out=tmp_path,
             columns=["dof"],
         )
-    assert found["method.blocks"].tolist() == [1, 4]
-    assert found["dof"].tolist() == [16 * 15 / 2, 4 * 4 * 3 / 2]
-    assert {"G", "P", "C", "G deviation"} <= set(found)
-    assert len(found.attrs["failed"]) == 1
+    assert frame["method.blocks"].tolist() == [1, 4]
+    assert frame["dof"].tolist() == [16 * 15 / 2, 4 * 4 * 3 / 2]
+    assert {"G", "P", "C", "G deviation"} <= set(frame)
+    assert len(frame.attrs["failed"]) == 1

@@ -15,11 +15,11 @@ METHOD = {"name": "fedavg", "rounds": 3}
 
 
 def test_callback_gets_every_line_of_the_record(rows, tmp_path):
-    seen = []
-    track = [lambda run, line: seen.append((run, line))]
+    lines = []
+    track = [lambda run, line: lines.append((run, line))]
     run = fedvlm.run(METHOD, embedded=rows, out=tmp_path / "r", track=track)
-    assert [line for _, line in seen] == run.rounds
-    assert {name for name, _ in seen} == {"r"}
+    assert [line for _, line in lines] == run.rounds
+    assert {name for name, _ in lines} == {"r"}
 
 
 def test_tensorboard_and_mlflow_hold_the_numbers_of_the_record(rows, tmp_path):
@@ -34,31 +34,33 @@ def test_tensorboard_and_mlflow_hold_the_numbers_of_the_record(rows, tmp_path):
 
         client = MlflowClient(address)
         home = client.get_experiment_by_name("fedvlm").experiment_id
-        found = {one.info.run_name: one.info.run_id for one in client.search_runs([home])}
+        run_ids = {mlflow_run.info.run_name: mlflow_run.info.run_id for mlflow_run in client.search_runs([home])}
         training = run.rounds[0]["training"]
-        told = client.get_metric_history(found[f"r/{training}"], "accuracy")
-    mine = [line["accuracy"] for line in run.rounds if line["training"] == training]
-    assert [one.value for one in sorted(told, key=lambda one: one.step)] == pytest.approx(mine)
-    assert len(list((tmp_path / "tb").rglob("events*"))) == len(found) == 3
+        history = client.get_metric_history(run_ids[f"r/{training}"], "accuracy")
+    accuracies = [line["accuracy"] for line in run.rounds if line["training"] == training]
+    assert [
+        mlflow_run.value for mlflow_run in sorted(history, key=lambda mlflow_run: mlflow_run.step)
+    ] == pytest.approx(accuracies)
+    assert len(list((tmp_path / "tb").rglob("events*"))) == len(run_ids) == 3
 
 
 def test_broken_tracker_is_left_out_with_a_note_and_the_run_is_the_same(rows, tmp_path, files):
     def broken(run, line):
         raise RuntimeError("no room")
 
-    seen = []
-    track = [broken, lambda run, line: seen.append(line)]
+    lines = []
+    track = [broken, lambda run, line: lines.append(line)]
     with pytest.warns(UserWarning, match="callback 1 failed and was left out .*no room"):
         fedvlm.run(METHOD, embedded=rows, out=tmp_path / "a", track=track)
     fedvlm.run(METHOD, embedded=rows, out=tmp_path / "b")
     assert files(tmp_path / "a") == files(tmp_path / "b")
-    assert len(seen) == 9
+    assert len(lines) == 9
 
 
 def test_trackers_are_closed_whatever_becomes_of_the_run(rows, tmp_path, monkeypatch, capsys):
     closed = []
 
-    class Noted:
+    class RecordingTracker:
         def __init__(self, place):
             self.place = place
 
@@ -68,7 +70,7 @@ def test_trackers_are_closed_whatever_becomes_of_the_run(rows, tmp_path, monkeyp
         def close(self):
             closed.append(self.place)
 
-    monkeypatch.setattr("fedvlm.runner.track.KINDS", {"noted": Noted})
+    monkeypatch.setattr("fedvlm.runner.track.TRACKER_CLASSES", {"noted": RecordingTracker})
     with pytest.raises(KeyboardInterrupt):
         fedvlm.run(METHOD, embedded=rows, out=tmp_path / "a", track=["noted:api"])
     store = f"store:{save_store(tmp_path / 'rows', rows)}"

@@ -9,13 +9,13 @@ import torch
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits
-from fedvlm.data.federation import Division
-from fedvlm.engines.client import client, predict
-from fedvlm.engines.crowd import pad
+from fedvlm.data.federation import Partition
+from fedvlm.engines.client import make_client, predict
+from fedvlm.engines.crowd import pad_clients
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.reference import reference
+from fedvlm.evaluate.reference import reference_samples
 from fedvlm.methods.fedavg import FedAvg
-from fedvlm.testing import check_method, check_same, learn, toy_world
+from fedvlm.testing import check_method, check_same, toy_world, train_toy
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Prompted:
     loss = FedAvg.loss
     name = "prompted"
     traits = Traits(needs=frozenset({"patches", "text tower"}))
-    send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.adam, parts.mean, parts.no_adaptation
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Tuned(Prompted):
         return dict(frozen.image_tower.weights), {}
 
     def predict(self, frozen, sent, local, x):
-        seen = torch.nn.functional.normalize(frozen.image_tower(sent, x), dim=1)
-        return frozen.scale * seen @ frozen.text.mT
+        embedding = torch.nn.functional.normalize(frozen.image_tower(sent, x), dim=1)
+        return frozen.scale * embedding @ frozen.text.mT
 
     def loss(self, frozen, shared, local, batch, start):
-        apart = self.predict(frozen, shared, local, batch.reference).square().mean()
-        return FedAvg.loss(self, frozen, shared, local, batch, start) + 1e-4 * apart
+        reference_loss = self.predict(frozen, shared, local, batch.reference).square().mean()
+        return FedAvg.loss(self, frozen, shared, local, batch, start) + 1e-4 * reference_loss
 
     def noise(self, frozen):
         return 5
@@ -92,7 +92,7 @@ class Counted:
 def test_rows_that_are_read_on_demand_give_the_same_result():
     world = toy_world(Tuned())
     lazy = replace(world, x=Counted(world.x))
-    check_same(learn(lazy), learn(world, "single"), 0.0, "lazy rows differ")
+    check_same(train_toy(lazy), train_toy(world, "single"), 0.0, "lazy rows differ")
     assert lazy.x.reads
 
 
@@ -100,33 +100,33 @@ def test_a_slice_of_rows_changes_no_logit(monkeypatch):
     world = toy_world(Prompted())
     sent, local = world.method.init(world.frozen)
     rows = world.members["client-0"].train
-    whole = predict(world, sent, local, rows)
-    monkeypatch.setattr("fedvlm.engines.client.SLICE", 4 * 6 * 16 * 7)
-    torch.testing.assert_close(predict(world, sent, local, rows), whole, atol=1e-5, rtol=1e-5)
+    all_logits = predict(world, sent, local, rows)
+    monkeypatch.setattr("fedvlm.engines.client.PREDICTION_BYTES", 4 * 6 * 16 * 7)
+    torch.testing.assert_close(predict(world, sent, local, rows), all_logits, atol=1e-5, rtol=1e-5)
 
 
 def test_noise_and_reference_differ_by_client_and_round_and_repeat_by_seed():
     world = toy_world(Tuned())
-    first, again = client(world, "client-0", 0), client(world, "client-0", 0)
-    other, later = client(world, "client-2", 0), client(world, "client-0", 1)
+    first, again = make_client(world, "client-0", 0), make_client(world, "client-0", 0)
+    other_client, later = make_client(world, "client-2", 0), make_client(world, "client-0", 1)
     assert first.noise.shape == (len(first.order), 5)
     assert torch.equal(first.noise, again.noise)
     assert torch.equal(first.reference_order, again.reference_order)
-    for one in (other, later):
-        assert not torch.equal(one.noise[:1], first.noise[:1])
-        assert not torch.equal(one.reference_order[:1], first.reference_order[:1])
+    for entry in (other_client, later):
+        assert not torch.equal(entry.noise[:1], first.noise[:1])
+        assert not torch.equal(entry.reference_order[:1], first.reference_order[:1])
     assert first.reference_order.max() < len(world.reference)
-    assert pad([first, other]).reference.stride(0) == 0, "the reference is held once"
+    assert pad_clients([first, other_client]).reference.stride(0) == 0, "the reference is held once"
 
 
 def test_public_references_are_nobody_s_test_rows_and_targets_are():
     world = toy_world(Tuned())
     ids = sorted(world.members)
     training = Training("", tuple(ids[:-1]), (ids[-1],))
-    away = world.members[ids[-1]]
+    target = world.members[ids[-1]]
     aside = np.array([10_000])
-    dealt = Division(dict(world.members), 0, aside)
-    public = set(reference(Tuned(), dealt, training).tolist())
-    assert public == {*away.train.tolist(), *away.validation.tolist(), *aside.tolist()}
-    assert set(reference(Tuned(reference="target"), dealt, training)) == set(away.test.tolist())
-    assert not len(reference(Prompted(), dealt, training))
+    division = Partition(dict(world.members), 0, aside)
+    public = set(reference_samples(Tuned(), division, training).tolist())
+    assert public == {*target.train.tolist(), *target.validation.tolist(), *aside.tolist()}
+    assert set(reference_samples(Tuned(reference="target"), division, training)) == set(target.test.tolist())
+    assert not len(reference_samples(Prompted(), division, training))

@@ -24,22 +24,20 @@ def test_any_flipped_bit_or_missing_end_of_a_json_file_is_refused(tmp_path):
     path = tmp_path / "manifest.json"
     write_json(path, VALUE)
     assert read_json(path) == VALUE
-    whole = path.read_bytes()
-    for bad in (*flips(whole), *(whole[:end] for end in range(len(whole)))):
+    content = path.read_bytes()
+    for bad in (*flips(content), *(content[:end] for end in range(len(content)))):
         path.write_bytes(bad)
         with pytest.raises(DataError, match="is damaged"):
             read_json(path)
 
 
 def test_json_has_a_line_for_each_client_and_reads_as_it_was(tmp_path):
-    own = {"loss": 0.5, "bins": [1, 2, {"deep": None}], "é": {}}
-    value = {"name": "a", "scores": {str(i): own for i in range(3)}, "none": {}, "l": [[1], own]}
+    value = {"loss": 0.5, "bins": [1, 2, {"deep": None}], "é": {}}
+    value = {"name": "a", "scores": {str(i): value for i in range(3)}, "none": {}, "l": [[1], value]}
     path = tmp_path / "a.json"
     write_json(path, value)
     assert read_json(path) == value and list(read_json(path)) == list(value)
-    assert '  "1": {"loss": 0.5, "bins": [1, 2, {"deep": null}], "é": {}},' in (
-        path.read_text().splitlines()
-    )
+    assert '  "1": {"loss": 0.5, "bins": [1, 2, {"deep": null}], "é": {}},' in (path.read_text().splitlines())
     write_json(path, {3: {4: math.inf}})
     assert read_json(path) == {"3": {"4": math.inf}}
 

@@ -27,10 +27,7 @@ SMALL = {
 
 def test_a_page_has_a_table_for_rows_with_the_same_figures():
     text = bench.page(SMALL)
-    assert (
-        "|  | ms | off |\n| --- | --- | --- |\n| first | 12.3 | 0 |\n| second | 0.5 | 3e-07 |\n"
-        in text
-    )
+    assert "|  | ms | off |\n| --- | --- | --- |\n| first | 12.3 | 0 |\n| second | 0.5 | 3e-07 |\n" in text
     assert "|  | ratio |\n| --- | --- |\n| other | 1,234 |\n" in text
     assert "\na peer: skipped, pip: no.\n" in text
 
@@ -42,17 +39,13 @@ def test_a_section_names_its_script_the_machine_and_its_load():
 
 
 def test_the_page_in_the_docs_is_of_the_figures_beside_the_scripts():
-    assert bench.PAGE.read_text(encoding="utf-8") == bench.page(
-        json.loads(bench.RESULTS.read_text(encoding="utf-8"))
-    )
+    assert bench.PAGE.read_text(encoding="utf-8") == bench.page(json.loads(bench.RESULTS.read_text(encoding="utf-8")))
 
 
 def test_a_line_is_printed_and_its_figures_are_kept(tmp_path):
     code = "from figures import say; say('a line', 'what', ms=1.5); say('more', 'other')"
     env = {**os.environ, "PYTHONPATH": str(bench.SCRIPTS), "FEDVLM_FIGURES": str(tmp_path / "f")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "a line\nmore\n"
     rows = [json.loads(line) for line in (tmp_path / "f").read_text().splitlines()]
     assert rows == [{"what": "what", "figures": {"ms": 1.5}}, {"what": "other", "figures": {}}]

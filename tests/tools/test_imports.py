@@ -14,16 +14,14 @@ FILES = sorted(path.relative_to(TOOLS) for path in TOOLS.rglob("*.py") if path.s
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.as_posix() not in NEEDS_MORE], ids=str)
 def test_tool_opens(file, monkeypatch):
-    beside = SCRIPTS.get(file.parts[0])
-    monkeypatch.syspath_prepend(TOOLS / beside if beside else TOOLS.parent)
+    sibling = SCRIPTS.get(file.parts[0])
+    monkeypatch.syspath_prepend(TOOLS / sibling if sibling else TOOLS.parent)
     before = set(sys.modules)
     monkeypatch.setattr(sys, "argv", [file.name])
     try:
-        importlib.import_module(
-            file.stem if beside else ".".join(("tools", *file.with_suffix("").parts))
-        )
+        importlib.import_module(file.stem if sibling else ".".join(("tools", *file.with_suffix("").parts)))
     finally:
-        if beside:  # names such as `fedot` are no one else's business
+        if sibling:  # names such as `fedot` are no one else's business
             for name in set(sys.modules) - before:
                 if str(getattr(sys.modules[name], "__file__", "")).startswith(str(TOOLS)):
                     del sys.modules[name]

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvlm.data.table import Embedded
-from fedvlm.engines.client import client
-from fedvlm.engines.loop import open_engine, start, train
+from fedvlm.data.table import EmbeddedTable
+from fedvlm.engines.client import make_client
+from fedvlm.engines.loop import initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, State
 from fedvlm.maths import probe
 from fedvlm.methods import _probe
@@ -42,7 +42,7 @@ def untested(one: Set, seed: int) -> Set:
     rows = one.rows
     tested = np.zeros(len(rows.labels), dtype=np.bool_)
     for reported in REPORTED:
-        for member in prepared_of(one, {"name": "alone"}, reported).division.members.values():
+        for member in prepared_of(one, {"name": "alone"}, reported).partition.clients.values():
             tested[member.test] = True
     tested |= rows.splits == "test"
     splits = rows.splits.copy()
@@ -52,7 +52,7 @@ def untested(one: Set, seed: int) -> Set:
     return replace(one, rows=kept(replace(rows, splits=splits), np.flatnonzero(~tested)))
 
 
-def kept(rows: Embedded, keep: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Embedded:
+def kept(rows: EmbeddedTable, keep: np.ndarray[tuple[int], np.dtype[np.int64]]) -> EmbeddedTable:
     return replace(
         rows,
         x=rows.x[keep],
@@ -73,22 +73,20 @@ def judged(prepared: Prepared) -> Found:
     """Accuracy on the judges' rows of every recipe: the mean over trainings and clients."""
     right: dict[str, dict[str, list[float]]] = {}
     for training, rounds in (
-        (training, rounds)
-        for training in prepared.trainings
-        for rounds in sorted({one.rounds for one in RECIPES})
+        (training, rounds) for training in prepared.trainings for rounds in sorted({one.rounds for one in RECIPES})
     ):
         method = Remembering(rounds=rounds)
         world = replace(prepared.world(training), method=method)
-        state, fresh = start(world)
+        state, fresh = initial_state(world)
         engine = open_engine("single", world, 1, rounds)
-        shared = train(world, engine, Plan(training.train, ()), state, fresh, ignored).shared
+        shared = run_rounds(world, engine, Plan(training.train, ()), state, fresh, ignored).shared
         for path in sorted({one.path for one in RECIPES if one.rounds == rounds}):
-            sent = method.send(shared, "") | (_probe.head(shared["walk mean"]) if path else {})
+            sent = method.send(shared, "") | (_probe.head_tensors(shared["walk mean"]) if path else {})
             recipes = [one for one in RECIPES if (one.rounds, one.path) == (rounds, path)]
             for id in (*training.train, *training.unseen):
                 member = world.members[id]
                 x, y = (part[torch.from_numpy(member.test)] for part in (world.x, world.y))
-                here = client(world, id, 0)
+                here = make_client(world, id, 0)
                 unseen = id in training.unseen
                 more = SHIPPED in recipes
                 heads = {} if unseen else heads_of(method, world.frozen, shared, sent, here, more)
@@ -125,8 +123,7 @@ def chosen(found: dict[str, dict[int, Found]]) -> Iterator[str]:
     """Means over sets, and what the rule says."""
     by_set = {
         recipe.name: [
-            np.array([np.mean(list(one[recipe.name].values())) for one in seeds.values()])
-            for seeds in found.values()
+            np.array([np.mean(list(one[recipe.name].values())) for one in seeds.values()]) for seeds in found.values()
         ]
         for recipe in RECIPES
     }

@@ -14,13 +14,11 @@ class Fits:
     """Stands in for `probe.fit`; `saved` are the CPU seconds that asking again would have taken."""
 
     def __init__(self) -> None:
-        self.plain = probe.fit
-        self.known: dict[bytes, tuple[probe.Path, float]] = {}
+        self.plain = probe.fit_ridge_path
+        self.known: dict[bytes, tuple[probe.RidgePath, float]] = {}
         self.saved = 0.0
 
-    def __call__(
-        self, x: Tensor, y: Tensor, ridges: Tensor, anchor: probe.Head, open: Tensor
-    ) -> probe.Path:
+    def __call__(self, x: Tensor, y: Tensor, ridges: Tensor, anchor: probe.Head, open: Tensor) -> probe.RidgePath:
         key = sha256()
         for one in (x, y, ridges, *anchor, open):
             key.update(one.contiguous().numpy().tobytes())
@@ -38,8 +36,8 @@ class Fits:
 def remembered() -> Iterator[Fits]:
     """Only where clients are taken one by one: in a batch they have no bytes of their own."""
     fits = Fits()
-    probe.fit = fits
+    probe.fit_ridge_path = fits
     try:
         yield fits
     finally:
-        probe.fit = fits.plain
+        probe.fit_ridge_path = fits.plain

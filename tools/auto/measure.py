@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fedvlm.engines.client import predict
-from fedvlm.engines.loop import finish, open_engine, start, train
+from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan
 from fedvlm.runner.prepare import Prepared, prepare
 from fedvlm.runner.settings import build
@@ -74,20 +74,18 @@ def seen_by(prepared: Prepared) -> Seen:
     size = exchanges = 0
     for training in prepared.trainings:
         world = prepared.world(training)
-        engine = open_engine(
-            "batched" if world.method.name in RATES else "single", world, 1, world.method.rounds
-        )
-        taught = prepared.taught(training)
+        engine = open_engine("batched" if world.method.name in RATES else "single", world, 1, world.method.rounds)
+        taught = prepared.measured_training(training)
         plan = Plan(taught.train, taught.unseen)
-        state, fresh = start(world)
+        state, fresh = initial_state(world)
         sizes: list[float] = []
 
         def count(state: Any, line: Any, sizes: list[float] = sizes) -> None:
             each = line["clients"].values()
             sizes.append(max((c["bytes_up"] + c["bytes_down"] for c in each), default=0))
 
-        state = train(world, engine, plan, state, fresh, count)
-        outcome = finish(world, engine, plan, state, fresh)
+        state = run_rounds(world, engine, plan, state, fresh, count)
+        outcome = finish_training(world, engine, plan, state, fresh)
         size, exchanges = int(sum(sizes)), sum(one > 0 for one in sizes)
         for id in (*training.train, *training.unseen):
             if id in training.unseen and not prepared.generalises:

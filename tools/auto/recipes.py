@@ -9,8 +9,8 @@ from torch import Tensor
 from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.maths import blend, gaussian, probe
 from fedvlm.maths.cayley import inverse
-from fedvlm.methods.alone import own_path
-from fedvlm.methods.auto import OPEN, Auto, averaged, moments
+from fedvlm.methods.alone import fit_local_path
+from fedvlm.methods.auto import FREQUENCY_LOG_WEIGHT, Auto, average_heads, moments
 
 ANGLE = 0.05  # of a step of the rotation, in the norm of its skew matrix
 BELOW = 3.0  # how far under all it has seen a client puts a class it has no rows of
@@ -34,19 +34,19 @@ class Recipe:
         nothing = probe.Head(*(0.0 * part for part in heads["often"]))
         last = heads["often"] if "often" in self.parts else nothing
         many = [heads[name] for name in names] + [last]
-        logits = torch.stack([one.logits(client.held_x.double()) for one in many])
-        shares = self.shares(logits, client.held_y)
-        return probe.split((shares[:, None, None] * torch.stack([h.joined() for h in many])).sum(0))
+        logits = torch.stack([one.logits(client.val_x.double()) for one in many])
+        shares = self.shares(logits, client.val_y)
+        return probe.split_head((shares[:, None, None] * torch.stack([h.joined() for h in many])).sum(0))
 
     def shares(self, logits: Tensor, y: Tensor) -> Tensor:
         """(parts,); with what ships this is `Auto.weigh`."""
-        heats = torch.stack([blend.heat(one, y) for one in logits[:-1]])
-        found = probe.losses(heats.exp()[:, None, None] * logits[:-1], y)
+        heats = torch.stack([blend.fit_log_scale(one, y) for one in logits[:-1]])
+        found = probe.summed_cross_entropy(heats.exp()[:, None, None] * logits[:-1], y)
         if self.one:
             return torch.nn.functional.one_hot(found.argmin(), len(logits)).double()
         likely = (-self.lean * found).log_softmax(0)
-        start = torch.cat([heats + likely, heats.new_full((1,), OPEN)])
-        return blend.blend(logits, y, start, self.belief).exp()
+        start = torch.cat([heats + likely, heats.new_full((1,), FREQUENCY_LOG_WEIGHT)])
+        return blend.fit_log_weights(logits, y, start, self.belief).exp()
 
 
 THREE = Recipe("without gaussian", ("shared", "own", "often"))
@@ -85,20 +85,18 @@ class Remembering(Auto):
         return super().gaussians(total) | kept
 
 
-def heads_of(
-    method: Auto, frozen: Frozen, shared: Tensors, sent: Tensors, client: Client, more: bool
-) -> Heads:
+def heads_of(method: Auto, frozen: Frozen, shared: Tensors, sent: Tensors, client: Client, more: bool) -> Heads:
     """All that a recipe may mix; `more` than one set of rounds needs costs time."""
     names = ("shared", "near", "often")
     heads = dict(zip(names, method.candidates(frozen, sent, client), strict=True))
     prior = gaussian.Moments(*(shared[f"walk {key}"] for key in gaussian.Moments._fields))
-    known = gaussian.posterior(prior, client.x, client.y, 1.0)
-    rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
+    known = gaussian.posterior_moments(prior, client.x, client.y, 1.0)
+    rule = gaussian.fit_discriminant(known, gaussian.ridge(known, 1.0))
     heads["gaussian"] = lowered(probe.Head(rule.weight, rule.bias), client, known.counts > 0)
-    _, path, there = own_path(frozen, client)
-    heads["own"] = averaged(lowered(path.heads, client, there), client)
+    _, path, there = fit_local_path(frozen, client)
+    heads["own"] = average_heads(lowered(path.heads, client, there), client)
     if more:
-        heads["rotated"] = averaged(rotations(heads["shared"], client), client)
+        heads["rotated"] = average_heads(rotations(heads["shared"], client), client)
     return heads
 
 
@@ -130,6 +128,4 @@ def lowered(head: probe.Head, client: Client, there: Tensor) -> probe.Head:
     seen = head.logits(client.x.double())
     seen = torch.where((client.y >= 0)[:, None] & there, seen, torch.inf)
     floor = seen.flatten(-2).amin(-1, keepdim=True) - BELOW
-    return probe.Head(
-        torch.where(there[:, None], head.weight, 0.0), torch.where(there, head.bias, floor)
-    )
+    return probe.Head(torch.where(there[:, None], head.weight, 0.0), torch.where(there, head.bias, floor))

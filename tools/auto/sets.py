@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import EmbeddedTable
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import build
 
@@ -25,21 +25,21 @@ class Set:
     name: str
     clients: dict[str, Any]
     protocol: str
-    rows: Embedded
+    rows: EmbeddedTable
 
 
 def every(stores: Path, work: Path) -> Iterator[tuple[str, Callable[[], Set]]]:
     """Names, and how to open each; images with patches and a text tower, which FedOTP needs."""
 
-    def stored(file: str, text: bool = True, **source: Any) -> Embedded:
+    def stored(file: str, text: bool = True, **source: Any) -> EmbeddedTable:
         values = {"method": "alone", "encoder": f"store:{stores / file}", "source": source}
         rows = load(build(values), silent)[0]
         return rows if text else replace(rows, text=None)
 
-    def demo() -> Embedded:
+    def demo() -> EmbeddedTable:
         return load(build({"method": "fedotp"}), silent)[0]
 
-    def digits() -> Embedded:
+    def digits() -> EmbeddedTable:
         folder = write_digits(work / "digits")
         return load(build({"method": "fedotp", "data": str(folder)}), silent)[0]
 
@@ -48,7 +48,7 @@ def every(stores: Path, work: Path) -> Iterator[tuple[str, Callable[[], Set]]]:
     mixed = {"partition": "dirichlet", "count": 4, "alpha": 1.0}
     domain = {"partition": "domain"}
     sites = {**domain, "calibration_ratio": 1 / 3}  # as any folder of images
-    table: list[tuple[str, dict[str, Any], str, Callable[[], Embedded], str]] = [
+    table: list[tuple[str, dict[str, Any], str, Callable[[], EmbeddedTable], str]] = [
         ("demo, styles", domain, LODO, demo, ""),
         ("demo, two classes each", {"partition": "pathological", "count": 8}, OWN, demo, ""),
         ("digits, three sites", sites, OWN, digits, ""),
@@ -70,7 +70,7 @@ def every(stores: Path, work: Path) -> Iterator[tuple[str, Callable[[], Set]]]:
                 name: str = name,
                 clients: dict[str, Any] = clients,
                 protocol: str = protocol,
-                rows: Callable[[], Embedded] = rows,
+                rows: Callable[[], EmbeddedTable] = rows,
             ) -> Set:
                 return Set(name, clients, protocol, rows())
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from fedvlm.engines.client import client
+from fedvlm.engines.client import make_client
 from fedvlm.maths import probe
-from fedvlm.record import SETTLED
+from fedvlm.record import MAX_CONVERGED_GRADIENT
 from tools.auto.measure import prepared_of
 from tools.auto.sets import Set, every
 
@@ -27,15 +27,15 @@ Line = tuple[float, float, float]  # slope, gap, agreement
 def lines_of(one: Set) -> list[Line]:
     prepared = prepared_of(one, {"name": "alone"}, 0)
     world = prepared.world(prepared.trainings[0])
-    mine = client(world, sorted(world.members)[0], 0)
+    mine = make_client(world, sorted(world.members)[0], 0)
     present, y = mine.y.unique(return_inverse=True)
-    x, held = mine.x.double(), mine.held_x.double()
+    x, held = mine.x.double(), mine.val_x.double()
     ridges = torch.tensor(RIDGES, dtype=torch.float64)
     nothing = probe.Head(torch.zeros(len(present), x.shape[1]), torch.zeros(len(present)))
     every_class = torch.ones(len(present), dtype=torch.bool)
 
     def objective(head: probe.Head, ridge: float) -> float:
-        loss = probe.losses(head.logits(x), y) / len(y)
+        loss = probe.summed_cross_entropy(head.logits(x), y) / len(y)
         return float(loss + ridge / 2 * head.weight.square().sum())
 
     theirs = []
@@ -50,13 +50,13 @@ def lines_of(one: Set) -> list[Line]:
         theirs.append(probe.Head(weight, bias))
     out = []
     for steps in STEPS:
-        path = probe.fit(mine.x, y, ridges, nothing, every_class, steps)
+        path = probe.fit_ridge_path(mine.x, y, ridges, nothing, every_class, steps)
         for number, (ridge, its) in enumerate(zip(RIDGES, theirs, strict=True)):
             ours = probe.Head(*(part[number] for part in path.heads))
             best = objective(its, ridge)
             gap = 100 * (objective(ours, ridge) / best - 1)
             same = (ours.logits(held).argmax(1) == its.logits(held).argmax(1)).double().mean()
-            out.append((float(path.slope[number]), gap, 100 * float(same)))
+            out.append((float(path.max_gradient[number]), gap, 100 * float(same)))
     return out
 
 
@@ -72,8 +72,8 @@ def main() -> None:
         if args.sets in name:
             here = lines_of(opened())
             found += here
-            below = [one for one in here if one[0] <= SETTLED]
-            print(f"{name}: at a slope of at most {SETTLED:g}: {said(below)}", flush=True)
+            below = [one for one in here if one[0] <= MAX_CONVERGED_GRADIENT]
+            print(f"{name}: at a slope of at most {MAX_CONVERGED_GRADIENT:g}: {said(below)}", flush=True)
     for decade in range(-10, 1):
         mine = [one for one in found if decade == max(-10, math.ceil(math.log10(one[0])))]
         print(f"slope up to 1e{decade:+03d}: {said(mine)}")

@@ -63,10 +63,7 @@ def found_in(work: Path, name: str) -> Found:
 def groups_of(found: Found, column: str) -> dict[str, Groups]:
     """Hits by method, of methods that have the column."""
     return {
-        name: [
-            [np.array(list(text), dtype=np.float64) for text in one["hits"][column]]
-            for one in seeds.values()
-        ]
+        name: [[np.array(list(text), dtype=np.float64) for text in one["hits"][column]] for one in seeds.values()]
         for name, seeds in found.items()
         if all(column in one["hits"] for one in seeds.values())
     }
@@ -93,8 +90,7 @@ def costs(every_set: list[Found]) -> Iterator[str]:
         runs = [one for found in every_set for one in found.get(method, {}).values()]
         if runs:
             size, exchanges, seconds, tuning = (
-                float(np.mean([one[key] for one in runs]))
-                for key in ("bytes", "exchanges", "seconds", "tuning")
+                float(np.mean([one[key] for one in runs])) for key in ("bytes", "exchanges", "seconds", "tuning")
             )
             cells = f"{size / 1e3:.0f} | {exchanges:.0f} | {seconds:.1f} | {tuning:.1f}"
             yield f"| {method} | {cells} | {len(runs)} |"

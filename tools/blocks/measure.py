@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import EmbeddedTable
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import build
-from fedvlm.storage.files import write
+from fedvlm.storage.files import write_file
 from tools.auto.measure import LARGE, RATES
 from tools.auto.sets import SIX, silent
 from tools.auto.table import interval
@@ -42,16 +42,16 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 class Cell:
     name: str
     clients: dict[str, Any]
-    rows: Callable[[], Embedded]
+    rows: Callable[[], EmbeddedTable]
 
 
 def cells(stores: Path) -> Iterator[Cell]:
     """Each data set with clients that see the same classes, and with disjoint ones."""
 
-    def rows(values: dict[str, Any]) -> Embedded:
+    def rows(values: dict[str, Any]) -> EmbeddedTable:
         return load(build({"method": "fedavg", **values}), silent)[0]
 
-    def stored(file: str, source: dict[str, Any]) -> Callable[[], Embedded]:
+    def stored(file: str, source: dict[str, Any]) -> Callable[[], EmbeddedTable]:
         return lambda: rows({"encoder": f"store:{stores / file}", "source": source})
 
     yield Cell("demo, domains", DOMAINS, lambda: rows({}))
@@ -65,7 +65,7 @@ def cells(stores: Path) -> Iterator[Cell]:
             yield Cell(f"{name}, disjoint", disjoint, stored(file, source))
 
 
-def best(cell: Cell, rows: Embedded, blocks: int | str, seed: int, told: Any) -> dict[str, Any]:
+def best(cell: Cell, rows: EmbeddedTable, blocks: int | str, seed: int, told: Any) -> dict[str, Any]:
     """The training whose rate did best on validation rows; its cost is that of this one alone."""
     head = "random" if rows.text is None else "text"
     rates = RATES["fedot"][rows.scale > LARGE][-told.rates :]
@@ -115,7 +115,7 @@ def main() -> None:
                 file = told.work / f"{key.replace(', ', '-').replace(' ', '-')}.json"
                 if not file.exists():
                     rows = rows or cell.rows()
-                    write(file, json.dumps(best(cell, rows, blocks, seed, told)).encode())
+                    write_file(file, json.dumps(best(cell, rows, blocks, seed, told)).encode())
                 found.setdefault(str(blocks), []).append(json.loads(file.read_text()))
         print(line(cell.name, found, told.by), flush=True)
 

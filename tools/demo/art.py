@@ -94,17 +94,15 @@ def write_demo(out: Path, concepts: list[Concept], drawings: dict[str, dict[str,
 def write_keywords(packages: Packages, out: Path, concepts: list[Concept]) -> None:
     """Describe each class by its members: CLDR name and up to four CLDR keywords of each."""
     tags = {
-        emoji["hexcode"].lower().replace("-fe0f", ""): [
-            tag.lower() for tag in emoji["tags"] if tag.isascii()
-        ]
+        emoji["hexcode"].lower().replace("-fe0f", ""): [tag.lower() for tag in emoji["tags"] if tag.isascii()]
         for emoji in packages.read(EMOJI_DATA, "en/data.json")
         if "tags" in emoji
     }
     described: dict[str, list[str]] = {label: [] for label in CLASSES}
     for concept in concepts:
         if concept.in_demo:
-            said = set(concept.name.split()) | {concept.label, ""}
-            extra = [tag for tag in tags.get(concept.code, []) if tag not in said][:4]
+            phrases = set(concept.name.split()) | {concept.label, ""}
+            extra = [tag for tag in tags.get(concept.code, []) if tag not in phrases][:4]
             article = "an" if concept.label[0] in "aeiou" else "a"
             text = f"{article} {concept.label}: {concept.name}"
             described[concept.label].append(f"{text}, {', '.join(extra)}" if extra else text)
@@ -112,9 +110,7 @@ def write_keywords(packages: Packages, out: Path, concepts: list[Concept]) -> No
     (out / "keywords.json").write_text(text + "\n", encoding="utf-8")
 
 
-def validation_drawings(
-    packages: Packages, concepts: list[Concept]
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def validation_drawings(packages: Packages, concepts: list[Concept]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """The demo's concepts in the style that settings are chosen on: images and labels."""
     drawings = drawings_of(packages, VALIDATION)
     chosen = [concept for concept in concepts if concept.in_demo and concept.code in drawings]

@@ -19,9 +19,7 @@ def augment(images: Tensor, strong: float) -> Tensor:
     theta[:, :, 2] = (torch.rand(count, 2) - 0.5) * 0.25
     grid = F.affine_grid(theta, [count, 3, SIZE, SIZE], align_corners=False)
     images = F.grid_sample(images, grid, align_corners=False)  # outside is zero, that is white
-    kind = torch.bucketize(
-        torch.rand(count) / strong, torch.tensor([0.3, 0.5, 0.7, 0.85, 0.95, 1.0])
-    )
+    kind = torch.bucketize(torch.rand(count) / strong, torch.tensor([0.3, 0.5, 0.7, 0.85, 0.95, 1.0]))
     for number in range(6):
         rows = (kind == number).nonzero()[:, 0]
         if not len(rows):

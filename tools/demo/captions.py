@@ -36,24 +36,24 @@ class Captions:
         for row, owner in enumerate(owners):
             self.drawings[int(owner)].append(row)
         self.drawn = sorted(self.drawings)
-        self.said = [phrases_of(concepts[owner]) for owner in self.drawn]
+        self.phrases = [phrases_of(concepts[owner]) for owner in self.drawn]
         self.natural = [  # without the words for class and subgroup that are no CLDR keywords
-            [p for p in said if p in (said[0], *concepts[owner].keywords)]
-            for owner, said in zip(self.drawn, self.said, strict=True)
+            [p for p in phrases if p in (phrases[0], *concepts[owner].keywords)]
+            for owner, phrases in zip(self.drawn, self.phrases, strict=True)
         ]
-        everything = dict.fromkeys(phrase for said in self.said for phrase in said)
+        everything = dict.fromkeys(phrase for phrases in self.phrases for phrase in phrases)
         self.phrase_ids = {phrase: index for index, phrase in enumerate(everything)}
         # A caption that is also true of another picture of the batch must not push it away.
         self.truth = torch.zeros(len(self.drawn), len(self.phrase_ids), dtype=torch.bool)
-        for position, said in enumerate(self.said):
-            self.truth[position, [self.phrase_ids[phrase] for phrase in said]] = True
+        for position, phrases in enumerate(self.phrases):
+            self.truth[position, [self.phrase_ids[phrase] for phrase in phrases]] = True
         # Emoji concepts have several drawings and the better captions: seen more often.
         odds = np.array([1.0 if concepts[owner].code else 0.04 for owner in self.drawn])
         odds *= np.array([1.6 if concepts[owner].label else 1.0 for owner in self.drawn])
         self.odds = odds / odds.sum()
 
-    def say(self, position: int) -> tuple[str, int]:
+    def draw_caption(self, position: int) -> tuple[str, int]:
         """A caption for a concept and the number of the phrase in it; the name most often."""
-        said = self.said[position]
-        phrase = said[0] if random.random() < 0.35 else random.choice(said)
+        phrases = self.phrases[position]
+        phrase = phrases[0] if random.random() < 0.35 else random.choice(phrases)
         return sentence(phrase), self.phrase_ids[phrase]

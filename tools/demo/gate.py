@@ -57,7 +57,7 @@ class Scores:
     missed: dict[str, str]
 
     @property
-    def known(self) -> int:
+    def n_known_words(self) -> int:
         return len(WORDS) - len(self.missed)
 
     def mean(self, name: str) -> float:
@@ -70,7 +70,7 @@ class Scores:
             [
                 *self.columns("untested rows", VIEWS),
                 *self.columns("own splits", HEADS),
-                f"words: {self.known}/{len(WORDS)}; missed: {missed or 'none'}",
+                f"words: {self.n_known_words}/{len(WORDS)}; missed: {missed or 'none'}",
             ]
         )
 
@@ -92,53 +92,45 @@ class Scores:
             "a full stop changes mean patch by two at most": self.gap(PATCH, PATCH_STOP) <= 2,
             "probe ten points above zero-shot": self.mean("probe") >= self.mean("zero-shot") + 10,
             "head of others above zero-shot": self.mean(HEADS[2]) > self.mean("zero-shot"),
-            f"{ENOUGH_WORDS} words nearest their class": self.known >= ENOUGH_WORDS,
+            f"{ENOUGH_WORDS} words nearest their class": self.n_known_words >= ENOUGH_WORDS,
         }
-        return [name for name, met in demands.items() if not met]
+        return [name for name, is_met in demands.items() if not is_met]
 
-    def gap(self, one: str, other: str) -> float:
-        return abs(self.mean(one) - self.mean(other))
+    def gap(self, first: str, second: str) -> float:
+        return abs(self.mean(first) - self.mean(second))
 
 
-def zero_shot(
-    model: CLIPModel, tokenizer: CLIPTokenizer, views: tuple[Tensor, Tensor]
-) -> dict[str, NDArray[np.int64]]:
+def zero_shot(model: CLIPModel, tokenizer: CLIPTokenizer, views: tuple[Tensor, Tensor]) -> dict[str, NDArray[np.int64]]:
     """The class that each view of the pictures is nearest to, by texts of both endings."""
-    ends = [
-        text_features(model, tokenizer, [PROMPT.format(name) + end for name in CLASSES])
-        for end in ("", ".")
-    ]
+    ends = [text_features(model, tokenizer, [PROMPT.format(name) + end for name in CLASSES]) for end in ("", ".")]
     pairs = [(view, texts) for view in views for texts in ends]
-    return {
-        name: (view @ texts.T).argmax(1).numpy()
-        for name, (view, texts) in zip(VIEWS, pairs, strict=True)
-    }
+    return {name: (view @ texts.T).argmax(1).numpy() for name, (view, texts) in zip(VIEWS, pairs, strict=True)}
 
 
 def wrong_words(model: CLIPModel, tokenizer: CLIPTokenizer) -> dict[str, str]:
     """The words that are nearest another class than theirs, with that class."""
     prompts = text_features(model, tokenizer, [PROMPT.format(name) for name in CLASSES])
     named = text_features(model, tokenizer, [PROMPT.format(word) for word in WORDS])
-    near = [list(CLASSES)[i] for i in (named @ prompts.T).argmax(1)]
-    return {w: n for (w, c), n in zip(WORDS.items(), near, strict=True) if c != n}
+    nearest_names = [list(CLASSES)[i] for i in (named @ prompts.T).argmax(1)]
+    return {w: n for (w, c), n in zip(WORDS.items(), nearest_names, strict=True) if c != n}
 
 
 @torch.no_grad()
-def gate(demo: Demo, model: CLIPModel, tokenizer: CLIPTokenizer, seeds: int) -> Scores:
+def measure_gate(demo: Demo, model: CLIPModel, tokenizer: CLIPTokenizer, seeds: int) -> Scores:
     """Zero-shot, probe on own rows, heads of other and of all domains: means over the splits."""
     results: dict[str, dict[str, list[float]]] = {}
 
-    def note(name: str, domain: str, value: float) -> None:
+    def add_score(name: str, domain: str, value: float) -> None:
         results.setdefault(name, {}).setdefault(domain, []).append(value)
 
     features, guesses = {}, {}
     for domain in DOMAINS:
         views = image_views(model, demo.pixels[domain])
-        told = zero_shot(model, tokenizer, views)
-        features[domain], guesses[domain] = views[0].numpy(), told[POOLED]
+        guesses_by_view = zero_shot(model, tokenizer, views)
+        features[domain], guesses[domain] = views[0].numpy(), guesses_by_view[POOLED]
         free = demo.untested[domain]
-        for name, guess in told.items():
-            note(name, domain, hits(guess[free], demo.labels[domain][free]))
+        for name, guess in guesses_by_view.items():
+            add_score(name, domain, percent_correct(guess[free], demo.labels[domain][free]))
     for seed in range(seeds):
         split = {d: demo.split(d, seed) for d in DOMAINS}
         train = {d: (features[d][split[d][0]], demo.labels[d][split[d][0]]) for d in DOMAINS}
@@ -146,27 +138,24 @@ def gate(demo: Demo, model: CLIPModel, tokenizer: CLIPTokenizer, seeds: int) -> 
         for domain in DOMAINS:
             _, val, test = split[domain]
             x, y = features[domain], demo.labels[domain]
-            note("zero-shot", domain, hits(guesses[domain][test], y[test]))
+            add_score("zero-shot", domain, percent_correct(guesses[domain][test], y[test]))
             heads = [head([train[domain]], c) for c in (3, 10, 30, 100)]
-            best = max(heads, key=lambda one: one.score(x[val], y[val]))
-            note("probe", domain, hits(best.predict(x[test]), y[test]))
-            others = head([rows for d, rows in train.items() if d != domain])
-            note("head of the other three", domain, hits(others.predict(x[test]), y[test]))
-            note("head of all four", domain, hits(shared.predict(x[test]), y[test]))
+            best = max(heads, key=lambda candidate: candidate.score(x[val], y[val]))
+            add_score("probe", domain, percent_correct(best.predict(x[test]), y[test]))
+            other_domains = head([rows for d, rows in train.items() if d != domain])
+            add_score("head of the other three", domain, percent_correct(other_domains.predict(x[test]), y[test]))
+            add_score("head of all four", domain, percent_correct(shared.predict(x[test]), y[test]))
     accuracy = {
-        name: {domain: float(np.mean(values)) for domain, values in row.items()}
-        for name, row in results.items()
+        name: {domain: float(np.mean(values)) for domain, values in row.items()} for name, row in results.items()
     }
     return Scores(accuracy, wrong_words(model, tokenizer))
 
 
-def head(
-    rows: list[tuple[NDArray[np.float32], NDArray[np.int64]]], c: float = 10
-) -> LogisticRegression:
+def head(rows: list[tuple[NDArray[np.float32], NDArray[np.int64]]], c: float = 10) -> LogisticRegression:
     x, y = (np.concatenate(part) for part in zip(*rows, strict=True))
     return LogisticRegression(C=c, max_iter=300).fit(x, y)
 
 
-def hits(guess: NDArray[np.int64], labels: NDArray[np.int64]) -> float:
+def percent_correct(guess: NDArray[np.int64], labels: NDArray[np.int64]) -> float:
     """Accuracy in per cent."""
     return 100 * float((guess == labels).mean())

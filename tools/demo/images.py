@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.data.federation import Clients, Listing, digest, divide
+from fedvlm.data.federation import Clients, SampleList, image_digest, make_partition
 
 from .model import MEAN, STD, normalized
 from .sets import CLASSES, DOMAINS
@@ -34,9 +34,7 @@ class Demo:
                 arrays = [np.asarray(Image.open(io.BytesIO(f)).convert("RGB")) for f in files]
                 stack = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
                 self.pixels[domain] = normalized(stack.float() / 255)
-                self.labels[domain] = np.array(
-                    [self.classes.index(n.split("/")[1]) for n in members]
-                )
+                self.labels[domain] = np.array([self.classes.index(n.split("/")[1]) for n in members])
                 self.untested[domain] = untested(domain, self.labels[domain], files)
 
     def split(self, domain: str, seed: int) -> list[NDArray[np.int64]]:
@@ -54,11 +52,11 @@ class Demo:
 def untested(domain: str, labels: NDArray[np.int64], files: list[bytes]) -> NDArray[np.bool_]:
     """Which rows of a domain no seed of the demo experiment tests on."""
     nothing = np.full(len(files), "")
-    content = [digest(one) for one in files]
-    table = Listing(tuple(CLASSES), labels, np.full(len(files), domain), nothing, nothing, content)
+    content = [image_digest(file) for file in files]
+    table = SampleList(tuple(CLASSES), labels, np.full(len(files), domain), nothing, nothing, content)
     free = np.ones(len(files), dtype=np.bool_)
     for seed in SEEDS:
-        free[divide(table, Clients(), seed).members[domain].test] = False
+        free[make_partition(table, Clients(), seed).clients[domain].test] = False
     return free
 
 
@@ -70,5 +68,5 @@ def near_copies(images: NDArray[np.uint8], demo: Demo, limit: float = 0.006) -> 
     small = F.avg_pool2d(torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255, 3).flatten(1)
     theirs = torch.cat([F.avg_pool2d(p * STD + MEAN, 3).flatten(1) for p in demo.pixels.values()])
     nearest = torch.cat([torch.cdist(c, theirs).amin(1) for c in torch.split(small, 1024)])
-    near: NDArray[np.bool_] = (nearest**2 / small.shape[1] < limit).numpy()
-    return near
+    is_near: NDArray[np.bool_] = (nearest**2 / small.shape[1] < limit).numpy()
+    return is_near

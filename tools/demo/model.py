@@ -65,11 +65,9 @@ def grid_positions() -> Tensor:
     grid = SIZE // PATCH
     steps = (torch.arange(grid) + 0.5)[:, None] * math.pi / grid
     waves = torch.cat([(steps * k).cos() for k in range(1, grid)], 1)
-    both = torch.cat(
-        [waves[:, None].expand(-1, grid, -1), waves[None].expand(grid, -1, -1)], -1
-    ).flatten(0, 1)
-    spread = torch.linalg.qr(torch.randn(WIDTH, both.shape[1]))[0].T
-    positions: Tensor = 1.5 * both @ spread
+    coordinates = torch.cat([waves[:, None].expand(-1, grid, -1), waves[None].expand(grid, -1, -1)], -1).flatten(0, 1)
+    spread = torch.linalg.qr(torch.randn(WIDTH, coordinates.shape[1]))[0].T
+    positions: Tensor = 1.5 * coordinates @ spread
     return positions
 
 
@@ -101,9 +99,9 @@ def text_features(model: CLIPModel, tokenizer: CLIPTokenizer, texts: list[str]) 
 
 def save(model: CLIPModel, tokenizer: CLIPTokenizer, folder: Path) -> None:
     """Write the transformers folder; half precision on disk, single once loaded."""
-    half = CLIPModel(model.config)
-    half.load_state_dict(model.state_dict())
-    half.half().save_pretrained(folder)
+    half_model = CLIPModel(model.config)
+    half_model.load_state_dict(model.state_dict())
+    half_model.half().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = "float32"
     for tower in ("text_config", "vision_config"):

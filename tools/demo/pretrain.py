@@ -32,10 +32,10 @@ class Stage:
     """How long and how fast a model is trained that may have been trained before."""
 
     steps: int
-    pace: float  # share of the rates
+    lr_factor: float  # share of the rates
     part: float  # share of the steps that see 20 of the 36 patches, which is faster
     average: float  # decay of the averaged weights
-    settled: bool  # begin the stand-ins at what the model sees of their drawings
+    starts_from_drawings: bool  # begin the stand-ins at what the model sees of their drawings
 
 
 class Proxies(nn.Module):
@@ -56,31 +56,27 @@ class Proxies(nn.Module):
     @torch.no_grad()
     def settle(self, pixels: Tensor, captions: Captions, model: CLIPModel) -> None:
         """Begin at the mean of what a trained model sees, so as not to disturb it."""
-        seen = torch.cat(
-            [image_views(model, normalized(c.float() / 255))[0] for c in torch.split(pixels, 256)]
-        )
+        embeddings = torch.cat([image_views(model, normalized(c.float() / 255))[0] for c in torch.split(pixels, 256)])
         for place, owner in enumerate(captions.drawn):
-            self.concepts[place] = seen[captions.drawings[owner]].mean(0)
+            self.concepts[place] = embeddings[captions.drawings[owner]].mean(0)
         for kind in range(len(self.kinds)):
             self.kinds[kind] = self.concepts[self.kind_of == kind].mean(0)
 
-    def loss(self, seen: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, embeddings: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """How badly pictures are told apart by concept and by subgroup."""
-        told = 16 * seen @ F.normalize(self.concepts, dim=-1).T
-        kind = 12 * seen @ F.normalize(self.kinds, dim=-1).T
+        logits = 16 * embeddings @ F.normalize(self.concepts, dim=-1).T
+        kind = 12 * embeddings @ F.normalize(self.kinds, dim=-1).T
         return (
-            F.cross_entropy(told, index, label_smoothing=0.1),
+            F.cross_entropy(logits, index, label_smoothing=0.1),
             F.cross_entropy(kind, self.kind_of[index], label_smoothing=0.1),
         )
 
 
-def make_optimizers(
-    model: CLIPModel, proxies: Proxies, rate: float
-) -> tuple[Muon, torch.optim.AdamW]:
+def make_optimizers(model: CLIPModel, proxies: Proxies, rate: float) -> tuple[Muon, torch.optim.AdamW]:
     """Muon for the matrices of the layers, AdamW for the rest."""
     inner = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2]
-    known = {id(p) for p in inner}
-    rest = [p for p in (*model.parameters(), *proxies.parameters()) if id(p) not in known]
+    inner_ids = {id(p) for p in inner}
+    rest = [p for p in (*model.parameters(), *proxies.parameters()) if id(p) not in inner_ids]
     groups = [
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": 0.05},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
@@ -95,24 +91,24 @@ def draw(captions: Captions, batch: NDArray[np.int64]) -> tuple[list[int], list[
     texts: list[str] = []
     phrases: list[int] = []
     for position in batch:
-        own = captions.drawings[captions.drawn[position]]
-        rows += random.sample(own, 2) if len(own) > 1 else [own[0], own[0]]
-        text, phrase = captions.say(position)
+        drawings = captions.drawings[captions.drawn[position]]
+        rows += random.sample(drawings, 2) if len(drawings) > 1 else [drawings[0], drawings[0]]
+        text, phrase = captions.draw_caption(position)
         texts.append(text)
         phrases.append(phrase)
     return rows, texts, phrases
 
 
 def view_loss(
-    model: CLIPModel, proxies: Proxies, seen: Tensor, read: Tensor, batch: Tensor, true: Tensor
+    model: CLIPModel, proxies: Proxies, embeddings: Tensor, read: Tensor, batch: Tensor, true: Tensor
 ) -> Tensor:
     """One view of the drawings against the captions, against each other and the stand-ins."""
     itself = torch.eye(len(batch), dtype=torch.bool)
-    alike = (10 * seen @ seen.T).masked_fill(itself, -1e4)
+    alike = (10 * embeddings @ embeddings.T).masked_fill(itself, -1e4)
     same = (batch[:, None] == batch[None]) & ~itself
-    told, kind = proxies.loss(seen, batch)
-    loss = both_ways(model.logit_scale.exp() * seen @ read.T, true)
-    return loss / 2 + 0.3 * soft_cross_entropy(alike, same) + 0.3 * told + 0.4 * kind
+    concept_loss, kind = proxies.loss(embeddings, batch)
+    loss = both_ways(model.logit_scale.exp() * embeddings @ read.T, true)
+    return loss / 2 + 0.3 * soft_cross_entropy(alike, same) + 0.3 * concept_loss + 0.4 * kind
 
 
 def pretrain(
@@ -130,16 +126,16 @@ def pretrain(
     decay = get_ema_multi_avg_fn(stage.average)  # type: ignore[no-untyped-call]
     average = AveragedModel(model, multi_avg_fn=decay)
     proxies = Proxies(captions)
-    if stage.settled:
+    if stage.starts_from_drawings:
         proxies.settle(pixels, captions, model)
     muon, adam = make_optimizers(model, proxies, recipe.rate)
     chooser = np.random.default_rng(recipe.seed)
     start, full_from = time.process_time(), int(stage.part * stage.steps)
     for step in range(1, stage.steps + 1):
         cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * (step / stage.steps)))
-        pace = min(1.0, step / 200) * cosine * stage.pace
+        lr_factor = min(1.0, step / 200) * cosine * stage.lr_factor
         for group in adam.param_groups:
-            group["lr"] = recipe.rate * pace
+            group["lr"] = recipe.rate * lr_factor
         batch = chooser.choice(len(captions.drawn), recipe.batch, replace=False, p=captions.odds)
         rows, texts, phrases = draw(captions, batch)
         inputs = normalized(augment(pixels[rows].float() / 255 - 1, strong=0.4) + 1)
@@ -147,16 +143,16 @@ def pretrain(
         read = text_features(model, tokenizer, texts)
         index = torch.from_numpy(batch).repeat_interleave(2)
         true = captions.truth[index][:, phrases]
-        losses = [view_loss(model, proxies, seen, read, index, true) for seen in views]
+        losses = [view_loss(model, proxies, embeddings, read, index, true) for embeddings in views]
         loss = torch.stack(losses).mean()
         muon.zero_grad()
         adam.zero_grad()
         torch.autograd.backward(loss)
-        muon.step(MUON_RATE * pace)
+        muon.step(MUON_RATE * lr_factor)
         adam.step()
         model.logit_scale.data.clamp_(max=math.log(100))
         average.update_parameters(model)
-        if step % recipe.every == 0 or step == stage.steps:
+        if step % recipe.checkpoint_steps == 0 or step == stage.steps:
             spent = time.process_time() - start
-            told = " ".join(f"{one.item():.3f}" for one in losses)
-            checkpoint(average.module, f"step {step} {spent:.0f}s loss {told}")
+            losses_text = " ".join(f"{loss_value.item():.3f}" for loss_value in losses)
+            checkpoint(average.module, f"step {step} {spent:.0f}s loss {losses_text}")

@@ -14,5 +14,5 @@ class Recipe:
     class_words: float = field(
         default=0.0, metadata={"help": "share of class words among the other words of text stages"}
     )
-    every: int = field(default=200, metadata={"help": "steps between checkpoints"})
+    checkpoint_steps: int = field(default=200, metadata={"help": "steps between checkpoints"})
     seed: int = field(default=0, metadata={"help": "of all that is drawn at random"})

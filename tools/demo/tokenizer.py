@@ -27,22 +27,22 @@ def make_tokenizer(phrases: Iterable[str]) -> CLIPTokenizer:
     merges = learn_merges(words, VOCABULARY - 2 * len(letters) - len(special))
     # All byte symbols come first, so that any text can be encoded, also one never seen here.
     tokens = [*letters, *(letter + END for letter in letters)]
-    tokens += [left + right for left, right in merges]
+    tokens += [first + right for first, right in merges]
     vocab = {token: index for index, token in enumerate(dict.fromkeys([*tokens, *special]))}
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=32)
 
 
-def learn_merges(words: Counter[str], most: int) -> list[Pair]:
+def learn_merges(words: Counter[str], max_merges: int) -> list[Pair]:
     """The most frequent pair of neighbours first, of equals the first by alphabet."""
     split = {word: [*word[:-1], word[-1] + END] for word in words}
     count: Counter[Pair] = Counter()
     holders: dict[Pair, set[str]] = defaultdict(set)  # words in which a pair may occur
-    for word, pieces in split.items():
-        for pair in pairwise(pieces):
+    for word, symbols in split.items():
+        for pair in pairwise(symbols):
             count[pair] += words[word]
             holders[pair].add(word)
     merges: list[Pair] = []
-    while len(merges) < most and (top := max(count.values(), default=0)):
+    while len(merges) < max_merges and (top := max(count.values(), default=0)):
         best = min(pair for pair, times in count.items() if times == top)
         merges.append(best)
         for word in holders.pop(best):
@@ -55,12 +55,12 @@ def learn_merges(words: Counter[str], most: int) -> list[Pair]:
     return merges
 
 
-def merged(pieces: list[str], pair: Pair) -> list[str]:
+def merged(symbols: list[str], pair: Pair) -> list[str]:
     done: list[str] = []
-    for piece in pieces:
+    for symbol in symbols:
         # a piece that was just merged is longer than the left one, so "aaa" gives "aa", "a"
-        if done and (done[-1], piece) == pair:
-            done[-1] += piece
+        if done and (done[-1], symbol) == pair:
+            done[-1] += symbol
         else:
-            done.append(piece)
+            done.append(symbol)
     return done

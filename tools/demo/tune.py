@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fedvlm
-from fedvlm.runner.named import find
+from fedvlm.runner.named import find_experiment
 from fedvlm.runner.settings import read_toml
 
 SEEDS = [0]  # whose validation rows choose
@@ -53,18 +53,18 @@ GRIDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
     "one-shot-demo": {"promptfl": {"rate": RATES[:3]}},  # fedlpa, fedbens and fens have promptfl's
     "tofa-demo": {name: {"rate": RATES[:3]} for name in ("promptfl", "fedavg", "fedot")},
 }
-EACH = ("cocoop", "dp-fpl")  # whose entries choose for themselves
+TUNED_BY_METHOD = ("cocoop", "dp-fpl")  # whose entries choose for themselves
 
 
 def validation(result: fedvlm.Result, seeds: list[int]) -> float:
     """Mean over seeds, trainings and clients that train, of what would be reported."""
-    shares = []
+    accuracies = []
     for seed in seeds:
         for training in result.trainings(seed).values():
             for id in training["train"]:
-                one = training["scores"][id]
-                shares.append(one["validation_hits"] / one["validation_rows"])
-    return fmean(shares)
+                score = training["scores"][id]
+                accuracies.append(score["validation_hits"] / score["validation_rows"])
+    return fmean(accuracies)
 
 
 def points(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -73,25 +73,23 @@ def points(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
 
 
 def tune(name: str, folder: str) -> None:
-    values = read_toml(find(name))
+    values = read_toml(find_experiment(name))
     common = {k: v for k, v in values.items() if k not in ("title", "methods", "bars", "traffic")}
     grids = dict(GRIDS[name])
-    for entry, method in enumerate(
-        values["methods"]
-    ):  # of several entries of a method the first chooses for all
+    for entry, method in enumerate(values["methods"]):  # of several entries of a method the first chooses for all
         if (grid := grids.get(method["name"])) is None:
             continue
-        if method["name"] not in EACH:
+        if method["name"] not in TUNED_BY_METHOD:
             del grids[method["name"]]
-        kept = {k: v for k, v in method.items() if k not in (*grid, "name")}
-        label, scores = f"{name} {method['name']} {kept or ''}".strip(), []
+        fixed = {k: v for k, v in method.items() if k not in (*grid, "name")}
+        label, scores = f"{name} {method['name']} {fixed or ''}".strip(), []
         for number, point in enumerate(points(grid)):
             out = f"{folder}/{name}-{entry}-{number}"
             settings = {k: v for k, v in common.items() if k != "seeds"}
             result = fedvlm.run({**method, **point}, seeds=SEEDS, out=out, **settings)
             scores.append((validation(result, SEEDS), point))
             print(f"{label} {point}: {100 * scores[-1][0]:.2f}", flush=True)
-        best = max(scores, key=lambda one: one[0])
+        best = max(scores, key=lambda candidate: candidate[0])
         print(f"{label}: chosen {best[1]} ({100 * best[0]:.2f})", flush=True)
 
 

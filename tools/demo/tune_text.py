@@ -53,11 +53,11 @@ def tune_text(
     pooled, patches = views
     optimizer = torch.optim.AdamW(weights, weight_decay=0.05, fused=True)
     for step in range(1, steps + 1):
-        pace = min(1.0, step / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        optimizer.param_groups[0]["lr"] = recipe.rate * pace
+        lr_factor = min(1.0, step / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        optimizer.param_groups[0]["lr"] = recipe.rate * lr_factor
         batch = chooser.choice(len(captions.drawn), BATCH, replace=False, p=captions.odds)
         rows = [random.choice(captions.drawings[captions.drawn[p]]) for p in batch]
-        phrases = [captions.said[p][0] for p in batch]
+        phrases = [captions.phrases[p][0] for p in batch]
         for p in batch:
             label = captions.concepts[captions.drawn[p]].label
             taught = label and random.random() < recipe.class_words
@@ -66,18 +66,18 @@ def tune_text(
         read = text_features(model, tokenizer, texts)
         numbers = [captions.phrase_ids[phrase] for phrase in phrases]
         true = captions.truth[torch.from_numpy(batch)][:, numbers]
-        names, others = torch.split(read, BATCH)
+        names, other_texts = torch.split(read, BATCH)
         true_names, true_others = torch.split(true, BATCH, 1)
         scaled = model.logit_scale.exp() * names.T
         loss = both_ways(pooled[rows] @ scaled, true_names) / 2
         loss = loss + both_ways(patches[rows] @ scaled, true_names) / 2
-        alike = 10 * names @ others.T
+        alike = 10 * names @ other_texts.T
         loss = loss + soft_cross_entropy(alike, true_others)
         loss = loss + soft_cross_entropy(alike.T, true_names)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
-        if step % recipe.every == 0:
+        if step % recipe.checkpoint_steps == 0:
             print(f"text step {step} loss {loss.item():.3f}")
 
 
@@ -95,27 +95,27 @@ def choose_text(
     margin to a probe, or if none does, the one that leaves most.
     """
     views = locked_views(model, pixels, recipe.seed)
-    begun = {name: value.clone() for name, value in model.state_dict().items()}
+    initial_weights = {name: value.clone() for name, value in model.state_dict().items()}
     tried = []
     for steps in STEPS:
-        model.load_state_dict(begun)
+        model.load_state_dict(initial_weights)
         tune_text(views, captions, model, tokenizer, recipe, steps)
         score = validate(model, tokenizer)
         print(f"text steps {steps}: {score}", flush=True)
         margin = score.probe - score.pooled
         weights = {name: value.clone() for name, value in model.state_dict().items()}
-        known = score.words >= ENOUGH_WORDS
-        tried.append(((known, min(margin, MARGIN), score.pooled), steps, weights))
-    _, steps, weights = max(tried, key=lambda one: one[0])
+        knows_words = score.words >= ENOUGH_WORDS
+        tried.append(((knows_words, min(margin, MARGIN), score.pooled), steps, weights))
+    _, steps, weights = max(tried, key=lambda candidate: candidate[0])
     print(f"taken: {steps} text steps")
     model.load_state_dict(weights)
 
 
 def forget_text(model: CLIPModel) -> list[torch.nn.Parameter]:
     """Start the text tower anew, lock all else; returns what is learnt."""
-    fresh = CLIPModel(model.config)
-    model.text_model.load_state_dict(fresh.text_model.state_dict())
-    model.text_projection.load_state_dict(fresh.text_projection.state_dict())
+    fresh_model = CLIPModel(model.config)
+    model.text_model.load_state_dict(fresh_model.text_model.state_dict())
+    model.text_projection.load_state_dict(fresh_model.text_projection.state_dict())
     model.requires_grad_(False)
     weights = [*model.text_model.parameters(), *model.text_projection.parameters()]
     for p in weights:

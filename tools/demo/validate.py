@@ -13,7 +13,7 @@ from sklearn.model_selection import StratifiedShuffleSplit, cross_val_score
 from torch import Tensor
 from transformers import CLIPModel, CLIPTokenizer
 
-from .gate import PATCH, POOLED, VIEWS, WORDS, hits, wrong_words, zero_shot
+from .gate import PATCH, POOLED, VIEWS, WORDS, percent_correct, wrong_words, zero_shot
 from .model import image_views, normalized
 
 
@@ -53,7 +53,7 @@ class Validation:
         for pixels in self.styles:
             views = image_views(model, pixels)
             for name, guess in zero_shot(model, tokenizer, views).items():
-                scores[name].append(hits(guess, self.labels))
+                scores[name].append(percent_correct(guess, self.labels))
             probe = LogisticRegression(C=10, max_iter=300)
             parts = cross_val_score(probe, views[0].numpy(), self.labels, cv=split)
             scores["probe"].append(100 * float(parts.mean()))

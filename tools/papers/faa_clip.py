@@ -16,28 +16,22 @@ ROWS = {
     "Ours": "faa-clip",
 }
 FULL = {"method.adaptation": True, "method.local_norm": False, "method.shared_discriminator": False}
-OURS = {"method.mask": "full", **FULL}
-SETTINGS = {"lora": {"method.rank": 3}, "faa-clip": OURS}
+FULL_MASK = {"method.mask": "full", **FULL}
+SETTINGS = {"lora": {"method.rank": 3}, "faa-clip": FULL_MASK}
 SOURCES = ("client-0", "client-1", "client-2")  # C_1 to C_3 of the medical sets
 
 
-def cell(
-    item: str, row: str, data: str, column: str, value: str, line: int, **more: object
-) -> Cell:
+def cell(item: str, row: str, data: str, column: str, value: str, line: int, **extra: object) -> Cell:
     method = ROWS[row]
-    settings = {**SETTINGS.get(method, {}), **more}
+    settings = {**SETTINGS.get(method, {}), **extra}
     return Cell(item, row, data, method, settings, column, value, line, round="oracle")
 
 
 def read(text: Document) -> Sheet:
     sheet = Sheet("faa-clip")
     sheet.cells += [*_rows(text), *_minutes(text)]
-    sheet.cells += _targets(
-        text, "TIII", "office-home", HOME, ("ACPR", "CPRA", "APRC", "ACRP"), 206
-    )
-    sheet.cells += _targets(
-        text, "TIV", "modern-office-31", MODERN, ("ADSW", "DSWA", "SWAD", "WADS"), 250
-    )
+    sheet.cells += _targets(text, "TIII", "office-home", HOME, ("ACPR", "CPRA", "APRC", "ACRP"), 206)
+    sheet.cells += _targets(text, "TIV", "modern-office-31", MODERN, ("ADSW", "DSWA", "SWAD", "WADS"), 250)
     sheet.cells += [*_balanced(text), *_multi(text), *_ablations(text), *_layers(text)]
     sheet.cells += [*_one_domain(text), *_prose(text)]
     _judge(sheet)
@@ -55,8 +49,8 @@ def _rows(text: Document) -> list[Cell]:
         ("hyper-kvasir", (*SOURCES, "target")),
     )
     for line, (data, names) in enumerate(sets, 147):
-        for name, told in zip(names, text.row(line)[1:5], strict=True):
-            value = told.split("(")[1].rstrip(")")
+        for name, printed in zip(names, text.row(line)[1:5], strict=True):
+            value = printed.split("(")[1].rstrip(")")
             out.append(Cell("TI", "rows", data, "", {}, f"rows {name}", value, line, round=""))
     return out
 
@@ -66,19 +60,19 @@ def _minutes(text: Document) -> list[Cell]:
     sets = ("office-home", "modern-office-31", "brain-tumour", "skin-cancer")
     for line in range(171, 178):
         row = _name(text, line)
-        found = text.numbers(line)
-        for data, (value, _) in zip(sets, exactly(4, found, line), strict=True):
-            one = cell("TII", row, data, "minutes per round", value, line)
-            out.append(replace(one, round=""))
+        numbers = text.numbers(line)
+        for data, (value, _) in zip(sets, exactly(4, numbers, line), strict=True):
+            entry = cell("TII", row, data, "minutes per round", value, line)
+            out.append(replace(entry, round=""))
     return out
 
 
 def _name(text: Document, line: int) -> str:
     """The method a line is about; the first cells may hold a sideways title in pieces."""
-    found = [word for cell in text.row(line) for word in ROWS if cell.startswith(word)]
-    if len(found) != 1:
-        raise ValueError(f"line {line} names {found}")
-    return found[0]
+    names = [word for cell in text.row(line) for word in ROWS if cell.startswith(word)]
+    if len(names) != 1:
+        raise ValueError(f"line {line} names {names}")
+    return names[0]
 
 
 def _targets(
@@ -90,13 +84,9 @@ def _targets(
         target = names[order[-1]]
         columns = [f"accuracy {names[letter]}" for letter in order[:-1]]
         for line in range(start + 8 * block, start + 8 * block + 7):
-            found = exactly(5, text.numbers(line), line)
-            for column, (value, _) in zip(
-                [*columns, "target accuracy", "average"], found, strict=True
-            ):
-                out.append(
-                    cell(item, _name(text, line), data, column, value, line, target=[target])
-                )
+            numbers = exactly(5, text.numbers(line), line)
+            for column, (value, _) in zip([*columns, "target accuracy", "average"], numbers, strict=True):
+                out.append(cell(item, _name(text, line), data, column, value, line, target=[target]))
     return out
 
 
@@ -104,11 +94,11 @@ def _balanced(text: Document) -> list[Cell]:
     out = []
     for line in range(286, 300):
         data = "skin-cancer" if line < 293 else "hyper-kvasir"
-        found = exactly(10, text.numbers(line), line)
-        for at, (value, _) in enumerate(found):
+        numbers = exactly(10, text.numbers(line), line)
+        for at, (value, _) in enumerate(numbers):
             name = ("balanced", "F1")[at % 2]
-            who = (*SOURCES, "target", "average")[at // 2]
-            column = f"{name} {who}" if at < 6 else f"{who} {name}"
+            place = (*SOURCES, "target", "average")[at // 2]
+            column = f"{name} {place}" if at < 6 else f"{place} {name}"
             out.append(cell("TV", _name(text, line), data, column, value, line))
     return out
 
@@ -118,9 +108,9 @@ def _multi(text: Document) -> list[Cell]:
     clients = [f"accuracy {HOME[letter]}-{at}" for letter in "ACP" for at in range(5)]
     how = {"clients.partition": "domain-dirichlet", "clients.count": 5, "target": ["Real World"]}
     for line in range(323, 330):
-        found = exactly(17, text.numbers(line), line)
+        numbers = exactly(17, text.numbers(line), line)
         columns = [*clients, "target accuracy", "average"]
-        for column, (value, _) in zip(columns, found, strict=True):
+        for column, (value, _) in zip(columns, numbers, strict=True):
             out.append(cell("TVI", _name(text, line), "office-home", column, value, line, **how))
     return out
 
@@ -128,10 +118,10 @@ def _multi(text: Document) -> list[Cell]:
 def _ablations(text: Document) -> list[Cell]:
     out = []
     rows = (
-        ("Ours", OURS),
-        ("w/ deeper FAM", {**OURS, "method.mask": "deeper"}),
-        ("w/o shared BN", {**OURS, "method.local_norm": True}),
-        ("w/ shared D", {**OURS, "method.shared_discriminator": True}),
+        ("Ours", FULL_MASK),
+        ("w/ deeper FAM", {**FULL_MASK, "method.mask": "deeper"}),
+        ("w/o shared BN", {**FULL_MASK, "method.local_norm": True}),
+        ("w/ shared D", {**FULL_MASK, "method.shared_discriminator": True}),
     )
     home = {"target": ["Real World"]}
     for line, data, names, how in (
@@ -140,17 +130,15 @@ def _ablations(text: Document) -> list[Cell]:
     ):
         columns = [*(f"accuracy {name}" for name in names), "target accuracy", "average"]
         # The four rows of a block are printed in one line, the four numbers of a column in a cell.
-        packed = [one.split() for one in text.row(line)[1:]]
+        packed = [entry.split() for entry in text.row(line)[1:]]
         for column, values in zip(columns, packed, strict=True):
             for (row, settings), value in zip(rows, values, strict=True):
-                both = {**settings, **how}
-                out.append(
-                    Cell("TVII", row, data, "faa-clip", both, column, value, line, round="oracle")
-                )
+                all_settings = {**settings, **how}
+                out.append(Cell("TVII", row, data, "faa-clip", all_settings, column, value, line, round="oracle"))
     columns = [*(f"accuracy {name}" for name in SOURCES), "target accuracy", "average"]
     for column, (value, _) in zip(columns, exactly(5, text.numbers(342), 342), strict=True):
-        one = cell("TVII", "Ours", "skin-cancer", column, value, 342)
-        out.append(replace(one, row="w/o DA", settings={**OURS, "method.adaptation": False}))
+        entry = cell("TVII", "Ours", "skin-cancer", column, value, 342)
+        out.append(replace(entry, row="w/o DA", settings={**FULL_MASK, "method.adaptation": False}))
     return out
 
 
@@ -159,14 +147,14 @@ def _layers(text: Document) -> list[Cell]:
     out = []
     masks = ("linear", "linear, norm", "no second", "no norm", "full")
     for line, mask in zip(range(355, 360), masks, strict=True):
-        found = exactly(12, text.numbers(line), line)
-        for at, (value, _) in enumerate(found):
+        numbers = exactly(12, text.numbers(line), line)
+        for at, (value, _) in enumerate(numbers):
             data = ("office-home", "brain-tumour", "skin-cancer")[at // 4]
             names = ("Art", "Clipart", "Product") if data == "office-home" else SOURCES
             column = "target accuracy" if at % 4 == 3 else f"accuracy {names[at % 4]}"
             how = {"target": ["Real World"]} if data == "office-home" else {}
-            one = cell("TVIII", "Ours", data, column, value, line, **{"method.mask": mask}, **how)
-            out.append(replace(one, row=f"fea {masks.index(mask) + 1}"))
+            entry = cell("TVIII", "Ours", data, column, value, line, **{"method.mask": mask}, **how)
+            out.append(replace(entry, row=f"fea {masks.index(mask) + 1}"))
     return out
 
 
@@ -178,23 +166,19 @@ def _one_domain(text: Document) -> list[Cell]:
     ):
         how = {"clients.partition": by, "clients.count": 5, "clients.domains": ["Real World"]}
         for line in range(start, start + 7):
-            found = exactly(7, text.numbers(line), line)
+            numbers = exactly(7, text.numbers(line), line)
             clients = [f"accuracy client-{at}" for at in range(5)]
-            for column, (value, _) in zip(
-                [*clients, "target accuracy", "average"], found, strict=True
-            ):
+            for column, (value, _) in zip([*clients, "target accuracy", "average"], numbers, strict=True):
                 row = _name(text, line)
-                out.append(
-                    cell("TIX", row, "office-home", column, value, line, target=target, **how)
-                )
+                out.append(cell("TIX", row, "office-home", column, value, line, target=target, **how))
     return out
 
 
 def _prose(text: Document) -> list[Cell]:
     """Numbers of figures that the text repeats."""
-    text.says(307, "88.18")
-    text.says(309, "71.18", "77.37")
-    text.says(344, "3.12", "4.13", "1.16", "0.59")
+    text.check_numbers(307, "88.18")
+    text.check_numbers(309, "71.18", "77.37")
+    text.check_numbers(344, "3.12", "4.13", "1.16", "0.59")
     real = {"target": ["Real World"]}
     return [
         cell("F4", "Ours", "brain-tumour", "average", "88.18", 307),
@@ -214,28 +198,27 @@ def _prose(text: Document) -> list[Cell]:
 
 def _judge(sheet: Sheet) -> None:
     third = sheet.of("TIII")
-    sheet.void("the same as FedAVG in every cell", (one for one in third if one.row == "FedProx"))
+    sheet.void("the same as FedAVG in every cell", (entry for entry in third if entry.row == "FedProx"))
     sheet.void(
         "from FedCLIP's paper, with other splits",
-        (one for one in third if one.row in ("FedAVG", "FedCLIP")),
+        (entry for entry in third if entry.row in ("FedAVG", "FedCLIP")),
         "copied",
     )
     at: dict[tuple[object, ...], list[Cell]] = {}
-    for one in sheet.of("TIII", "TIV", "TV", "TVI", "TVII", "TIX"):
-        metric = next((name for name in ("balanced", "F1") if name in one.column), "")
-        key = (one.item, one.data, one.row, str(one.settings), metric)
-        at.setdefault(key, []).append(one)
+    for entry in sheet.of("TIII", "TIV", "TV", "TVI", "TVII", "TIX"):
+        metric = next((name for name in ("balanced", "F1") if name in entry.column), "")
+        key = (entry.item, entry.data, entry.row, str(entry.settings), metric)
+        at.setdefault(key, []).append(entry)
     for group in at.values():
-        *parts, whole = group
-        if not whole.column.startswith("average"):
-            raise ValueError(f"line {whole.line}: the mean is not last")
-        sheet.check_mean(whole, parts)
+        *parts, total = group
+        if not total.column.startswith("average"):
+            raise ValueError(f"line {total.line}: the mean is not last")
+        sheet.check_mean(total, parts)
     sheet.void(
         "three domains as one set, of which ours is the mean over domains",
         (
-            one
-            for one in sheet.of("TIX")
-            if one.settings["clients.partition"] == "pathological"
-            and one.column in ("target accuracy", "average")
+            entry
+            for entry in sheet.of("TIX")
+            if entry.settings["clients.partition"] == "pathological" and entry.column in ("target accuracy", "average")
         ),
     )

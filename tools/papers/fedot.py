@@ -58,19 +58,19 @@ def cell(item: str, data: str, row: int, column: str, value: str, line: int, nam
 def first(text: Document) -> Sheet:
     sheet = Sheet("fedot", "v1")
     sheet.cells += [*_overview(text), *_conditions(text), *_heads(text)]
-    few, many = list(DOMAINS)[:2], list(DOMAINS)[2:]
-    sheet.cells += _per_domain(text, "T5", 567, few, "G {}", "G")
-    sheet.cells += _per_domain(text, "T6", 589, many, "G {}", "G")
+    first_sets, other_sets = list(DOMAINS)[:2], list(DOMAINS)[2:]
+    sheet.cells += _per_domain(text, "T5", 567, first_sets, "G {}", "G")
+    sheet.cells += _per_domain(text, "T6", 589, other_sets, "G {}", "G")
     # A block of 17 rows for every unseen domain, a line with the others' names between them. In
     # table 8 the names of the first two rows have slipped up by one line from the second block on.
     for number, start in enumerate((613, 631, 649, 667)):
-        sheet.cells += _personal(text, "T7", start, few, number)
+        sheet.cells += _personal(text, "T7", start, first_sets, number)
     for number, start in enumerate((689, 707, 725, 743)):
-        sheet.cells += _personal(text, "T8", start, many, number)
-    sheet.cells += _per_domain(text, "T9", 767, few, "C, target {}", "C")
-    sheet.cells += _per_domain(text, "T10", 789, many, "C, target {}", "C")
+        sheet.cells += _personal(text, "T8", start, other_sets, number)
+    sheet.cells += _per_domain(text, "T9", 767, first_sets, "C, target {}", "C")
+    sheet.cells += _per_domain(text, "T10", 789, other_sets, "C, target {}", "C")
     gains = ("12.62", "22.36", "26.40", "25.83")
-    text.says(208, *gains)
+    text.check_numbers(208, *gains)
     counts = ("2", "5", "10", "15")
     sheet.cells += [
         replace(cell("F5", "femnist", 14, f"gain, n={n}", gain, 208, "FedOT"), round="not said")
@@ -98,16 +98,16 @@ def _conditions(text: Document) -> list[Cell]:
     out = []
     for number, line in enumerate(range(184, 189)):
         # FEMNIST's targets are numbers themselves, and the first cell of their lines.
-        found = text.numbers(line)[(number < 4) :]
+        numbers = text.numbers(line)[(number < 4) :]
         for at, data in enumerate(("femnist", "pacs", "terra-incognita")):
             end = f" {DOMAINS[data][number]}" if number < 4 else ""
-            four = [value for value, _ in exactly(12, found, line)[4 * at : 4 * at + 4]]
+            four = [value for value, _ in exactly(12, numbers, line)[4 * at : 4 * at + 4]]
             for name, pair in (("FedOT", four[:2]), ("FedOT(-o)", four[2:])):
-                one = cell("T2", data, 14, f"G{end}", pair[0], line, name)
+                entry = cell("T2", data, 14, f"G{end}", pair[0], line, name)
                 if name != "FedOT":
-                    one = replace(one, method="fedlt", settings=TEXT)
-                kappa = replace(one, value=pair[1], round="last")
-                out += [one, replace(kappa, column=f"kappa, target{end}" if end else "kappa")]
+                    entry = replace(entry, method="fedlt", settings=TEXT)
+                kappa = replace(entry, value=pair[1], round="last")
+                out += [entry, replace(kappa, column=f"kappa, target{end}" if end else "kappa")]
     return out
 
 
@@ -121,17 +121,15 @@ def _heads(text: Document) -> list[Cell]:
     return out
 
 
-def _per_domain(
-    text: Document, item: str, start: int, sets: list[str], each: str, mean: str
-) -> list[Cell]:
+def _per_domain(text: Document, item: str, start: int, sets: list[str], column_format: str, mean: str) -> list[Cell]:
     out = []
     for row in range(17):
         line = start + row
-        found = exactly(5 * len(sets), text.numbers(line), line)
+        numbers = exactly(5 * len(sets), text.numbers(line), line)
         text.expect(line, NAMES[row].split(" (")[0].replace("shallow", "S").replace("deep", "D"))
         for at, data in enumerate(sets):
-            columns = [each.format(domain) for domain in DOMAINS[data]] + [mean]
-            for column, (value, _) in zip(columns, found[5 * at : 5 * at + 5], strict=True):
+            columns = [column_format.format(domain) for domain in DOMAINS[data]] + [mean]
+            for column, (value, _) in zip(columns, numbers[5 * at : 5 * at + 5], strict=True):
                 out.append(cell(item, data, row, column, value, line, NAMES[row]))
     return out
 
@@ -140,15 +138,15 @@ def _personal(text: Document, item: str, start: int, sets: list[str], number: in
     out = []
     for row in range(17):
         line = start + row
-        found = text.numbers(line)
+        numbers = text.numbers(line)
         if item == "T7" and row == 9:
-            found = found[1:]  # the unseen writer's number stands in the middle of its block
-        exactly(4 * len(sets), found, line)
+            numbers = numbers[1:]  # the unseen writer's number stands in the middle of its block
+        exactly(4 * len(sets), numbers, line)
         for at, data in enumerate(sets):
             unseen = DOMAINS[data][number]
-            others = [domain for domain in DOMAINS[data] if domain != unseen]
-            columns = [f"A[{unseen}][{other}]" for other in others] + [f"P, target {unseen}"]
-            for column, (value, _) in zip(columns, found[4 * at : 4 * at + 4], strict=True):
+            other_domains = [domain for domain in DOMAINS[data] if domain != unseen]
+            columns = [f"A[{unseen}][{other_domain}]" for other_domain in other_domains] + [f"P, target {unseen}"]
+            for column, (value, _) in zip(columns, numbers[4 * at : 4 * at + 4], strict=True):
                 out.append(cell(item, data, row, column, value, line, NAMES[row]))
     return out
 
@@ -158,65 +156,61 @@ def _judge_first(sheet: Sheet) -> None:
     cells = sheet.cells
     sheet.void(
         "no protocol with CLIP is given, and the public code of FedGH never moves the header",
-        (one for one in cells if one.method in ("fedgh", "fedakt")),
+        (entry for entry in cells if entry.method in ("fedgh", "fedakt")),
     )
     sheet.void(
         "which writers make up the four users is not said",
-        (one for one in cells if one.data == "femnist" and one.item != "F5"),
+        (entry for entry in cells if entry.data == "femnist" and entry.item != "F5"),
     )
     best = ("FedOT(+B)", "FedOT+blockwise")
     sheet.void(
         "the best number of blocks is 1, which is FedOT itself, and the numbers differ",
-        (one for one in cells if one.row in best and one.settings["method.blocks"] == 1),
+        (entry for entry in cells if entry.row in best and entry.settings["method.blocks"] == 1),
     )
     shifted = ("vlcs", "terra-incognita")
     sheet.void(
         "the later version prints other numbers for the same settings",
-        (one for one in cells if one.method in ("fedot", "fedlt") and one.data in shifted),
+        (entry for entry in cells if entry.method in ("fedot", "fedlt") and entry.data in shifted),
     )
     sheet.void(
         "table 3 and table 5 print different means for a random head",
-        (
-            one
-            for one in cells
-            if one.data == "pacs" and one.settings.get("method.head") == "random"
-        ),
+        (entry for entry in cells if entry.data == "pacs" and entry.settings.get("method.head") == "random"),
     )
     sheet.void(
         "the later version prints another accuracy with the same condition number",
-        (one for one in cells if one.method == "fedlt"),
+        (entry for entry in cells if entry.method == "fedlt"),
     )
     _check_means(sheet)
 
 
-def _parts(one: Cell) -> tuple[list[tuple[str, str, str]], tuple[int, ...] | None]:
+def _parts(mean_cell: Cell) -> tuple[list[tuple[str, str, str]], tuple[int, ...] | None]:
     """The cells, by item, row and column, that a printed mean is of; none for other cells."""
-    names, item, row = DOMAINS[one.data], one.item, one.row
-    head, _, unseen = one.column.partition(", target ")
-    at = 0 if one.data in ("femnist", "pacs") else 1
+    names, item, row = DOMAINS[mean_cell.data], mean_cell.item, mean_cell.row
+    head, _, unseen = mean_cell.column.partition(", target ")
+    at = 0 if mean_cell.data in ("femnist", "pacs") else 1
     general, personal = ("T5", "T6")[at], ("T7", "T8")[at]
     if item in ("T1", "T3"):
         long = NAMES[LONG[row]]
-        if one.column == "G":
+        if mean_cell.column == "G":
             return [(general, long, f"G {name}") for name in names], None
-        if one.column == "P":
+        if mean_cell.column == "P":
             return [(personal, long, f"P, target {name}") for name in names], None
         return [(item, row, "G"), (item, row, "P")], (1, 3)
-    if one.column == "kappa":
+    if mean_cell.column == "kappa":
         return [(item, row, f"kappa, target {name}") for name in names], None
-    if one.column in ("G", "C"):
-        each = "G {}" if one.column == "G" else "C, target {}"
-        return [(item, row, each.format(name)) for name in names], None
+    if mean_cell.column in ("G", "C"):
+        column_format = "G {}" if mean_cell.column == "G" else "C, target {}"
+        return [(item, row, column_format.format(name)) for name in names], None
     if head == "P":
         return [(item, row, f"A[{unseen}][{name}]") for name in names if name != unseen], None
-    if head == "C" and one.method != "zero-shot":
+    if head == "C" and mean_cell.method != "zero-shot":
         return [(general, row, f"G {unseen}"), (personal, row, f"P, target {unseen}")], (1, 3)
     return [], None
 
 
 def _check_means(sheet: Sheet) -> None:
-    at = {(one.data, one.item, one.row, one.column): one for one in sheet.cells}
-    for one in [one for one in sheet.cells if one.item != "F5"]:
-        parts, weights = _parts(one)
+    at = {(entry.data, entry.item, entry.row, entry.column): entry for entry in sheet.cells}
+    for entry in [entry for entry in sheet.cells if entry.item != "F5"]:
+        parts, weights = _parts(entry)
         if parts:
-            sheet.check_mean(one, [at[one.data, *part] for part in parts], weights)
+            sheet.check_mean(entry, [at[entry.data, *part] for part in parts], weights)

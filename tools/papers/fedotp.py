@@ -32,7 +32,7 @@ GAMMAS = (1, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 def read(text: Document) -> Sheet:
     sheet = Sheet("fedotp")
-    sheet.cells += [*_five(text), *_domains(text), *_many(text), *_transports(text)]
+    sheet.cells += [*_five(text), *_domains(text), *_many_clients(text), *_transports(text)]
     sheet.cells += [*_sizes(text), *_shifts(text), *_gammas(text), *_alphas(text)]
     _judge(sheet)
     return sheet
@@ -46,14 +46,12 @@ def _row(text: Document, line: int) -> str:
     return name
 
 
-def _line(
-    text: Document, item: str, line: int, places: list[tuple[str, str, dict[str, object]]]
-) -> list[Cell]:
+def _line(text: Document, item: str, line: int, places: list[tuple[str, str, dict[str, object]]]) -> list[Cell]:
     """The numbers of a line, one for each place: data, column, settings of the run."""
     row = _row(text, line)
     out = []
-    found = exactly(len(places), text.numbers(line), line)
-    for (data, column, how), (value, deviation) in zip(places, found, strict=True):
+    numbers = exactly(len(places), text.numbers(line), line)
+    for (data, column, how), (value, deviation) in zip(places, numbers, strict=True):
         settings = {**SETTINGS.get(row, {}), **how}
         out.append(Cell(item, row, data, ROWS[row], settings, column, value, line, deviation))
     return out
@@ -62,7 +60,7 @@ def _line(
 def _five(text: Document) -> list[Cell]:
     lines = (177, 178, *range(180, 187))
     places = [(data, "own", {}) for data in FIVE]
-    return [one for line in lines for one in _line(text, "T1", line, places)]
+    return [entry for line in lines for entry in _line(text, "T1", line, places)]
 
 
 def _domains(text: Document) -> list[Cell]:
@@ -70,20 +68,20 @@ def _domains(text: Document) -> list[Cell]:
     places = [("domainnet-10", f"mean {domain}", how) for domain in DOMAINNET]
     places.append(("domainnet-10", "own", how))
     lines = (214, 215, 217, 218, 219)
-    return [one for line in lines for one in _line(text, "T2", line, places)]
+    return [entry for line in lines for entry in _line(text, "T2", line, places)]
 
 
-def _many(text: Document) -> list[Cell]:
+def _many_clients(text: Document) -> list[Cell]:
     how = {"clients.partition": "dirichlet", "clients.count": 100, "clients.alpha": 0.3}
     # the public code draws it in two levels
     coarse = {**how, "clients.partition": "coarse-dirichlet"}
     places = [("cifar10", "own", how), ("cifar100", "own", coarse)]
-    return [one for line in (229, 230, 232, 233, 234) for one in _line(text, "T3", line, places)]
+    return [entry for line in (229, 230, 232, 233, 234) for entry in _line(text, "T3", line, places)]
 
 
 def _transports(text: Document) -> list[Cell]:
     places = [(data, "own", {"clients.shots": shots}) for data in FIVE for shots in (2, 8)]
-    return [one for line in (252, 253, 254) for one in _line(text, "T4", line, places)]
+    return [entry for line in (252, 253, 254) for entry in _line(text, "T4", line, places)]
 
 
 def _sizes(text: Document) -> list[Cell]:
@@ -91,8 +89,8 @@ def _sizes(text: Document) -> list[Cell]:
     out = []
     for line, data in enumerate((*sets, "domainnet-10", "office-caltech-10"), 498):
         columns = ("classes", "training rows", "test rows", "domains")
-        found = exactly(4, text.numbers(line), line)
-        for column, (value, _) in zip(columns, found, strict=True):
+        numbers = exactly(4, text.numbers(line), line)
+        for column, (value, _) in zip(columns, numbers, strict=True):
             out.append(Cell("A1", "data", data, "", {}, column, value, line, round=""))
     return out
 
@@ -101,12 +99,12 @@ def _shifts(text: Document) -> list[Cell]:
     plain = {"clients.partition": "domain"}
     places = [("office-caltech-10", column, plain) for column in (*OFFICE, "own")]
     places += [("domainnet-10", column, plain) for column in (*DOMAINNET, "own")]
-    out = [one for line in (532, 533, 535, 536, 537) for one in _line(text, "A2", line, places)]
+    out = [entry for line in (532, 533, 535, 536, 537) for entry in _line(text, "A2", line, places)]
     how = {"clients.partition": "domain-dirichlet", "clients.count": 3, "clients.alpha": 0.1}
     columns = [*(f"mean {domain}" for domain in OFFICE), "own"]
     places = [("office-caltech-10", column, how) for column in columns]
     lines = (549, 550, 552, 553, 554)
-    return out + [one for line in lines for one in _line(text, "A3", line, places)]
+    return out + [entry for line in lines for entry in _line(text, "A3", line, places)]
 
 
 def _gammas(text: Document) -> list[Cell]:
@@ -114,8 +112,8 @@ def _gammas(text: Document) -> list[Cell]:
     for number, line in enumerate(range(564, 584)):
         data, shots = FIVE[1 + number // 5], 2 ** (number % 5)
         text.expect(line, f"{shots} shot")
-        found = exactly(6, text.numbers(line), line)
-        for gamma, (value, deviation) in zip(GAMMAS, found, strict=True):
+        numbers = exactly(6, text.numbers(line), line)
+        for gamma, (value, deviation) in zip(GAMMAS, numbers, strict=True):
             how = {**UNBALANCED, "method.gamma": float(gamma), "clients.shots": shots}
             row = f"γ = {gamma}"
             out.append(Cell("A4", row, data, "fedotp", how, "own", value, line, deviation))
@@ -127,41 +125,39 @@ def _alphas(text: Document) -> list[Cell]:
     alphas = (0.1, 0.3, 0.5, 1.0, 5.0, 10.0)
     places = [("cifar100", "own", {**how, "clients.alpha": alpha}) for alpha in alphas]
     lines = (605, 606, *range(608, 613))
-    return [one for line in lines for one in _line(text, "A5", line, places)]
+    return [entry for line in lines for entry in _line(text, "A5", line, places)]
 
 
 def _judge(sheet: Sheet) -> None:
     cells = sheet.cells
     sheet.void(
         "the public code gives every class a random name",
-        (one for one in sheet.of("T2", "A2", "A3")),
+        (entry for entry in sheet.of("T2", "A2", "A3")),
     )
     sheet.void(
         "in the public code the proximal term has no gradient",
-        (one for one in cells if one.method == "promptfl-fedprox"),
+        (entry for entry in cells if entry.method == "promptfl-fedprox"),
     )
-    taken = ("pfedprompt", "promptfl-ft", "promptfl-fedper", "promptfl-fedamp")
-    sheet.void(
-        "from pFedPrompt's paper", (one for one in sheet.of("T1") if one.method in taken), "copied"
-    )
-    for own in [one for one in sheet.of("T1", "T4") if one.settings.get("method.gamma")]:
-        shots = own.settings.get("clients.shots", 4)
+    copied = ("pfedprompt", "promptfl-ft", "promptfl-fedper", "promptfl-fedamp")
+    sheet.void("from pFedPrompt's paper", (entry for entry in sheet.of("T1") if entry.method in copied), "copied")
+    for own_cell in [entry for entry in sheet.of("T1", "T4") if entry.settings.get("method.gamma")]:
+        shots = own_cell.settings.get("clients.shots", 4)
         tried = [
-            one
-            for one in sheet.of("A4")
-            if one.data == own.data and one.settings["clients.shots"] == shots
+            entry
+            for entry in sheet.of("A4")
+            if entry.data == own_cell.data and entry.settings["clients.shots"] == shots
         ]
         if not tried:
             continue  # table A4 has no Food101
-        best = max(tried, key=lambda one: float(one.value))
-        if (best.value, best.deviation) != (own.value, own.deviation):
-            raise ValueError(f"line {own.line}: {own.value} is not the best of {best.line}")
+        best = max(tried, key=lambda entry: float(entry.value))
+        if (best.value, best.deviation) != (own_cell.value, own_cell.deviation):
+            raise ValueError(f"line {own_cell.line}: {own_cell.value} is not the best of {best.line}")
         gamma = best.settings["method.gamma"]
-        sheet.void(f"the best of six γ on the test rows of table A4 ({gamma:g})", [own])
+        sheet.void(f"the best of six γ on the test rows of table A4 ({gamma:g})", [own_cell])
     for item, count in (("T2", 6), ("A2", 4), ("A2", 6), ("A3", 4)):
-        for whole in [one for one in sheet.of(item) if one.column == "own"]:
-            mine = [
-                one for one in sheet.of(item) if (one.line, one.data) == (whole.line, whole.data)
+        for mean_cell in [entry for entry in sheet.of(item) if entry.column == "own"]:
+            part_cells = [
+                entry for entry in sheet.of(item) if (entry.line, entry.data) == (mean_cell.line, mean_cell.data)
             ]
-            if len(mine) == count + 1:
-                sheet.check_mean(whole, mine[:-1])
+            if len(part_cells) == count + 1:
+                sheet.check_mean(mean_cell, part_cells[:-1])

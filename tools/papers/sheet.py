@@ -43,29 +43,25 @@ class Sheet:
     def stem(self) -> str:
         return f"{self.paper}-{self.version}" if self.version else self.paper
 
-    def void(self, why: str, chosen: Iterable[Cell], status: str = "void") -> None:
+    def void(self, reason: str, chosen: Iterable[Cell], status: str = "void") -> None:
         """Marks cells that are not to be met; the first reason stays."""
-        gone = {id(cell) for cell in chosen}
-        if not gone:
-            raise ValueError(f"{self.stem}: no cell is left for {why!r}")
+        voided = {id(cell) for cell in chosen}
+        if not voided:
+            raise ValueError(f"{self.stem}: no cell is left for {reason!r}")
         self.cells = [
-            replace(cell, status=status, why=why)
-            if id(cell) in gone and cell.status == "ok"
-            else cell
+            replace(cell, status=status, why=reason) if id(cell) in voided and cell.status == "ok" else cell
             for cell in self.cells
         ]
 
-    def check_mean(
-        self, whole: Cell, parts: Iterable[Cell], weights: Iterable[int] | None = None
-    ) -> None:
+    def check_mean(self, mean_cell: Cell, parts: Iterable[Cell], weights: Iterable[int] | None = None) -> None:
         """A printed mean that its own cells do not give is void, and says what they give."""
         values = [float(part.value) for part in parts]
         mean = fmean(values, list(weights or [1] * len(values)))
         # Two decimals each: half a unit of the print, and at most half a unit of the parts' mean.
-        if abs(float(whole.value) - mean) < 0.0101:
+        if abs(float(mean_cell.value) - mean) < 0.0101:
             return
-        self.slips.append(f"{whole.item}, line {whole.line}: {whole.value} is {mean:.2f}")
-        self.void(f"its own cells give {mean:.2f}", [whole])
+        self.slips.append(f"{mean_cell.item}, line {mean_cell.line}: {mean_cell.value} is {mean:.2f}")
+        self.void(f"its own cells give {mean:.2f}", [mean_cell])
 
     def of(self, *items: str) -> list[Cell]:
         return [cell for cell in self.cells if cell.item in items]
@@ -76,10 +72,10 @@ class Sheet:
         write.writerow(COLUMNS)
         for cell in self.cells:
             chosen = "" if cell.method == "zero-shot" else cell.round
-            settings = ", ".join(f"{key} = {toml(one)}" for key, one in cell.settings.items())
-            told = {**vars(cell), "paper": self.paper, "version": self.version}
-            told |= {"settings": settings, "round": chosen}
-            write.writerow([told[key] for key in COLUMNS])
+            settings = ", ".join(f"{key} = {toml(value)}" for key, value in cell.settings.items())
+            fields = {**vars(cell), "paper": self.paper, "version": self.version}
+            fields |= {"settings": settings, "round": chosen}
+            write.writerow([fields[key] for key in COLUMNS])
         return out.getvalue()
 
 
@@ -101,18 +97,18 @@ class Document:
         text = self.lines[line - 1]
         if "\t" not in text:
             text = text.strip().removeprefix("|").removesuffix("|").replace("|", "\t")
-        return [MARKUP.sub("", one).strip() for one in text.split("\t")]
+        return [MARKUP.sub("", cell).strip() for cell in text.split("\t")]
 
     def numbers(self, line: int) -> list[tuple[str, str]]:
         """Value and deviation of each cell of a line that is a number, in order."""
-        found = (NUMBER.match(cell) for cell in self.row(line))
-        return [(one[1], one[2] or "") for one in found if one]
+        matches = (NUMBER.match(cell) for cell in self.row(line))
+        return [(match[1], match[2] or "") for match in matches if match]
 
-    def says(self, line: int, *numbers: str) -> None:
+    def check_numbers(self, line: int, *numbers: str) -> None:
         """Numbers of running text, which are named by hand, do stand in this line."""
-        for one in numbers:
-            if not re.search(rf"(?<![\d.]){re.escape(one)}(?!\d)", self.lines[line - 1]):
-                raise ValueError(f"line {line} does not say {one}")
+        for number in numbers:
+            if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", self.lines[line - 1]):
+                raise ValueError(f"line {line} does not say {number}")
 
     def expect(self, line: int, *words: str) -> None:
         """Guards a line number: the line has these words, in this order."""
@@ -120,7 +116,7 @@ class Document:
             raise ValueError(f"line {line} is not {words}: {self.lines[line - 1][:80]!r}")
 
 
-def exactly(count: int, found: list[tuple[str, str]], line: int) -> list[tuple[str, str]]:
-    if len(found) != count:
-        raise ValueError(f"line {line} has {len(found)} numbers and not {count}: {found}")
-    return found
+def exactly(count: int, numbers: list[tuple[str, str]], line: int) -> list[tuple[str, str]]:
+    if len(numbers) != count:
+        raise ValueError(f"line {line} has {len(numbers)} numbers and not {count}: {numbers}")
+    return numbers

@@ -30,16 +30,16 @@ def sheets(folder: Path) -> list[Sheet]:
     texts = [(path, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.txt"))]
     out = []
     for words, read in DOCUMENTS.items():
-        found = [path for path, text in texts if words in text]
-        if len(found) != 1:
-            sys.exit(f"{folder} has {len(found)} documents with {words!r}; it takes one")
-        out.append(read(Document(found[0])))
+        paths = [path for path, text in texts if words in text]
+        if len(paths) != 1:
+            sys.exit(f"{folder} has {len(paths)} documents with {words!r}; it takes one")
+        out.append(read(Document(paths[0])))
     return out
 
 
 def main() -> None:
     check = "--check" in sys.argv
-    (folder,) = [one for one in sys.argv[1:] if one != "--check"]
+    (folder,) = [argument for argument in sys.argv[1:] if argument != "--check"]
     stale = []
     for sheet in sheets(Path(folder)):
         path, text = OUT / f"{sheet.stem}.csv", sheet.text()

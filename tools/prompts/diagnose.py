@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm.data.table import Embedded
-from fedvlm.maths.transport import plan
+from fedvlm.data.table import EmbeddedTable
+from fedvlm.maths.transport import transport_plan
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import build
@@ -22,11 +22,11 @@ from tools.auto.sets import silent
 GAMMAS, STRENGTHS = (0.5, 0.8, 1.0), (0.1, 0.01)
 
 
-def opened(encoder: str, **more: object) -> Embedded:
+def opened(encoder: str, **more: object) -> EmbeddedTable:
     return load(build({"method": "fedotp", "encoder": encoder, **more}), silent)[0]
 
 
-def untested(rows: Embedded) -> Tensor:
+def untested(rows: EmbeddedTable) -> Tensor:
     free = np.ones(len(rows.labels), bool)
     for seed in (0, 1, 2):
         settings = build({"method": "fedavg", "protocol": "own-test", "seeds": [seed]})
@@ -39,7 +39,7 @@ def untested(rows: Embedded) -> Tensor:
 def transported(patches: Tensor, text: Tensor, gamma: float, strength: float) -> Tensor:
     """FedOTP's logits, but for their scale, with the template's text in place of both prompts."""
     cosines = torch.einsum("rpd,cd->rcp", patches, text)[:, :, None].expand(-1, -1, 2, -1)
-    return (plan(cosines, "unbalanced", gamma, strength) * cosines).sum((-2, -1))
+    return (transport_plan(cosines, "unbalanced", gamma, strength) * cosines).sum((-2, -1))
 
 
 def measured(encoder: str) -> dict[str, str]:

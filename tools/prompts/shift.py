@@ -17,7 +17,7 @@ import torch
 
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import build
-from fedvlm.storage.files import write
+from fedvlm.storage.files import write_file
 from tools.auto.sets import silent
 from tools.auto.table import interval
 from tools.training import groups, share, trained
@@ -63,7 +63,7 @@ class Shift:
         file = self.work / f"{key}-{shots}-{seed}.json"
         if not file.exists():
             dealt = {"partition": "pathological", "count": 8, "shots": shots, "val_shots": HELD}
-            write(file, json.dumps(trained(self.rows, dealt, method, seed)[0]).encode())
+            write_file(file, json.dumps(trained(self.rows, dealt, method, seed)[0]).encode())
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 

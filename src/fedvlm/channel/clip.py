@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 
 from fedvlm.core import Tensors
-from fedvlm.maths.noise import Draw, cover
-from fedvlm.tensors import flat
+from fedvlm.maths.noise import Draw, add_noise
+from fedvlm.tensors import flatten
 
 
-def start(upload: Tensors, sent: Tensors) -> Tensors:
+def start_values(upload: Tensors, sent: Tensors) -> Tensors:
     """What each number of an upload is measured from: the value sent, or 0 if none was."""
     return {
         key: sent[key]
@@ -20,30 +20,30 @@ def start(upload: Tensors, sent: Tensors) -> Tensors:
     }
 
 
-def change(upload: Tensors, sent: Tensors) -> Tensors:
+def upload_change(upload: Tensors, sent: Tensors) -> Tensors:
     """How far the floating-point numbers of an upload are from where they start."""
-    return {key: upload[key] - first for key, first in start(upload, sent).items()}
+    return {key: upload[key] - start for key, start in start_values(upload, sent).items()}
 
 
-def apply(upload: Tensors, sent: Tensors, moved: Mapping[str, torch.Tensor]) -> Tensors:
+def apply_change(upload: Tensors, sent: Tensors, change: Mapping[str, torch.Tensor]) -> Tensors:
     """The upload with another change."""
-    first = start(upload, sent)
-    return {**upload, **{key: first[key] + value for key, value in moved.items()}}
+    starts = start_values(upload, sent)
+    return {**upload, **{key: starts[key] + value for key, value in change.items()}}
 
 
-def norm(moved: Tensors) -> float:
+def change_norm(change: Tensors) -> float:
     """Over all tensors at once."""
-    return float(torch.linalg.vector_norm(flat(moved).double()))
+    return float(torch.linalg.vector_norm(flatten(change).double()))
 
 
-def clip(moved: Tensors, most: float) -> Tensors:
+def clip_change(change: Tensors, max_norm: float) -> Tensors:
     """Shortened to the norm `most` if it is longer, in its own direction."""
-    length = norm(moved)
-    if length <= most:
-        return moved
+    length = change_norm(change)
+    if length <= max_norm:
+        return change
     # A hair less, because rounding to float32 must not make the result longer than allowed.
-    return {key: value * (most / length * (1 - 1e-6)) for key, value in moved.items()}
+    return {key: value * (max_norm / length * (1 - 1e-6)) for key, value in change.items()}
 
 
-def add_noise(moved: Tensors, deviation: float, draw: Draw) -> Tensors:
-    return {key: cover(moved[key], deviation, draw(*moved[key].shape)) for key in sorted(moved)}
+def add_change_noise(change: Tensors, std: float, draw: Draw) -> Tensors:
+    return {key: add_noise(change[key], std, draw(*change[key].shape)) for key in sorted(change)}

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedvlm.core import SUMS, Method, sums
-from fedvlm.core.schema import AMOUNT, COUNT, INSIDE, read_fields, within
+from fedvlm.core import UPLOAD_SUM_MEANINGS, Method, upload_sum
+from fedvlm.core.schema import COUNT, NON_NEGATIVE, OPEN_FRACTION, ranged_field, read_fields
 from fedvlm.errors import FederationError, SettingsError
 
 
@@ -14,18 +14,18 @@ class ChannelError(FederationError):
 
 @dataclass(frozen=True)
 class Channel:
-    clip: float = within(0.0, AMOUNT)  # largest norm of a client's change; 0: any
-    noise_multiplier: float = within(
-        0.0, AMOUNT
+    clip: float = ranged_field(0.0, NON_NEGATIVE)  # largest norm of a client's change; 0: any
+    noise_multiplier: float = ranged_field(
+        0.0, NON_NEGATIVE
     )  # deviation of the noise each client adds, as a multiple of clip
-    delta: float = within(1e-5, INSIDE)  # δ at which ε is counted
+    delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
     quantise: bool = False  # 8 bits for each number; what rounding leaves over goes up next time
     secure: bool = False  # the server sees the sum of the uploads and no upload
     # The server refuses a change of a larger norm (0: any that clip allows), or with "median"
     # shortens it to twice the median of the round's.
-    bound: float | Literal["median"] = within(0.0, AMOUNT)
+    bound: float | Literal["median"] = ranged_field(0.0, NON_NEGATIVE)
     aggregation: Literal["mean", "median", "trimmed", "krum", "geometric-median"] = "mean"
-    max_samples: int = within(
+    max_samples: int = ranged_field(
         10_000_000, COUNT
     )  # the server refuses a client that says it has more training rows
 
@@ -43,32 +43,32 @@ class Channel:
             )
 
     @property
-    def off(self) -> bool:
+    def is_off(self) -> bool:
         """Whether uploads travel as they are; they are checked all the same."""
         return not (self.clip or self.quantise or self.secure)
 
     @property
-    def most(self) -> float:
+    def max_norm(self) -> float:
         """The norm above which a change is refused."""
         return float("inf") if self.bound == "median" else self.bound or float("inf")
 
     @property
-    def compares(self) -> bool:
+    def compares_uploads(self) -> bool:
         """Whether the server holds uploads against each other before they are aggregated."""
         return self.bound == "median" or self.aggregation != "mean"
 
 
-def deployed(channel: Channel, method: Method) -> Channel:
+def with_deployment_bound(channel: Channel, method: Method) -> Channel:
     """Between machines changes are bound by their median, unless a number is set or none is seen.
 
     Experiments in one process keep the numbers of their papers.
     """
-    if channel.bound or channel.secure or sums(method) is None:
+    if channel.bound or channel.secure or upload_sum(method) is None:
         return channel
     return replace(channel, bound="median")
 
 
-def fits_secagg(channel: Channel, method: Method) -> None:
+def check_secagg(channel: Channel, method: Method) -> None:
     """Refuses what Flower's SecAgg+ cannot sum."""
     if not channel.secure:
         return
@@ -78,7 +78,7 @@ def fits_secagg(channel: Channel, method: Method) -> None:
             "channel.secure through Flower sums numbers of a fixed range, and channel.clip says "
             "how far a change may reach; set channel.clip"
         )
-    if sums(method) == "total":
+    if upload_sum(method) == "total":
         raise SettingsError(
             f"{method.name} uploads sums that are not within a fixed range, which Flower's SecAgg+ "
             "needs; set channel.secure = false, or run it in one process"
@@ -87,21 +87,21 @@ def fits_secagg(channel: Channel, method: Method) -> None:
 
 def check_channel(channel: Channel, method: Method) -> None:
     """Refuses, before any work, a channel that a method cannot use."""
-    asked = "bound = 'median'" if channel.bound == "median" else ""
-    asked = f"aggregation = '{channel.aggregation}'" if channel.aggregation != "mean" else asked
-    if asked and channel.secure:
+    conflict = "bound = 'median'" if channel.bound == "median" else ""
+    conflict = f"aggregation = '{channel.aggregation}'" if channel.aggregation != "mean" else conflict
+    if conflict and channel.secure:
         raise SettingsError(
-            f"channel.{asked} compares uploads, and with channel.secure the server sees none, only "
+            f"channel.{conflict} compares uploads, and with channel.secure the server sees none, only "
             "their sum; set channel.clip, which bounds every change at its site, or secure = false"
         )
-    if asked and sums(method) is None:
+    if conflict and upload_sum(method) is None:
         raise SettingsError(
-            f"channel.{asked} is for uploads that are averaged or added up, but {method.name} "
+            f"channel.{conflict} is for uploads that are averaged or added up, but {method.name} "
             "aggregates single ones in its own way; leave it out, or choose another method"
         )
-    if channel.secure and sums(method) is None:
+    if channel.secure and upload_sum(method) is None:
         raise SettingsError(
             f"channel.secure shows the server a sum, but {method.name} aggregates single uploads "
-            "(or does not say that a sum will do); set channel.secure = false, or add `sums = "
-            f"...` to its traits: {', '.join(f'{key!r} ({what})' for key, what in SUMS.items())}"
+            "(or does not say that a sum will do); set channel.secure = false, or add `upload_sum = "
+            f"...` to its traits: {', '.join(f'{key!r} ({meaning})' for key, meaning in UPLOAD_SUM_MEANINGS.items())}"
         )

@@ -8,69 +8,78 @@ import torch
 
 from fedvlm import seeds, tensors
 from fedvlm.channel import compare, secure
-from fedvlm.channel.clip import add_noise, apply, change, clip
-from fedvlm.channel.quantise import SCALE, dequantise, quantise
+from fedvlm.channel.clip import add_change_noise, apply_change, clip_change, upload_change
+from fedvlm.channel.quantise import SCALE_SUFFIX, dequantise_change, quantise_change
 from fedvlm.channel.settings import Channel, ChannelError
-from fedvlm.channel.validate import Inbox, validate
-from fedvlm.core import Method, Tensors, sums
+from fedvlm.channel.validate import UploadValidator, validate
+from fedvlm.core import Method, Tensors, upload_sum
 from fedvlm.errors import FederationError
-from fedvlm.maths.noise import Draw, seeded
-from fedvlm.parts.robust import SHARES
+from fedvlm.maths.noise import Draw, seeded_normal
+from fedvlm.parts.robust import WEIGHTS_FROM_DOTS
 
-SPENT = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
-COUNTED = "counted"  # how many uploads that is
-KEPT = "channel/"  # where a client's channel keeps its own among the local tensors
-LEFT = "left/"  # what rounding has left over
+SPENT_KEY = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
+COUNTED_KEY = "counted"  # how many uploads that is
+CHANNEL_PREFIX = "channel/"  # where a client's channel keeps its own among the local tensors
+RESIDUAL_PREFIX = "left/"  # what rounding has left over
 
 
-def leave(
-    channel: Channel, upload: Tensors, sent: Tensors, kept: Tensors, draw: Draw
+def encode(
+    channel: Channel, upload: Tensors, sent: Tensors, channel_state: Tensors, draw: Draw
 ) -> tuple[Tensors, Tensors]:
     """At the client: the tensors that travel, and what its channel keeps for the next round.
 
     `draw` is the noise's: by seed in a simulation, from the system's entropy at a site.
     """
-    if channel.clip and (whole := [k for k, v in upload.items() if not v.is_floating_point()]):
+    if channel.clip and (integer_keys := [k for k, v in upload.items() if not v.is_floating_point()]):
         raise ChannelError(
-            f"the upload holds whole numbers in {whole[0]!r}, which can be neither clipped nor "
+            f"the upload holds whole numbers in {integer_keys[0]!r}, which can be neither clipped nor "
             "covered by noise; set channel.clip = 0, or choose another method"
         )
     if not (channel.clip or channel.quantise):
-        return upload, kept
-    moved = change(upload, sent)
+        return upload, channel_state
+    change = upload_change(upload, sent)
     if channel.clip:
-        moved = clip(moved, channel.clip)
+        change = clip_change(change, channel.clip)
     if channel.noise_multiplier:
-        moved = add_noise(moved, channel.noise_multiplier * channel.clip, draw)
+        change = add_change_noise(change, channel.noise_multiplier * channel.clip, draw)
     if not channel.quantise:
-        return apply(upload, sent, moved), kept
-    left = {key.removeprefix(LEFT): value for key, value in kept.items() if key.startswith(LEFT)}
-    small, left = quantise(moved, left)
-    return {**upload, **small}, {**kept, **{LEFT + key: value for key, value in left.items()}}
+        return apply_change(upload, sent, change), channel_state
+    residuals = {
+        key.removeprefix(RESIDUAL_PREFIX): value
+        for key, value in channel_state.items()
+        if key.startswith(RESIDUAL_PREFIX)
+    }
+    quantised, residuals = quantise_change(change, residuals)
+    return {**upload, **quantised}, {
+        **channel_state,
+        **{RESIDUAL_PREFIX + key: value for key, value in residuals.items()},
+    }
 
 
-def join(local: Tensors, kept: Tensors) -> Tensors:
+def join_channel_state(local: Tensors, channel_state: Tensors) -> Tensors:
     """A client's local tensors and what its channel keeps, to be stored in one place."""
-    return {**local, **{KEPT + key: value for key, value in kept.items()}}
+    return {**local, **{CHANNEL_PREFIX + key: value for key, value in channel_state.items()}}
 
 
-def split(held: Tensors) -> tuple[Tensors, Tensors]:
-    kept = {key.removeprefix(KEPT): value for key, value in held.items() if key.startswith(KEPT)}
-    return {key: value for key, value in held.items() if not key.startswith(KEPT)}, kept
+def split_channel_state(stored: Tensors) -> tuple[Tensors, Tensors]:
+    channel_state = {
+        key.removeprefix(CHANNEL_PREFIX): value for key, value in stored.items() if key.startswith(CHANNEL_PREFIX)
+    }
+    return {key: value for key, value in stored.items() if not key.startswith(CHANNEL_PREFIX)}, channel_state
 
 
-def arrive(channel: Channel, travels: Tensors, sent: Tensors) -> Tensors:
+def decode(channel: Channel, encoded: Tensors, sent: Tensors) -> Tensors:
     """At the server: the upload, from the tensors that travelled."""
     if not channel.quantise:
-        return travels
-    keys = [key for key in travels if key + SCALE in travels]
-    scales = {key + SCALE for key in keys}
-    moved = dequantise(travels, keys)
-    whole = {key: moved.get(key, value) for key, value in travels.items() if key not in scales}
-    return apply(whole, sent, moved)
+        return encoded
+    keys = [key for key in encoded if key + SCALE_SUFFIX in encoded]
+    scales = {key + SCALE_SUFFIX for key in keys}
+    change = dequantise_change(encoded, keys)
+    upload = {key: change.get(key, value) for key, value in encoded.items() if key not in scales}
+    return apply_change(upload, sent, change)
 
 
-def spend(channel: Channel, weights: Mapping[str, float]) -> dict[str, float]:
+def privacy_cost(channel: Channel, weights: Mapping[str, float]) -> dict[str, float]:
     """What one round costs each client, as 1/z² of the Gaussian mechanism that the server sees.
 
     It sees every upload, or in a secure sum only all of them with all their noise.
@@ -84,55 +93,58 @@ def spend(channel: Channel, weights: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def spent_epsilon(channel: Channel, kept: Mapping[str, Tensors]) -> float:
+def spent_epsilon(channel: Channel, channel_states: Mapping[str, Tensors]) -> float:
     """ε at δ of the client that has spent most: its changes against none at all."""
     from fedvlm.maths.accounting import epsilon
 
-    spent = max((float(one[SPENT]) for one in kept.values() if SPENT in one), default=0.0)
+    spent = max(
+        (float(channel_state[SPENT_KEY]) for channel_state in channel_states.values() if SPENT_KEY in channel_state),
+        default=0.0,
+    )
     return epsilon(spent**-0.5, 1, delta=channel.delta) if spent else 0.0
 
 
-def same(a: Tensors, b: Tensors) -> bool:
+def are_equal(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 @dataclass(frozen=True)
-class Arrived:
+class DecodedUploads:
     """One round's uploads as the aggregate gets them."""
 
     ids: Sequence[str]
     uploads: Sequence[Tensors]
     weights: torch.Tensor
     sizes: Mapping[str, int]  # bytes that travelled, by client
-    kept: Mapping[str, Tensors]  # what the channel keeps, by client
+    channel_states: Mapping[str, Tensors]  # what the channel keeps, by client
     refused: Mapping[str, str] = field(default_factory=dict)  # whose upload is not used, and why
-    apart: Mapping[str, dict[str, float]] = field(default_factory=dict)  # how far from the others
-    settled: Collection[str] = ()  # whose local tensors are where they belong
+    outliers: Mapping[str, dict[str, float]] = field(default_factory=dict)  # how far from the others
+    stored: Collection[str] = ()  # whose local tensors are where they belong
     # of uploads that are added up: clients with and without whom all others count as they came
-    plain: frozenset[str] = frozenset()
+    unchanged_without: frozenset[str] = frozenset()
 
 
-class Passage:
+class UploadPipeline:
     """Carries the uploads of one training."""
 
     def __init__(self, channel: Channel, method: Method, local: Sequence[str], seed: int) -> None:
-        self.channel, self.kind, self.seed = channel, sums(method), seed
+        self.channel, self.upload_sum, self.seed = channel, upload_sum(method), seed
         self.releases: Mapping[str, int] = {}
-        self.inbox, self.uneven = Inbox(channel, local, method), method.traits.uneven
+        self.validator, self.ragged = UploadValidator(channel, local, method), method.traits.ragged_uploads
         self.method = method
 
-    def carry(
+    def run(
         self,
         number: int,
         uploads: Mapping[str, Tensors],
         sent: Mapping[str, Tensors],
         rows: Mapping[str, int],
-        kept: Mapping[str, Tensors],
-        passed: Collection[str],
-        where: Callable[[str], str],
+        channel_states: Mapping[str, Tensors],
+        encoded_ids: Collection[str],
+        context_of: Callable[[str], str],
         total: Tensors | None = None,
         releases: Mapping[str, int] | None = None,
-    ) -> Arrived:
+    ) -> DecodedUploads:
         """`passed` are the clients that did their half themselves: their uploads are `leave`'s, and
         one that does not fit is left out; that of a client in this process is a mistake.
 
@@ -140,112 +152,118 @@ class Passage:
         left each client by its own count, also those that never arrived: each has cost as much.
         """
         self.releases = releases or {}
-        after = {id: kept.get(id, {}) for id in uploads}
+        after = {id: channel_states.get(id, {}) for id in uploads}
         if total is not None:
-            return self._sum(number, total, sent, rows, after, where(", ".join(uploads)))
-        sizes, whole, refused = {}, {}, {}
+            return self._decode_sum(number, total, sent, rows, after, context_of(", ".join(uploads)))
+        sizes, decoded, refused = {}, {}, {}
 
         @contextmanager
-        def judging(id: str) -> Iterator[None]:
+        def refusing(id: str) -> Iterator[None]:
             try:
                 yield
             except ChannelError as error:
-                if id not in passed:
-                    raise FederationError(f"{where(id)}: {error}") from error
-                refused[id] = f"{where(id)}: {error}"
+                if id not in encoded_ids:
+                    raise FederationError(f"{context_of(id)}: {error}") from error
+                refused[id] = f"{context_of(id)}: {error}"
             except Exception as error:
-                if id not in passed:
+                if id not in encoded_ids:
                     raise
-                known = isinstance(error, FederationError)
-                refused[id] = str(error) if known else f"{where(id)}: its upload does not fit"
+                is_explained = isinstance(error, FederationError)
+                refused[id] = str(error) if is_explained else f"{context_of(id)}: its upload does not fit"
 
         for id, upload in uploads.items():
-            with judging(id):
-                travels = upload
-                if id not in passed and not self.channel.off:
+            with refusing(id):
+                encoded = upload
+                if id not in encoded_ids and not self.channel.is_off:
                     # where it is off, all there is to it is what the inbox looks at
-                    validate(upload, self.inbox.local, where(id))
-                    draw = seeded(seeds.generator("channel noise", self.seed, id, number))
-                    travels, after[id] = leave(self.channel, upload, sent[id], after[id], draw)
-                whole[id] = arrive(self.channel, travels, sent[id])
-                sizes[id] = tensors.count_bytes(travels)
-        self.inbox.agree(number, whole, sent)
-        for id in list(whole):
-            with judging(id):
-                self.inbox.check(whole[id], sent[id], rows[id], id, number, where(id))
-        self.inbox.latest = None  # it may be large
-        whole = {id: one for id, one in whole.items() if id not in refused}
-        ids = list(whole)
+                    validate(upload, self.validator.local_names, context_of(id))
+                    noise_draw = seeded_normal(seeds.generator("channel noise", self.seed, id, number))
+                    encoded, after[id] = encode(self.channel, upload, sent[id], after[id], noise_draw)
+                decoded[id] = decode(self.channel, encoded, sent[id])
+                sizes[id] = tensors.count_bytes(encoded)
+        self.validator.find_majority(number, decoded, sent)
+        for id in list(decoded):
+            with refusing(id):
+                self.validator.check(decoded[id], sent[id], rows[id], id, number, context_of(id))
+        self.validator.last_sent = None  # it may be large
+        decoded = {id: upload for id, upload in decoded.items() if id not in refused}
+        ids = list(decoded)
         after = {id: after[id] for id in ids}
         weights = torch.tensor([float(rows[id]) for id in ids])
-        left = self._spent(after, self._weights(rows, [id for id in ids if uploads[id]]))
-        came = Arrived(ids, list(whole.values()), weights, sizes, left, refused)
+        new_states = self._add_privacy_cost(after, self._weights_in_sum(rows, [id for id in ids if uploads[id]]))
+        decoded_round = DecodedUploads(ids, list(decoded.values()), weights, sizes, new_states, refused)
         if not any(uploads.values()):
-            return came
+            return decoded_round
         if not self.channel.secure:
-            return self._compared(came, sent)
-        masked, words = {}, (self.seed, number)
-        for id, upload in whole.items():
-            if own := [key for key in upload if key in self.uneven]:
+            return self._compare(decoded_round, sent)
+        masked, seed_parts = {}, (self.seed, number)
+        for id, upload in decoded.items():
+            if ragged_keys := [key for key in upload if key in self.ragged]:
                 raise FederationError(
-                    f"{where(id)}: {own[0]!r} is each client's own and has no sum; set "
+                    f"{context_of(id)}: {ragged_keys[0]!r} is each client's own and has no sum; set "
                     "channel.secure = false"
                 )
-            mine = secure.weighted(upload, self._weights(rows, ids)[id], where(id))
-            masked[id] = secure.mask(secure.fixed(mine, len(ids), where(id)), ids, id, words)
-        sizes = {id: tensors.count_bytes(one) for id, one in masked.items()}
-        one = secure.combined(secure.total(masked.values()), str(self.kind), whole[ids[0]])
-        return Arrived(["everyone"], [one], weights.sum(0, keepdim=True), sizes, left, refused)
+            weighted_upload = secure.weight_upload(upload, self._weights_in_sum(rows, ids)[id], context_of(id))
+            masked[id] = secure.mask_upload(
+                secure.to_fixed_point(weighted_upload, len(ids), context_of(id)), ids, id, seed_parts
+            )
+        sizes = {id: tensors.count_bytes(upload) for id, upload in masked.items()}
+        upload = secure.from_fixed_point(secure.sum_masked(masked.values()), str(self.upload_sum), decoded[ids[0]])
+        return DecodedUploads(["everyone"], [upload], weights.sum(0, keepdim=True), sizes, new_states, refused)
 
-    def _compared(self, came: Arrived, sent: Mapping[str, Tensors]) -> Arrived:
+    def _compare(self, decoded_round: DecodedUploads, sent: Mapping[str, Tensors]) -> DecodedUploads:
         """Says who is far from the rest; bound and combined by a robust rule, where asked."""
-        if self.kind is None or len({tuple(one) for one in came.uploads}) > 1:
-            return came
-        begun = [sent[id] for id in came.ids]
-        now = compare.Round(self.method, self.kind, came.uploads, begun, came.weights)
-        exact = len(begun) <= compare.FEW or self.channel.aggregation in SHARES
-        dots = now.dots() if exact else now.about()
-        ids, uploads, weights = compare.settle(self.channel, now, came.ids, dots)
-        apart = compare.apart(came.ids, dots)
-        plain: frozenset[str] = frozenset()
-        if self.kind == "total" and self.channel.aggregation == "mean":
+        if self.upload_sum is None or len({tuple(entry) for entry in decoded_round.uploads}) > 1:
+            return decoded_round
+        sent_tensors = [sent[id] for id in decoded_round.ids]
+        upload_round = compare.UploadRound(
+            self.method, self.upload_sum, decoded_round.uploads, sent_tensors, decoded_round.weights
+        )
+        is_exact = len(sent_tensors) <= compare.MAX_EXACT_CLIENTS or self.channel.aggregation in WEIGHTS_FROM_DOTS
+        dots = upload_round.dots() if is_exact else upload_round.approximate_dots()
+        ids, uploads, weights = compare.bound_and_combine(self.channel, upload_round, decoded_round.ids, dots)
+        outliers = compare.outlier_scores(decoded_round.ids, dots)
+        unchanged: frozenset[str] = frozenset()
+        if self.upload_sum == "total" and self.channel.aggregation == "mean":
             median = self.channel.bound == "median"
-            quiet = compare.quiet_without(now, dots) if median else [True] * len(came.ids)
-            plain = frozenset(id for id, one in zip(came.ids, quiet, strict=True) if one)
-        return replace(came, ids=ids, uploads=uploads, weights=weights, apart=apart, plain=plain)
+            is_unchanged = compare.unchanged_without(upload_round, dots) if median else [True] * len(decoded_round.ids)
+            unchanged = frozenset(id for id, entry in zip(decoded_round.ids, is_unchanged, strict=True) if entry)
+        return replace(
+            decoded_round, ids=ids, uploads=uploads, weights=weights, outliers=outliers, unchanged_without=unchanged
+        )
 
-    def _sum(
+    def _decode_sum(
         self,
         number: int,
         total: Tensors,
         sent: Mapping[str, Tensors],
         rows: Mapping[str, int],
-        kept: Mapping[str, Tensors],
-        where: str,
-    ) -> Arrived:
+        channel_states: Mapping[str, Tensors],
+        context: str,
+    ) -> DecodedUploads:
         first = sent[min(sent)]
-        if any(not same(first, one) for one in sent.values()):
-            raise FederationError(f"{where}: not all were sent the same, so there is no sum of it")
-        one = secure.from_secagg(total, first, self.channel, where)
+        if any(not are_equal(first, upload) for upload in sent.values()):
+            raise FederationError(f"{context}: not all were sent the same, so there is no sum of it")
+        upload = secure.from_secagg(total, first, self.channel, context)
         size = tensors.count_bytes(total)  # as many numbers, of 8 bytes, come from each client
-        weights = torch.tensor([float(sum(rows[id] for id in kept))])
-        left = self._spent(kept, self._weights(rows, list(kept)))
-        return Arrived(["everyone"], [one], weights, dict.fromkeys(kept, size), left)
+        weights = torch.tensor([float(sum(rows[id] for id in channel_states))])
+        new_states = self._add_privacy_cost(channel_states, self._weights_in_sum(rows, list(channel_states)))
+        return DecodedUploads(["everyone"], [upload], weights, dict.fromkeys(channel_states, size), new_states)
 
-    def _spent(
-        self, kept: Mapping[str, Tensors], weights: Mapping[str, float]
+    def _add_privacy_cost(
+        self, channel_states: Mapping[str, Tensors], weights: Mapping[str, float]
     ) -> dict[str, Tensors]:
         """What the channel keeps, with this round's cost of privacy added."""
-        after = dict(kept)
-        for id, cost in spend(self.channel, weights).items():
-            before = after[id].get(SPENT, torch.zeros((), dtype=torch.float64))
-            known = int(after[id].get(COUNTED, 0))
-            count = max(1, self.releases.get(id, 0) - known)
-            after[id] = {**after[id], SPENT: before + cost * count}
+        after = dict(channel_states)
+        for id, cost in privacy_cost(self.channel, weights).items():
+            before = after[id].get(SPENT_KEY, torch.zeros((), dtype=torch.float64))
+            counted = int(after[id].get(COUNTED_KEY, 0))
+            count = max(1, self.releases.get(id, 0) - counted)
+            after[id] = {**after[id], SPENT_KEY: before + cost * count}
             if self.releases.get(id):
-                after[id][COUNTED] = torch.tensor(known + count)
-        return {id: one for id, one in after.items() if one}
+                after[id][COUNTED_KEY] = torch.tensor(counted + count)
+        return {id: channel_state for id, channel_state in after.items() if channel_state}
 
-    def _weights(self, rows: Mapping[str, int], ids: Sequence[str]) -> dict[str, float]:
+    def _weights_in_sum(self, rows: Mapping[str, int], ids: Sequence[str]) -> dict[str, float]:
         """How much of the sum a client's upload is."""
-        return {id: float(rows[id]) if self.kind == "rows" else 1.0 for id in ids}
+        return {id: float(rows[id]) if self.upload_sum == "rows" else 1.0 for id in ids}

@@ -8,27 +8,25 @@ from typing import Any
 
 from fedvlm.channel.settings import Channel
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.maths.conformal import possible
-from fedvlm.storage.files import write
+from fedvlm.maths.conformal import largest_coverage
+from fedvlm.storage.files import write_file
 
-ONNX = "classifier.onnx"
+ONNX_FILE = "classifier.onnx"
 
 
 @dataclass(frozen=True)
-class Story:
+class ClassifierOrigin:
     """Where a classifier comes from, and what was measured of it."""
 
     about: Mapping[str, Any]  # data, rows, channel, versions, commit, dirty: as a manifest has them
     training: str
     rows: int  # that it was tested on
-    hits: int
+    n_correct: int
 
 
-def card(classifier: Personalised, story: Story, name: str, onnx: bool = False) -> str:
+def model_card(classifier: Personalised, story: ClassifierOrigin, name: str, onnx: bool = False) -> str:
     source, frozen = story.about, classifier.frozen
-    settings = "\n".join(
-        f"| `{key}` | {json.dumps(value)} |" for key, value in asdict(classifier.method).items()
-    )
+    settings = "\n".join(f"| `{key}` | {json.dumps(value)} |" for key, value in asdict(classifier.method).items())
     channel = source["identity"]["channel"]
     facts = {
         "method": f"`{classifier.method.name}`",
@@ -48,7 +46,7 @@ def card(classifier: Personalised, story: Story, name: str, onnx: bool = False) 
         else "It holds no tensor of this client's own: all clients of the run have the same."
     )
     head = (
-        f"\n`{ONNX}` takes embeddings (rows, {frozen.dim}) of that encoder, of any length, and "
+        f"\n`{ONNX_FILE}` takes embeddings (rows, {frozen.dim}) of that encoder, of any length, and "
         "gives `logits` and `probabilities`.\n"
         if onnx
         else ""
@@ -62,10 +60,10 @@ client of a federation. It is of use with that encoder only: another fingerprint
 |---|---|
 {about}
 
-On {story.rows} test rows of this client it was right {story.hits} times
-({story.hits / max(1, story.rows):.1%}). Nothing is known of rows from elsewhere.
+On {story.rows} test rows of this client it was right {story.n_correct} times
+({story.n_correct / max(1, story.rows):.1%}). Nothing is known of rows from elsewhere.
 
-{_calibration(classifier)}
+{_calibration_text(classifier)}
 
 {private}
 
@@ -89,22 +87,22 @@ classifier.predict(embeddings)  # (rows, {frozen.dim}) from the encoder above
 """
 
 
-def _calibration(classifier: Personalised) -> str:
+def _calibration_text(classifier: Personalised) -> str:
     """What its probabilities and sets are worth."""
-    known = classifier.calibration
-    if known is None or not known.rows:
+    calibration = classifier.calibration
+    if calibration is None or not calibration.rows:
         return "Its probabilities are not calibrated: no validation rows were at hand."
-    text = f"Its probabilities are as warm as {known.rows} validation rows have shown."
-    count = len(known.scores)
+    text = f"Its probabilities are as warm as {calibration.rows} validation rows have shown."
+    count = len(calibration.scores)
     if count < 2:
         return f"{text} No rows were set\naside, so it promises no coverage."
     return (
         f"{text} {count} rows that nothing\nelse has read were set aside: `--coverage` may be up "
-        f"to {possible(count):g}, for images like this client's."
+        f"to {largest_coverage(count):g}, for images like this client's."
     )
 
 
-def save(classifier: Personalised, story: Story, folder: Path) -> None:
+def save_with_card(classifier: Personalised, story: ClassifierOrigin, folder: Path) -> None:
     """A classifier and its card."""
     classifier.save_pretrained(folder)
-    write(folder / "README.md", card(classifier, story, folder.name).encode())
+    write_file(folder / "README.md", model_card(classifier, story, folder.name).encode())

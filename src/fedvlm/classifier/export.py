@@ -10,37 +10,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.classifier.card import ONNX, Story, card
-from fedvlm.classifier.personalised import Personalised, of_client
+from fedvlm.classifier.card import ONNX_FILE, ClassifierOrigin, model_card
+from fedvlm.classifier.personalised import Personalised, client_classifier
 from fedvlm.core import Frozen
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.files import write
+from fedvlm.storage.files import write_file
 from fedvlm.storage.sealed import write_index
 
-CLOSE = 1e-4  # relative to the largest logit
+MAX_RELATIVE_ERROR = 1e-4  # relative to the largest logit
 
 
 def export(run: str | Path, client: str, folder: str | Path, onnx: bool = False) -> Personalised:
     """Writes one client's classifier; `Personalised.from_pretrained` reads it again."""
     result, place = Record(Path(run)), Path(folder)
-    classifier = whole(of_client(result, client), client)
+    classifier = require_local_tensors(client_classifier(result, client), client)
     head = to_onnx(classifier) if onnx else None  # refused before anything is written
     if place.is_dir() and any(place.iterdir()) and not (place / "classifier.safetensors").exists():
         raise DataError(f"{place} holds other files; choose a new or an empty directory")
     classifier.save_pretrained(place)
     if head is not None:
-        write(place / ONNX, head)
+        write_file(place / ONNX_FILE, head)
     else:
-        (place / ONNX).unlink(missing_ok=True)  # of an earlier export, which this one replaces
-    training, scores = _measured(result, client)
-    story = Story(result.manifest, training, scores["test_rows"], scores["test_hits"])
-    write(place / "README.md", card(classifier, story, place.name, onnx).encode())
+        (place / ONNX_FILE).unlink(missing_ok=True)  # of an earlier export, which this one replaces
+    training, scores = _training_scores(result, client)
+    story = ClassifierOrigin(result.manifest, training, scores["test_rows"], scores["test_hits"])
+    write_file(place / "README.md", model_card(classifier, story, place.name, onnx).encode())
     write_index(place)
     return classifier
 
 
-def whole(classifier: Personalised, client: str) -> Personalised:
+def require_local_tensors(classifier: Personalised, client: str) -> Personalised:
     """Refused if the client's own tensors are not here: after a deployment they are at its site."""
     _, first = classifier.method.init(classifier.frozen)
     if missing := sorted(first.keys() - classifier.local.keys()):
@@ -51,7 +51,7 @@ def whole(classifier: Personalised, client: str) -> Personalised:
     return replace(classifier, local={key: classifier.local[key] for key in first})
 
 
-def _measured(result: Record, client: str) -> tuple[str, Mapping[str, Any]]:
+def _training_scores(result: Record, client: str) -> tuple[str, Mapping[str, Any]]:
     """The training the classifier is from, and the client's scores at its end."""
     for training, about in result.trainings().items():
         if client in about["train"]:
@@ -59,22 +59,22 @@ def _measured(result: Record, client: str) -> tuple[str, Mapping[str, Any]]:
     raise DataError(f"no training of {result.folder} has scores of {client!r}; run it again")
 
 
-def linear(classifier: Personalised) -> tuple[Tensor, Tensor]:
+def linear_head(classifier: Personalised) -> tuple[Tensor, Tensor]:
     """(classes, dim) and (classes,) that give the logits of unit-norm rows; refused if none do."""
     method, frozen = classifier.method, classifier.frozen
-    if odd := method.traits.needs & {"patches", "image tower"}:
+    if unsupported := method.traits.needs & {"patches", "image tower"}:
         raise SettingsError(
-            f"{method.name} predicts from {min(odd)}, and ONNX holds a head over pooled embeddings "
+            f"{method.name} predicts from {min(unsupported)}, and ONNX holds a head over pooled embeddings "
             "only; leave --onnx out"
         )
     basis = torch.eye(frozen.dim)
-    ahead, behind = classifier.logits(basis).double(), classifier.logits(-basis).double()
-    bias = (ahead + behind).mean(dim=0) / 2
-    weight = ((ahead - behind) / 2).T
-    x = rows(frozen)
-    wanted = classifier.logits(x).double()
-    gap = (x.double() @ weight.T + bias - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)
-    if not gap < CLOSE:
+    positive_logits, negative_logits = classifier.logits(basis).double(), classifier.logits(-basis).double()
+    bias = (positive_logits + negative_logits).mean(dim=0) / 2
+    weight = ((positive_logits - negative_logits) / 2).T
+    x = probe_embeddings(frozen)
+    expected = classifier.logits(x).double()
+    gap = (x.double() @ weight.T + bias - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
+    if not gap < MAX_RELATIVE_ERROR:
         raise SettingsError(
             f"{method.name} is not linear in the embedding (off by {float(gap):.1e} of the largest "
             "logit), and only linear heads are written as ONNX; leave --onnx out"
@@ -82,13 +82,13 @@ def linear(classifier: Personalised) -> tuple[Tensor, Tensor]:
     return weight.float(), bias.float()
 
 
-def rows(frozen: Frozen) -> Tensor:
+def probe_embeddings(frozen: Frozen) -> Tensor:
     """Unit-norm rows to compare two heads on."""
     draw = torch.randn(256, frozen.dim, generator=torch.Generator().manual_seed(0))
-    near = torch.nn.functional.normalize(draw, dim=1)
+    unit_samples = torch.nn.functional.normalize(draw, dim=1)
     if frozen.text is None:
-        return near
-    return torch.cat([near, torch.nn.functional.normalize(frozen.text.float(), dim=1)])
+        return unit_samples
+    return torch.cat([unit_samples, torch.nn.functional.normalize(frozen.text.float(), dim=1)])
 
 
 def to_onnx(classifier: Personalised) -> bytes:
@@ -98,13 +98,11 @@ def to_onnx(classifier: Personalised) -> bytes:
         import onnxruntime
         from onnx import TensorProto, helper, numpy_helper
     except ImportError as error:
-        raise SettingsError(
-            f"an ONNX head needs {error.name}; pip install 'fedvlm[onnx]'"
-        ) from error
-    weight, bias = linear(classifier)
+        raise SettingsError(f"an ONNX head needs {error.name}; pip install 'fedvlm[onnx]'") from error
+    weight, bias = linear_head(classifier)
     classes, dim = weight.shape
-    least = np.float32(1e-12)
-    warmth = 0.0 if classifier.calibration is None else classifier.calibration.log_heat
+    min_norm = np.float32(1e-12)
+    log_temperature = 0.0 if classifier.calibration is None else classifier.calibration.log_heat
     graph = helper.make_graph(
         [
             helper.make_node("ReduceL2", ["embeddings"], ["length"], axes=[1], keepdims=1),
@@ -125,8 +123,8 @@ def to_onnx(classifier: Personalised) -> bytes:
             for name, value in (
                 ("weight", weight.numpy()),
                 ("bias", bias.numpy()),
-                ("least", least.reshape(1)),
-                ("cold", np.exp(-np.float32(warmth)).reshape(1)),
+                ("least", min_norm.reshape(1)),
+                ("cold", np.exp(-np.float32(log_temperature)).reshape(1)),
             )
         ],
     )
@@ -141,11 +139,11 @@ def to_onnx(classifier: Personalised) -> bytes:
     helper.set_model_props(model, about)
     onnx.checker.check_model(model)
     data = bytes(model.SerializeToString())
-    x = 3 * rows(classifier.frozen)
+    x = 3 * probe_embeddings(classifier.frozen)
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    found = torch.from_numpy(session.run(["logits"], {"embeddings": x.numpy()})[0])
-    wanted = classifier.logits(x)
-    gap = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
-    if not gap < CLOSE:
+    onnx_logits = torch.from_numpy(session.run(["logits"], {"embeddings": x.numpy()})[0])
+    expected = classifier.logits(x)
+    gap = float((onnx_logits - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+    if not gap < MAX_RELATIVE_ERROR:
         raise DataError(f"the ONNX head differs from torch by {gap:.1e}; it is not written")
     return data

@@ -11,20 +11,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import Frozen, Method, Tensors, make
-from fedvlm.data.arrays import numbered, whole_numbers
-from fedvlm.data.clinical import Window, window_of
+from fedvlm.data.arrays import check_labels, label_ids
+from fedvlm.data.clinical import Window, check_window
 from fedvlm.encoders import fingerprint, open_encoder
-from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, nearest
-from fedvlm.maths.conformal import Calibration, limits
+from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, suggest_path
+from fedvlm.maths.conformal import Calibration, score_limits
 from fedvlm.record import Record
-from fedvlm.runner.calibrate import as_json, kept, read
-from fedvlm.runner.load import towers
+from fedvlm.runner.calibrate import from_json, read_calibration, to_json
+from fedvlm.runner.load import open_towers
 from fedvlm.runner.prepare import frozen_from, template_of
-from fedvlm.runner.tune import of_seed
+from fedvlm.runner.tune import seed_search
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
-FEW = 10  # validation rows that say little
-FIRST = "{}."  # around class names behind a prompt, whatever the template, up to 0.1
+MIN_VALIDATION_SAMPLES = 10  # validation rows that say little
+DEFAULT_TEMPLATE = "{}."  # around class names behind a prompt, whatever the template, up to 0.1
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,9 +41,9 @@ class Personalised:
     window: Window | None = None  # what was black and what white in its images of 16 bits
 
     def __repr__(self) -> str:
-        whose = f" of {self.client}" if self.client else ""
+        owner = f" of {self.client}" if self.client else ""
         return (
-            f"<{self.method.name}{whose}: {len(self.frozen.classes)} classes, {self.encoder}, "
+            f"<{self.method.name}{owner}: {len(self.frozen.classes)} classes, {self.encoder}, "
             f"{self.frozen.dim} dimensions>"
         )
 
@@ -57,24 +57,24 @@ class Personalised:
             x = torch.as_tensor(x)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"these rows are no numbers ({error}); give an array") from error
-        wanted: tuple[int | str, ...] = ("rows", self.frozen.dim)
+        expected_shape: tuple[int | str, ...] = ("rows", self.frozen.dim)
         if "image tower" in self.method.traits.needs:
-            wanted = ("rows", 3, "height", "width")
+            expected_shape = ("rows", 3, "height", "width")
         elif "patches" in self.method.traits.needs:
-            wanted = ("rows", "patches", self.frozen.dim)
-        fits = x.ndim == len(wanted) and all(
-            size == want
-            for size, want in zip(x.shape, wanted, strict=True)
-            if isinstance(want, int)
+            expected_shape = ("rows", "patches", self.frozen.dim)
+        fits = x.ndim == len(expected_shape) and all(
+            size == expected_size
+            for size, expected_size in zip(x.shape, expected_shape, strict=True)
+            if isinstance(expected_size, int)
         )
         if not fits:
             raise DataError(
                 f"rows of shape {tuple(x.shape)} do not fit; this classifier takes "
-                f"({', '.join(map(str, wanted))}) from {self.encoder}"
+                f"({', '.join(map(str, expected_shape))}) from {self.encoder}"
             )
         if not x.isfinite().all():
             raise DataError("the rows hold NaN or infinite numbers; look at their source")
-        x = torch.nn.functional.normalize(x.float(), dim=1) if len(wanted) == 2 else x.float()
+        x = torch.nn.functional.normalize(x.float(), dim=1) if len(expected_shape) == 2 else x.float()
         sent = self.method.send(self.shared, self.client)
         out: Tensor = self.method.predict(self.frozen, sent, self.local, x)
         return out
@@ -85,47 +85,44 @@ class Personalised:
 
     def predict_proba(self, x: Any) -> NDArray[np.float32]:
         """(rows, classes) probabilities, in the order of the classes, calibrated if they can be."""
-        return self.chances(self.logits(x)).exp().float().numpy()
+        return self.log_probabilities(self.logits(x)).exp().float().numpy()
 
-    def chances(self, logits: Tensor) -> Tensor:
+    def log_probabilities(self, logits: Tensor) -> Tensor:
         """log p of each class, as warm as validation rows have shown."""
-        known = self.calibration
-        return logits.double().log_softmax(dim=1) if known is None else known.chances(logits)
+        calibration = self.calibration
+        return logits.double().log_softmax(dim=1) if calibration is None else calibration.log_probabilities(logits)
 
     def predict_set(self, x: Any, coverage: float = 0.95) -> list[tuple[str, ...]]:
         """The classes of each row that hold the true one as often as promised, likeliest first."""
-        return self.sets(self.chances(self.logits(x)), coverage)
+        return self.prediction_sets(self.log_probabilities(self.logits(x)), coverage)
 
-    def sets(self, chances: Tensor, coverage: float) -> list[tuple[str, ...]]:
+    def prediction_sets(self, log_probabilities: Tensor, coverage: float) -> list[tuple[str, ...]]:
         if self.calibration is None:
             raise DataError(
                 f"no rows were set aside for {self!r}, so no coverage can be promised; train it "
                 "with clients.calibration_ratio = 0.33, or leave the coverage out"
             )
         names = self.frozen.classes
-        inside = -chances <= limits(self.calibration, names, coverage)
-        order = chances.argsort(dim=1, descending=True).tolist()
-        return [
-            tuple(names[i] for i in ranks if held[i])
-            for ranks, held in zip(order, inside.tolist(), strict=True)
-        ]
+        inside = -log_probabilities <= score_limits(self.calibration, names, coverage)
+        order = log_probabilities.argsort(dim=1, descending=True).tolist()
+        return [tuple(names[i] for i in ranks if held[i]) for ranks, held in zip(order, inside.tolist(), strict=True)]
 
     def warnings(self) -> list[str]:
         """What a reader of its probabilities must know."""
         rows = 0 if self.calibration is None else self.calibration.rows
         if not rows:
             return ["the probabilities are not calibrated: no validation rows were at hand"]
-        if rows <= FEW:
+        if rows <= MIN_VALIDATION_SAMPLES:
             return [f"the probabilities are calibrated by {rows} validation rows only"]
         return []
 
     def score(self, x: Any, y: Any) -> float:
         """The share of rows whose class is right; labels are numbers or names."""
-        labels = whole_numbers("the labels", np.asarray(y))
+        labels = check_labels("the labels", np.asarray(y))
         if labels.shape != (len(x),) or not len(x):
             raise DataError(f"{len(x)} rows and labels of shape {labels.shape}; one label per row")
-        found = self.logits(x).argmax(dim=1).numpy()
-        return float((found == numbered("the labels", labels, self.frozen.classes)).mean())
+        predicted = self.logits(x).argmax(dim=1).numpy()
+        return float((predicted == label_ids("the labels", labels, self.frozen.classes)).mean())
 
     def save_pretrained(self, folder: str | Path) -> None:
         tensors = {f"shared/{key}": value for key, value in self.shared.items()}
@@ -146,7 +143,7 @@ class Personalised:
         if self.window is not None:
             about["window"] = self.window
         if self.calibration is not None:
-            about["calibration"] = as_json(self.calibration)
+            about["calibration"] = to_json(self.calibration)
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
@@ -154,66 +151,65 @@ class Personalised:
         """A saved classifier; `encoder` says where its encoder is now, if the method needs it."""
         path = Path(folder) / "classifier.safetensors"
         if not path.exists():
-            meant = "" if path.parent.is_dir() else nearest(path.parent)
-            raise DataError(f"{folder} holds no classifier; {meant}`fedvlm export` writes one")
+            suggestion = "" if path.parent.is_dir() else suggest_path(path.parent)
+            raise DataError(f"{folder} holds no classifier; {suggestion}`fedvlm export` writes one")
         tensors, about = read_tensors(path)
 
         def group(name: str) -> Tensors:
             return {k.split("/", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}/")}
 
-        known = group("frozen")
-        frozen = frozen_from(about, known.get("text"), about["seed"], known.get("descriptions"))
+        frozen_tensors = group("frozen")
+        frozen = frozen_from(about, frozen_tensors.get("text"), about["seed"], frozen_tensors.get("descriptions"))
         method = make(**about["method"])
         return cls(
             method,
-            equip(frozen, method, about, encoder),
+            attach_towers(frozen, method, about, encoder),
             group("shared"),
             group("local"),
             about["client"],
             about["encoder"],
-            read(about["calibration"]) if "calibration" in about else None,
-            window_of(about.get("window")),
+            from_json(about["calibration"]) if "calibration" in about else None,
+            check_window(about.get("window")),
         )
 
 
-def reopen(encoder: str, where: str = "", access: Mapping[str, Any] | None = None) -> Any:
+def reopen_encoder(encoder: str, location: str = "", access: Mapping[str, Any] | None = None) -> Any:
     """The very encoder something was trained on, by its name and fingerprint.
 
     `where` is what it is called now, if that has changed.
     """
-    name, _, wanted = encoder.rpartition("@")
-    if not (name or where):
+    name, _, expected_fingerprint = encoder.rpartition("@")
+    if not (name or location):
         raise EncoderError(
             f"{encoder} holds embeddings and sees no images; ask with a table of embeddings of the "
             "same origin, or name with --encoder what made them"
         )
     try:
-        box = open_encoder(where or name, **(access or {}))
+        box = open_encoder(location or name, **(access or {}))
     except FedVLMError as error:
         raise type(error)(
-            f"{error} (the classifier goes with {encoder}; if that is called otherwise here, name "
-            "it with --encoder)"
+            f"{error} (the classifier goes with {encoder}; if that is called otherwise here, name it with --encoder)"
         ) from error
-    if not fingerprint(box).startswith(wanted):
+    if not fingerprint(box).startswith(expected_fingerprint):
         raise SettingsError(
-            f"{where or name} is not the encoder this was trained on: its fingerprint is "
-            f"{fingerprint(box)[:16]}, not {wanted} ({name}); bring the old weights back, or train "
+            f"{location or name} is not the encoder this was trained on: its fingerprint is "
+            f"{fingerprint(box)[:16]}, not {expected_fingerprint} ({name}); bring the old weights back, or train "
             "again"
         )
     return box
 
 
-def equip(frozen: Frozen, method: Method, about: Mapping[str, Any], where: str = "") -> Frozen:
+def attach_towers(frozen: Frozen, method: Method, manifest: Mapping[str, Any], location: str = "") -> Frozen:
     """The towers a method needs, from the very encoder it was trained on."""
     if not method.traits.needs & {"text tower", "image tower"}:
         return frozen
-    template = about.get("template", FIRST)
-    box = reopen(about["encoder"], where)
-    text, image = towers(box, frozen.classes, template, method.traits.needs)
+    template = manifest.get("template", DEFAULT_TEMPLATE)
+    box = reopen_encoder(manifest["encoder"], location)
+    text, image = open_towers(box, frozen.classes, template, method.traits.needs)
     return replace(frozen, text_tower=text, image_tower=image)
 
 
-def of_client(record: Record, client: str, seed: int | None = None) -> Personalised:
+def client_classifier(record: Record, client: str, seed: int | None = None) -> Personalised:
     """A client's own classifier, from the first training in which it trained."""
     if names := record.manifest.get("local"):
         raise SettingsError(
@@ -223,18 +219,15 @@ def of_client(record: Record, client: str, seed: int | None = None) -> Personali
     for training in record.manifest["trainings"]:
         shared, local = record.outcome(training, seed)
         if client in local:
-            one = _classifier(record, shared, local[client], client, seed)
+            classifier = _classifier(record, shared, local[client], client, seed)
             name = record.path_of(training, seed, "json").stem
-            return replace(one, calibration=kept(record, name, client))
+            return replace(classifier, calibration=read_calibration(record, name, client))
     raise SettingsError(
-        f"no client {client!r} trained in {record.folder}; "
-        f"its clients are {', '.join(record.manifest['clients'])}"
+        f"no client {client!r} trained in {record.folder}; its clients are {', '.join(record.manifest['clients'])}"
     )
 
 
-def of_newcomer(
-    record: Record, training: str | None = None, seed: int | None = None
-) -> Personalised:
+def unseen_classifier(record: Record, training: str | None = None, seed: int | None = None) -> Personalised:
     """The classifier of a client that joins later: what is shared, and the first local."""
     training = training or record.manifest["trainings"][0]
     shared, _ = record.outcome(training, seed)
@@ -243,15 +236,13 @@ def of_newcomer(
     return _classifier(record, shared, local, "", seed)
 
 
-def _classifier(
-    record: Record, shared: Tensors, local: Tensors, client: str, seed: int | None
-) -> Personalised:
+def _classifier(record: Record, shared: Tensors, local: Tensors, client: str, seed: int | None) -> Personalised:
     about = record.manifest
     text = None if about["text"] is None else torch.tensor(about["text"])
     seed = about["identity"]["seeds"][0] if seed is None else seed
     frozen = frozen_from(about, text, seed, record.descriptions)
-    chosen = of_seed(about, seed).get("chosen", {})
+    chosen = seed_search(about, seed).get("chosen", {})
     method = make(**{**about["identity"]["method"], **chosen})
-    frozen = equip(frozen, method, about)
-    window = window_of(about["identity"]["source"].get("window"))
+    frozen = attach_towers(frozen, method, about)
+    window = check_window(about["identity"]["source"].get("window"))
     return Personalised(method, frozen, shared, local, client, about["encoder"], window=window)

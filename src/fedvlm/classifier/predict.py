@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedvlm.classifier.personalised import Personalised, reopen
-from fedvlm.data.clinical import Developed, Window
-from fedvlm.data.sources import Archive, Files, is_picture, list_archive, list_folder
+from fedvlm.classifier.personalised import Personalised, reopen_encoder
+from fedvlm.data.clinical import EightBitSource, Window
+from fedvlm.data.sources import Archive, Files, is_image, list_archive, list_folder
 from fedvlm.data.table import Source
 from fedvlm.encoders.cache.workers import prepare
 from fedvlm.encoders.interface import Encoder
-from fedvlm.encoders.store import STORES, unlabelled
-from fedvlm.errors import DataError, nearest
+from fedvlm.encoders.store import STORE_SUFFIXES, read_unlabelled
+from fedvlm.errors import DataError, suggest_path
 
-BATCH = 32
+BATCH_SIZE = 32
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Prediction:
     file: str
     label: str  # the likeliest class
     probability: float
-    chances: tuple[tuple[str, float], ...]  # every class, the likeliest first
-    within: tuple[str, ...] | None = None  # the set of promised coverage, if one was asked for
+    probabilities: tuple[tuple[str, float], ...]  # every class, the likeliest first
+    prediction_set: tuple[str, ...] | None = None  # the set of promised coverage, if one was asked for
 
     @property
     def decision(self) -> str:
         """The class, if the set leaves no other; nothing where the classifier abstains."""
-        return self.within[0] if self.within is not None and len(self.within) == 1 else ""
+        return self.prediction_set[0] if self.prediction_set is not None and len(self.prediction_set) == 1 else ""
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,24 @@ def predict(
     `coverage` each image also gets the classes that hold the true one as often as that.
     """
     classifier = Personalised.from_pretrained(folder, encoder)
-    tables = [Path(one) for one in images if Path(one).suffix in STORES and Path(one).is_file()]
-    sources = [_source(Path(one), classifier.window) for one in images if Path(one) not in tables]
-    found = of_sources(classifier, sources, encoder, access, progress, coverage)
+    tables = [
+        Path(image_path)
+        for image_path in images
+        if Path(image_path).suffix in STORE_SUFFIXES and Path(image_path).is_file()
+    ]
+    sources = [
+        _open_source(Path(image_path), classifier.window) for image_path in images if Path(image_path) not in tables
+    ]
+    predictions = predict_sources(classifier, sources, encoder, access, progress, coverage)
     for file in tables:
-        names, x = unlabelled(file)
-        found.notes.append(f"the rows of {file} are taken as those of {classifier.encoder}")
+        names, x = read_unlabelled(file)
+        predictions.notes.append(f"the rows of {file} are taken as those of {classifier.encoder}")
         fault = f"its row of {file} is NaN, infinite or zero"
-        found.rows.extend(_answers(classifier, names, x.numpy(), fault, found.skipped, coverage))
-    return found
+        predictions.rows.extend(_predict_embeddings(classifier, names, x.numpy(), fault, predictions.skipped, coverage))
+    return predictions
 
 
-def of_sources(
+def predict_sources(
     classifier: Personalised,
     sources: Sequence[tuple[Source, str]],
     encoder: str = "",
@@ -79,57 +85,57 @@ def of_sources(
     coverage: float | None = None,
 ) -> Predictions:
     if coverage is not None:  # refused before any image is read
-        classifier.sets(torch.zeros(0, len(classifier.frozen.classes)).double(), coverage)
-    total = sum(len(one) for one, _ in sources)
+        classifier.prediction_sets(torch.zeros(0, len(classifier.frozen.classes)).double(), coverage)
+    total = sum(len(source) for source, _ in sources)
     out = Predictions([], [], classifier.warnings(), classifier.frozen.classes)
     if not sources:
         return out
-    box: Encoder = reopen(classifier.encoder, encoder, access)
-    images = _images(sources, box, out.skipped)
-    while batch := list(islice(images, BATCH)):
-        out.rows.extend(_batch(classifier, box, batch, out.skipped, coverage))
+    box: Encoder = reopen_encoder(classifier.encoder, encoder, access)
+    images = _read_images(sources, box, out.skipped)
+    while batch := list(islice(images, BATCH_SIZE)):
+        out.rows.extend(_predict_batch(classifier, box, batch, out.skipped, coverage))
         if progress is not None:
             progress(len(out.rows) + len(out.skipped), total)
     return out
 
 
-def _source(path: Path, window: Window | None) -> tuple[Source, str]:
+def _open_source(path: Path, window: Window | None) -> tuple[Source, str]:
     """Where the images of a path are, and what their names are below."""
     if path.is_dir():
         names = list_folder(path)[0]
         if not names:
             raise DataError(f"{path} has no images; name images, or a folder that has some")
-        return Developed(Files(path, names), window), f"{path}/"
+        return EightBitSource(Files(path, names), window), f"{path}/"
     if not path.exists():
-        raise DataError(f"there is no {path}; {nearest(path)}name images, folders or .zip archives")
+        raise DataError(f"there is no {path}; {suggest_path(path)}name images, folders or .zip archives")
     if path.suffix.lower() == ".zip":
-        return Developed(Archive(path, list_archive(path)[0]), window), f"{path}/"
-    if not is_picture(path.name):
+        return EightBitSource(Archive(path, list_archive(path)[0]), window), f"{path}/"
+    if not is_image(path.name):
         raise DataError(f"{path} does not end as an image does (.png, .jpg, …); rename it")
-    one = Developed(Files(path.parent, [path.name]), window)
-    return one, f"{path.parent}/" if path.parent.name else ""
+    image_source = EightBitSource(Files(path.parent, [path.name]), window)
+    return image_source, f"{path.parent}/" if path.parent.name else ""
 
 
-def _images(
+def _read_images(
     sources: Sequence[tuple[Source, str]], box: Encoder, skipped: list[tuple[str, str]]
 ) -> Iterator[tuple[str, Any]]:
     """Name and image as the encoder takes it; what cannot be read is noted and passed over."""
-    for source, above in sources:
+    for source, prefix in sources:
         for row in range(len(source)):
-            name = above + source.name(row)
+            name = prefix + source.name(row)
             try:
                 data = source.read(row)
             except DataError as error:
                 skipped.append((name, str(error)))
                 continue
-            made = prepare(box.preprocess, sha256(data).digest(), data)
-            if isinstance(made, str):
-                skipped.append((name, made))
+            prepared = prepare(box.preprocess, sha256(data).digest(), data)
+            if isinstance(prepared, str):
+                skipped.append((name, prepared))
             else:
-                yield name, data if made is None else made
+                yield name, data if prepared is None else prepared
 
 
-def _batch(
+def _predict_batch(
     classifier: Personalised,
     box: Encoder,
     batch: Sequence[tuple[str, Any]],
@@ -143,10 +149,10 @@ def _batch(
         answer = box.embed([image for _, image in batch], patches)
         values = np.asarray(answer.patches if patches else answer.pooled)
     fault = f"{box.name} answered with NaN, infinity or zeros"
-    return _answers(classifier, [name for name, _ in batch], values, fault, skipped, coverage)
+    return _predict_embeddings(classifier, [name for name, _ in batch], values, fault, skipped, coverage)
 
 
-def _answers(
+def _predict_embeddings(
     classifier: Personalised,
     names: Sequence[str],
     values: NDArray[Any],
@@ -155,23 +161,23 @@ def _answers(
     coverage: float | None,
 ) -> list[Prediction]:
     """A prediction for each row that has a direction; the others are passed over for the fault."""
-    sound = []
+    valid_rows = []
     for row, name in enumerate(names):
         if np.isfinite(values[row]).all() and values[row].any():
-            sound.append(row)
+            valid_rows.append(row)
         else:
             skipped.append((name, fault))
-    if not sound:
+    if not valid_rows:
         return []
-    chances = classifier.chances(classifier.logits(torch.from_numpy(values[sound]).float()))
-    sets = [None] * len(sound) if coverage is None else classifier.sets(chances, coverage)
-    ranked = chances.exp().sort(dim=1, descending=True)
+    log_probabilities = classifier.log_probabilities(classifier.logits(torch.from_numpy(values[valid_rows]).float()))
+    sets = [None] * len(valid_rows) if coverage is None else classifier.prediction_sets(log_probabilities, coverage)
+    ranked = log_probabilities.exp().sort(dim=1, descending=True)
     out = []
-    for row, order, found, within in zip(
-        sound, ranked.indices.tolist(), ranked.values.tolist(), sets, strict=True
+    for row, order, ranked_probabilities, prediction_set in zip(
+        valid_rows, ranked.indices.tolist(), ranked.values.tolist(), sets, strict=True
     ):
-        every = tuple(
-            (classifier.frozen.classes[i], chance) for i, chance in zip(order, found, strict=True)
+        ranking = tuple(
+            (classifier.frozen.classes[i], chance) for i, chance in zip(order, ranked_probabilities, strict=True)
         )
-        out.append(Prediction(names[row], *every[0], every, within))
+        out.append(Prediction(names[row], *ranking[0], ranking, prediction_set))
     return out

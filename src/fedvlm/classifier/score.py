@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.classifier.predict import Predictions, of_sources
-from fedvlm.data.table import matched
-from fedvlm.errors import DataError, listing
-from fedvlm.evaluate.metrics import details, every_metric
+from fedvlm.classifier.predict import Predictions, predict_sources
+from fedvlm.data.table import match_classes
+from fedvlm.errors import DataError, join_names
+from fedvlm.evaluate.metrics import compute_metrics, prediction_details
 from fedvlm.runner.load import open_data
 
 
@@ -41,37 +41,35 @@ def score(
     classifier = Personalised.from_pretrained(folder, encoder)
     window = {} if classifier.window is None else {"window": list(classifier.window)}
     dataset = open_data(data, {**window, **(source or {})})
-    found = of_sources(classifier, [(dataset.source, "")], encoder, access, progress, coverage)
-    number = matched(dataset.classes, found.classes)
+    predictions = predict_sources(classifier, [(dataset.source, "")], encoder, access, progress, coverage)
+    number = match_classes(dataset.classes, predictions.classes)
     if -1 in number:
         name = dataset.classes[number.index(-1)]
-        raise DataError(
-            f"{data} has the class {name!r}; the classifier has {listing(found.classes)}"
-        )
+        raise DataError(f"{data} has the class {name!r}; the classifier has {join_names(predictions.classes)}")
     truth = {dataset.source.name(row): number[y] for row, y in enumerate(dataset.labels.tolist())}
-    y = torch.tensor([truth[one.file] for one in found.rows])
+    y = torch.tensor([truth[prediction.file] for prediction in predictions.rows])
     if not len(y):
-        raise DataError(f"no image of {data} could be read; {found.skipped[0][1]}")
-    return _scored(found, y, coverage)
+        raise DataError(f"no image of {data} could be read; {predictions.skipped[0][1]}")
+    return _score_predictions(predictions, y, coverage)
 
 
-def _scored(found: Predictions, y: torch.Tensor, coverage: float | None) -> Score:
-    place = {name: index for index, name in enumerate(found.classes)}
+def _score_predictions(predictions: Predictions, y: torch.Tensor, coverage: float | None) -> Score:
+    place = {name: index for index, name in enumerate(predictions.classes)}
     p = torch.zeros(len(y), len(place), dtype=torch.float64)
-    for row, one in enumerate(found.rows):
-        for name, chance in one.chances:
-            p[row, place[name]] = chance
-    recalls = zip(found.classes, details(p, y)["recall"], strict=True)
-    sets = [one.within or () for one in found.rows]
-    held = [found.classes[i] in one for i, one in zip(y.tolist(), sets, strict=True)]
-    asked = coverage is not None
+    for row, prediction in enumerate(predictions.rows):
+        for name, probability in prediction.probabilities:
+            p[row, place[name]] = probability
+    recalls = zip(predictions.classes, prediction_details(p, y)["recall"], strict=True)
+    sets = [prediction.prediction_set or () for prediction in predictions.rows]
+    is_covered = [predictions.classes[i] in prediction for i, prediction in zip(y.tolist(), sets, strict=True)]
+    has_coverage = coverage is not None
     return Score(
         len(y),
-        {key: one for key, one in every_metric(p, y).items() if key != "net benefit"},
-        {name: one for name, one in recalls if one is not None},
-        float(np.mean(held)) if asked else None,
-        float(np.mean([len(one) for one in sets])) if asked else None,
-        float(np.mean([len(one) == 1 for one in sets])) if asked else None,
-        found.skipped,
-        found.notes,
+        {key: prediction for key, prediction in compute_metrics(p, y).items() if key != "net benefit"},
+        {name: prediction for name, prediction in recalls if prediction is not None},
+        float(np.mean(is_covered)) if has_coverage else None,
+        float(np.mean([len(prediction) for prediction in sets])) if has_coverage else None,
+        float(np.mean([len(prediction) == 1 for prediction in sets])) if has_coverage else None,
+        predictions.skipped,
+        predictions.notes,
     )

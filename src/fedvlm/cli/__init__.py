@@ -32,8 +32,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show_version: bool) -> None:
+    if show_version:
         from fedvlm import __version__
 
         typer.echo(f"fedvlm {__version__}")
@@ -72,7 +72,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(deploy_app, name="deploy")
 
 
-STOPPED = 130  # what typer exits with after Ctrl-C
+INTERRUPTED_EXIT_CODE = 130  # what typer exits with after Ctrl-C
 
 
 def main() -> None:
@@ -81,12 +81,12 @@ def main() -> None:
 
     usual = warnings.formatwarning
 
-    def in_a_line(message: Warning | str, category: type[Warning], *more: Any, **most: Any) -> str:
+    def format_in_one_line(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> str:
         if issubclass(category, OutsideWarning):
             return f"fedvlm: {message}\n"
-        return usual(message, category, *more, **most)
+        return usual(message, category, *args, **kwargs)
 
-    warnings.formatwarning = in_a_line
+    warnings.formatwarning = format_in_one_line
     try:
         app()
     except FedVLMError as error:
@@ -97,6 +97,6 @@ def main() -> None:
         typer.echo(f"fedvlm: {place}{error.strerror or error}; choose another place", err=True)
         sys.exit(2)
     except SystemExit as end:
-        if end.code == STOPPED:
+        if end.code == INTERRUPTED_EXIT_CODE:
             typer.echo("fedvlm: stopped; the same command goes on where a run was", err=True)
         raise

@@ -17,29 +17,21 @@ if TYPE_CHECKING:
     from fedvlm.classifier.predict import Predictions
 
 Folder = Annotated[Path, typer.Argument(help="A classifier that `fedvlm export` wrote.")]
-Where = Annotated[str, typer.Option(help="Where its encoder is now, if it moved.")]
-Access = Annotated[
-    list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")
-]
-Promise = Annotated[
-    float | None, typer.Option(help="Sets that hold the true class so often, as 0.95.")
-]
+EncoderOption = Annotated[str, typer.Option(help="Where its encoder is now, if it moved.")]
+Access = Annotated[list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")]
+Promise = Annotated[float | None, typer.Option(help="Sets that hold the true class so often, as 0.95.")]
 
 
 def predict(
     folder: Folder,
-    images: Annotated[
-        list[Path], typer.Argument(help="Images, folders, .zip archives, or tables of embeddings.")
-    ],
-    encoder: Where = "",
+    images: Annotated[list[Path], typer.Argument(help="Images, folders, .zip archives, or tables of embeddings.")],
+    encoder: EncoderOption = "",
     access: Access = None,
     top: Annotated[int, typer.Option(min=1, help="A line for each of the likeliest classes.")] = 1,
-    every: Annotated[bool, typer.Option("--all", help="A line for each class.")] = False,
+    all_classes: Annotated[bool, typer.Option("--all", help="A line for each class.")] = False,
     coverage: Promise = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of CSV.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="A file instead of the screen.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="A file instead of the screen.")] = None,
 ) -> None:
     """The likeliest class of each image, as CSV; exit code 1 if an image could not be read.
 
@@ -47,10 +39,10 @@ def predict(
     the classifier abstains.
     """
     from fedvlm.classifier.predict import predict as run
-    from fedvlm.storage.files import write
+    from fedvlm.storage.files import write_file
 
     with progress() as report:
-        found = run(
+        predictions = run(
             folder,
             images,
             encoder,
@@ -58,27 +50,27 @@ def predict(
             lambda done, total: report("predicting", done, total),
             coverage,
         )
-    lines = table(found, len(found.classes) if every else top, coverage is not None)
-    text = _json(found, lines) if as_json else _csv(lines)
+    lines = table(predictions, len(predictions.classes) if all_classes else top, coverage is not None)
+    text = _json(predictions, lines) if as_json else _csv(lines)
     if out is None:
         typer.echo(text, nl=False)
     else:
-        write(out, text.encode())
-    _say(found.notes, found.skipped)
+        write_file(out, text.encode())
+    _report_problems(predictions.notes, predictions.skipped)
 
 
-def table(found: "Predictions", top: int, sets: bool) -> list[dict[str, Any]]:
+def table(predictions: "Predictions", top: int, sets: bool) -> list[dict[str, Any]]:
     """One line per image and rank; the probability's name says if nothing has calibrated it."""
-    title = "uncalibrated probability" if any("not calib" in n for n in found.notes) else ""
+    title = "uncalibrated probability" if any("not calib" in n for n in predictions.notes) else ""
     lines = []
-    for one in found.rows:
-        for rank, (label, chance) in enumerate(one.chances[:top], start=1):
-            line: dict[str, Any] = {"file": one.file}
+    for row in predictions.rows:
+        for rank, (label, chance) in enumerate(row.probabilities[:top], start=1):
+            line: dict[str, Any] = {"file": row.file}
             if top > 1:
                 line["rank"] = rank
             line |= {"class": label, title or "probability": round(chance, 4)}
             if sets:
-                line |= {"set": list(one.within or ()), "decision": one.decision}
+                line |= {"set": list(row.prediction_set or ()), "decision": row.decision}
             lines.append(line)
     return lines
 
@@ -98,26 +90,26 @@ def _cell(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _json(found: "Predictions", lines: list[dict[str, Any]]) -> str:
-    whole = {"notes": found.notes, "skipped": found.skipped, "predictions": lines}
-    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+def _json(predictions: "Predictions", lines: list[dict[str, Any]]) -> str:
+    document = {"notes": predictions.notes, "skipped": predictions.skipped, "predictions": lines}
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def score(
     folder: Folder,
     data: Annotated[str, typer.Argument(help="Images in folders named after their class.")],
     source: Source = None,
-    encoder: Where = "",
+    encoder: EncoderOption = "",
     access: Access = None,
     coverage: Promise = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """How well a classifier does on labelled images; exit code 1 if one could not be read."""
     from fedvlm.classifier.score import score as run
-    from fedvlm.report.tables import render
+    from fedvlm.report.tables import render_table
 
     with progress() as report:
-        found = run(
+        evaluation = run(
             folder,
             data,
             options(source),
@@ -127,22 +119,22 @@ def score(
             coverage,
         )
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(asdict(evaluation), indent=1, ensure_ascii=False))
     else:
-        rows = [["images", str(found.rows)]]
-        rows += [[name, f"{100 * one:.2f}"] for name, one in found.metrics.items()]
-        rows += [[f"recall of {name}", f"{100 * one:.2f}"] for name, one in found.recall.items()]
-        if found.size is not None and found.coverage is not None and found.decided is not None:
-            rows.append([f"coverage, {100 * (coverage or 0):g} promised", f"{found.coverage:.2%}"])
-            rows.append(["classes in a set", f"{found.size:.2f}"])
-            rows.append(["decided, not abstained", f"{found.decided:.2%}"])
-        typer.echo(render(["", "%"], rows, "text", True), nl=False)
-    _say(found.notes, found.skipped)
+        rows = [["images", str(evaluation.rows)]]
+        rows += [[name, f"{100 * fraction:.2f}"] for name, fraction in evaluation.metrics.items()]
+        rows += [[f"recall of {name}", f"{100 * fraction:.2f}"] for name, fraction in evaluation.recall.items()]
+        if evaluation.size is not None and evaluation.coverage is not None and evaluation.decided is not None:
+            rows.append([f"coverage, {100 * (coverage or 0):g} promised", f"{evaluation.coverage:.2%}"])
+            rows.append(["classes in a set", f"{evaluation.size:.2f}"])
+            rows.append(["decided, not abstained", f"{evaluation.decided:.2%}"])
+        typer.echo(render_table(["", "%"], rows, "text", True), nl=False)
+    _report_problems(evaluation.notes, evaluation.skipped)
 
 
-def _say(notes: list[str], skipped: list[tuple[str, str]]) -> None:
-    for note in notes:
-        typer.echo(f"note: {note}", err=True)
+def _report_problems(notes: list[str], skipped: list[tuple[str, str]]) -> None:
+    for message in notes:
+        typer.echo(f"note: {message}", err=True)
     for name, reason in skipped:
         typer.echo(f"skipped {name}: {reason}", err=True)
     if skipped:

@@ -15,14 +15,12 @@ def audit(
     seed: Annotated[int | None, typer.Option(help="Of several seeds, which one.")] = None,
     form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="In the run's folder, for its report.")
-    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="In the run's folder, for its report.")] = False,
 ) -> None:
     """What each client uploaded, and how well it tells who was in the training rows (AUC)."""
     from fedvlm.record import Record
-    from fedvlm.report.audit import keep as store
-    from fedvlm.report.audit import table
+    from fedvlm.report.audit import audit_table
+    from fedvlm.report.audit import write_audit as store
     from fedvlm.runner.audit import audit as look
 
     with progress() as report:
@@ -32,4 +30,4 @@ def audit(
     if as_json:
         typer.echo(json.dumps(lines, indent=1, ensure_ascii=False))
     else:
-        typer.echo(table(lines, form), nl=False)
+        typer.echo(audit_table(lines, form), nl=False)

@@ -24,26 +24,22 @@ def embed(
     data: str,
     encoder: Annotated[str, typer.Option(help="`fedvlm list encoders`")] = "demo",
     source: Source = None,
-    access: Annotated[
-        list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")
-    ] = None,
+    access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")] = None,
     patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
-    half: Annotated[
-        bool, typer.Option(help="Keep float16, as a run's precision = 'float16'.")
-    ] = False,
+    half: Annotated[bool, typer.Option(help="Keep float16, as a run's precision = 'float16'.")] = False,
 ) -> None:
     """Encode every image once and keep it in the cache."""
-    from fedvlm.runner.load import encode, open_data, reach, skipped
+    from fedvlm.runner.load import encode, open_data, open_encoder_with_notes, skipped_messages
 
     dataset = open_data(data, options(source))
-    begin = monotonic()
+    started = monotonic()
     with progress() as report:
-        kept: Literal["float16", "float32"] = "float16" if half else "float32"
-        opened_encoder, notes = reach(encoder, options(access))
-        done = encode(dataset, opened_encoder, patches, kept, report)
-    for note in [*notes, *skipped(done)]:
-        typer.echo(note, err=True)
-    rows, seconds = done.embedded, monotonic() - begin
+        precision: Literal["float16", "float32"] = "float16" if half else "float32"
+        opened_encoder, notes = open_encoder_with_notes(encoder, options(access))
+        done = encode(dataset, opened_encoder, patches, precision, report)
+    for message in [*notes, *skipped_messages(done)]:
+        typer.echo(message, err=True)
+    rows, seconds = done.embedded, monotonic() - started
     typer.echo(
         f"{len(rows.labels)} rows of {rows.x.shape[1]} by {rows.encoder}: "
         f"{done.encoded} encoded now, the others were cached ({seconds:.1f} s)"
@@ -53,63 +49,57 @@ def embed(
 def partition(
     data: str,
     source: Source = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="a.b=value, as a run takes it.")
-    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="a.b=value, as a run takes it.")] = None,
     seed: Annotated[int | None, typer.Option(help="The first of `seeds` if left out.")] = None,
-    image: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="PNG of rows per class and client.")
-    ] = None,
+    image: Annotated[Path | None, typer.Option(dir_okay=False, help="PNG of rows per class and client.")] = None,
     near_duplicates: Annotated[
         bool, typer.Option(help="Also name images that are nearly the same in two parts.")
     ] = False,
 ) -> None:
     """Rows per class and client, before anything is encoded."""
-    from fedvlm.data.federation import Listing, divide, rows_of
+    from fedvlm.data.federation import SampleList, list_samples, make_partition
     from fedvlm.data.partition import count_table
-    from fedvlm.data.table import Embedded
+    from fedvlm.data.table import EmbeddedTable
     from fedvlm.encoders.store import open_store
     from fedvlm.errors import SettingsError
-    from fedvlm.report.partition import draw
-    from fedvlm.report.tables import render
-    from fedvlm.runner.load import open_data, sample
-    from fedvlm.runner.prepare import whole
+    from fedvlm.report.partition import draw_partition
+    from fedvlm.report.tables import render_table
+    from fedvlm.runner.load import open_data, smoke_dataset
+    from fedvlm.runner.prepare import undivided_targets
     from fedvlm.runner.settings import build, override
 
     values = {"method": "zero-shot", "data": data, "source": options(source)}
     settings = build(override(values, set_ or []))
-    rows: Embedded | Listing
+    rows: EmbeddedTable | SampleList
     if settings.data.startswith("store:"):
         if near_duplicates:
             raise SettingsError("near-duplicates are looked for in images; a store has none")
         rows = open_store(settings.data.removeprefix("store:"), **settings.source)
     else:
         dataset = open_data(settings.data, settings.source)
-        dataset = sample(dataset) if settings.smoke else dataset
-        rows = rows_of(dataset)
+        dataset = smoke_dataset(dataset) if settings.smoke else dataset
+        rows = list_samples(dataset)
     first = settings.seeds[0] if seed is None else seed
-    division = divide(rows, settings.clients, first, whole(settings))
-    counts = count_table(division, rows)
-    ids = list(division.members)
-    body = [
-        [id, *map(str, row), str(sum(row))] for id, row in zip(ids, counts.tolist(), strict=True)
-    ]
-    typer.echo(render(["client", *rows.classes, "all"], body, "text"), nl=False)
-    if division.dropped:
-        typer.echo(f"{division.dropped} duplicate images were dropped from the later split")
+    client_partition = make_partition(rows, settings.clients, first, undivided_targets(settings))
+    counts = count_table(client_partition, rows)
+    ids = list(client_partition.clients)
+    body = [[id, *map(str, row), str(sum(row))] for id, row in zip(ids, counts.tolist(), strict=True)]
+    typer.echo(render_table(["client", *rows.classes, "all"], body, "text"), nl=False)
+    if client_partition.dropped:
+        typer.echo(f"{client_partition.dropped} duplicate images were dropped from the later split")
     if near_duplicates:
         from fedvlm.encoders.near import near_duplicates as find
 
         with progress() as report:
-            found = find(dataset, division, lambda done, all_: report("comparing", done, all_))
-        for one in found:
+            pairs = find(dataset, client_partition, lambda done, all_: report("comparing", done, all_))
+        for pair in pairs:
             typer.echo(
-                f"near-duplicate: {one.name} ({one.part}) and {one.other} ({one.other_part}), "
-                f"{one.difference:.2f} of 255 apart"
+                f"near-duplicate: {pair.name} ({pair.split}) and {pair.duplicate_of} ({pair.duplicate_split}), "
+                f"{pair.difference:.2f} of 255 apart"
             )
-        typer.echo(f"{len(found) or 'no'} near-duplicates between parts; none was dropped")
+        typer.echo(f"{len(pairs) or 'no'} near-duplicates between parts; none was dropped")
     if image:
-        draw(counts, ids, rows.classes, image)
+        draw_partition(counts, ids, rows.classes, image)
         typer.echo(f"image: {image}")
 
 
@@ -146,44 +136,40 @@ def cache_ls(
     """What is in the cache, one line per encoder."""
     from dataclasses import asdict
 
-    from fedvlm.encoders.cache.folder import directory, ls
-    from fedvlm.report.tables import render
+    from fedvlm.encoders.cache.folder import cache_directory, list_entries
+    from fedvlm.report.tables import render_table
 
-    found = [asdict(one) for one in ls(directory())]
+    entries = [asdict(entry) for entry in list_entries(cache_directory())]
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
-    elif found:
-        rows = [[str(value) for value in one.values()] for one in found]
-        typer.echo(render(list(found[0]), rows, "text"), nl=False)
+        typer.echo(json.dumps(entries, indent=1))
+    elif entries:
+        rows = [[str(value) for value in entry.values()] for entry in entries]
+        typer.echo(render_table(list(entries[0]), rows, "text"), nl=False)
     else:
-        typer.echo(f"nothing is cached in {directory()}")
+        typer.echo(f"nothing is cached in {cache_directory()}")
 
 
 @cache_app.command("rm")
 def cache_rm(fingerprint: str) -> None:
     """Remove what one encoder has in the cache."""
-    from fedvlm.encoders.cache.folder import directory, rm
+    from fedvlm.encoders.cache.folder import cache_directory, remove_entry
 
-    gone = rm(directory(), fingerprint)
-    typer.echo(f"removed {gone.rows} rows of {gone.encoder} ({gone.bytes / 1e6:.1f} MB)")
+    entry = remove_entry(cache_directory(), fingerprint)
+    typer.echo(f"removed {entry.rows} rows of {entry.encoder} ({entry.bytes / 1e6:.1f} MB)")
 
 
 @cache_app.command("verify")
 def cache_verify(
     fingerprint: Annotated[str, typer.Argument(help="One encoder's; all if left out.")] = "",
-    drop: Annotated[
-        bool, typer.Option(help="Let go of damaged rows; they are encoded anew.")
-    ] = False,
+    drop: Annotated[bool, typer.Option(help="Let go of damaged rows; they are encoded anew.")] = False,
 ) -> None:
     """Check every cached row against its checksum."""
-    from fedvlm.encoders.cache.folder import directory, verify
+    from fedvlm.encoders.cache.folder import cache_directory, verify
 
-    bad = [
-        (name, one) for name, rows in verify(directory(), fingerprint, drop).items() for one in rows
-    ]
-    for name, one in bad:
-        typer.echo(f"{name[:16]} {one.table} row {one.row}: {one.reason}")
-    kept = "dropped" if drop else "still there; --drop lets go of them"
-    typer.echo(f"{len(bad)} damaged rows, {kept}" if bad else "every row is sound")
+    bad = [(name, damage) for name, rows in verify(cache_directory(), fingerprint, drop).items() for damage in rows]
+    for name, damage in bad:
+        typer.echo(f"{name[:16]} {damage.table} row {damage.row}: {damage.reason}")
+    status = "dropped" if drop else "still there; --drop lets go of them"
+    typer.echo(f"{len(bad)} damaged rows, {status}" if bad else "every row is sound")
     if bad and not drop:
         sys.exit(1)

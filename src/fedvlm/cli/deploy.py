@@ -9,9 +9,7 @@ import typer
 
 from fedvlm.cli.progress import progress
 
-deploy_app = typer.Typer(
-    no_args_is_help=True, help="Run between real sites: kits, server, sites, and a rehearsal."
-)
+deploy_app = typer.Typer(no_args_is_help=True, help="Run between real sites: kits, server, sites, and a rehearsal.")
 Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
 
 
@@ -23,13 +21,13 @@ def init(
     port: Annotated[int, typer.Option(help="One port for everything.")] = 8443,
 ) -> None:
     """Write the server's folder, with an invitation for sites to join."""
-    from fedvlm.deploy.kits import INVITATION
-    from fedvlm.deploy.kits import init as write_kits
+    from fedvlm.deploy.kits import INVITATION_FILE
+    from fedvlm.deploy.kits import create_kits as write_kits
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
     central, *kits = write_kits(folder, names, host, port)
     typer.echo(f"{central}: stays on the server")
-    typer.echo(f"{central / INVITATION}: to each site that is to join; it holds no secret")
+    typer.echo(f"{central / INVITATION_FILE}: to each site that is to join; it holds no secret")
     for path in kits:
         typer.echo(f"{path}: to its site")
     if kits:
@@ -44,28 +42,28 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     """Start the server; sites may connect from then on. Ctrl-C stops it."""
     from time import sleep
 
-    from fedvlm.deploy.events import Tail, sentence
-    from fedvlm.deploy.flower.processes import ending, superlink
+    from fedvlm.deploy.events import EventTail, format_event
+    from fedvlm.deploy.flower.processes import describe_exit, start_superlink
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.standing import server_days_in_words
+    from fedvlm.deploy.standing import describe_server_expiry
     from fedvlm.errors import FederationError
-    from fedvlm.storage.files import alone
+    from fedvlm.storage.files import exclusive_lock
 
     _stop_gently()
     kit = read_server(folder)
-    with alone(folder / ".lock", f"the server of {folder} is already running"):
-        link = superlink(kit)
+    with exclusive_lock(folder / ".lock", f"the server of {folder} is already running"):
+        link = start_superlink(kit)
         names = ", ".join(kit.sites) or "sites that are yet to be admitted"
         typer.echo(f"the server is up at {kit.address} for {names}; stop it with Ctrl-C")
-        for line in server_days_in_words(kit):
+        for line in describe_server_expiry(kit):
             typer.echo(line)
-        tail = Tail(folder)
+        tail = EventTail(folder)
         try:
             while link.alive:
-                for event in tail.new():
-                    typer.echo(sentence(event))
+                for event in tail.read_new():
+                    typer.echo(format_event(event))
                 sleep(0.3)
-            raise FederationError(ending(link))
+            raise FederationError(describe_exit(link))
         except KeyboardInterrupt:
             typer.echo("the server is stopped", err=True)
         finally:
@@ -82,20 +80,20 @@ def site(
 ) -> None:
     """Start a site; what is said here is kept in its site.toml. Ctrl-C stops it."""
     from fedvlm.cli.data import options
-    from fedvlm.deploy.kits import configured, keep_site, read_site
-    from fedvlm.deploy.rows import embed_early
-    from fedvlm.deploy.serve import serve
+    from fedvlm.deploy.kits import read_site, with_options, write_site
+    from fedvlm.deploy.rows import embed_site_images
+    from fedvlm.deploy.serve import serve_site
 
     _stop_gently()
-    given: dict[str, Any] = {"data": data, "encoder": encoder}
-    given |= {"source": options(source) or None, "access": options(access) or None}
-    kit = configured(read_site(folder), {k: v for k, v in given.items() if v is not None})
+    site_options: dict[str, Any] = {"data": data, "encoder": encoder}
+    site_options |= {"source": options(source) or None, "access": options(access) or None}
+    kit = with_options(read_site(folder), {k: v for k, v in site_options.items() if v is not None})
     with progress() as report:
-        for note in embed_early(kit, report):
-            typer.echo(note, err=True)
-    keep_site(kit)  # now that it has worked
+        for message in embed_site_images(kit, report):
+            typer.echo(message, err=True)
+    write_site(kit)  # now that it has worked
     try:
-        serve(kit, lambda text: typer.echo(text))
+        serve_site(kit, lambda text: typer.echo(text))
     except KeyboardInterrupt:
         typer.echo("the site is stopped", err=True)
 
@@ -113,17 +111,17 @@ def run(
 ) -> None:
     """Run an experiment over the sites that are connected, and print its table."""
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.runs import run as run_over_sites
+    from fedvlm.deploy.runs import run_over_sites as run_over_sites
 
     kit = read_server(folder)
-    given = {"quorum": quorum, "deadline": deadline, "wait": wait}
-    rules = {key: value for key, value in given.items() if value is not None}
+    round_options = {"quorum": quorum, "deadline": deadline, "wait": wait}
+    rules = {key: value for key, value in round_options.items() if value is not None}
     with progress() as report:
-        _each(
+        _run_experiment(
             experiment,
             set_,
-            lambda number, one, place: run_over_sites(
-                kit, one, place, again, report, lambda text: typer.echo(text, err=True), **rules
+            lambda number, settings, place: run_over_sites(
+                kit, settings, place, again, report, lambda text: typer.echo(text, err=True), **rules
             ),
             out,
         )
@@ -140,35 +138,35 @@ def local(
 
     _stop_gently()
     with progress() as report:
-        _each(
+        _run_experiment(
             experiment,
             set_,
-            lambda number, one, place: rehearse(
-                one, folder / f"{number}-{one.method.name}", progress=report
+            lambda number, settings, place: rehearse(
+                settings, folder / f"{number}-{settings.method.name}", progress=report
             ),
             None,
         )
 
 
-def _each(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
+def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
     """Every run of an experiment, and one table of them all."""
-    from fedvlm.deploy.runs import absences
-    from fedvlm.report.tables import compare
-    from fedvlm.runner.experiments import runs
-    from fedvlm.runner.named import find
+    from fedvlm.deploy.runs import describe_absences
+    from fedvlm.report.tables import compare_table
+    from fedvlm.runner.experiments import experiment_runs
+    from fedvlm.runner.named import find_experiment
     from fedvlm.runner.settings import build, read_toml
 
-    values = read_toml(find(experiment))
-    settings = [build(one) for one in runs(values, set_ or [])]
+    values = read_toml(find_experiment(experiment))
+    settings = [build(run_settings) for run_settings in experiment_runs(values, set_ or [])]
     several = len(settings) > 1
     results = []
-    for number, one in enumerate(settings):
-        place = out / f"{number}-{one.method.name}" if out and several else out
-        results.append(go(number, one, place))
-        for note in absences(results[-1]):
-            typer.echo(note, err=True)
-    typer.echo(compare(results, paper=values.get("paper")), nl=False)
-    typer.echo("records: " + ", ".join(str(one.folder) for one in results))
+    for number, run_settings in enumerate(settings):
+        place = out / f"{number}-{run_settings.method.name}" if out and several else out
+        results.append(go(number, run_settings, place))
+        for message in describe_absences(results[-1]):
+            typer.echo(message, err=True)
+    typer.echo(compare_table(results, paper=values.get("paper")), nl=False)
+    typer.echo("records: " + ", ".join(str(run_settings.folder) for run_settings in results))
 
 
 @deploy_app.command()
@@ -189,13 +187,13 @@ def reference(
 @deploy_app.command()
 def policy(folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")]) -> None:
     """Say in plain words what a site allows, what has left it, and what each rule is good for."""
-    from fedvlm.deploy.account import Account
-    from fedvlm.deploy.explain import explain, so_far
+    from fedvlm.deploy.account import PrivacyBudget
+    from fedvlm.deploy.explain import describe_spending, explain_policy
     from fedvlm.deploy.ledger import Ledger
     from fedvlm.deploy.policy import read_policy
 
     rules = read_policy(folder)
-    for line in (*explain(rules), *so_far(Account(Ledger(folder)), rules)):
+    for line in (*explain_policy(rules), *describe_spending(PrivacyBudget(Ledger(folder)), rules)):
         typer.echo(line)
 
 
@@ -210,7 +208,7 @@ def consent(
 ) -> None:
     """Say what waits for a person at a site; with --by, consent to it or refuse."""
     from fedvlm.deploy.consent import give_consent, refuse_consent, withdraw_consent
-    from fedvlm.deploy.pending import in_words, pending
+    from fedvlm.deploy.pending import format_request, pending_request
 
     if withdraw:
         withdraw_consent(folder)
@@ -221,7 +219,7 @@ def consent(
         typer.echo(f"{by} has refused; the server is told that a person did, not why")
         return
     if not by:
-        for line in in_words(pending(folder)) or ["no request waits for a person here"]:
+        for line in format_request(pending_request(folder)) or ["no request waits for a person here"]:
             typer.echo(line)
         return
     until = give_consent(folder, by, method or [], days)
@@ -234,7 +232,7 @@ def backup(
     file: Annotated[Path, typer.Argument(help="A new file, as secret as the folder.")],
 ) -> None:
     """Keep a server's folder or a site's kit, with its ledger, in one file."""
-    from fedvlm.deploy.backup import backup as keep
+    from fedvlm.deploy.backup import write_backup as keep
 
     typer.echo(f"{keep(folder, file)} files in {file}; it holds keys: keep it as you keep them")
 
@@ -245,7 +243,7 @@ def restore(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
 ) -> None:
     """Bring back what `backup` kept, if every file is what it was."""
-    from fedvlm.deploy.backup import restore as bring
+    from fedvlm.deploy.backup import restore_backup as bring
 
     typer.echo(
         f"{bring(file, folder)} files in {folder}; what was sent after the backup is not in its "

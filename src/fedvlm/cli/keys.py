@@ -16,12 +16,10 @@ Site = Annotated[Path, typer.Argument(help="The site's own folder.")]
 def join_request(
     folder: Site,
     name: Annotated[str | None, typer.Option(help="What the site is to be called.")] = None,
-    invitation: Annotated[
-        Path | None, typer.Option(help="The server's invitation.json, as it sent it.")
-    ] = None,
+    invitation: Annotated[Path | None, typer.Option(help="The server's invitation.json, as it sent it.")] = None,
 ) -> None:
     """Make a site's own key, and a request for the server to admit it."""
-    from fedvlm.deploy.admission import join_request as ask
+    from fedvlm.deploy.admission import create_join_request as ask
 
     _tell_request(ask(folder, invitation, name))
 
@@ -38,20 +36,20 @@ def admit(
     yes: Annotated[bool, typer.Option(help="The fingerprint was compared; do not ask.")] = False,
 ) -> None:
     """Let a site in, after its people have read the same fingerprint out to you."""
-    from fedvlm.deploy.admission import admit as sign
+    from fedvlm.deploy.admission import admit_site as sign
     from fedvlm.deploy.admission import read_request
     from fedvlm.deploy.kits import read_server
     from fedvlm.errors import FederationError
 
     kit = read_server(folder)
-    asked = read_request(kit, request)
-    typer.echo(f"{asked.note}\nfingerprint: {asked.fingerprint}")
+    site_request = read_request(kit, request)
+    typer.echo(f"{site_request.remark}\nfingerprint: {site_request.fingerprint}")
     if not yes and not typer.confirm("Call the site: do its people read the same?"):
         raise FederationError(
-            f"{asked.site} is not admitted; if the fingerprints differ, somebody has changed the "
+            f"{site_request.site} is not admitted; if the fingerprints differ, somebody has changed the "
             "invitation or the request on its way: send both again by another way"
         )
-    typer.echo(f"{asked.site} is admitted; send it {sign(kit, asked)}, which holds no secret")
+    typer.echo(f"{site_request.site} is admitted; send it {sign(kit, site_request)}, which holds no secret")
 
 
 @deploy_app.command()
@@ -60,23 +58,25 @@ def accept(
     file: Annotated[Path, typer.Argument(help="What the server sent: NAME.json.")],
 ) -> None:
     """Put the server's certificate into the site's folder; it can be started then."""
-    from fedvlm.deploy.admission import accept as take
-    from fedvlm.deploy.membership import lasting
+    from fedvlm.deploy.admission import accept_certificate as take
+    from fedvlm.deploy.membership import describe_validity
 
-    one = take(folder, file)
-    typer.echo(f"{one.site} may join {one.address}; its certificate {lasting(one.days, folder)}")
-    typer.echo(f"fingerprint: {one.fingerprint}")
+    admission = take(folder, file)
+    typer.echo(
+        f"{admission.site} may join {admission.address}; its certificate {describe_validity(admission.days_left, folder)}"
+    )
+    typer.echo(f"fingerprint: {admission.fingerprint}")
 
 
 @deploy_app.command()
 def renew(folder: Annotated[Path, typer.Argument(help="A server's folder, or a site's.")]) -> None:
     """Renew a server's certificate, or make a site's request for a new key."""
-    from fedvlm.deploy.admission import join_request as ask
+    from fedvlm.deploy.admission import create_join_request as ask
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.standing import renew_server
+    from fedvlm.deploy.standing import renew_server_certificate
 
     if (folder / "server.toml").exists():
-        days = renew_server(read_server(folder))
+        days = renew_server_certificate(read_server(folder))
         typer.echo(f"the server's certificate lasts {days} more days, from its next start on")
     else:
         _tell_request(ask(folder))
@@ -85,7 +85,7 @@ def renew(folder: Annotated[Path, typer.Argument(help="A server's folder, or a s
 @deploy_app.command()
 def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Its name.")]) -> None:
     """End a site's key at once, also in a running round."""
-    from fedvlm.deploy.admission import revoke as end
+    from fedvlm.deploy.admission import revoke_site as end
     from fedvlm.deploy.kits import read_server
 
     end(read_server(folder), site)
@@ -95,11 +95,13 @@ def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Its name.")
 @deploy_app.command()
 def keys(folder: Annotated[Path, typer.Argument(help="A server's folder, or a site's.")]) -> None:
     """Say whose keys there are, their fingerprints, and how many days they last."""
-    from fedvlm.deploy.standing import standings
+    from fedvlm.deploy.standing import certificate_statuses
 
-    for one in standings(folder):
-        days = "" if one.days is None else f"{one.days} days left"
-        typer.echo("  ".join(word for word in (one.name, one.fingerprint, days, one.note) if word))
+    for key_status in certificate_statuses(folder):
+        days = "" if key_status.days is None else f"{key_status.days} days left"
+        typer.echo(
+            "  ".join(word for word in (key_status.name, key_status.fingerprint, days, key_status.remark) if word)
+        )
 
 
 @deploy_app.command()
@@ -107,9 +109,7 @@ def withdraw(
     folder: Annotated[Path, typer.Argument(help="At a site its folder; at the server DIR/server.")],
     file: Annotated[Path | None, typer.Argument(help="At the server: what the site sent.")] = None,
     by: Annotated[str, typer.Option(help="At a site: who withdraws it.")] = "",
-    record: Annotated[
-        list[Path] | None, typer.Option(help="A run's directory outside DIR/server/runs.")
-    ] = None,
+    record: Annotated[list[Path] | None, typer.Option(help="A run's directory outside DIR/server/runs.")] = None,
 ) -> None:
     """Take a site out of all later rounds, and out of what is shared where that is a plain sum."""
     if file is None:
@@ -118,12 +118,12 @@ def withdraw(
         path = leave(folder, by)
         typer.echo(f"this site answers no more; send {path} to the server, which takes it out")
         return
-    from fedvlm.deploy.forget import forget
+    from fedvlm.deploy.forget import apply_withdrawal
     from fedvlm.deploy.kits import read_server
 
-    site, said = forget(read_server(folder), file, record or [])
-    for one in said:
-        typer.echo(str(one))
+    site, messages = apply_withdrawal(read_server(folder), file, record or [])
+    for message in messages:
+        typer.echo(str(message))
     typer.echo(f"{site} is out of all later rounds; it comes back by a new key only")
 
 
@@ -134,12 +134,12 @@ def join(
     site: Annotated[str, typer.Argument(help="The site that has come late; it is running.")],
 ) -> None:
     """Give a late site its classifier: from what is shared and its own rows, without the others."""
-    from fedvlm.deploy.events import percent
+    from fedvlm.deploy.events import format_percent
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.runs import join as bring
+    from fedvlm.deploy.runs import join_late_site as bring
 
     scores = bring(read_server(folder), run, site, lambda text: typer.echo(text, err=True))
-    for name, one in scores.items():
-        rows = one["test_rows"]
-        share = f": {percent(one['test_hits'] / rows)} of its {rows} test rows" if rows else ""
-        typer.echo(f"{site} has its classifier of {name}{share}")
+    for name, score in scores.items():
+        rows = score["test_rows"]
+        accuracy_text = f": {format_percent(score['test_hits'] / rows)} of its {rows} test rows" if rows else ""
+        typer.echo(f"{site} has its classifier of {name}{accuracy_text}")

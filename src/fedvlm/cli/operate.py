@@ -18,26 +18,26 @@ def doctor(folder: Folder, as_json: Json = False) -> None:
     """Look at all that a server or a site needs, before anything runs; 1 if something is wrong."""
     from dataclasses import asdict
 
-    from fedvlm.deploy.doctor import examine
+    from fedvlm.deploy.doctor import check_folder
 
-    found = examine(folder)
+    checks = check_folder(folder)
     if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found], indent=1, ensure_ascii=False))
-    for one in () if as_json else found:
-        typer.echo(f"{'ok ' if one.well else '!! '} {one.what}: {one.said}")
-    if not all(one.well for one in found):
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=1, ensure_ascii=False))
+    for check in () if as_json else checks:
+        typer.echo(f"{'ok ' if check.ok else '!! '} {check.check}: {check.detail}")
+    if not all(check.ok for check in checks):
         raise typer.Exit(1)
 
 
 @deploy_app.command()
 def status(folder: Folder, as_json: Json = False) -> None:
     """Say how a server or a site is: the run, the round, who answers, what has left."""
-    from fedvlm.deploy.status import in_words
+    from fedvlm.deploy.status import format_status
     from fedvlm.deploy.status import status as state_of
 
     state = state_of(folder)
-    whole = json.dumps(state, indent=1, ensure_ascii=False, default=str)
-    for line in [whole] if as_json else in_words(state):
+    document = json.dumps(state, indent=1, ensure_ascii=False, default=str)
+    for line in [document] if as_json else format_status(state):
         typer.echo(line)
 
 
@@ -50,18 +50,18 @@ def log(
     """Print what a server or a site has done, a line each."""
     from time import sleep
 
-    from fedvlm.deploy.events import Event, Tail, read, sentence
+    from fedvlm.deploy.events import Event, EventTail, format_event, read_events
     from fedvlm.deploy.status import is_server
 
     def show(event: Event) -> None:
-        typer.echo(json.dumps(event, ensure_ascii=False) if as_json else sentence(event))
+        typer.echo(json.dumps(event, ensure_ascii=False) if as_json else format_event(event))
 
     is_server(folder)
-    tail = Tail(folder)
-    for event in read(folder):
+    tail = EventTail(folder)
+    for event in read_events(folder):
         show(event)
     while follow:
-        for event in tail.new():
+        for event in tail.read_new():
             show(event)
         sleep(0.3)
 
@@ -76,10 +76,10 @@ def runs(
     """List a server's runs, stop the one that is going on, or resume one."""
     from fedvlm.cli.progress import progress
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.runs import resume as go_on
-    from fedvlm.deploy.runs import stop as end
-    from fedvlm.deploy.status import runs as listed
-    from fedvlm.report.tables import compare
+    from fedvlm.deploy.runs import resume_run as go_on
+    from fedvlm.deploy.runs import stop_runs as end
+    from fedvlm.deploy.status import list_runs as listed
+    from fedvlm.report.tables import compare_table
 
     kit = read_server(folder)
     if stop:
@@ -87,14 +87,14 @@ def runs(
     elif resume:
         with progress() as report:
             result = go_on(kit, resume, report, lambda text: typer.echo(text, err=True))
-        typer.echo(compare([result]), nl=False)
+        typer.echo(compare_table([result]), nl=False)
     else:
-        found = listed(folder)
+        run_rows = listed(folder)
         if as_json:
-            typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
-        for one in () if as_json else found:
-            typer.echo(f"{one['name']}: {one['method']}, {one['state']}, {one['rounds']} rounds")
-        if not found and not as_json:
+            typer.echo(json.dumps(run_rows, indent=1, ensure_ascii=False))
+        for run in () if as_json else run_rows:
+            typer.echo(f"{run['name']}: {run['method']}, {run['state']}, {run['rounds']} rounds")
+        if not run_rows and not as_json:
             typer.echo("no run yet: fedvlm deploy run DIR/server EXPERIMENT")
 
 
@@ -104,6 +104,6 @@ def watch(
     port: Annotated[int, typer.Option(help="0 is any that is free.")] = 0,
 ) -> None:
     """Show a live page of a server or a site, on this machine only. Ctrl-C stops it."""
-    from fedvlm.deploy.watch import serve
+    from fedvlm.deploy.watch import serve_live_page
 
-    serve(folder, port, lambda url: typer.echo(f"open {url}"))
+    serve_live_page(folder, port, lambda url: typer.echo(f"open {url}"))

@@ -26,35 +26,35 @@ def reproduce(
 ) -> None:
     """Run a paper's table or figure, and print it with our numbers beside the printed ones."""
     from fedvlm.report.reproduce import settings_of_item
-    from fedvlm.runner.forecast import needs
-    from fedvlm.runner.run import default_name, together
+    from fedvlm.runner.forecast import describe_requirements
+    from fedvlm.runner.run import default_name, execute_all
     from fedvlm.runner.sweep import run_all
 
-    given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
-    given = {key: value for key, value in given.items() if value is not None}
-    named, settings = settings_of_item(item, given, set_ or [])
+    overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    overrides = {key: value for key, value in overrides.items() if value is not None}
+    named, settings = settings_of_item(item, overrides, set_ or [])
 
-    def say(note: str) -> None:
-        typer.echo(note, err=True)
+    def log(message: str) -> None:
+        typer.echo(message, err=True)
 
-    say(f"{item} by {', '.join(named)}")
-    for line in needs(settings):
-        say(line)
+    log(f"{item} by {', '.join(named)}")
+    for line in describe_requirements(settings):
+        log(line)
     with progress() as report:
 
-        def place(one: "Settings") -> Path:
-            name = default_name(one, None)
-            there = (Path("runs") / experiment / name for experiment in named)
-            begun = next((path for path in there if path.exists()), None)  # by `fedvlm run`
-            return out / name if out else begun or Path("runs") / name
+        def place(run_settings: "Settings") -> Path:
+            name = default_name(run_settings, None)
+            candidates = (Path("runs") / experiment / name for experiment in named)
+            existing = next((path for path in candidates if path.exists()), None)  # by `fedvlm run`
+            return out / name if out else existing or Path("runs") / name
 
-        def go(all: "Sequence[Settings]", enduring: bool) -> "Sequence[Record | Exception]":
-            asked = [(one, place(one)) for one in all]
-            return together(asked, again, None, report, None, say, enduring)
+        def go(all: "Sequence[Settings]", keep_going: bool) -> "Sequence[Record | Exception]":
+            requests = [(run_settings, place(run_settings)) for run_settings in all]
+            return execute_all(requests, again, None, report, None, log, keep_going)
 
-        results, failed = run_all(settings, (), go, enduring=True)
+        results, failed = run_all(settings, (), go, keep_going=True)
     typer.echo(table_of(item, results, form), nl=False)
-    say("records: " + ", ".join(str(one.folder) for one in results))
+    log("records: " + ", ".join(str(record.folder) for record in results))
     fail(failed)
 
 
@@ -63,11 +63,11 @@ def table_of(item: str, results: "Sequence[Record]", form: str) -> str:
     from fedvlm.report import long
     from fedvlm.report.beside import paper_table
     from fedvlm.report.columns import COLUMNS
-    from fedvlm.report.papers import find, numbers
-    from fedvlm.report.tables import compare
+    from fedvlm.report.papers import find_item, numbers
+    from fedvlm.report.tables import compare_table
 
     if numbers()[item]:
         return paper_table(item, results, form)
-    needed = [need.removeprefix("column:") for need in find(item).needs]
-    ours = compare(results, form, asked=[name for name in needed if name in COLUMNS])
-    return ours if form in long.FORMS else paper_table(item, results, form) + ours
+    column_names = [requirement.removeprefix("column:") for requirement in find_item(item).needs]
+    table = compare_table(results, form, extra_columns=[name for name in column_names if name in COLUMNS])
+    return table if form in long.TIDY_FORMS else paper_table(item, results, form) + table

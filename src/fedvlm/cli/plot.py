@@ -15,9 +15,7 @@ def plot(
             "left out, a run's reliability, decision curve and rounds."
         ),
     ] = "",
-    columns: Annotated[
-        str, typer.Option(help="A panel each, as C,kappa; of rounds, sweep and bars.")
-    ] = "",
+    columns: Annotated[str, typer.Option(help="A panel each, as C,kappa; of rounds, sweep and bars.")] = "",
     over: Annotated[str, typer.Option(help="The setting along the axis, as method.blocks.")] = "",
     training: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
@@ -38,12 +36,12 @@ def plot(
             raise SettingsError("several runs are drawn as one --kind, as rounds or bars")
         path = draw_diagrams(results[0], out or runs[0] / "diagrams.png", training, seed)
     else:
-        here = runs[0] if len(runs) == 1 else runs[0].parent
+        folder = runs[0] if len(runs) == 1 else runs[0].parent
         path = draw_runs(
             kind,
             results,
-            out or here / f"{kind}.png",
-            columns=[one.strip() for one in columns.split(",") if one.strip()],
+            out or folder / f"{kind}.png",
+            columns=[column.strip() for column in columns.split(",") if column.strip()],
             over=over,
             training=training,
             seed=seed,

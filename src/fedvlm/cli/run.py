@@ -12,13 +12,11 @@ from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
     from fedvlm.record import Record
-    from fedvlm.report.shown import Shown
+    from fedvlm.report.shown import FinishedExperiment
     from fedvlm.runner.settings import Settings
 
 NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
-Sweep = Annotated[
-    list[str] | None, typer.Option(help="a.b=1,2,3: a run for each value; several make a grid.")
-]
+Sweep = Annotated[list[str] | None, typer.Option(help="a.b=1,2,3: a run for each value; several make a grid.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
 
 
@@ -40,9 +38,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Instead of runs/NAME.")] = None,
     smoke: Annotated[bool, typer.Option(help="A short run on few rows.")] = False,
     again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
-    allow_small: Annotated[
-        bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")
-    ] = False,
+    allow_small: Annotated[bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")] = False,
     attack: Annotated[
         str | None, typer.Option(help="sign-flip, scale, label-flip, noise or collude: simulated.")
     ] = None,
@@ -56,55 +52,51 @@ def run(
     no_baselines: Annotated[
         bool, typer.Option("--no-baselines", help="Without chance, zero-shot, alone and pooled.")
     ] = False,
-    track: Annotated[
-        list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")
-    ] = None,
+    track: Annotated[list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")] = None,
     form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
     sweep: Sweep = None,
-    on: Annotated[
-        str, typer.Option(help="A cluster for the trainings: dask, dask://HOST:PORT.")
-    ] = "",
+    on: Annotated[str, typer.Option(help="A cluster for the trainings: dask, dask://HOST:PORT.")] = "",
 ) -> None:
     """Run a method (auto, if only --data is given) or an experiment, and print its table."""
-    from fedvlm.errors import SettingsError, unknown
-    from fedvlm.report.shown import key_of, remembered
-    from fedvlm.report.tables import FORMS
-    from fedvlm.runner.named import find
+    from fedvlm.errors import SettingsError, unknown_name
+    from fedvlm.report.shown import key_of, load_experiment
+    from fedvlm.report.tables import TABLE_FORMS
+    from fedvlm.runner.named import find_experiment
 
     if not (file or method or data or encoder):
         raise SettingsError("nothing to run; name a TOML file, or --method, or --data DIR for auto")
-    if form not in FORMS:
-        raise unknown("table form", form, FORMS)
-    place = find(file) if file else None
-    given: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
-    given |= {
+    if form not in TABLE_FORMS:
+        raise unknown_name("table form", form, TABLE_FORMS)
+    place = find_experiment(file) if file else None
+    overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    overrides |= {
         "attack": attack,
         "attacker_fraction": attacker_fraction,
         "attack_strength": attack_strength,
     }
-    given |= {"allow_small": allow_small or None, "tune": tune if tune != ["none"] else []}
-    asked = {**given, "file": file, "method": method, "no_baselines": no_baselines}
-    key = key_of(place, {**asked, "set": set_, "sweep": sweep, "tune": tune, "out": str(out)})
+    overrides |= {"allow_small": allow_small or None, "tune": tune if tune != ["none"] else []}
+    request = {**overrides, "file": file, "method": method, "no_baselines": no_baselines}
+    key = key_of(place, {**request, "set": set_, "sweep": sweep, "tune": tune, "out": str(out)})
     home = out or Path("runs") / (Path(file).stem if file else _data_name(data, encoder))
-    shown = None if again or track else remembered(home, key)
-    if shown is None or not (no_report or (home / "report.html").exists()):
+    earlier_output = None if again or track else load_experiment(home, key)
+    if earlier_output is None or not (no_report or (home / "report.html").exists()):
         from fedvlm.runner.settings import read_toml
 
         values: dict[str, Any] = read_toml(place) if place else {"method": "auto"}
         if method:
             values.pop("methods", None)
-            given["method"] = method
-        values |= {name: value for name, value in given.items() if value is not None}
+            overrides["method"] = method
+        values |= {name: value for name, value in overrides.items() if value is not None}
         typed = (set_ or [], sweep or [], file is None and tune is None)
         options = (file, out, again, track or [], no_baselines, no_report, form, key, on)
-        _run(values, typed, *options)
+        _run_and_show(values, typed, *options)
         return
-    for one in shown.records[shown.bars :]:
-        typer.echo(f"already finished, read from {one.folder}; --again runs it", err=True)
-    _show(home, shown, form, None if no_report else home / "report.html")
+    for record in earlier_output.records[earlier_output.n_baselines :]:
+        typer.echo(f"already finished, read from {record.folder}; --again runs it", err=True)
+    _show(home, earlier_output, form, None if no_report else home / "report.html")
 
 
-def _run(
+def _run_and_show(
     values: dict[str, Any],
     typed: tuple[list[str], list[str], bool],  # assignments, sweep, whether a rate is tuned
     file: str | None,
@@ -119,55 +111,55 @@ def _run(
 ) -> None:
     """What was not shown before: runs it, shows it and remembers that."""
     from fedvlm.report.folder import write_folder
-    from fedvlm.report.page.gather import gather
+    from fedvlm.report.page.gather import build_model
     from fedvlm.report.page.render import write_model
-    from fedvlm.report.shown import Shown, remember
-    from fedvlm.runner.bars import wants_bars
+    from fedvlm.report.shown import FinishedExperiment, store_experiment
+    from fedvlm.runner.bars import wants_baselines
 
     written, settings, over = _settings(values, *typed)
     # Bars are of one federation: a sweep over anything but a method's settings has several.
     one_world = all(key.startswith("method.") for key in over)
-    beside = wants_bars(values) and not no_baselines and one_world
+    with_baselines = wants_baselines(values) and not no_baselines and one_world
     home = out or Path("runs") / _name(file, settings[0])
-    results, failed, marks = _all(settings, over, home, out, beside, again, track, on)
-    runs = [*marks, *results]
+    results, failed, baselines = _execute_all(settings, over, home, out, with_baselines, again, track, on)
+    runs = [*baselines, *results]
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
-    words |= {"asked": over, "chance": beside}
+    words |= {"extra_columns": over, "chance": with_baselines}
     write_folder(home, {**written, **({"baselines": False} if no_baselines else {})}, runs, **words)
     title = values.get("title") or ""
     command = f"fedvlm run {shlex.quote(file)}" if file else ""
-    model = gather(runs, title, values.get("paper"), command)
+    model = build_model(runs, title, values.get("paper"), command)
     sentences = model["sentences"] if len(runs) > 1 and one_world else []
-    shown = Shown([str(one.folder) for one in runs], len(marks), words, title, sentences)
+    output = FinishedExperiment([str(record.folder) for record in runs], len(baselines), words, title, sentences)
     if not failed:
-        remember(home, key, shown)
-    _show(home, shown, form, None if no_report else write_model(model, home / "report.html"))
+        store_experiment(home, key, output)
+    _show(home, output, form, None if no_report else write_model(model, home / "report.html"))
     fail(failed)
 
 
-def _show(home: Path, shown: "Shown", form: str, page: Path | None) -> None:
-    from fedvlm.report.tables import compare
+def _show(home: Path, output: "FinishedExperiment", form: str, page: Path | None) -> None:
+    from fedvlm.report.tables import compare_table
 
-    def say(text: str) -> None:
+    def echo(text: str) -> None:
         typer.echo(text, err=form != "text")  # then the table is all there is on stdout
 
-    if shown.title:
-        say(f"\n{shown.title}\n")
-    records = shown.records
-    typer.echo(compare(records, form, **shown.words), nl=False)
-    if shown.sentences:
-        say("\n".join(shown.sentences))
-    say("records: " + ", ".join(str(one.folder) for one in records))
-    say(_next_steps(home, records))
-    say(f"table: {home / 'table.md'}, {home / 'table.json'}; asked: {home / home.name}.toml")
+    if output.title:
+        echo(f"\n{output.title}\n")
+    records = output.records
+    typer.echo(compare_table(records, form, **output.table_options), nl=False)
+    if output.sentences:
+        echo("\n".join(output.sentences))
+    echo("records: " + ", ".join(str(record.folder) for record in records))
+    echo(_next_steps(home, records))
+    echo(f"table: {home / 'table.md'}, {home / 'table.json'}; asked: {home / home.name}.toml")
     if page is not None:
-        say(f"report: {page}")
+        echo(f"report: {page}")
 
 
 def fail(failed: Sequence[str]) -> None:
     """Names what failed while others were finished, and ends with 1 if anything did."""
-    for one in failed:
-        typer.echo(f"fedvlm: {one}", err=True)
+    for failure in failed:
+        typer.echo(f"fedvlm: {failure}", err=True)
     if failed:
         raise typer.Exit(1)
 
@@ -176,23 +168,23 @@ def _settings(
     values: Mapping[str, Any], assignments: list[str], sweep: Sequence[str], tunes: bool
 ) -> "tuple[dict[str, Any], list[Settings], list[str]]":
     """What is asked, as it would be written in a file; each run; what is swept over."""
-    from fedvlm.runner.experiments import swept, unswept, whole
-    from fedvlm.runner.sweep import built, expand, grid, read_sweep
-    from fedvlm.runner.tune import by_default
+    from fedvlm.runner.experiments import base_runs, swept_grid, to_file_values
+    from fedvlm.runner.sweep import build_all, expand, read_grid, read_sweep
+    from fedvlm.runner.tune import with_default_tuning
 
     typed = read_sweep(sweep)
-    values = {**values, "sweep": grid(values.get("sweep", {})) | typed}
-    said = {text: text.partition("=")[0].strip() for text in assignments}
-    fixed = [text for text, key in said.items() if key not in typed]
-    over = swept(values, fixed)
-    rows = unswept(values, fixed)
-    settings = built(expand(rows, over), list(over))
+    values = {**values, "sweep": read_grid(values.get("sweep", {})) | typed}
+    assigned_keys = {text: text.partition("=")[0].strip() for text in assignments}
+    fixed = [text for text, key in assigned_keys.items() if key not in typed]
+    over = swept_grid(values, fixed)
+    rows = base_runs(values, fixed)
+    settings = build_all(expand(rows, over), list(over))
     if tunes and "tune" not in over:
-        raced = [by_default(one, [*said.values(), *over]) for one in settings]
-        if all(one.tune for one in raced):  # points of a sweep are alike: all race, or none
-            settings = raced
-            rows = [{**one, "tune": list(raced[0].tune)} for one in rows]
-    return whole({**values, "sweep": over}, rows), settings, list(over)
+        tuned = [with_default_tuning(run_settings, [*assigned_keys.values(), *over]) for run_settings in settings]
+        if all(run_settings.tune for run_settings in tuned):  # points of a sweep are alike: all race, or none
+            settings = tuned
+            rows = [{**run_settings, "tune": list(tuned[0].tune)} for run_settings in rows]
+    return to_file_values({**values, "sweep": over}, rows), settings, list(over)
 
 
 def _name(file: str | None, first: "Settings") -> str:
@@ -206,9 +198,7 @@ def _data_name(data: str | None, encoder: str | None) -> str:
     return data_name(data or "", encoder or "")
 
 
-def _places(
-    settings: "Sequence[Settings]", home: Path, out: Path | None, sweeps: bool
-) -> list[Path]:
+def _run_folders(settings: "Sequence[Settings]", home: Path, out: Path | None, sweeps: bool) -> list[Path]:
     """The folder of each run: by its settings, or in a folder that was named by its number.
 
     A grid may grow, so that the number of a point says nothing.
@@ -216,63 +206,63 @@ def _places(
     from fedvlm.runner.run import default_name
 
     if out is None or sweeps:
-        return [home / default_name(one, None) for one in settings]
+        return [home / default_name(run_settings, None) for run_settings in settings]
     if len(settings) == 1:
         return [out]
-    return [out / f"{number}-{one.method.name}" for number, one in enumerate(settings)]
+    return [out / f"{number}-{run_settings.method.name}" for number, run_settings in enumerate(settings)]
 
 
-def _all(
+def _execute_all(
     settings: "Sequence[Settings]",
     over: Sequence[str],
     home: Path,
     out: Path | None,
-    beside: bool,
+    with_baselines: bool,
     again: bool,
     track: Sequence[str],
     on: str,
 ) -> "tuple[list[Record], list[str], list[Record]]":
     """The runs, what hindered others, and the bars that stand beside them."""
-    from fedvlm.runner.bars import bars
-    from fedvlm.runner.run import default_name, together
+    from fedvlm.runner.bars import missing_baselines
+    from fedvlm.runner.run import default_name, execute_all
     from fedvlm.runner.sweep import run_all
     from fedvlm.runner.track import Trackers
 
-    def say(note: str) -> None:
-        typer.echo(note, err=True)
+    def log(message: str) -> None:
+        typer.echo(message, err=True)
 
-    places = _places(settings, home, out, bool(over))
-    names = {place.name: one.method.name for one, place in zip(settings, places, strict=True)}
-    levels: list[tuple[Settings, Path]] = []
+    places = _run_folders(settings, home, out, bool(over))
+    names = {place.name: run_settings.method.name for run_settings, place in zip(settings, places, strict=True)}
+    baseline_requests: list[tuple[Settings, Path]] = []
     trackers = Trackers(track)
     with progress() as report, closing(trackers):
 
         def listen(run: str, line: Mapping[str, Any]) -> None:
-            report.hear(names[run], line)
+            report.update_status(names[run], line)
             trackers(run, line)
 
-        def go(all: "Sequence[Settings]", enduring: bool) -> "Sequence[Record | Exception]":
-            asked = list(zip(all, places, strict=True))
-            return together(asked, again, None, report, listen, say, enduring, on)
+        def go(all: "Sequence[Settings]", keep_going: bool) -> "Sequence[Record | Exception]":
+            requests = list(zip(all, places, strict=True))
+            return execute_all(requests, again, None, report, listen, log, keep_going, on)
 
         results, failed = run_all(settings, over, go)
-        for one in bars(settings, results[0]) if beside else ():
-            place = out / "bars" / one.method.name if out else home / default_name(one, None)
-            levels.append((one, place))
-        marks = run_all(
-            [one for one, _ in levels],
+        for run_settings in missing_baselines(settings, results[0]) if with_baselines else ():
+            place = out / "bars" / run_settings.method.name if out else home / default_name(run_settings, None)
+            baseline_requests.append((run_settings, place))
+        baselines = run_all(
+            [run_settings for run_settings, _ in baseline_requests],
             (),
-            lambda all, enduring: together(levels, again, progress=report, on=on),
+            lambda all, enduring: execute_all(baseline_requests, again, progress=report, on=on),
         )[0]
-    for note in trackers.notes:
-        say(note)
-    return results, failed, marks
+    for message in trackers.notes:
+        log(message)
+    return results, failed, baselines
 
 
-def _next_steps(home: Path, shown: "Sequence[Record]") -> str:
+def _next_steps(home: Path, records: "Sequence[Record]") -> str:
     """Three commands that are of use after a run, as they would be typed."""
-    folders = [shlex.quote(str(one.folder)) for one in shown]
-    several = [one for one in shown if one.folder == home] == []
+    folders = [shlex.quote(str(record.folder)) for record in records]
+    several = [record for record in records if record.folder == home] == []
     folder, run = shlex.quote(str(home)) if several else " ".join(folders), folders[-1]
     return "\n".join(
         [

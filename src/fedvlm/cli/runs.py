@@ -22,74 +22,70 @@ def report(
     from fedvlm.report.folder import runs_in
     from fedvlm.report.page.render import write_page
 
-    results = [Record(one) for path in runs for one in runs_in(path) or [path]]
+    results = [Record(folder) for path in runs for folder in runs_in(path) or [path]]
     only = runs[0] if len(runs) == 1 else runs[0].parent
     typer.echo(f"report: {write_page(results, out or only / 'report.html', title)}")
 
 
 def resume(folder: Path) -> None:
     """Go on with a run that was stopped or killed."""
-    from fedvlm.report.tables import compare
+    from fedvlm.report.tables import compare_table
     from fedvlm.runner.run import resume as go_on
 
     with progress() as report:
         result = go_on(folder, report)
-    typer.echo(compare([result]), nl=False)
+    typer.echo(compare_table([result]), nl=False)
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs or experiments, or pages.")],
     form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
-    every: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
+    all_columns: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
     traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
-    columns: Annotated[
-        str, typer.Option(help="More of them, as balanced,F1,kappa,worst,method.lr.")
-    ] = "",
+    columns: Annotated[str, typer.Option(help="More of them, as balanced,F1,kappa,worst,method.lr.")] = "",
     paper: Annotated[bool, typer.Option(help="The papers' tables, with ours beside.")] = False,
     item: Annotated[str, typer.Option(help="This table or figure, as fedot-v1/T1.")] = "",
 ) -> None:
     """Runs side by side: mean ± deviation over seeds, in per cent."""
     from fedvlm.report.page.read import read_runs
-    from fedvlm.report.tables import compare as render
+    from fedvlm.report.tables import compare_table as render
 
-    results = [one for path in runs for one in read_runs(path)]
+    results = [run for path in runs for run in read_runs(path)]
     if paper or item:
         from fedvlm.report.beside import items_of, paper_tables
 
         typer.echo(paper_tables([item] if item else items_of(results), results, form), nl=False)
         return
-    asked = [name.strip() for name in columns.split(",") if name.strip()]
-    table = render(results, form, every, traffic=traffic, asked=asked)
+    column_names = [name.strip() for name in columns.split(",") if name.strip()]
+    table = render(results, form, all_columns, traffic=traffic, extra_columns=column_names)
     typer.echo(table, nl=False)
 
 
 def list_(
-    what: Annotated[
+    kind: Annotated[
         str,
-        typer.Argument(
-            help="methods, encoders, data, datasets, metrics, protocols, experiments, papers"
-        ),
+        typer.Argument(help="methods, encoders, data, datasets, metrics, protocols, experiments, papers"),
     ],
     name: Annotated[str, typer.Argument(help="One of them, of which all is told.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """What there is to choose from."""
     from fedvlm.report.lists import LISTS
-    from fedvlm.report.tables import render
+    from fedvlm.report.tables import render_table
 
-    if what not in LISTS:
-        from fedvlm.errors import unknown
+    if kind not in LISTS:
+        from fedvlm.errors import unknown_name
 
-        raise unknown("list", what, LISTS)
-    rows = LISTS[what]()
+        raise unknown_name("list", kind, LISTS)
+    rows = LISTS[kind]()
     if name:
         rows = [row for row in rows if str(next(iter(row.values()))) == name]
         if not rows:
-            from fedvlm.errors import unknown
+            from fedvlm.errors import unknown_name
 
-            raise unknown(what, name, [str(next(iter(row.values()))) for row in LISTS[what]()])
+            raise unknown_name(kind, name, [str(next(iter(row.values()))) for row in LISTS[kind]()])
     if not rows and not as_json:
-        typer.echo(f"there are no {what}")
+        typer.echo(f"there are no {kind}")
         return
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
@@ -100,9 +96,9 @@ def list_(
         return
     head = [key for key, value in rows[0].items() if not isinstance(value, list)]
     body = [[str(row[key]) for key in head] for row in rows]
-    if what == "methods":
+    if kind == "methods":
         head, body = ["method", "what"], _narrow([[row["method"], row["what"]] for row in rows])
-    typer.echo(render(head, body, "text", True), nl=False)
+    typer.echo(render_table(head, body, "text", True), nl=False)
 
 
 def _narrow(body: list[list[str]]) -> list[list[str]]:
@@ -110,6 +106,6 @@ def _narrow(body: list[list[str]]) -> list[list[str]]:
     first = max(len("method"), *(len(row[0]) for row in body))
     return [
         [name if i == 0 else "", line]
-        for name, what in body
-        for i, line in enumerate(wrap(what, COLUMNS - first - 2))
+        for name, summary in body
+        for i, line in enumerate(wrap(summary, COLUMNS - first - 2))
     ]

@@ -31,32 +31,28 @@ def ledger(
 ) -> None:
     """What left a site and what came in, checked line by line; exit code 1 if it was changed."""
     from fedvlm.deploy.ledger import Ledger
-    from fedvlm.report.tables import render
+    from fedvlm.report.tables import render_table
 
     history = Ledger(folder).read()
     if as_json:
         typer.echo(json.dumps(history.lines, indent=1, ensure_ascii=False))
     else:
         names = ["time", "direction", "kind", "round", "bytes", "content"]
-        rows = [
-            [*(str(line.get(key, ""))[:23] for key in names), _what(line)] for line in history.lines
-        ]
-        typer.echo(render([*names, "what"], rows, "text", True), nl=False)
+        rows = [[*(str(line.get(key, ""))[:23] for key in names), _describe_line(line)] for line in history.lines]
+        typer.echo(render_table([*names, "what"], rows, "text", True), nl=False)
     for number in history.torn:
         typer.echo(f"line {number} was cut short by a crash; nothing was sent for it", err=True)
     wrong = [*history.broken]
-    if head and not history.knows(head):
+    if head and not history.contains(head):
         wrong.append(f"the head {head} is not in the ledger: its end was cut off or rewritten")
-    for one in wrong:
-        typer.echo(one, err=True)
+    for problem in wrong:
+        typer.echo(problem, err=True)
     if wrong:
         sys.exit(1)
-    typer.echo(
-        f"{len(history.lines)} lines, each follows the one before; head {history.head}", err=True
-    )
+    typer.echo(f"{len(history.lines)} lines, each follows the one before; head {history.head}", err=True)
 
 
-def _what(line: dict[str, Any]) -> str:
+def _describe_line(line: dict[str, Any]) -> str:
     """Why nothing left, or what did: each name with its type and shape."""
     if "error" in line:
         return str(line["error"]).splitlines()[0]

@@ -16,39 +16,35 @@ def join(
     client: Annotated[str, typer.Option(help="What the client is called.")] = "new",
     source: Source = None,
     encoder: Annotated[str, typer.Option(help="Where the run's encoder is now.")] = "",
-    access: Annotated[
-        list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")
-    ] = None,
-    training: Annotated[
-        str | None, typer.Option(help="Which training; the first if left out.")
-    ] = None,
+    access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")] = None,
+    training: Annotated[str | None, typer.Option(help="Which training; the first if left out.")] = None,
     share: Annotated[float, typer.Option(help="Of the rows to learn from.")] = 0.8,
 ) -> None:
     """Give one more client its own classifier, without any other client taking part."""
-    from fedvlm.classifier.card import Story, save
+    from fedvlm.classifier.card import ClassifierOrigin, save_with_card
+    from fedvlm.classifier.join import embed_for_run
     from fedvlm.classifier.join import join as adapt
-    from fedvlm.classifier.join import rows_for
     from fedvlm.result import Result
 
     result = Result(run)
     with progress() as report:
-        rows, notes = rows_for(result, data, options(source), encoder, options(access), report)
-    for note in notes:
-        typer.echo(note, err=True)
-    done = adapt(result, rows, client, training=training, share=share)
-    story = Story(
+        rows, notes = embed_for_run(result, data, options(source), encoder, options(access), report)
+    for message in notes:
+        typer.echo(message, err=True)
+    done = adapt(result, rows, client, training=training, train_fraction=share)
+    story = ClassifierOrigin(
         {**result.manifest, "data": rows.name, "rows": rows.fingerprint},
         f"joined {result.folder.name}",
-        done.held,
-        round(done.accuracy * done.held),
+        done.n_test_samples,
+        round(done.accuracy * done.n_test_samples),
     )
-    save(done.classifier, story, out)
-    if not done.adapted:
+    save_with_card(done.classifier, story, out)
+    if not done.is_adapted:
         name = done.classifier.method.name
         typer.echo(f"{name} has no adaptation of its own: {client} gets what every unseen one does")
     typer.echo(
-        f"{client}: {100 * done.accuracy:.2f} % of {done.held} held-out rows "
-        f"({100 * done.unseen:.2f} % without adapting), learnt from {done.rows}; in {out}"
+        f"{client}: {100 * done.accuracy:.2f} % of {done.n_test_samples} held-out rows "
+        f"({100 * done.unseen_accuracy:.2f} % without adapting), learnt from {done.n_train_samples}; in {out}"
     )
 
 
@@ -63,25 +59,25 @@ def describe(
     """Let a local language model describe the classes, for a run's `descriptions`."""
     import json
 
-    from fedvlm.data.describing import describe as write
-    from fedvlm.data.describing import local_writer
+    from fedvlm.data.describing import load_writer
+    from fedvlm.data.describing import write_descriptions as write
     from fedvlm.runner.load import open_data
-    from fedvlm.storage.files import write as save
+    from fedvlm.storage.files import write_file as save
 
     dataset = open_data(data, options(source))
-    said = about or f"an image data set called {dataset.name}"
+    topic = about or f"an image data set called {dataset.name}"
     with progress() as report:
-        found = write(
+        sentences = write(
             dataset.classes,
-            said,
-            local_writer(model),
+            topic,
+            load_writer(model),
             questions,
             lambda done, total: report("describing", done, total),
         )
-    save(out, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
-    silent = [name for name, one in found.items() if not one]
+    save(out, (json.dumps(sentences, indent=1, ensure_ascii=False) + "\n").encode())
+    silent = [name for name, class_sentences in sentences.items() if not class_sentences]
     typer.echo(
-        f"{sum(map(len, found.values()))} sentences about {len(found)} classes are in {out}; "
+        f"{sum(map(len, sentences.values()))} sentences about {len(sentences)} classes are in {out}; "
         f"use them: --set descriptions={out}"
     )
     if silent:

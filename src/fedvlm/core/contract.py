@@ -10,10 +10,10 @@ from fedvlm.tensors import Tensors
 
 VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
-SMALLEST = 16  # rows of a class below which its statistics stay at the client
-FEWEST = 3  # clients that have to share in the secure sum of a class's statistics
-Sum = Literal["rows", "clients", "total"]
-SUMS: dict[Sum, str] = {  # of the uploads, where an aggregate needs to know no more of them
+MIN_CLASS_SAMPLES = 16  # rows of a class below which its statistics stay at the client
+MIN_CLASS_CLIENTS = 3  # clients that have to share in the secure sum of a class's statistics
+UploadSum = Literal["rows", "clients", "total"]
+UPLOAD_SUM_MEANINGS: dict[UploadSum, str] = {  # of the uploads, where an aggregate needs to know no more of them
     "rows": "the mean over rows",
     "clients": "the mean over clients",
     "total": "the plain sum",
@@ -49,9 +49,7 @@ class ImageTower(Protocol):
     def blocks(self) -> int: ...
     @property
     def width(self) -> int: ...
-    def __call__(
-        self, weights: Tensors, pixels: Tensor, prompts: Tensor | None = None
-    ) -> Tensor: ...
+    def __call__(self, weights: Tensors, pixels: Tensor, prompts: Tensor | None = None) -> Tensor: ...
     def last(self, blocks: int) -> list[str]: ...
     def matrices(self, targets: Sequence[str]) -> list[str]: ...
 
@@ -70,13 +68,13 @@ class Frozen:
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
 
 
-class Rows(Protocol):
+class LazyRows(Protocol):
     """Rows that are read when they are asked for, as a tensor's are by its first axis."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
     def __getitem__(self, index: Any) -> Tensor: ...
-    def take(self, index: Any) -> "Rows": ...
+    def take(self, index: Any) -> "LazyRows": ...
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,8 @@ class Client:
     x: Any  # (rows, ...) Tensor, or Rows where images are decoded on demand
     y: Tensor  # (rows,) labels, -1 where there is no row
     order: Tensor  # (steps, batch) rows of each minibatch, -1 where there is no row
-    held_x: Any  # (held, ...) validation rows, for choices a client makes for itself
-    held_y: Tensor  # (held,)
+    val_x: Any  # (held, ...) validation rows, for choices a client makes for itself
+    val_y: Tensor  # (held,)
     reference: Any  # (references, ...) unlabelled rows for methods with a `reference`
     reference_order: Tensor  # (steps, batch) rows of the reference, -1 where there is no row
     texts: Tensor  # (classes, texts, dim) descriptions of its own, zeros where there are fewer
@@ -106,9 +104,9 @@ class Batch(NamedTuple):
     reference: Tensor  # (batch, ...) unlabelled rows, none if the method has no `reference`
 
 
-def said(default: Any, says: str) -> Any:
+def documented(default: Any, doc: str) -> Any:
     """A field with its line in docs/reference/contract.md, which is made from the class."""
-    return field(default=default, metadata={"says": says})
+    return field(default=default, metadata={"doc": doc})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,35 +117,35 @@ class Traits:
     A trait that is a setting's value bears the setting's name.
     """
 
-    needs: frozenset[str] = said(frozenset(), f"what it asks of the encoder, of {', '.join(NEEDS)}")
-    memory: frozenset[str] = said(frozenset(), "names of tensors that are kept but not trained")
-    least: int = said(1, "training rows that every client must have")
-    clients: str | None = said(
+    needs: frozenset[str] = documented(frozenset(), f"what it asks of the encoder, of {', '.join(NEEDS)}")
+    memory: frozenset[str] = documented(frozenset(), "names of tensors that are kept but not trained")
+    min_samples: int = documented(1, "training rows that every client must have")
+    client_count: str | None = documented(
         None, "name of a shared tensor that holds, from the start, how many clients there are"
     )
-    sums: Literal["rows", "clients", "total"] | None = said(
+    upload_sum: Literal["rows", "clients", "total"] | None = documented(
         None,
-        f"of {', '.join(SUMS)}: all its aggregate needs of uploads, so a secure sum will do",
+        f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all its aggregate needs of uploads, so a secure sum will do",
     )
-    uneven: frozenset[str] = said(
+    ragged_uploads: frozenset[str] = documented(
         frozenset(), "names of uploaded tensors whose shape differs between clients"
     )
-    min_class_samples: int | None = said(
+    min_class_samples: int | None = documented(
         None, "rows a class must have at a client for its statistics to be uploaded (a setting)"
     )
-    min_class_clients: int | None = said(
+    min_class_clients: int | None = documented(
         None, "clients that must have such a class before any uploads its statistics (a setting)"
     )
-    reference: Literal["public", "target"] | None = said(
+    reference: Literal["public", "target"] | None = documented(
         None, "unlabelled rows that come as `batch.reference` (a setting)"
     )
-    centralised: bool = said(
+    centralised: bool = documented(
         False, "not federated: one client has the rows of all that train, in a simulation only"
     )
-    closed: bool = said(
+    fixed_classes: bool = documented(
         False, "what a client keeps names classes, though not by its shape: no new class is known"
     )
-    tunable: tuple[str, ...] | None = said(
+    tunable: tuple[str, ...] | None = documented(
         None, "settings worth choosing on validation rows; None: `lr`, where there is a `loss`"
     )
 
@@ -156,13 +154,13 @@ class Traits:
 class Schedule:
     """Settings that engines and parts read; the defaults are for a method that has none of them."""
 
-    batch_size: int = said(32, "rows of a minibatch")
-    local_epochs: int = said(1, "times a client's rows are gone through in a round")
-    lr: float = said(0.0, "learning rate of a step")
-    momentum: float = said(0.0, "of `parts.sgd`")
-    weight_decay: float = said(0.0, "weight decay, added to the gradient")
-    betas: tuple[float, float] = said((0.9, 0.999), "of `parts.adam`")
-    eps: float = said(1e-8, "of `parts.adam`")
+    batch_size: int = documented(32, "rows of a minibatch")
+    local_epochs: int = documented(1, "times a client's rows are gone through in a round")
+    lr: float = documented(0.0, "learning rate of a step")
+    momentum: float = documented(0.0, "of `parts.sgd`")
+    weight_decay: float = documented(0.0, "weight decay, added to the gradient")
+    betas: tuple[float, float] = documented((0.9, 0.999), "of `parts.adam`")
+    eps: float = documented(1e-8, "of `parts.adam`")
 
     def steps(self, rows: int) -> tuple[int, int, int]:
         """Epochs of so many rows, minibatches of each, and their size."""
@@ -183,9 +181,7 @@ class Method(Protocol):
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]: ...
     def send(self, shared: Tensors, id: str) -> Tensors: ...
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]: ...
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]: ...
     def aggregate(
         self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
     ) -> Tensors: ...

@@ -7,32 +7,32 @@ from typing import Any, TypeGuard, TypeVar
 
 from fedvlm.core.contract import NEEDS, VERBS, Method, Schedule, Traits
 from fedvlm.core.schema import check_settings, check_type
-from fedvlm.core.verbs import OPTIONAL, WALKS
-from fedvlm.errors import SettingsError, unknown
-from fedvlm.outside import load_outside, place_of
+from fedvlm.core.verbs import GRADIENT_UPDATES, OPTIONAL_PROTOCOLS
+from fedvlm.errors import SettingsError, unknown_name
+from fedvlm.outside import load_outside, qualified_name
 
 METHODS: dict[str, type[Method]] = {}
 T = TypeVar("T", bound=type[Any])
-USUAL = {
+EXAMPLE_FIELDS = {
     "batch_size": "batch_size: int = 32",
     "local_epochs": "local_epochs: int = 1",
     "lr": "lr: float = 1e-3",
 }
-MORE = tuple(  # optional verbs; what their protocols ask for beside them are settings
+OPTIONAL_VERBS = tuple(  # optional verbs; what their protocols ask for beside them are settings
     name
-    for kind in OPTIONAL
-    for name, one in vars(kind).items()
-    if isfunction(one) and not name.startswith("_")
+    for kind in OPTIONAL_PROTOCOLS
+    for name, member in vars(kind).items()
+    if isfunction(member) and not name.startswith("_")
 )
-FROM_SETTINGS = (
+SETTING_TRAITS = (
     "min_class_samples",
     "min_class_clients",
     "reference",
 )  # traits that are settings' values
-CLOSE = 0.85  # by difflib: `update_any` is close to update_many, `runs` is not to rounds
-TRAITS = {one.name: one.type for one in fields(Traits)}
-SETTINGS = {one.name for one in fields(Schedule)} | {"rounds", "tau", "head"}
-OTHERS = {  # other names of the settings and traits that are read by name
+SIMILAR_NAME_CUTOFF = 0.85  # by difflib: `update_any` is close to update_many, `runs` is not to rounds
+TRAIT_TYPES = {member.name: member.type for member in fields(Traits)}
+CONTRACT_SETTINGS = {member.name for member in fields(Schedule)} | {"rounds", "tau", "head"}
+FOREIGN_NAMES = {  # other names of the settings and traits that are read by name
     "batch": "batch_size",
     "bs": "batch_size",
     "contributors": "min_class_clients",
@@ -53,7 +53,7 @@ def register(method: T) -> T:
     try:
         _check_class(method)
         _check_names(method)
-        _check_walk(method)
+        _check_gradient_settings(method)
         _check_traits(method)
     except SettingsError as error:
         raise SettingsError(f"method {method.__name__}: {error}") from error
@@ -68,17 +68,11 @@ def _check_class(method: Any) -> None:
         raise SettingsError("not a frozen dataclass; put @dataclass(frozen=True) below @register")
     name = getattr(method, "name", None)
     if not isinstance(name, str) or not name:
-        raise SettingsError(
-            'no name; add a class attribute such as `name = "mine"`, without a type'
-        )
-    if name in METHODS and place_of(METHODS[name]) != place_of(method):
-        raise SettingsError(
-            f"the name {name!r} is taken by {METHODS[name].__name__}; choose another"
-        )
+        raise SettingsError('no name; add a class attribute such as `name = "mine"`, without a type')
+    if name in METHODS and qualified_name(METHODS[name]) != qualified_name(method):
+        raise SettingsError(f"the name {name!r} is taken by {METHODS[name].__name__}; choose another")
     if missing := [verb for verb in VERBS if not callable(getattr(method, verb, None))]:
-        raise SettingsError(
-            f"no {missing[0]}; write it or name a part, as `send = parts.everything`"
-        )
+        raise SettingsError(f"no {missing[0]}; write it or name a part, as `send = parts.send_all`")
     for field in fields(method):
         if field.default is MISSING and field.default_factory is MISSING:
             raise SettingsError(f"its field {field.name} has no default; give it the paper's value")
@@ -89,58 +83,54 @@ def _check_class(method: Any) -> None:
 def _check_names(method: Any) -> None:
     """Nothing that looks like a word of the contract and is none: nobody would ever read it."""
     settings = {field.name for field in fields(method)}
-    for name in sorted(settings & {*VERBS, *MORE, "traits", "name"}):
+    for name in sorted(settings & {*VERBS, *OPTIONAL_VERBS, "traits", "name"}):
         raise SettingsError(f"its setting {name} is called like a word of the contract; rename it")
-    for name in MORE:
+    for name in OPTIONAL_VERBS:
         if not callable(getattr(method, name, register)):
             raise SettingsError(f"its {name} is no verb, but called like one; rename it")
-    known = {*VERBS, *MORE, *SETTINGS, "name", "traits"}
+    allowed = {*VERBS, *OPTIONAL_VERBS, *CONTRACT_SETTINGS, "name", "traits"}
     for name in dir(method):
-        if name.startswith("_") or name in known:
+        if name.startswith("_") or name in allowed:
             continue
-        if name in TRAITS:
+        if name in TRAIT_TYPES:
             if name not in settings:
                 raise SettingsError(f"{name} is a trait; write it as `traits = Traits({name}=...)`")
             continue
-        if name in OTHERS:
-            raise SettingsError(f"setting {name!r} is called {OTHERS[name]!r}; rename it")
-        if near := get_close_matches(name, known, 1, CLOSE):
+        if name in FOREIGN_NAMES:
+            raise SettingsError(f"setting {name!r} is called {FOREIGN_NAMES[name]!r}; rename it")
+        if suggestions := get_close_matches(name, allowed, 1, SIMILAR_NAME_CUTOFF):
             raise SettingsError(
-                f"it has a {name}, which nothing reads; did you mean {near[0]}? if not, choose "
+                f"it has a {name}, which nothing reads; did you mean {suggestions[0]}? if not, choose "
                 "a name that is less like it"
             )
 
 
-def _check_walk(method: Any) -> None:
+def _check_gradient_settings(method: Any) -> None:
     """What a gradient part reads: a loss, and the settings of minibatches and steps."""
-    if method.update in WALKS and not hasattr(method, "loss"):
+    if method.update in GRADIENT_UPDATES and not hasattr(method, "loss"):
         raise SettingsError("its update is a gradient part, so it needs a `loss`; add one")
-    for name in USUAL if hasattr(method, "loss") else ():
+    for name in EXAMPLE_FIELDS if hasattr(method, "loss") else ():
         if not hasattr(method, name):
             raise SettingsError(
-                f"it goes down a loss, so it needs a {name}; add a field such as `{USUAL[name]}`"
+                f"it goes down a loss, so it needs a {name}; add a field such as `{EXAMPLE_FIELDS[name]}`"
             )
 
 
 def _check_traits(method: Any) -> None:
-    made = method()
-    traits = getattr(made, "traits", None)
+    instance = method()
+    traits = getattr(instance, "traits", None)
     if not isinstance(traits, Traits):
-        raise SettingsError(
-            'no traits; add `traits = Traits(needs=frozenset({"image"}))` or what it needs'
-        )
-    for name, kind in TRAITS.items():
+        raise SettingsError('no traits; add `traits = Traits(needs=frozenset({"image"}))` or what it needs')
+    for name, kind in TRAIT_TYPES.items():
         check_type(f"traits.{name}", getattr(traits, name), kind)
-    if strange := traits.needs - set(NEEDS):
-        raise SettingsError(f"it needs {min(strange)!r}; an encoder can offer {', '.join(NEEDS)}")
+    if unknown_needs := traits.needs - set(NEEDS):
+        raise SettingsError(f"it needs {min(unknown_needs)!r}; an encoder can offer {', '.join(NEEDS)}")
     settings = {field.name for field in fields(method)}
-    valued = {name for name in FROM_SETTINGS if getattr(traits, name) is not None}
-    if missing := sorted((valued | set(traits.tunable or ())) - settings):
-        raise SettingsError(
-            f"its traits speak of {missing[0]}, which is no setting of it; add a field of that name"
-        )
-    telling = {name for name in ("covers", "means") if hasattr(method, name)}
-    if len(telling) == 1 or (telling and traits.min_class_samples is None):
+    set_traits = {name for name in SETTING_TRAITS if getattr(traits, name) is not None}
+    if missing := sorted((set_traits | set(traits.tunable or ())) - settings):
+        raise SettingsError(f"its traits speak of {missing[0]}, which is no setting of it; add a field of that name")
+    statistics_verbs = {name for name in ("covers", "means") if hasattr(method, name)}
+    if len(statistics_verbs) == 1 or (statistics_verbs and traits.min_class_samples is None):
         raise SettingsError(
             "an upload of class statistics is told by covers, means and the trait "
             "min_class_samples together; add what is missing"
@@ -162,7 +152,7 @@ def is_method(value: object) -> TypeGuard[Method]:
 
 def make(name: str, **settings: Any) -> Method:
     """A method by name with settings, checked against its fields."""
-    known = methods()
-    if name not in known:
-        raise unknown("method", name, known)
-    return known[name](**check_settings(name, settings, known[name]))
+    available = methods()
+    if name not in available:
+        raise unknown_name("method", name, available)
+    return available[name](**check_settings(name, settings, available[name]))

@@ -11,41 +11,41 @@ from math import inf, isfinite
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.errors import SettingsError, unknown_name
 
 T = TypeVar("T")
-ONE = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-MANY = {str: "names, as ['a', 'b']", int: "whole numbers, as [0, 1]", float: "numbers, as [0.1]"}
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+LIST_NAMES = {str: "names, as ['a', 'b']", int: "whole numbers, as [0, 1]", float: "numbers, as [0.1]"}
 
 
-def check_type(key: str, value: Any, wanted: Any) -> None:
+def check_type(key: str, value: Any, annotation: Any) -> None:
     """Refuses a value that a field's annotation does not admit; a whole number passes as float."""
-    options = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
-    said: list[str] = []
-    near: list[str] = []
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    accepted: list[str] = []
+    suggestions: list[str] = []
     for option in options:
         if get_origin(option) is Literal:
             if value in get_args(option):
                 return
-            said += [repr(word) for word in get_args(option)]
-            near += get_close_matches(str(value).lower(), map(str, get_args(option)), 1, 0.6)
+            accepted += [repr(word) for word in get_args(option)]
+            suggestions += get_close_matches(str(value).lower(), map(str, get_args(option)), 1, 0.6)
         else:
             kind = get_origin(option) or option
-            whole = isinstance(value, int) and not isinstance(value, bool)
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
             inner = get_args(option) if kind is tuple else ()
-            any_number = inner[-1:] == (...,)
-            if any_number:
+            is_variadic = inner[-1:] == (...,)
+            if is_variadic:
                 inner = inner[:1] * (len(value) if type(value) is tuple else 1)
             if type(value) is kind and len(inner) == (len(value) if inner else 0):
-                for one, part in zip(value if inner else (), inner, strict=True):
-                    check_type(key, one, part)
+                for element, part in zip(value if inner else (), inner, strict=True):
+                    check_type(key, element, part)
                 return
-            if kind is float and whole:
+            if kind is float and is_integer:
                 return
-            how_many = MANY[inner[0]] if any_number else f"{len(inner)} values"
-            said.append(how_many if inner else ONE.get(kind, f"a {kind.__name__}"))
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise SettingsError(f"{key} = {value!r} does not fit; {hint}it takes {' or '.join(said)}")
+            list_name = LIST_NAMES[inner[0]] if is_variadic else f"{len(inner)} values"
+            accepted.append(list_name if inner else TYPE_NAMES.get(kind, f"a {kind.__name__}"))
+    hint = f"did you mean {suggestions[0]!r}? " if suggestions else ""
+    raise SettingsError(f"{key} = {value!r} does not fit; {hint}it takes {' or '.join(accepted)}")
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Range:
         return f"between {self.low} and {self.high}"
 
 
-AMOUNT = Range(0)
+NON_NEGATIVE = Range(0)
 POSITIVE = Range(0, above=True)
 COUNT = Range(1)
-SHARE = Range(0, 1, below=True)
-PART = Range(0, 1, above=True)
-INSIDE = Range(0, 1, above=True, below=True)
+FRACTION = Range(0, 1, below=True)
+POSITIVE_FRACTION = Range(0, 1, above=True)
+OPEN_FRACTION = Range(0, 1, above=True, below=True)
 UNIT = Range(0, 1)
 RATE = Range(0, 1000, above=True)
 DECAY = Range(0, 100)
@@ -87,33 +87,33 @@ BATCH = Range(1, 1_000_000_000)
 # What numbers of these names may be, wherever they are set; a NaN is refused by all. A site reads
 # a plan by them, so they also bound what its server may ask for.
 RANGES: dict[str, Range] = {
-    "rounds": AMOUNT,
+    "rounds": NON_NEGATIVE,
     "local_epochs": EPOCHS,
     "batch_size": BATCH,
     "lr": RATE,
     "server_lr": RATE,
-    "momentum": SHARE,
+    "momentum": FRACTION,
     "weight_decay": DECAY,
     "eps": POSITIVE,
     "min_class_samples": COUNT,
     "min_class_clients": COUNT,
-    "noise_multiplier": AMOUNT,
+    "noise_multiplier": NON_NEGATIVE,
     "shrinkage": POSITIVE,
-    "mu": AMOUNT,
+    "mu": NON_NEGATIVE,
     "tau": Range(0, above=True, infinite=True),
     "temperature": POSITIVE,
     "n_ctx": Range(1, 1000),
-    "rank": AMOUNT,
+    "rank": NON_NEGATIVE,
     "iterations": Range(1, 1_000_000),
 }
 
 
-def within(default: Any, range: Range) -> Any:
+def ranged_field(default: Any, range: Range) -> Any:
     """A field whose numbers are held to a range; what is no number is its type's affair."""
     return field(default=default, metadata={"range": range})
 
 
-def several(default: tuple[Any, ...] = ()) -> Any:
+def list_field(default: tuple[Any, ...] = ()) -> Any:
     """A field of many, where a person may write a single one without brackets."""
     return field(default=default, metadata={"several": True})
 
@@ -138,47 +138,45 @@ def check_ranges(title: str, settings: Any) -> None:
         check_range(f"{title}.{of.name}", getattr(settings, of.name), range_of(of))
 
 
-def read_value(key: str, value: Any, of: Field[Any]) -> Any:
+def read_value(key: str, value: Any, field_info: Field[Any]) -> Any:
     """A value as a field has it, refused where type or range do not fit."""
-    if get_origin(of.type) is tuple:
-        if of.metadata.get("several") and isinstance(value, str | int):
+    if get_origin(field_info.type) is tuple:
+        if field_info.metadata.get("several") and isinstance(value, str | int):
             value = (value,)
         elif isinstance(value, list):
             value = tuple(value)  # TOML and JSON have lists only
-    check_type(key, value, of.type)
-    check_range(key, value, range_of(of))
+    check_type(key, value, field_info.type)
+    check_range(key, value, range_of(field_info))
     return value
 
 
-def read_fields(title: str, one: Any) -> None:
+def read_fields(title: str, instance: Any) -> None:
     """Holds a dataclass that was made by hand to its fields, in its `__post_init__`."""
-    for of in fields(one):
-        value = read_value(f"{title}.{of.name}", getattr(one, of.name), of)
-        object.__setattr__(one, of.name, value)
+    for field_info in fields(instance):
+        value = read_value(f"{title}.{field_info.name}", getattr(instance, field_info.name), field_info)
+        object.__setattr__(instance, field_info.name, value)
 
 
 def check_settings(
-    title: str, values: Mapping[str, Any], kind: Any, between: str = ".", given: Any = ()
+    title: str, values: Mapping[str, Any], kind: Any, separator: str = ".", excluded: Any = ()
 ) -> dict[str, Any]:
     """The values of a table by name, type and range; what is `given` is no name of it."""
     if not isinstance(values, Mapping):
         raise SettingsError(f"{title} = {values!r}; write a table, as {title} = {{name = value}}")
-    allowed = {one.name: one for one in fields(kind) if one.name not in given}
+    allowed = {setting.name: setting for setting in fields(kind) if setting.name not in excluded}
     for key in values:
         if key not in allowed:
-            raise unknown(f"setting of {title}" if title else "setting", key, allowed)
-    place = f"{title}{between}" if title else ""
-    return {key: read_value(f"{place}{key}", one, allowed[key]) for key, one in values.items()}
+            raise unknown_name(f"setting of {title}" if title else "setting", key, allowed)
+    place = f"{title}{separator}" if title else ""
+    return {key: read_value(f"{place}{key}", setting, allowed[key]) for key, setting in values.items()}
 
 
-def read_table(
-    kind: type[T], title: str, values: Mapping[str, Any], between: str = ".", **given: Any
-) -> T:
+def read_table(kind: type[T], title: str, values: Mapping[str, Any], separator: str = ".", **preset: Any) -> T:
     """A dataclass from a table and what is `given` beside it; `title` is where the table is."""
-    whole = check_settings(title, values, kind, between, given) | given
-    of: Any = kind
-    for one in fields(of):
-        bare = one.default is MISSING and one.default_factory is MISSING
-        if bare and one.name not in whole:
-            raise SettingsError(f"{title or 'the settings'}: {one.name} is missing; add it")
-    return kind(**whole)
+    values_by_name = check_settings(title, values, kind, separator, preset) | preset
+    cls: Any = kind
+    for setting in fields(cls):
+        bare = setting.default is MISSING and setting.default_factory is MISSING
+        if bare and setting.name not in values_by_name:
+            raise SettingsError(f"{title or 'the settings'}: {setting.name} is missing; add it")
+    return kind(**values_by_name)

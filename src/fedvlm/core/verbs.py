@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from fedvlm.core.contract import Batch, Client, Frozen, Method, Schedule, Sum
+from fedvlm.core.contract import Batch, Client, Frozen, Method, Schedule, UploadSum
 from fedvlm.tensors import Tensors
 
 P = TypeVar("P", bound=Callable[..., Any])
@@ -56,7 +56,7 @@ class Described(Protocol):
 
 
 @runtime_checkable
-class Telling(Protocol):
+class ClassStatistics(Protocol):
     """of an upload of class statistics: which classes it tells of, and (classes, dim) the means
     it gives of them, if any; the contract test compares the first with `min_class_samples`"""
 
@@ -65,7 +65,7 @@ class Telling(Protocol):
 
 
 @runtime_checkable
-class Starting(Protocol):
+class HeadProvider(Protocol):
     """(classes, dim) a head that another method may start from (`warm_start`)"""
 
     def first_head(self, frozen: Frozen, shared: Tensors) -> Tensor: ...
@@ -119,69 +119,69 @@ class Matching(Protocol):
     def similarity(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor: ...
 
 
-OPTIONAL: tuple[type, ...] = (
+OPTIONAL_PROTOCOLS: tuple[type, ...] = (
     Trained,
     Alternating,
     Stacked,
     Noisy,
     Described,
-    Telling,
-    Starting,
+    ClassStatistics,
+    HeadProvider,
     Tempered,
     Conditioned,
     Factored,
     Totalled,
     Matching,
 )
-WALKS: set[Callable[..., Any]] = set()  # updates that go down a `loss`
-SUM_OF: dict[Callable[..., Any], Sum] = {}  # aggregates that need only a sum of the uploads
+GRADIENT_UPDATES: set[Callable[..., Any]] = set()  # updates that go down a `loss`
+UPLOAD_SUMS: dict[Callable[..., Any], UploadSum] = {}  # aggregates that need only a sum of the uploads
 
 
-def walks(part: P) -> P:
+def gradient_update(part: P) -> P:
     """Marks an update that goes down a `loss`: `register` asks for what it reads."""
-    WALKS.add(part)
+    GRADIENT_UPDATES.add(part)
     return part
 
 
-def a_sum_of(kind: Sum) -> Callable[[P], P]:
+def sums_uploads(kind: UploadSum) -> Callable[[P], P]:
     """Marks an aggregate that needs only this sum of the uploads."""
 
     def mark(part: P) -> P:
-        SUM_OF[part] = kind
+        UPLOAD_SUMS[part] = kind
         return part
 
     return mark
 
 
-def sums(method: Method) -> Sum | None:
+def upload_sum(method: Method) -> UploadSum | None:
     """What sum of the uploads a method's aggregate is a function of, if any is.
 
     A method says so in its traits; the standard parts say so themselves.
     """
-    return method.traits.sums or SUM_OF.get(type(method).aggregate)
+    return method.traits.upload_sum or UPLOAD_SUMS.get(type(method).aggregate)
 
 
-def stacked(method: Method) -> Stacked | None:
+def as_stacked(method: Method) -> Stacked | None:
     """The method where its `update_many` stands for its `update`.
 
     A class that writes `update`, `loss`, `predict` or `in_turn` anew does not mean an older
     `update_many`.
     """
-    order = type(method).__mro__
+    bases = type(method).__mro__
 
-    def written(name: str) -> int:
-        return next((i for i, one in enumerate(order) if name in vars(one)), len(order))
+    def defined_at(name: str) -> int:
+        return next((i for i, base in enumerate(bases) if name in vars(base)), len(bases))
 
-    newest = min(map(written, ("update", "loss", "predict", "in_turn")))
-    return method if isinstance(method, Stacked) and written("update_many") <= newest else None
+    newest = min(map(defined_at, ("update", "loss", "predict", "in_turn")))
+    return method if isinstance(method, Stacked) and defined_at("update_many") <= newest else None
 
 
-PACE = tuple(one.name for one in fields(Schedule))
+SCHEDULE_FIELDS = tuple(field.name for field in fields(Schedule))
 
 
 def schedule(method: Method) -> Schedule:
     """How a method's minibatches are dealt and its steps are taken."""
-    return Schedule(**{key: getattr(method, key) for key in PACE if hasattr(method, key)})
+    return Schedule(**{key: getattr(method, key) for key in SCHEDULE_FIELDS if hasattr(method, key)})
 
 
 def setting(method: Method, name: str) -> Any:
@@ -189,7 +189,7 @@ def setting(method: Method, name: str) -> Any:
     return getattr(method, name, None)
 
 
-def tunable(method: Method) -> tuple[str, ...]:
+def tunable_settings(method: Method) -> tuple[str, ...]:
     """Settings worth choosing on validation rows."""
     if method.traits.tunable is not None:
         return method.traits.tunable

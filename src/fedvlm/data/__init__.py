@@ -8,11 +8,11 @@ from typing import Any
 from fedvlm.data import catalogue
 from fedvlm.data.catalogue import Entry, add
 from fedvlm.data.clients import Clients
-from fedvlm.data.clinical import Developed, Window, window_of
-from fedvlm.data.federation import divide, rows_of
-from fedvlm.data.kinds import call, kind_of, kinds, register
+from fedvlm.data.clinical import EightBitSource, Window, check_window
+from fedvlm.data.federation import list_samples, make_partition
+from fedvlm.data.kinds import call_reader, detect_kind, kinds, register
 from fedvlm.data.table import Dataset, Source, tabulate
-from fedvlm.errors import DataError, nearest, unknown
+from fedvlm.errors import DataError, suggest_path, unknown_name
 
 __all__ = [
     "Clients",
@@ -20,11 +20,11 @@ __all__ = [
     "Entry",
     "Source",
     "add",
-    "divide",
     "kinds",
+    "list_samples",
+    "make_partition",
     "open_dataset",
     "register",
-    "rows_of",
     "tabulate",
 ]
 
@@ -36,23 +36,23 @@ def open_dataset(name: str, **options: Any) -> Dataset:
     Options are those of the reader: `root` for the catalogue, `layout` for folders, and so on;
     `window` is what is black and what is white in images of 16 bits and DICOM.
     """
-    window = window_of(options.pop("window", None))
+    window = check_window(options.pop("window", None))
     if name in (entries := catalogue.catalogue()):
-        return _developed(call(name, catalogue.open_entry, entries[name], options), window)
-    if (found := kind_of(name)) is not None:
-        kind, place = found
-        return _developed(call(kind, kinds()[kind], place, options), window)
+        return _as_eight_bit(call_reader(name, catalogue.open_entry, entries[name], options), window)
+    if (kind_and_place := detect_kind(name)) is not None:
+        kind, place = kind_and_place
+        return _as_eight_bit(call_reader(kind, kinds()[kind], place, options), window)
     written = [f"{kind}:..." for kind in kinds()]
     if name.startswith("store:"):
         raise DataError(f"embeddings take the place of data and encoder; write --encoder {name}")
-    path_meant = nearest(Path(name)) and not get_close_matches(name, entries)
+    path_meant = suggest_path(Path(name)) and not get_close_matches(name, entries)
     if "/" in name or "." in name or path_meant:
         raise DataError(
-            f"there is no {name}; {nearest(Path(name))}name a folder, a .zip, a manifest, "
+            f"there is no {name}; {suggest_path(Path(name))}name a folder, a .zip, a manifest, "
             f"a data set of the catalogue, or one of {', '.join(written)}"
         )
-    raise unknown("data set", name, [*entries, *written])
+    raise unknown_name("data set", name, [*entries, *written])
 
 
-def _developed(dataset: Dataset, window: Window | None) -> Dataset:
-    return replace(dataset, source=Developed(dataset.source, window))
+def _as_eight_bit(dataset: Dataset, window: Window | None) -> Dataset:
+    return replace(dataset, source=EightBitSource(dataset.source, window))

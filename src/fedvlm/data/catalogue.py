@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.data.kinds import GROUP, call, kind_of, kinds
-from fedvlm.data.sources import Chosen
-from fedvlm.data.table import Dataset, text
-from fedvlm.errors import DataError, SettingsError, listing
+from fedvlm.data.kinds import GROUP, call_reader, detect_kind, kinds
+from fedvlm.data.sources import SourceSubset
+from fedvlm.data.table import Dataset, normalise_unicode
+from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.outside import load_outside
 
 PICTURE = ("a picture of a {}",)  # FedCLIP, FAA-CLIP, FedOT
@@ -39,12 +39,12 @@ class Entry:
     subset: bool = False  # all classes on disk but the listed ones are left out
     place: str = ""  # where it is if nobody says
     protocol: str = ""  # what the papers do with it
-    note: str = ""
+    comment: str = ""
 
     @property
     def total(self) -> int:
-        known = all(self.domains.values())
-        return self.rows or (sum(self.domains.values()) if known else 0)
+        has_counts = all(self.domains.values())
+        return self.rows or (sum(self.domains.values()) if has_counts else 0)
 
     @property
     def shape(self) -> str:
@@ -68,9 +68,7 @@ _ENTRIES: dict[str, Entry] = {}
 def add(entry: Entry) -> Entry:
     """Adds a data set to the catalogue, so that its name can be opened."""
     if _ENTRIES.setdefault(entry.name, entry) != entry:
-        raise SettingsError(
-            f"the name {entry.name!r} is taken by another data set of the catalogue; choose another"
-        )
+        raise SettingsError(f"the name {entry.name!r} is taken by another data set of the catalogue; choose another")
     return entry
 
 
@@ -96,16 +94,14 @@ def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True)
     """
     place = str(root) if root else entry.place
     if not place:
-        raise DataError(
-            f"{entry.name} is not shipped: get it from {entry.home}; then set root to {entry.shape}"
-        )
-    found = kind_of(place)
-    if found is None:
+        raise DataError(f"{entry.name} is not shipped: get it from {entry.home}; then set root to {entry.shape}")
+    kind_and_place = detect_kind(place)
+    if kind_and_place is None:
         raise DataError(
             f"{place} is not there, so {entry.name} cannot be opened; set root to {entry.shape} "
             f"(to be had from {entry.home})"
         )
-    data = _read(entry, *found)
+    data = _read(entry, *kind_and_place)
     return _check(entry, place, _arrange(entry, place, data), check)
 
 
@@ -118,52 +114,52 @@ def _read(entry: Entry, kind: str, place: str) -> Dataset:
         options["layout"] = entry.layout
     elif kind == "hub":
         options = dict(entry.columns)
-    return call(entry.name, kinds()[kind], place, options)
+    return call_reader(entry.name, kinds()[kind], place, options)
 
 
 def _plain(name: str) -> str:
     """A name without case, blanks, underscores and hyphens, in which copies differ."""
-    return "".join(letter for letter in text(name).casefold() if letter.isalnum())
+    return "".join(letter for letter in normalise_unicode(name).casefold() if letter.isalnum())
 
 
 def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
     """The entry's spelling and order of classes and domains, without what the papers leave out."""
-    other = {_plain(alias): _plain(name) for alias, name in entry.aliases.items()}
+    aliases = {_plain(alias): _plain(name) for alias, name in entry.aliases.items()}
 
     def plain(name: str) -> str:
-        return other.get(_plain(name), _plain(name))
+        return aliases.get(_plain(name), _plain(name))
 
-    gone = {_plain(name) for name in entry.without}
-    ordered = entry.classes or tuple(one for one in data.classes if _plain(one) not in gone)
+    excluded = {_plain(name) for name in entry.without}
+    ordered = entry.classes or tuple(class_name for class_name in data.classes if _plain(class_name) not in excluded)
     number = {_plain(name): index for index, name in enumerate(ordered)}
-    found = [plain(name) for name in data.classes]
+    class_keys = [plain(name) for name in data.classes]
     strange = [
         name
-        for name, key in zip(data.classes, found, strict=True)
-        if key not in number and _plain(name) not in gone and not entry.subset
+        for name, key in zip(data.classes, class_keys, strict=True)
+        if key not in number and _plain(name) not in excluded and not entry.subset
     ]
-    missing = [name for name in ordered if _plain(name) not in found]
+    missing = [name for name in ordered if _plain(name) not in class_keys]
     if strange or missing:
-        says = [f"it lacks {listing(missing)}"] if missing else []
-        says += [f"it has {listing(strange)} besides"] if strange else []
+        problems = [f"it lacks {join_names(missing)}"] if missing else []
+        problems += [f"it has {join_names(strange)} besides"] if strange else []
         raise DataError(
             f"the classes of {place} are not those of {entry.name} ({len(ordered)} classes): "
-            f"{' and '.join(says)}; get it from {entry.home}"
+            f"{' and '.join(problems)}; get it from {entry.home}"
         )
-    labels = np.array([number.get(key, -1) for key in found], dtype=np.int64)[data.labels]
-    kept = np.flatnonzero(labels >= 0)
+    labels = np.array([number.get(key, -1) for key in class_keys], dtype=np.int64)[data.labels]
+    selected = np.flatnonzero(labels >= 0)
     spelled = {_plain(name): name for name in entry.domains}
-    domains = [spelled.get(plain(name), name) for name in data.domains[kept].tolist()]
+    domains = [spelled.get(plain(name), name) for name in data.domains[selected].tolist()]
     return replace(
         data,
         name=entry.name,
         classes=tuple(name.replace("_", " ") for name in ordered),
-        source=Chosen(data.source, kept) if len(kept) < len(labels) else data.source,
-        labels=labels[kept],
+        source=SourceSubset(data.source, selected) if len(selected) < len(labels) else data.source,
+        labels=labels[selected],
         domains=np.array(domains, dtype=np.str_),
-        clients=data.clients[kept],
-        splits=data.splits[kept],
-        groups=None if data.groups is None else data.groups[kept],
+        clients=data.clients[selected],
+        splits=data.splits[selected],
+        groups=None if data.groups is None else data.groups[selected],
         templates=entry.templates,
     )
 
@@ -172,15 +168,15 @@ def _check(entry: Entry, place: str, data: Dataset, rows: bool) -> Dataset:
     held = Counter(data.domains.tolist())
     if entry.domains and set(held) != set(entry.domains):
         raise DataError(
-            f"the domains of {place} are {listing(sorted(held))}, those of {entry.name} are "
-            f"{listing(list(entry.domains))}; set root to {entry.shape}"
+            f"the domains of {place} are {join_names(sorted(held))}, those of {entry.name} are "
+            f"{join_names(list(entry.domains))}; set root to {entry.shape}"
         )
     if not rows:
         return data
     short = [
-        f"{domain} has {held[domain]:,} of {known:,}"
-        for domain, known in entry.domains.items()
-        if known and held[domain] != known
+        f"{domain} has {held[domain]:,} of {expected:,}"
+        for domain, expected in entry.domains.items()
+        if expected and held[domain] != expected
     ]
     if entry.total and len(data.labels) != entry.total:
         short.append(f"{len(data.labels):,} of {entry.total:,} in all")

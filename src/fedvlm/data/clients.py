@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fedvlm.core.schema import AMOUNT, COUNT, POSITIVE, SHARE, read_fields, several, within
+from fedvlm.core.schema import COUNT, FRACTION, NON_NEGATIVE, POSITIVE, list_field, ranged_field, read_fields
 from fedvlm.errors import SettingsError
 
-HELD = 4  # validation rows of a class at most, where training rows are counted: CoOp's
+MAX_VAL_SHOTS = 4  # validation rows of a class at most, where training rows are counted: CoOp's
 By = Literal[
     "domain",
     "own",
@@ -24,31 +24,31 @@ By = Literal[
 class Clients:
     partition: By = "domain"  # own: the data's own client column (writers, sites)
     # clients where rows are dealt; of each domain for domain-dirichlet
-    count: int = within(10, COUNT)
-    alpha: float = within(0.3, POSITIVE)  # Dirichlet concentration
-    min_samples: int = within(10, COUNT)  # training rows a Dirichlet client has at least
-    shots: int = within(0, AMOUNT)  # training rows per class and client; 0: all
+    count: int = ranged_field(10, COUNT)
+    alpha: float = ranged_field(0.3, POSITIVE)  # Dirichlet concentration
+    min_samples: int = ranged_field(10, COUNT)  # training rows a Dirichlet client has at least
+    shots: int = ranged_field(0, NON_NEGATIVE)  # training rows per class and client; 0: all
     # likewise; left out: as many as shots, 4 at most
-    val_shots: int | None = within(None, AMOUNT)
+    val_shots: int | None = ranged_field(None, NON_NEGATIVE)
     ratios: tuple[float, float, float] = (0.6, 0.2, 0.2)  # train, validation, test
-    calibration_ratio: float | None = within(
-        None, SHARE
+    calibration_ratio: float | None = ranged_field(
+        None, FRACTION
     )  # share of validation rows set aside; own data: a third
-    domains: tuple[str, ...] = several()  # whose rows become clients; empty: all
-    public_ratio: float = within(
-        0.0, SHARE
+    domains: tuple[str, ...] = list_field()  # whose rows become clients; empty: all
+    public_ratio: float = ranged_field(
+        0.0, FRACTION
     )  # share set aside as nobody's rows, for methods that adapt to a reference
 
     def __post_init__(self) -> None:
         read_fields("clients", self)
-        shares = self.ratios
-        if min(shares) < 0 or shares[0] == 0 or not abs(sum(shares) - 1) < 1e-9:
+        ratios = self.ratios
+        if min(ratios) < 0 or ratios[0] == 0 or not abs(sum(ratios) - 1) < 1e-9:
             raise SettingsError(
-                f"clients.ratios = {list(shares)} do not fit; they are above 0 for train, not "
-                f"negative, and sum to 1, not {sum(shares):g}"
+                f"clients.ratios = {list(ratios)} do not fit; they are above 0 for train, not "
+                f"negative, and sum to 1, not {sum(ratios):g}"
             )
 
     @property
-    def held(self) -> int:
+    def n_val_shots(self) -> int:
         """Validation rows per class and client, 0 for all: those who train on few choose on few."""
-        return min(self.shots, HELD) if self.val_shots is None else self.val_shots
+        return min(self.shots, MAX_VAL_SHOTS) if self.val_shots is None else self.val_shots

@@ -6,15 +6,15 @@ import numpy as np
 
 from fedvlm.data import splits
 from fedvlm.data.clients import Clients
-from fedvlm.data.splits import PARTS, Ints
+from fedvlm.data.splits import SPLITS, Ints
 from fedvlm.data.superclasses import superclasses
 from fedvlm.seeds import numbers
 
-SHARDS = 2  # per client, as the paper on federated averaging has it
-FINE = 10.0  # concentration within a superclass, as the public code of FedOTP has it
+SHARDS_PER_CLIENT = 2  # per client, as the paper on federated averaging has it
+FINE_ALPHA = 10.0  # concentration within a superclass, as the public code of FedOTP has it
 
 
-def owners(
+def assign_clients(
     labels: Ints,
     parts: Ints,
     clients: Clients,
@@ -29,15 +29,15 @@ def owners(
     if clients.partition == "pathological":
         return splits.pathological(len(classes), count, drawn)[labels]
     if clients.partition == "iid":
-        return _each_part(parts, lambda rows: _evenly(rows, count, drawn))
+        return _assign_per_split(parts, lambda rows: _assign_evenly(rows, count, drawn))
     if clients.partition == "shards":
-        return shards(labels, parts, count, drawn)
+        return assign_shards(labels, parts, count, drawn)
     if clients.partition == "coarse":
-        return coarse(labels, parts, superclasses(classes), count, drawn)
+        return assign_superclasses(labels, parts, superclasses(classes), count, drawn)
     groups = superclasses(classes) if clients.partition == "coarse-dirichlet" else []
 
     def draw(rng: np.random.Generator) -> splits.Floats:
-        return two_levels(groups, count, clients.alpha, rng)[np.unique(labels)]
+        return two_level_proportions(groups, count, clients.alpha, rng)[np.unique(labels)]
 
     return splits.dirichlet(
         labels,
@@ -51,41 +51,39 @@ def owners(
     )
 
 
-def _each_part(parts: Ints, deal: splits.Deal) -> Ints:
+def _assign_per_split(parts: Ints, assign: splits.Assigner) -> Ints:
     """Train, validation and test rows dealt by themselves, so that each client has its part."""
     owner = np.empty(len(parts), dtype=np.int64)
-    for part in range(len(PARTS)):
+    for part in range(len(SPLITS)):
         rows = np.flatnonzero(parts == part)
-        owner[rows] = deal(rows)
+        owner[rows] = assign(rows)
     return owner
 
 
-def _evenly(rows: Ints, count: int, rng: np.random.Generator) -> Ints:
+def _assign_evenly(rows: Ints, count: int, rng: np.random.Generator) -> Ints:
     """At random, no client more than one row ahead of another."""
     owner = np.empty(len(rows), dtype=np.int64)
     owner[rng.permutation(len(rows))] = np.arange(len(rows)) % count
     return owner
 
 
-def shards(labels: Ints, parts: Ints, count: int, rng: np.random.Generator) -> Ints:
+def assign_shards(labels: Ints, parts: Ints, count: int, rng: np.random.Generator) -> Ints:
     """Rows sorted by class are cut into equal shards, of which every client is dealt SHARDS.
 
     A shard is the same stretch of train, validation and test, so that a client is tested on the
     classes it trains on.
     """
-    order = rng.permutation(SHARDS * count) % count  # the client of each shard
+    order = rng.permutation(SHARDS_PER_CLIENT * count) % count  # the client of each shard
 
-    def deal(rows: Ints) -> Ints:
+    def assign_samples(rows: Ints) -> Ints:
         place = np.empty(len(rows), dtype=np.int64)
         place[np.argsort(labels[rows], kind="stable")] = np.arange(len(rows))
         return order[place * len(order) // max(1, len(rows))]
 
-    return _each_part(parts, deal)
+    return _assign_per_split(parts, assign_samples)
 
 
-def coarse(
-    labels: Ints, parts: Ints, groups: Sequence[str], count: int, rng: np.random.Generator
-) -> Ints:
+def assign_superclasses(labels: Ints, parts: Ints, groups: Sequence[str], count: int, rng: np.random.Generator) -> Ints:
     """A superclass to each client, or several to each if clients are fewer.
 
     The clients of a superclass share all its classes evenly, as figure A5 of FedOTP has it.
@@ -94,28 +92,26 @@ def coarse(
     spread = np.arange(max(count, len(names)))
     superclass, client = spread * len(names) // len(spread), spread * count // len(spread)
 
-    def deal(rows: Ints) -> Ints:
+    def assign_samples(rows: Ints) -> Ints:
         owner = np.empty(len(rows), dtype=np.int64)
         for label in np.unique(labels[rows]):
-            mine = np.flatnonzero(labels[rows] == label)
+            in_class = np.flatnonzero(labels[rows] == label)
             those = client[superclass == group[label]]
-            owner[mine] = those[(_evenly(mine, len(those), rng) + label) % len(those)]
+            owner[in_class] = those[(_assign_evenly(in_class, len(those), rng) + label) % len(those)]
         return owner
 
-    return _each_part(parts, deal)
+    return _assign_per_split(parts, assign_samples)
 
 
-def two_levels(
-    groups: Sequence[str], count: int, alpha: float, rng: np.random.Generator
-) -> splits.Floats:
+def two_level_proportions(groups: Sequence[str], count: int, alpha: float, rng: np.random.Generator) -> splits.Floats:
     """(classes, clients): what share of a class each client has.
 
     A client draws how much it likes each superclass (alpha), and in it each class (FINE).
     """
     names, group = np.unique(groups, return_inverse=True)
-    likes = rng.dirichlet(np.full(len(names), alpha), size=count)[:, group]
+    proportions = rng.dirichlet(np.full(len(names), alpha), size=count)[:, group]
     for number in range(len(names)):
-        mine = np.flatnonzero(group == number)
-        likes[:, mine] *= rng.dirichlet(np.full(len(mine), FINE), size=count)
-    likes = likes.T + 1e-300  # a class that nobody likes is everyone's
-    return np.asarray(likes / likes.sum(1, keepdims=True), dtype=np.float64)
+        in_group = np.flatnonzero(group == number)
+        proportions[:, in_group] *= rng.dirichlet(np.full(len(in_group), FINE_ALPHA), size=count)
+    proportions = proportions.T + 1e-300  # a class that nobody likes is everyone's
+    return np.asarray(proportions / proportions.sum(1, keepdims=True), dtype=np.float64)

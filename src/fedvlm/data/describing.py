@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from fedvlm.data.table import clean
+from fedvlm.data.table import readable_name
 from fedvlm.errors import SettingsError
 
-WORDS = 15  # of a sentence: what the paper asks for, and short enough for every text tower
-ASKED = (
+MAX_SENTENCE_WORDS = 15  # of a sentence: what the paper asks for, and short enough for every text tower
+QUESTION_PROMPT = (
     "Here is {about}. Its categories include {classes}. Write {count} questions, one on each line, "
     "that ask how a category looks: its shape, colour, texture, parts or surroundings."
 )
-ANSWERED = (
+ANSWER_PROMPT = (
     "{question}\nWrite 3 or 4 sentences, each of fewer than {words} words, that say how a typical "
     'image of {name} looks. Each sentence starts with "The {name}" and names one thing to see.'
 )
 Writer = Callable[[str, int], str]  # a prompt and how many tokens to write at most
 
 
-def describe(
+def write_descriptions(
     classes: Sequence[str],
     about: str,
     write: Writer,
@@ -35,43 +35,41 @@ def describe(
 ) -> dict[str, list[str]]:
     """Sentences by class; a class the model has nothing to say about has an empty list."""
     report = progress or (lambda done, total: None)
-    names = [clean(one) for one in classes]
-    asked = write(
-        ASKED.format(about=about, classes=", ".join(names[:10]), count=questions), 40 * questions
-    )
-    found = lines(asked)[:questions] or ["What does it look like?"]
+    names = [readable_name(class_name) for class_name in classes]
+    answer = write(QUESTION_PROMPT.format(about=about, classes=", ".join(names[:10]), count=questions), 40 * questions)
+    question_list = split_lines(answer)[:questions] or ["What does it look like?"]
     out: dict[str, list[str]] = {}
     for done, name in enumerate(classes):
-        said: list[str] = []
-        for number, question in enumerate(found):
-            prompt = ANSWERED.format(question=question, words=WORDS, name=clean(name))
-            said += sentences(write(prompt, 8 * WORDS), clean(name))
-            report(done * len(found) + number + 1, len(classes) * len(found))
-        out[name] = list(dict.fromkeys(said))
+        class_sentences: list[str] = []
+        for number, question in enumerate(question_list):
+            prompt = ANSWER_PROMPT.format(question=question, words=MAX_SENTENCE_WORDS, name=readable_name(name))
+            class_sentences += split_sentences(write(prompt, 8 * MAX_SENTENCE_WORDS), readable_name(name))
+            report(done * len(question_list) + number + 1, len(classes) * len(question_list))
+        out[name] = list(dict.fromkeys(class_sentences))
     return out
 
 
-def lines(text: str) -> list[str]:
+def split_lines(text: str) -> list[str]:
     """Lines of words, without the numbers and bullets before them."""
     bare = [re.sub(r"^[\s\d.):*•-]+", "", line).strip() for line in text.splitlines()]
     return [line for line in bare if re.search(r"\w\w", line)]
 
 
-def sentences(text: str, name: str) -> list[str]:
+def split_sentences(text: str, name: str) -> list[str]:
     """Each names its class and is cut to a length that text towers read."""
     out = []
-    for line in lines(text):
+    for line in split_lines(text):
         for part in re.split(r"(?<=[.!?])\s+", line):
-            words = part.split()[:WORDS]
+            words = part.split()[:MAX_SENTENCE_WORDS]
             if not re.search(r"\w\w", " ".join(words)):
                 continue
-            whole = " ".join(words).rstrip(".!?,;: ")
-            named = name in whole.lower()
-            out.append(whole + "." if named else f"The {name}: {whole}.")
+            sentence = " ".join(words).rstrip(".!?,;: ")
+            named = name in sentence.lower()
+            out.append(sentence + "." if named else f"The {name}: {sentence}.")
     return out
 
 
-def local_writer(folder: str | Path) -> Writer:
+def load_writer(folder: str | Path) -> Writer:
     """A causal language model of the transformers library in a folder; nothing is downloaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,16 +87,16 @@ def local_writer(folder: str | Path) -> Writer:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     room = getattr(model.config, "max_position_embeddings", 1 << 20)
 
-    def write(prompt: str, most: int) -> str:
+    def write(prompt: str, max_tokens: int) -> str:
         if tokenizer.chat_template:
-            said = [{"role": "user", "content": prompt}]
-            prompt = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"][:, -max(1, room - most) :]
+            messages = [{"role": "user", "content": prompt}]
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"][:, -max(1, room - max_tokens) :]
         with torch.inference_mode():
             done = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=most,
+                max_new_tokens=max_tokens,
                 do_sample=False,
                 num_beams=1,
                 pad_token_id=pad,

@@ -5,15 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedvlm.data import sources
-from fedvlm.data.table import SPLITS, Dataset, Source, tabulate, text
-from fedvlm.errors import DataError, SettingsError, listing, nearest
+from fedvlm.data.table import SPLIT_ALIASES, Dataset, Source, normalise_unicode, tabulate
+from fedvlm.errors import DataError, SettingsError, join_names, suggest_path
 
-WORDS = ("class", "domain", "client", "split", "*")
+LAYOUT_LEVELS = ("class", "domain", "client", "split", "*")
 
 
-def read_folder(
-    path: str | Path, layout: str | None = None, classes: Sequence[str] | None = None
-) -> Dataset:
+def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[str] | None = None) -> Dataset:
     """A folder or a .zip of `class/image`, `domain/class/image`, `client/class/image`, ...
 
     The layout names the folders from the top to the images; `*` is a folder that says nothing.
@@ -26,18 +24,14 @@ def read_folder(
     elif root.is_file():
         files, folders = sources.list_archive(root)
     else:
-        raise DataError(f"there is no {root}; {nearest(root)}name a folder or a .zip of images")
+        raise DataError(f"there is no {root}; {suggest_path(root)}name a folder or a .zip of images")
     if not files:
         raise DataError(
-            f"{root} has no images; they end in {', '.join(sources.SUFFIXES)}, "
-            "in folders named after their class"
+            f"{root} has no images; they end in {', '.join(sources.SUFFIXES)}, in folders named after their class"
         )
     depths = sorted({file.count("/") for file in files})
     if len(depths) > 1:
-        shallow, deep = (
-            next(file for file in files if file.count("/") == depth)
-            for depth in (depths[0], depths[-1])
-        )
+        shallow, deep = (next(file for file in files if file.count("/") == depth) for depth in (depths[0], depths[-1]))
         raise DataError(
             f"{root} has images {depths[0]} and {depths[-1]} folders deep ({shallow}, {deep}); "
             "put all at one depth, as domain/class/image"
@@ -48,13 +42,13 @@ def read_folder(
     if skipped not in (0, 1) or (skipped == 1 and len(tops) > 1):
         raise DataError(
             f"{root} does not have the layout {'/'.join(words)}: its images are {depths[0]} "
-            f"folders deep, as {files[0]}; name the layout that fits, of {', '.join(WORDS)}"
+            f"folders deep, as {files[0]}; name the layout that fits, of {', '.join(LAYOUT_LEVELS)}"
         )
     source: Source = sources.Files(root, files) if root.is_dir() else sources.Archive(root, files)
     named = zip(*(_folders(file)[skipped:] for file in files), strict=True)
     levels = dict(zip(words, named, strict=True))
     if classes is None:
-        inside = [one for one in folders if not skipped or _top(one) in tops]
+        inside = [folder for folder in folders if not skipped or _top(folder) in tops]
         _check_empty(root, levels["class"], inside, skipped + words.index("class"))
     table = tabulate(
         root.stem,
@@ -68,19 +62,17 @@ def read_folder(
     return replace(table, notes=_notes(root, files, folders, words, skipped))
 
 
-def _notes(
-    root: Path, files: list[str], folders: list[str], words: list[str], skipped: int
-) -> tuple[str, ...]:
+def _notes(root: Path, files: list[str], folders: list[str], words: list[str], skipped: int) -> tuple[str, ...]:
     """Files that are no images, and sites without one."""
     notes = []
-    if other := sources.passed_over(root):
-        notes.append(f"passed over, as they are no images: {listing(other, 3)}")
+    if ignored := sources.list_ignored_files(root):
+        notes.append(f"passed over, as they are no images: {join_names(ignored, 3)}")
     site = next((word for word in ("client", "domain") if word in words), None)
     if site is not None:
         level = skipped + words.index(site)
         full = {file.split("/")[level] for file in files}
-        there = {one.split("/")[level] for one in folders if one.count("/") >= level}
-        notes += [f"{site} {one!r} has no images and is left out" for one in sorted(there - full)]
+        site_names = {name.split("/")[level] for name in folders if name.count("/") >= level}
+        notes += [f"{site} {name!r} has no images and is left out" for name in sorted(site_names - full)]
     return tuple(notes)
 
 
@@ -94,10 +86,10 @@ def _top(path: str) -> str:
 
 def _parse(layout: str, depth: int) -> list[str]:
     """The words of a layout, or of the one of several (with | between) that is as deep."""
-    several = [one.strip("/").split("/") for one in layout.split("|")]
-    words = next((one for one in several if len(one) == depth), several[0])
+    several = [variant.strip("/").split("/") for variant in layout.split("|")]
+    words = next((variant for variant in several if len(variant) == depth), several[0])
     named = [word for word in words if word != "*"]
-    if set(words) - set(WORDS) or words.count("class") != 1 or len(set(named)) < len(named):
+    if set(words) - set(LAYOUT_LEVELS) or words.count("class") != 1 or len(set(named)) < len(named):
         raise SettingsError(
             f"layout = {layout!r} does not fit; it names the folders above an image, with class "
             'once and any of domain, client, split and * (says nothing), as "domain/class"'
@@ -109,7 +101,7 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
     tops = sorted({_top(file) for file in files})
     if depth == 3 and len(tops) == 1:  # one folder around everything
         depth, tops = 2, sorted({_folders(file)[1] for file in files})
-    split = all(top.lower() in SPLITS for top in tops)
+    split = all(top.lower() in SPLIT_ALIASES for top in tops)
     guesses = {
         1: ["class"],
         2: ["split", "class"] if split else ["domain", "class"],
@@ -118,7 +110,7 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
     if not guesses.get(depth):
         raise DataError(
             f"the layout of {root} cannot be guessed: its images are {depth} folders deep, as "
-            f"{files[0]}, and the top folders are {listing(tops)}; put them in class/ or in "
+            f"{files[0]}, and the top folders are {join_names(tops)}; put them in class/ or in "
             'domain/class/, or name the layout, as "client/class"'
         )
     return guesses[depth]
@@ -126,10 +118,10 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
 
 def _check_empty(root: Path, labels: Sequence[str], folders: list[str], level: int) -> None:
     """A folder where a class should be, without an image in any domain, is a class forgotten."""
-    full = {text(label) for label in labels}
+    full = {normalise_unicode(label) for label in labels}
     for folder in folders:
         parts = folder.split("/")
-        if len(parts) == level + 1 and text(parts[level]) not in full:
+        if len(parts) == level + 1 and normalise_unicode(parts[level]) not in full:
             raise DataError(
                 f"{root}: class {parts[level]!r} has no images (the folder {folder} is empty); "
                 "add some or remove the folder"

@@ -7,12 +7,12 @@ from typing import Any
 from fedvlm import hub
 from fedvlm.data.sources import Arrow
 from fedvlm.data.table import Dataset, tabulate
-from fedvlm.errors import DataError, listing
+from fedvlm.errors import DataError, join_names
 
-LABELS = ("label", "labels", "class")  # what a column is called if nobody says
-DOMAINS = ("domain",)
-CLIENTS = ("client", "writer_id", "client_id")
-WITHOUT = (
+LABEL_COLUMNS = ("label", "labels", "class")  # what a column is called if nobody says
+DOMAIN_COLUMNS = ("domain",)
+CLIENT_COLUMNS = ("client", "writer_id", "client_id")
+OFFLINE_REMEDY = (
     "without the Hub, run datasets.load_dataset(ID).save_to_disk(DIR) where there is a network, "
     "copy DIR here and open hub:DIR"
 )
@@ -36,9 +36,9 @@ def read_hub(
     rows = _join(parts)
     columns = rows.features
     image = _column(str(path), columns, "image", image, _images(columns))
-    label = _column(str(path), columns, "label", label, LABELS)
-    domain = _optional(str(path), columns, "domain", domain, DOMAINS)
-    client = _optional(str(path), columns, "client", client, CLIENTS)
+    label = _column(str(path), columns, "label", label, LABEL_COLUMNS)
+    domain = _optional(str(path), columns, "domain", domain, DOMAIN_COLUMNS)
+    client = _optional(str(path), columns, "client", client, CLIENT_COLUMNS)
     splits = [name for name, part in parts.items() for _ in range(len(part))]
     return tabulate(
         Path(str(path)).name,
@@ -64,18 +64,14 @@ def _load(path: str) -> dict[str, Any]:
         raise DataError(f"opening {path} needs datasets; install fedvlm[datasets]") from error
     saved = Path(path).is_dir()
     if saved and not is_saved(Path(path)):
-        raise DataError(
-            f"{path} was not written by save_to_disk; name its parent, or open it as a folder"
-        )
-    if not saved and not _cached(path) and (why := hub.unreachable()):
-        raise DataError(f"{path} cannot be loaded ({why}); {WITHOUT}")
+        raise DataError(f"{path} was not written by save_to_disk; name its parent, or open it as a folder")
+    if not saved and not _cached(path) and (reason := hub.unreachable_reason()):
+        raise DataError(f"{path} cannot be loaded ({reason}); {OFFLINE_REMEDY}")
     try:
         loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
     except Exception as error:  # the library and the Hub client raise dozens of kinds
-        remedy = "save it again" if saved else WITHOUT
-        raise DataError(
-            f"{path} cannot be loaded ({type(error).__name__}: {_first_line(error)}); {remedy}"
-        ) from error
+        remedy = "save it again" if saved else OFFLINE_REMEDY
+        raise DataError(f"{path} cannot be loaded ({type(error).__name__}: {_first_line(error)}); {remedy}") from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
@@ -104,34 +100,27 @@ def _images(columns: Any) -> tuple[str, ...]:
     return tuple(name for name, kind in columns.items() if isinstance(kind, datasets.Image))
 
 
-def _column(path: str, columns: Any, what: str, name: str | None, usual: Sequence[str]) -> str:
-    found = _optional(path, columns, what, name, usual)
-    if found is None:
+def _column(path: str, columns: Any, role: str, name: str | None, usual: Sequence[str]) -> str:
+    column = _optional(path, columns, role, name, usual)
+    if column is None:
         raise DataError(
-            f"{path} has no column for the {what}; its columns are {listing(list(columns))}; "
-            f"name it, as {what}=COLUMN"
+            f"{path} has no column for the {role}; its columns are {join_names(list(columns))}; "
+            f"name it, as {role}=COLUMN"
         )
-    return found
+    return column
 
 
-def _optional(
-    path: str, columns: Any, what: str, name: str | None, usual: Sequence[str]
-) -> str | None:
+def _optional(path: str, columns: Any, role: str, name: str | None, usual: Sequence[str]) -> str | None:
     if name is not None and name not in columns:
-        raise DataError(
-            f"{path} has no column {name!r} for the {what}; its columns are "
-            f"{listing(list(columns))}"
-        )
-    return name or next((one for one in usual if one in columns), None)
+        raise DataError(f"{path} has no column {name!r} for the {role}; its columns are {join_names(list(columns))}")
+    return name or next((title for title in usual if title in columns), None)
 
 
 def _undecoded(rows: Any, image: str) -> Any:
     import datasets
 
     if not isinstance(rows.features[image], datasets.Image):
-        raise DataError(
-            f"the column {image!r} holds {rows.features[image]}, not images; name another"
-        )
+        raise DataError(f"the column {image!r} holds {rows.features[image]}, not images; name another")
     return rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
 
 

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.data.sources import Pixels
-from fedvlm.data.table import Dataset, column, split_column
+from fedvlm.data.table import Dataset, split_column, string_column
 from fedvlm.errors import DataError
 
 CLASSES = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
-SIDE = 28
+IMAGE_SIDE = 28
 
 
 def is_leaf(folder: Path) -> bool:
@@ -36,7 +36,7 @@ def read_leaf(path: str | Path) -> Dataset:
     folders = {name: root / name for name in ("train", "test")} if split else {"": root}
     pixels, labels, writers, names, splits = [], [], [], [], []
     for part, folder in folders.items():
-        for file in sorted(one for one in folder.glob("*.json") if one.is_file()):
+        for file in sorted(json_file for json_file in folder.glob("*.json") if json_file.is_file()):
             for writer, (x, y) in sorted(_writers(file).items()):
                 pixels.append(x)
                 labels += y
@@ -45,8 +45,7 @@ def read_leaf(path: str | Path) -> Dataset:
                 splits += [part] * len(y)
     if not labels:
         raise DataError(
-            f"{root} has no LEAF data; name the folder with its .json files, or the one with "
-            "train/ and test/"
+            f"{root} has no LEAF data; name the folder with its .json files, or the one with train/ and test/"
         )
     source = Pixels(np.concatenate(pixels), names)
     present, ids = np.unique(np.array(labels, dtype=np.int64), return_inverse=True)
@@ -55,8 +54,8 @@ def read_leaf(path: str | Path) -> Dataset:
         classes=tuple(CLASSES[label] for label in present),
         source=source,
         labels=ids.astype(np.int64),
-        domains=column(None, len(labels)),
-        clients=column(writers, len(labels)),
+        domains=string_column(None, len(labels)),
+        clients=string_column(writers, len(labels)),
         splits=split_column(root.name, source, splits, len(labels)),
         templates=("a picture of the character: {}",),
     )
@@ -64,20 +63,20 @@ def read_leaf(path: str | Path) -> Dataset:
 
 def _writers(file: Path) -> dict[str, tuple[NDArray[np.uint8], list[int]]]:
     """Images (rows, 28, 28) and labels of each writer of one file."""
-    found = {}
+    writers = {}
     try:
         data = json.loads(file.read_text(encoding="utf-8"))["user_data"]
         for writer, rows in data.items():
-            x = np.asarray(rows["x"], dtype=np.float64).reshape(-1, SIDE, SIDE)
+            x = np.asarray(rows["x"], dtype=np.float64).reshape(-1, IMAGE_SIDE, IMAGE_SIDE)
             y = [int(label) for label in rows["y"]]
             if len(x) != len(y) or not np.isfinite(x).all() or x.min() < 0 or x.max() > 1:
                 raise ValueError(f"writer {writer}: {len(x)} images, {len(y)} labels")
             if y and not 0 <= min(y) <= max(y) < len(CLASSES):
                 raise ValueError(f"writer {writer}: labels {min(y)} to {max(y)}")
-            found[str(writer)] = np.rint(x * 255).astype(np.uint8), y
+            writers[str(writer)] = np.rint(x * 255).astype(np.uint8), y
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise DataError(
             f"{file} is not LEAF's FEMNIST ({type(error).__name__}: {error}); each writer has x, "
-            f"lists of {SIDE * SIDE} values from 0 to 1, and y, labels from 0 to {len(CLASSES) - 1}"
+            f"lists of {IMAGE_SIDE * IMAGE_SIDE} values from 0 to 1, and y, labels from 0 to {len(CLASSES) - 1}"
         ) from error
-    return found
+    return writers

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.data.sources import Files
-from fedvlm.data.table import Dataset, nameless, tabulate
-from fedvlm.errors import DataError, listing, nearest
+from fedvlm.data.table import Dataset, anonymise_groups, tabulate
+from fedvlm.errors import DataError, join_names, suggest_path
 
-NEEDED = ("path", "label")
+REQUIRED_COLUMNS = ("path", "label")
 OPTIONAL = ("client", "domain", "split", "group")
 
 
@@ -23,13 +23,13 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
     """
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"there is no manifest {file}; {nearest(file)}name a .csv or .parquet file")
+        raise DataError(f"there is no manifest {file}; {suggest_path(file)}name a .csv or .parquet file")
     columns = _columns(file)
-    for needed in NEEDED:
-        if needed not in columns:
+    for required in REQUIRED_COLUMNS:
+        if required not in columns:
             raise DataError(
-                f"the manifest {file} has no column {needed!r}; it has {listing(list(columns))}; "
-                f"it needs {' and '.join(NEEDED)}, and may have {', '.join(OPTIONAL)}; "
+                f"the manifest {file} has no column {required!r}; it has {join_names(list(columns))}; "
+                f"it needs {' and '.join(REQUIRED_COLUMNS)}, and may have {', '.join(OPTIONAL)}; "
                 f"if it holds embeddings: --encoder store:{file}"
             )
     names = _paths(file, file.parent, columns["path"])
@@ -41,7 +41,7 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
         *(columns.get(key) for key in ("domain", "client", "split")),
     )
     groups = columns.get("group")
-    return table if groups is None else replace(table, groups=nameless(groups))
+    return table if groups is None else replace(table, groups=anonymise_groups(groups))
 
 
 def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
@@ -51,9 +51,7 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     """
     file = Path(path)
     if not file.is_file():
-        raise DataError(
-            f"there is no split file {file}; {nearest(file)}name a split_zhou_*.json of CoOp"
-        )
+        raise DataError(f"there is no split file {file}; {suggest_path(file)}name a split_zhou_*.json of CoOp")
     form = 'it must hold {"train": [[path, label, class], ...], "val": ..., "test": ...}'
     try:
         parts = json.loads(file.read_text(encoding="utf-8"))
@@ -70,14 +68,11 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     for name, label, title, _ in rows:
         if titles.setdefault(label, title) != title:
             raise DataError(
-                f"{file}: label {label} is {titles[label]!r} and, at {name}, {title!r}; "
-                "a label has one class"
+                f"{file}: label {label} is {titles[label]!r} and, at {name}, {title!r}; a label has one class"
             )
     classes = [titles[label] for label in sorted(titles)]
     if sorted(titles) != list(range(len(titles))) or len(set(classes)) < len(classes):
-        raise DataError(
-            f"{file}: the labels are not 0, 1, 2, ... with one class each; get it again"
-        )
+        raise DataError(f"{file}: the labels are not 0, 1, 2, ... with one class each; get it again")
     root = _root(file, images, rows[0][0])
     return tabulate(
         file.stem.removeprefix("split_zhou_"),
@@ -88,7 +83,7 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
     )
 
 
-def csv_lines(file: Path, what: str) -> Iterator[list[str]]:
+def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:
     """The header of a CSV in small letters, then its lines, cells without blanks around them."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -98,31 +93,29 @@ def csv_lines(file: Path, what: str) -> Iterator[list[str]]:
             lines = csv.reader(stream, delimiter=max(",;\t", key=first.count), strict=True)
             header = [title.strip().lower() for title in next(lines, [])]
             if not header:
-                raise DataError(f"the {what} {file} is empty; its first line names its columns")
+                raise DataError(f"the {file_kind} {file} is empty; its first line names its columns")
             yield header
             for row, line in enumerate((line for line in lines if line), start=1):
                 if len(line) != len(header):
                     raise DataError(
-                        f"the {what} {file}: row {row} has {len(line)} cells and the header "
+                        f"the {file_kind} {file}: row {row} has {len(line)} cells and the header "
                         f"{len(header)}; quote cells that hold a comma"
                     )
                 yield [cell.strip() for cell in line]
     except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"the {what} {file} is no CSV in UTF-8 ({error}); save it so") from error
+        raise DataError(f"the {file_kind} {file} is no CSV in UTF-8 ({error}); save it so") from error
 
 
-def parquet_columns(file: Path, what: str) -> dict[str, list[Any]]:
+def parquet_columns(file: Path, file_kind: str) -> dict[str, list[Any]]:
     """The columns of a Parquet file by their titles in small letters."""
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise DataError(
-            f"reading {file} needs pyarrow; install fedvlm[datasets] or save it as .csv"
-        ) from error
+        raise DataError(f"reading {file} needs pyarrow; install fedvlm[datasets] or save it as .csv") from error
     try:
         columns: dict[str, list[Any]] = parquet.read_table(file).to_pydict()
     except (OSError, ValueError) as error:
-        raise DataError(f"the {what} {file} is no Parquet file ({error}); get it again") from error
+        raise DataError(f"the {file_kind} {file} is no Parquet file ({error}); get it again") from error
     return {title.strip().lower(): cells for title, cells in columns.items()}
 
 
@@ -141,7 +134,7 @@ def _paths(file: Path, root: Path, names: Sequence[str]) -> list[str]:
     top = root.resolve()
     below: dict[Path, bool] = {}  # folders already looked at
     for row, name in enumerate(names):
-        said = f"{file}: row {row + 1} names {name!r}"
+        location = f"{file}: row {row + 1} names {name!r}"
         image = top / name
         folder = image.parent
         if folder not in below:
@@ -150,20 +143,20 @@ def _paths(file: Path, root: Path, names: Sequence[str]) -> list[str]:
         if image.is_symlink():
             inside = image.resolve().is_relative_to(top)
         if not name or Path(name).is_absolute() or not inside:
-            raise DataError(f"{said}, which is not below {root}; use paths relative to {root}")
+            raise DataError(f"{location}, which is not below {root}; use paths relative to {root}")
         if not image.is_file():
-            raise DataError(f"{said}, which is not there; put the image in {root} or drop the row")
+            raise DataError(f"{location}, which is not there; put the image in {root} or drop the row")
     return list(names)
 
 
 def _root(file: Path, images: str | Path | None, first: str) -> Path:
     """Where the first image is: the place named, the file's folder, or a folder in it."""
-    here = file.parent
-    tried = [Path(images)] if images else [here, *sorted(p for p in here.iterdir() if p.is_dir())]
+    parent = file.parent
+    tried = [Path(images)] if images else [parent, *sorted(p for p in parent.iterdir() if p.is_dir())]
     for folder in tried:
         if (folder / first).is_file():
             return folder
     raise DataError(
         f"{first}, the first image of {file}, is not below "
-        f"{listing([str(folder) for folder in tried])}; name the folder of the images as images"
+        f"{join_names([str(folder) for folder in tried])}; name the folder of the images as images"
     )

@@ -9,11 +9,11 @@ import numpy as np
 
 from fedvlm.data.splits import Ints
 
-PLACES = ("train", "validation", "test", "calibration")
+SPLIT_FIELDS = ("train", "validation", "test", "calibration")
 
 
 @dataclass(frozen=True)
-class Member:
+class ClientSplit:
     """One client of the federation, as row numbers of the table."""
 
     id: str
@@ -24,7 +24,7 @@ class Member:
     calibration: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # nothing else's
 
 
-class Members(Mapping[str, Member]):
+class ClientSplits(Mapping[str, ClientSplit]):
     """Members by id, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -33,21 +33,21 @@ class Members(Mapping[str, Member]):
         self._rows = array("q")  # of one member after the other, part by part
         self._ends = array("q", [0])  # of every part of every member
 
-    def add(self, member: Member) -> None:
+    def add(self, member: ClientSplit) -> None:
         self._number[member.id] = len(self._number)
         self._domains.append(member.domain)
-        for part in PLACES:
+        for part in SPLIT_FIELDS:
             self._rows.frombytes(np.asarray(getattr(member, part), np.int64).tobytes())
             self._ends.append(len(self._rows))
 
-    def __getitem__(self, id: str) -> Member:
+    def __getitem__(self, id: str) -> ClientSplit:
         number = self._number[id]
-        first = number * len(PLACES)
-        ends = self._ends[first : first + len(PLACES) + 1].tolist()
+        first = number * len(SPLIT_FIELDS)
+        ends = self._ends[first : first + len(SPLIT_FIELDS) + 1].tolist()
         start = ends[0]
         rows = np.array(self._rows[start : ends[-1]], np.int64)  # a copy, the caller's own
         parts = [rows[a - start : b - start] for a, b in pairwise(ends)]
-        return Member(id, self._domains[number], *parts)
+        return ClientSplit(id, self._domains[number], *parts)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._number)

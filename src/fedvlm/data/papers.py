@@ -5,8 +5,8 @@ from pathlib import Path
 from fedvlm.data.catalogue import PHOTO, Entry, add, class_names
 
 LODO = "FedOT: a client per domain, 60/20/20, each domain held out in turn and scored on its 20 %"
-FEW = "FedOTP, TOFA: pathological, 10 clients without a common class, 16 shots"
-MANY = "FedOTP, TOFA: Dirichlet over 100 clients, alpha 0.3, 10 % of them per round"
+PATHOLOGICAL_16_SHOT = "FedOTP, TOFA: pathological, 10 clients without a common class, 16 shots"
+DIRICHLET_100_CLIENTS = "FedOTP, TOFA: Dirichlet over 100 clients, alpha 0.3, 10 % of them per round"
 COOP = "the page of the data set, with the split file from the data instructions of CoOp"
 DOMAINNET = {
     "clipart": 48129,
@@ -25,7 +25,7 @@ ENTRIES = (
         classes=class_names("demo"),
         domains=dict.fromkeys(("fluent-flat", "high-contrast", "noto", "twemoji"), 424),
         protocol="a client per drawing style",
-        note="emoji of several vendors' styles as domains",
+        comment="emoji of several vendors' styles as domains",
     ),
     Entry(
         "pacs",
@@ -59,8 +59,7 @@ ENTRIES = (
         classes=class_names("terra-incognita"),
         domains={f"location_{number}": 0 for number in (38, 43, 46, 100)},
         protocol=LODO,
-        note="copies differ in their rows (24,330 and 24,788 are both quoted), so they are not "
-        "counted",
+        comment="copies differ in their rows (24,330 and 24,788 are both quoted), so they are not counted",
     ),
     Entry(
         "femnist",
@@ -72,7 +71,7 @@ ENTRIES = (
         hub="flwrlabs/femnist",
         columns={"label": "character", "client": "writer_id"},
         protocol="FedOT: digits only, four clients, 60/20/20; cross-device with 1 to 75 clients",
-        note="writers are clients; how FedOT made its four clients of about 1,000 digits out of "
+        comment="writers are clients; how FedOT made its four clients of about 1,000 digits out of "
         "writers is not said. leaf:DIR opens all 62 characters",
     ),
     Entry(
@@ -82,7 +81,7 @@ ENTRIES = (
         classes=class_names("office-31"),
         domains={"amazon": 2817, "dslr": 498, "webcam": 795},
         protocol="see modern-office-31",
-        note="the original archive has a folder images between domain and class",
+        comment="the original archive has a folder images between domain and class",
     ),
     Entry(
         "modern-office-31",
@@ -98,9 +97,8 @@ ENTRIES = (
         domains={"amazon": 958, "caltech": 1123, "dslr": 157, "webcam": 295},
         aliases={"backpack": "back_pack", "laptop": "laptop_computer"},
         templates=PHOTO,
-        protocol="FedOTP, TOFA: a client per domain; with label shift, domain-dirichlet, 3 clients "
-        "each, alpha 0.1",
-        note="the .pkl split lists of FedBN are not read; the papers' code scrambles the names",
+        protocol="FedOTP, TOFA: a client per domain; with label shift, domain-dirichlet, 3 clients each, alpha 0.1",
+        comment="the .pkl split lists of FedBN are not read; the papers' code scrambles the names",
     ),
     Entry(
         "domainnet",
@@ -110,7 +108,7 @@ ENTRIES = (
         templates=PHOTO,
         hub="wltjr1007/DomainNet",
         protocol="see domainnet-10",
-        note="classes sorted as folders are, capitals first",
+        comment="classes sorted as folders are, capitals first",
     ),
     Entry(
         "domainnet-10",
@@ -120,9 +118,8 @@ ENTRIES = (
         subset=True,
         templates=PHOTO,
         hub="wltjr1007/DomainNet",
-        protocol="FedOTP, TOFA: a client per domain; with label shift, domain-dirichlet, 5 clients "
-        "each, alpha 0.1",
-        note="ten of the 345 classes; the papers' fixed row lists (.pkl) are not read",
+        protocol="FedOTP, TOFA: a client per domain; with label shift, domain-dirichlet, 5 clients each, alpha 0.1",
+        comment="ten of the 345 classes; the papers' fixed row lists (.pkl) are not read",
     ),
     Entry(
         "cifar10",
@@ -133,7 +130,7 @@ ENTRIES = (
         templates=PHOTO,
         hub="uoft-cs/cifar10",
         columns={"image": "img", "label": "label"},
-        protocol=MANY,
+        protocol=DIRICHLET_100_CLIENTS,
     ),
     Entry(
         "cifar100",
@@ -145,7 +142,7 @@ ENTRIES = (
         hub="uoft-cs/cifar100",
         columns={"image": "img", "label": "fine_label"},
         aliases={"cra": "crab"},  # as the Hub's copy spells it
-        protocol=f"{MANY}; FedOTP's own split is a Dirichlet of two levels, coarse and fine",
+        protocol=f"{DIRICHLET_100_CLIENTS}; FedOTP's own split is a Dirichlet of two levels, coarse and fine",
     ),
     Entry(
         "food101",
@@ -156,8 +153,8 @@ ENTRIES = (
         templates=PHOTO,
         hub="ethz/food101",
         split_file="split_zhou_Food101.json",
-        protocol=FEW,
-        note="the Hub's copy calls the test half of the data validation",
+        protocol=PATHOLOGICAL_16_SHOT,
+        comment="the Hub's copy calls the test half of the data validation",
     ),
     Entry(
         "dtd",
@@ -168,7 +165,7 @@ ENTRIES = (
         templates=PHOTO,
         hub="koorye/Describable-Textures-Dataset",
         split_file="split_zhou_DescribableTextures.json",
-        protocol=FEW,
+        protocol=PATHOLOGICAL_16_SHOT,
     ),
     Entry(
         "caltech101",
@@ -186,8 +183,8 @@ ENTRIES = (
             "Motorbikes": "motorbike",
         },
         without=("BACKGROUND_Google", "Faces_easy"),
-        protocol=FEW,
-        note="100 classes: CoOp drops BACKGROUND_Google and Faces_easy and renames four",
+        protocol=PATHOLOGICAL_16_SHOT,
+        comment="100 classes: CoOp drops BACKGROUND_Google and Faces_easy and renames four",
     ),
     Entry(
         "flowers102",
@@ -199,8 +196,8 @@ ENTRIES = (
         hub="koorye/Oxford-Flowers",
         split_file="split_zhou_OxfordFlowers.json",
         aliases={"barberton daisy": "barbeton daisy"},
-        protocol=FEW,
-        note="the original images are in one folder, so the split file is needed",
+        protocol=PATHOLOGICAL_16_SHOT,
+        comment="the original images are in one folder, so the split file is needed",
     ),
     Entry(
         "oxford-pets",
@@ -211,8 +208,8 @@ ENTRIES = (
         templates=PHOTO,
         hub="koorye/Oxford-Pets",
         split_file="split_zhou_OxfordPets.json",
-        protocol=FEW,
-        note="the original images are in one folder, so the split file is needed",
+        protocol=PATHOLOGICAL_16_SHOT,
+        comment="the original images are in one folder, so the split file is needed",
     ),
     Entry(
         "brain-tumour",
@@ -221,9 +218,8 @@ ENTRIES = (
         classes=class_names("brain-tumour"),
         rows=3264,
         hub="sartajbhuvaji/Brain-Tumor-Classification",
-        protocol="FAA-CLIP: the training half over three clients at random, 80/10/10, the testing "
-        "half as target",
-        note="64 images are in both halves; dividing the data drops them from the later part",
+        protocol="FAA-CLIP: the training half over three clients at random, 80/10/10, the testing half as target",
+        comment="64 images are in both halves; dividing the data drops them from the later part",
     ),
     Entry(
         "skin-cancer",
@@ -247,7 +243,7 @@ ENTRIES = (
         },
         subset=True,
         protocol="FAA-CLIP: three sources as clients, 80/20, a fifth of ISIC 2019 as target",
-        note="split by lesion: HAM10000 has several images of one lesion, which no digest finds. "
+        comment="split by lesion: HAM10000 has several images of one lesion, which no digest finds. "
         "The Hub's copy is HAM10000 alone; its diagnosis names were not verified",
     ),
     Entry(

@@ -12,15 +12,15 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvlm.data.png import png
+from fedvlm.data.png import encode_png
 from fedvlm.errors import DataError
-from fedvlm.storage.files import LARGEST, read_regular
+from fedvlm.storage.files import MAX_IMAGE_BYTES, read_regular
 
-PLAIN = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-SUFFIXES = (*PLAIN, ".dcm", ".dicom")
+COMMON_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = (*COMMON_SUFFIXES, ".dcm", ".dicom")
 
 
-def is_picture(path: str) -> bool:
+def is_image(path: str) -> bool:
     return path.lower().endswith(SUFFIXES)
 
 
@@ -43,7 +43,7 @@ class Files:
 
     def read(self, row: int) -> bytes:
         try:
-            return read_regular(self.root / self.paths[row], LARGEST)
+            return read_regular(self.root / self.paths[row], MAX_IMAGE_BYTES)
         except OSError as error:
             raise DataError(
                 f"{self.root / self.paths[row]} cannot be read ({error.strerror}); "
@@ -74,16 +74,14 @@ class Archive:
                 self._open, self._owner = ZipFile(self.path), getpid()
             # the size a member claims may be a lie: unpacking ends by itself
             with self._open.open(self.members[row]) as member:
-                data = member.read(LARGEST + 1)
+                data = member.read(MAX_IMAGE_BYTES + 1)
         except (OSError, BadZipFile, zlib.error, RuntimeError) as error:
             raise DataError(
-                f"{self.members[row]} of {self.path} cannot be read ({error}); "
-                "the archive is damaged, so get it again"
+                f"{self.members[row]} of {self.path} cannot be read ({error}); the archive is damaged, so get it again"
             ) from error
-        if len(data) > LARGEST:
+        if len(data) > MAX_IMAGE_BYTES:
             raise DataError(
-                f"{self.members[row]} of {self.path} unpacks to more than {LARGEST:,} bytes; "
-                "leave it out"
+                f"{self.members[row]} of {self.path} unpacks to more than {MAX_IMAGE_BYTES:,} bytes; leave it out"
             )
         return data
 
@@ -105,11 +103,10 @@ class Arrow:
         if cell and cell.get("bytes"):
             return bytes(cell["bytes"])
         try:
-            return read_regular(Path(cell["path"]), LARGEST)
+            return read_regular(Path(cell["path"]), MAX_IMAGE_BYTES)
         except (OSError, TypeError) as error:
             raise DataError(
-                f"{self.name(row)} has neither bytes nor a file ({cell!r}); "
-                "save the data set with its images embedded"
+                f"{self.name(row)} has neither bytes nor a file ({cell!r}); save the data set with its images embedded"
             ) from error
 
 
@@ -126,10 +123,10 @@ class Pixels:
         return self.names[row]
 
     def read(self, row: int) -> bytes:
-        return png(self.pixels[row])
+        return encode_png(self.pixels[row])
 
 
-class Chosen:
+class SourceSubset:
     """Some rows of another source."""
 
     def __init__(self, source: Any, rows: NDArray[np.int64]) -> None:
@@ -160,19 +157,19 @@ def list_folder(root: Path) -> tuple[list[str], list[str]]:
                 if entry.is_dir():
                     folders.append(path)
                     waiting.append(f"{path}/")
-                elif is_picture(path):
+                elif is_image(path):
                     files.append(path)
     return sorted(files), sorted(folders)
 
 
-def passed_over(root: Path) -> list[str]:
+def list_ignored_files(root: Path) -> list[str]:
     """Files below a folder or in a .zip that do not end as images do, hidden ones aside."""
     if root.is_dir():
-        names = [one.relative_to(root).as_posix() for one in root.rglob("*") if one.is_file()]
+        names = [entry.relative_to(root).as_posix() for entry in root.rglob("*") if entry.is_file()]
     else:
         with ZipFile(root) as archive:
-            names = [one.filename for one in archive.infolist() if not one.is_dir()]
-    return sorted(name for name in names if not is_hidden(name) and not is_picture(name))
+            names = [entry.filename for entry in archive.infolist() if not entry.is_dir()]
+    return sorted(name for name in names if not is_hidden(name) and not is_image(name))
 
 
 def check_link(entry: Path, root: Path) -> None:
@@ -180,13 +177,9 @@ def check_link(entry: Path, root: Path) -> None:
     if not target.exists():
         raise DataError(f"{entry} is a link to {target}, which is not there; remove the link")
     if target.is_dir():
-        raise DataError(
-            f"{entry} is a link to the folder {target}; put the folder itself in its place"
-        )
+        raise DataError(f"{entry} is a link to the folder {target}; put the folder itself in its place")
     if not target.is_relative_to(root.resolve()):
-        raise DataError(
-            f"{entry} is a link to {target}, outside {root}; put the file itself in its place"
-        )
+        raise DataError(f"{entry} is a link to {target}, outside {root}; put the file itself in its place")
 
 
 def list_archive(path: Path) -> tuple[list[str], list[str]]:
@@ -198,30 +191,30 @@ def list_archive(path: Path) -> tuple[list[str], list[str]]:
         raise DataError(f"{path} cannot be opened as a .zip ({error}); get it again") from error
     for member in members:
         check_member(path, member)
-    seen = [member for member in members if not is_hidden(member.filename)]
-    files = sorted(one.filename for one in seen if not one.is_dir() and is_picture(one.filename))
-    folders = {one.filename.rstrip("/") for one in seen if one.is_dir()}
+    visible = [member for member in members if not is_hidden(member.filename)]
+    files = sorted(member.filename for member in visible if not member.is_dir() and is_image(member.filename))
+    folders = {member.filename.rstrip("/") for member in visible if member.is_dir()}
     folders |= {str(parent) for file in files for parent in PurePosixPath(file).parents} - {"."}
     if len(set(files)) < len(files):
-        twice = next(one for one, other in pairwise(files) if one == other)
+        twice = next(member for member, next_member in pairwise(files) if member == next_member)
         raise DataError(f"{path} has two members called {twice}; pack it again")
     return files, sorted(folders)
 
 
 def check_member(path: Path, member: ZipInfo) -> None:
     name = member.orig_filename  # as stored: zipfile turns backslashes round on some systems
-    what = ""
+    problem = ""
     if name.startswith(("/", "\\")) or (len(name) > 1 and name[1] == ":"):
-        what = "has an absolute name"
+        problem = "has an absolute name"
     elif ".." in name.replace("\\", "/").split("/"):
-        what = "leads out of the archive"
+        problem = "leads out of the archive"
     elif "\\" in name or "\0" in name:
-        what = "has a backslash or a zero byte in its name"
+        problem = "has a backslash or a zero byte in its name"
     elif stat.S_ISLNK(member.external_attr >> 16):
-        what = "is a link"
+        problem = "is a link"
     elif member.flag_bits & 1:
-        what = "is encrypted"
+        problem = "is encrypted"
     elif member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-        what = "is packed neither plainly nor by deflate, the two that are unpacked in steps,"
-    if what:
-        raise DataError(f"the member {name!r} of {path} {what}; pack plain files only")
+        problem = "is packed neither plainly nor by deflate, the two that are unpacked in steps,"
+    if problem:
+        raise DataError(f"the member {name!r} of {path} {problem}; pack plain files only")

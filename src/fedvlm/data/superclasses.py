@@ -26,15 +26,15 @@ SUPERCLASSES = {
     "vehicles 1": "bicycle, bus, motorcycle, pickup truck, train",
     "vehicles 2": "lawn mower, rocket, streetcar, tank, tractor",
 }
-OF = {one: name for name, many in SUPERCLASSES.items() for one in many.split(", ")}
+SUPERCLASS_OF = {class_name: name for name, members in SUPERCLASSES.items() for class_name in members.split(", ")}
 
 
 def superclasses(classes: Sequence[str]) -> list[str]:
     """The superclass of each class; classes of other data have none."""
     for name in classes:
-        if name not in OF:
+        if name not in SUPERCLASS_OF:
             raise SettingsError(
                 f"class {name!r} has no superclass: clients by superclass are for CIFAR-100; "
                 'make them by "dirichlet" or "pathological"'
             )
-    return [OF[name] for name in classes]
+    return [SUPERCLASS_OF[name] for name in classes]

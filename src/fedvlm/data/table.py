@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.errors import DataError, listing
+from fedvlm.errors import DataError, join_names
 
 if TYPE_CHECKING:
-    from fedvlm.core import Rows
+    from fedvlm.core import LazyRows
     from fedvlm.maths.prompts import TextTower
     from fedvlm.maths.towers import ImageTower
 
 Strings = NDArray[np.str_]
-SPLITS = {  # the words people use for the three parts
+SPLIT_ALIASES = {  # the words people use for the three parts
     "": "",
     "train": "train",
     "training": "train",
@@ -44,14 +44,14 @@ class Digests(Sequence[str]):
     def __getitem__(self, row: slice) -> list[str]: ...
     def __getitem__(self, row: int | slice) -> str | list[str]:
         if isinstance(row, slice):
-            return [self[one] for one in range(len(self))[row]]
+            return [self[index] for index in range(len(self))[row]]
         return bytes(self.raw[row]).ljust(32, b"\0").hex()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
 
-def ranks(content: Sequence[str]) -> NDArray[np.int64]:
+def rank_digests(content: Sequence[str]) -> NDArray[np.int64]:
     """(rows,) numbers that are equal and in order where the digests are."""
     if not isinstance(content, Digests):
         words = np.asarray(content, dtype=np.str_)
@@ -67,7 +67,7 @@ def ranks(content: Sequence[str]) -> NDArray[np.int64]:
     return out
 
 
-def sorted_by(content: NDArray[np.int64], *columns: NDArray[Any]) -> NDArray[np.int64]:
+def sort_order(content: NDArray[np.int64], *columns: NDArray[Any]) -> NDArray[np.int64]:
     """(rows,) their order by content, and by the columns where that is the same."""
     if content.max(initial=-1) + 1 < len(content):
         return np.lexsort([*reversed(columns), content])
@@ -76,13 +76,13 @@ def sorted_by(content: NDArray[np.int64], *columns: NDArray[Any]) -> NDArray[np.
     return order
 
 
-def numbered(words: Strings) -> tuple[Strings, NDArray[np.int64]]:
+def unique_with_inverse(words: Strings) -> tuple[Strings, NDArray[np.int64]]:
     """The different ones in order, and (rows,) which of them each is.
 
     Looked up afterwards: the inverse that numpy's `unique` gives takes three copies of the words.
     """
-    different = np.unique(words)
-    return different, np.searchsorted(different, words)
+    unique_words = np.unique(words)
+    return unique_words, np.searchsorted(unique_words, words)
 
 
 class Source(Protocol):
@@ -116,7 +116,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, repr=False)
-class Embedded:
+class EmbeddedTable:
     """The same rows as a method's world sees them: unit-norm embeddings and no images."""
 
     name: str
@@ -129,12 +129,12 @@ class Embedded:
     content: Sequence[str]  # (rows,) hex digests: equal digests are the same image
     scale: float  # the encoder's logit scale (100 for released CLIP)
     text: Tensor | None  # (classes, dim) unit-norm class text embeddings, if the encoder has them
-    patches: "Tensor | Rows | None"  # (rows, patches, dim) float16, memory-mapped, if asked for
+    patches: "Tensor | LazyRows | None"  # (rows, patches, dim) float16, memory-mapped, if asked for
     encoder: str  # the encoder's name and fingerprint
     fingerprint: str  # of the rows: images, labels, classes, templates
     text_tower: "TextTower | None" = None
     image_tower: "ImageTower | None" = None
-    images: "Rows | None" = None  # (rows, 3, height, width) as the image tower takes them
+    images: "LazyRows | None" = None  # (rows, 3, height, width) as the image tower takes them
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same, by client that brings it
     groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
@@ -145,16 +145,16 @@ class Embedded:
 
     def offers(self) -> set[str]:
         """What these rows can give a method."""
-        there = {
+        available = {
             "image": self.x,
             "text": self.text,
             "patches": self.patches,
             "text tower": self.text_tower,
             "image tower": None if self.images is None else self.image_tower,
         }
-        return {need for need, value in there.items() if value is not None}
+        return {capability for capability, value in available.items() if value is not None}
 
-    def view(self, needs: Collection[str]) -> "Tensor | Rows":
+    def view(self, needs: Collection[str]) -> "Tensor | LazyRows":
         """The rows as a method of these needs sees them."""
         if "image tower" in needs:
             assert self.images is not None
@@ -165,7 +165,7 @@ class Embedded:
         return self.x
 
 
-def text(name: str) -> str:
+def normalise_unicode(name: str) -> str:
     """A name in one Unicode form, so that it is the same name on every file system."""
     return normalize("NFC", name)
 
@@ -184,89 +184,88 @@ def tabulate(
     A class without rows and a label that is no class are refused, and so are, where no list of
     classes is given, names that differ only in case.
     """
-    rows = [text(label) for label in labels]
+    rows = [normalise_unicode(label) for label in labels]
     if not rows:
         raise DataError(f"{name} has no images; name a place that has some")
     if "" in rows:
         raise DataError(f"{name}: {source.name(rows.index(''))} has no label; give it one")
-    ordered = [text(one) for one in classes] if classes is not None else in_order(rows)
+    ordered = (
+        [normalise_unicode(class_name) for class_name in classes] if classes is not None else sort_class_names(rows)
+    )
     if classes is None:  # a list may tell A from a, as FEMNIST's does; names that happen may not
-        same_but_for_case(name, ordered)
-    number = {one: index for index, one in enumerate(ordered)}
+        check_case_collisions(name, ordered)
+    number = {class_name: index for index, class_name in enumerate(ordered)}
     if len(number) < len(ordered):
-        twice = next(one for one in ordered if ordered.count(one) > 1)
+        twice = next(class_name for class_name in ordered if ordered.count(class_name) > 1)
         raise DataError(f"{name}: the class {twice!r} is listed twice; list every class once")
     for row, label in enumerate(rows):
         if label not in number:
             raise DataError(
                 f"{name}: {source.name(row)} has the label {label!r}, which is no class; the "
-                f"classes are {listing(ordered)}"
+                f"classes are {join_names(ordered)}"
             )
     if empty := sorted(set(ordered) - set(rows)):
-        raise DataError(
-            f"{name}: class {empty[0]!r} has no images; add some or leave the class out"
-        )
+        raise DataError(f"{name}: class {empty[0]!r} has no images; add some or leave the class out")
     return Dataset(
         name=name,
-        classes=tuple(one.replace("_", " ") for one in ordered),
+        classes=tuple(class_name.replace("_", " ") for class_name in ordered),
         source=source,
         labels=np.array([number[label] for label in rows], dtype=np.int64),
-        domains=column(domains, len(rows)),
-        clients=column(clients, len(rows)),
+        domains=string_column(domains, len(rows)),
+        clients=string_column(clients, len(rows)),
         splits=split_column(name, source, splits, len(rows)),
     )
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def sort_class_names(names: Iterable[str]) -> list[str]:
     """The different names, sorted; whole numbers by their value, so that 2 comes before 10."""
-    found = set(names)
-    if all(name.isdecimal() for name in found):
-        return sorted(found, key=int)
-    return sorted(found)
+    unique = set(names)
+    if all(name.isdecimal() for name in unique):
+        return sorted(unique, key=int)
+    return sorted(unique)
 
 
-def same_but_for_case(name: str, classes: Sequence[str]) -> None:
+def check_case_collisions(name: str, classes: Sequence[str]) -> None:
     """Refuses classes that are one class on some file systems and two on others."""
-    seen: dict[str, str] = {}
-    for one in classes:
-        key = one.replace("_", " ").casefold()
-        if key in seen:
+    spelling_of: dict[str, str] = {}
+    for class_name in classes:
+        key = class_name.replace("_", " ").casefold()
+        if key in spelling_of:
             raise DataError(
-                f"{name}: the classes {seen[key]!r} and {one!r} differ only in case or blanks; "
+                f"{name}: the classes {spelling_of[key]!r} and {class_name!r} differ only in case or blanks; "
                 "give them one spelling"
             )
-        seen[key] = one
+        spelling_of[key] = class_name
 
 
-def column(values: Sequence[str] | None, rows: int) -> Strings:
-    return np.array([text(value) for value in values or [""] * rows], dtype=np.str_)
+def string_column(values: Sequence[str] | None, rows: int) -> Strings:
+    return np.array([normalise_unicode(value) for value in values or [""] * rows], dtype=np.str_)
 
 
-def nameless(groups: Sequence[str]) -> Strings:
+def anonymise_groups(groups: Sequence[str]) -> Strings:
     """Groups by number: who a patient is gets into no record, fingerprint or message."""
     number = {name: str(index) for index, name in enumerate(dict.fromkeys(filter(None, groups)))}
-    return column([number.get(name, "") for name in groups], len(groups))
+    return string_column([number.get(name, "") for name in groups], len(groups))
 
 
 def split_column(name: str, source: Source, values: Sequence[str] | None, rows: int) -> Strings:
     words = [value.strip().lower() for value in values or [""] * rows]
     for row, word in enumerate(words):
-        if word not in SPLITS:
+        if word not in SPLIT_ALIASES:
             raise DataError(
-                f"{name}: {source.name(row)} is in the split {word!r}; a split is train, "
-                "validation or test"
+                f"{name}: {source.name(row)} is in the split {word!r}; a split is train, validation or test"
             )
-    return np.array([SPLITS[word] for word in words], dtype=np.str_)
+    return np.array([SPLIT_ALIASES[word] for word in words], dtype=np.str_)
 
 
-def clean(name: str) -> str:
+def readable_name(name: str) -> str:
     """`Alarm_Clock` as it would be said: "alarm clock"; camelCase is left alone but for case."""
     return " ".join(name.replace("_", " ").split()).lower()
 
 
-def matched(names: Sequence[str], classes: Sequence[str]) -> list[int]:
+def match_classes(names: Sequence[str], classes: Sequence[str]) -> list[int]:
     """The number of the class that each name is, -1 for none; case only tells two classes apart."""
-    exact = {text(name).replace("_", " "): index for index, name in enumerate(classes)}
+    exact = {normalise_unicode(name).replace("_", " "): index for index, name in enumerate(classes)}
     loose = {name.casefold(): index for name, index in exact.items()}
-    asked = [text(name).replace("_", " ") for name in names]
-    return [exact.get(name, loose.get(name.casefold(), -1)) for name in asked]
+    normalised = [normalise_unicode(name).replace("_", " ") for name in names]
+    return [exact.get(name, loose.get(name.casefold(), -1)) for name in normalised]

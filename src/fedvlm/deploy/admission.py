@@ -9,35 +9,35 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from fedvlm.deploy.keys import Signer, Verifier, key_pair, public_key
-from fedvlm.deploy.kits import INVITATION, ServerKit, check_name, fill, secret
+from fedvlm.deploy.keys import Signer, Verifier, create_key_pair, load_public_key
+from fedvlm.deploy.kits import INVITATION_FILE, ServerKit, check_name, fill_site_folder, write_secret
+from fedvlm.deploy.membership import CERTIFICATE_FIELDS as FIELDS
 from fedvlm.deploy.membership import (
-    ENDED,
-    NAME,
-    Membership,
-    federation_of,
-    fingerprint,
-    issue,
-    known_member,
-    place,
-    read_member,
-    read_words,
-    sites,
-    write_words,
+    CERTIFICATE_FILE,
+    ENDED_FOLDER,
+    SiteCertificate,
+    admitted_sites,
+    certificate_path,
+    federation_id,
+    find_certificate,
+    issue_certificate,
+    key_fingerprint,
+    read_certificate,
+    read_document,
+    write_document,
 )
-from fedvlm.deploy.membership import WORDS as FIELDS
-from fedvlm.engines.flower.wire import Parcel
-from fedvlm.errors import DataError, FederationError, SettingsError, unknown
-from fedvlm.storage.files import alone, private, write
+from fedvlm.engines.flower.wire import Message
+from fedvlm.errors import DataError, FederationError, SettingsError, unknown_name
+from fedvlm.storage.files import exclusive_lock, make_private_folder, write_file
 
-REQUEST = "request.json"  # in a site's folder, as long as it is not answered
-NEXT = "key.next"  # there, too: the private key of the request
-PREFIX, RENEWAL = b"fedvlm request\n", b"fedvlm renewal\n"
-WORDS = ("federation", "site", "key", "renewal")
+JOIN_REQUEST_FILE = "request.json"  # in a site's folder, as long as it is not answered
+NEXT_KEY_FILE = "key.next"  # there, too: the private key of the request
+REQUEST_PREFIX, RENEWAL_PREFIX = b"fedvlm request\n", b"fedvlm renewal\n"
+REQUEST_FIELDS = ("federation", "site", "key", "renewal")
 
 
 @dataclass(frozen=True)
-class Request:
+class JoinRequest:
     """A request whose holder has the private key of it; whose voice that is, people can tell."""
 
     path: Path
@@ -45,112 +45,116 @@ class Request:
     site: str
     key: str
     renewal: str  # a signature by the key that the site has had, or nothing
-    note: str = ""  # what the server's people should know about it
+    remark: str = ""  # what the server's people should know about it
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(self.federation, self.site, self.key)
+        return key_fingerprint(self.federation, self.site, self.key)
 
 
-def join_request(folder: Path, invitation: Path | None = None, site: str | None = None) -> Request:
+def create_join_request(folder: Path, invitation: Path | None = None, site: str | None = None) -> JoinRequest:
     """A new key in the site's folder, and the request to be sent; the same again if there is one.
 
     A site that has a certificate asks for one with another key, under its name.
     """
-    path = folder / REQUEST
-    if path.exists() and (folder / NEXT).exists():
-        one = read_asked(path)
-        if invitation is not None or site not in (None, one.site):
+    path = folder / JOIN_REQUEST_FILE
+    if path.exists() and (folder / NEXT_KEY_FILE).exists():
+        request = read_signed_request(path)
+        if invitation is not None or site not in (None, request.site):
             raise SettingsError(
-                f"{path} asks for {one.site} already; send it, or delete it and {folder / NEXT} to "
+                f"{path} asks for {request.site} already; send it, or delete it and {folder / NEXT_KEY_FILE} to "
                 "begin anew"
             )
-        return one
-    (folder / NEXT).unlink(missing_ok=True)  # of a request that was never written
-    if (folder / NAME).exists():
-        federation, site, old = _renewing(folder, invitation, site)
+        return request
+    (folder / NEXT_KEY_FILE).unlink(missing_ok=True)  # of a request that was never written
+    if (folder / CERTIFICATE_FILE).exists():
+        federation, site, old = _renewal_target(folder, invitation, site)
     else:
-        federation, site, old = *_joining(folder, invitation, site), None
-    private(folder)
-    hidden, public = key_pair()
+        federation, site, old = *_join_target(folder, invitation, site), None
+    make_private_folder(folder)
+    hidden, public = create_key_pair()
     words = {"federation": federation, "site": site, "key": public.decode()}
-    endorsed = old(Parcel(words)).about["signature"] if old else ""
-    secret(folder / NEXT, hidden)
-    sign = Signer(folder / NEXT, PREFIX)
-    write_words(
-        path, "request", sign(Parcel({**words, "renewal": endorsed, "kind": "request"})).about
-    )
-    return Request(path, federation, site, public.decode(), endorsed)
+    endorsed = old(Message(words)).about["signature"] if old else ""
+    write_secret(folder / NEXT_KEY_FILE, hidden)
+    sign = Signer(folder / NEXT_KEY_FILE, REQUEST_PREFIX)
+    write_document(path, "request", sign(Message({**words, "renewal": endorsed, "kind": "request"})).about)
+    return JoinRequest(path, federation, site, public.decode(), endorsed)
 
 
-def _joining(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str]:
+def _join_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str]:
     if invitation is None or site is None:
         raise SettingsError(
             f"{folder} has no certificate yet; name the site and the server's invitation, as "
-            f"fedvlm deploy join-request {folder} --name NAME --invitation {INVITATION}"
+            f"fedvlm deploy join-request {folder} --name NAME --invitation {INVITATION_FILE}"
         )
     check_name(site)
-    words = read_words(invitation, "invitation", ("address", "ca", "server"))
-    return federation_of(words["server"].encode(), words["ca"].encode()), site
+    words = read_document(invitation, "invitation", ("address", "ca", "server"))
+    return federation_id(words["server"].encode(), words["ca"].encode()), site
 
 
-def _renewing(
-    folder: Path, invitation: Path | None, site: str | None
-) -> tuple[str, str, Signer | None]:
-    one = read_member(folder / NAME, (folder / "server.pub").read_bytes())
-    if invitation is not None or site not in (None, one.site):
+def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str, Signer | None]:
+    certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
+    if invitation is not None or site not in (None, certificate.site):
         raise SettingsError(
-            f"{folder} is the folder of {one.site} and its server; for another name or federation "
+            f"{folder} is the folder of {certificate.site} and its server; for another name or federation "
             f"take another folder, for a new key say fedvlm deploy renew {folder}"
         )
     # An old key that has expired vouches for nobody: the server's people begin anew.
-    return one.federation, one.site, None if one.ended else Signer(folder / "key", RENEWAL)
+    return (
+        certificate.federation,
+        certificate.site,
+        None if certificate.invalid_reason else Signer(folder / "key", RENEWAL_PREFIX),
+    )
 
 
-def read_asked(path: Path) -> Request:
+def read_signed_request(path: Path) -> JoinRequest:
     """A request as its maker signed it."""
-    words = read_words(path, "request", (*WORDS, "checksum", "signature"))
+    words = read_document(path, "request", (*REQUEST_FIELDS, "checksum", "signature"))
     try:
-        public_key(words["key"].encode())
-        Verifier(words["key"].encode(), PREFIX)(Parcel(words), "its maker")
+        load_public_key(words["key"].encode())
+        Verifier(words["key"].encode(), REQUEST_PREFIX)(Message(words), "its maker")
     except (FederationError, ValueError) as error:
         raise DataError(
             f"{path} is not signed by the key that it names, so it was changed or damaged on its "
             "way; have the site send it again"
         ) from error
-    return Request(path, **{name: words[name] for name in WORDS})
+    return JoinRequest(path, **{name: words[name] for name in REQUEST_FIELDS})
 
 
-def read_request(kit: ServerKit, path: Path) -> Request:
+def read_request(kit: ServerKit, path: Path) -> JoinRequest:
     """A request that this server may admit."""
-    one, server = read_asked(path), kit.folder
+    request, server = read_signed_request(path), kit.folder
     sign = Signer(server / "signing.key")
-    if one.federation != federation_of(sign.public, (server / "ca.crt").read_bytes()):
+    if request.federation != federation_id(sign.public, (server / "ca.crt").read_bytes()):
         raise FederationError(
-            f"{path} is for another federation; have {one.site!r} make its request with "
-            f"{server / INVITATION}"
+            f"{path} is for another federation; have {request.site!r} make its request with {server / INVITATION_FILE}"
         )
-    check_name(one.site)
-    if (server / ENDED / _digest(one.key)).exists():
+    check_name(request.site)
+    if (server / ENDED_FOLDER / _archive_name(request.key)).exists():
         raise FederationError(
-            f"the key of {path} was revoked or replaced, and does not come back; have {one.site} "
+            f"the key of {path} was revoked or replaced, and does not come back; have {request.site} "
             "delete its request and make a new one"
         )
-    return replace(one, note=_note(kit, one))
+    return replace(request, remark=_describe_request(kit, request))
 
 
-def _note(kit: ServerKit, one: Request) -> str:
+def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
     """What becomes of the name; a refusal if it is another's."""
-    for name in sites(kit.folder):
-        known = known_member(kit.folder, name)
-        if known and known.key == one.key:
+    for name in admitted_sites(kit.folder):
+        certificate = find_certificate(kit.folder, name)
+        if certificate and certificate.key == request.key:
             raise FederationError(
                 f"this very key was admitted as {name}, and is so once; send the site its "
-                f"certificate: {place(kit.folder, name)}"
+                f"certificate: {certificate_path(kit.folder, name)}"
             )
-        if name.casefold() != one.site.casefold():
+        if name.casefold() != request.site.casefold():
             continue
-        if known and name == one.site and not known.ended and _endorsed(one, known):
+        if (
+            certificate
+            and name == request.site
+            and not certificate.invalid_reason
+            and _is_endorsed(request, certificate)
+        ):
             return f"{name} renews its key; the old one ends"
         raise FederationError(
             f"the name {name} is taken by another key, which did not sign this request; if {name} "
@@ -158,87 +162,89 @@ def _note(kit: ServerKit, one: Request) -> str:
             f"{kit.folder} {name!r}, and admit this after comparing the fingerprint; else have "
             "the site choose another name"
         )
-    if one.renewal:
-        return f"{one.site} had a key that was revoked here; it is admitted as if it were new"
-    return f"{one.site} is new here"
+    if request.renewal:
+        return f"{request.site} had a key that was revoked here; it is admitted as if it were new"
+    return f"{request.site} is new here"
 
 
-def _endorsed(one: Request, known: Membership) -> bool:
-    words = {"federation": one.federation, "site": one.site, "key": one.key}
+def _is_endorsed(request: JoinRequest, certificate: SiteCertificate) -> bool:
+    words = {"federation": request.federation, "site": request.site, "key": request.key}
     try:
-        check = Verifier(known.key.encode(), RENEWAL)
-        check(Parcel({**words, "signature": one.renewal}), known.site)
+        check = Verifier(certificate.key.encode(), RENEWAL_PREFIX)
+        check(Message({**words, "signature": request.renewal}), certificate.site)
     except FederationError:
         return False
     return True
 
 
-def admit(kit: ServerKit, request: Request) -> Path:
+def admit_site(kit: ServerKit, request: JoinRequest) -> Path:
     """Signs it: from now on the key is let in, and no other of that name; the file for the site."""
-    with _changing(kit):
+    with _admission_lock(kit):
         # The folder, or the request, may have changed since somebody compared the fingerprint.
         if read_request(kit, request.path) != request:
             raise FederationError(f"{request.path} was changed meanwhile; begin again")
-        _note_end(kit, request.site)
-        issue(kit.folder, kit.address, request.site, request.key.encode())
-    return place(kit.folder, request.site)
+        _archive_certificate(kit, request.site)
+        issue_certificate(kit.folder, kit.address, request.site, request.key.encode())
+    return certificate_path(kit.folder, request.site)
 
 
-def revoke(kit: ServerKit, site: str) -> None:
+def revoke_site(kit: ServerKit, site: str) -> None:
     """Ends a site's key, from its next message on."""
-    with _changing(kit):
-        if site not in sites(kit.folder):
-            raise unknown("site with a certificate", site, sites(kit.folder))
-        _note_end(kit, site)
-        place(kit.folder, site).unlink()
+    with _admission_lock(kit):
+        if site not in admitted_sites(kit.folder):
+            raise unknown_name("site with a certificate", site, admitted_sites(kit.folder))
+        _archive_certificate(kit, site)
+        certificate_path(kit.folder, site).unlink()
 
 
-def _changing(kit: ServerKit) -> AbstractContextManager[None]:
-    return alone(kit.folder / ".admission", "somebody else is admitting or revoking; try again")
+def _admission_lock(kit: ServerKit) -> AbstractContextManager[None]:
+    return exclusive_lock(kit.folder / ".admission", "somebody else is admitting or revoking; try again")
 
 
-def _note_end(kit: ServerKit, site: str) -> None:
+def _archive_certificate(kit: ServerKit, site: str) -> None:
     """Keeps the certificate that a site has, so that its key never comes back."""
-    if known := known_member(kit.folder, site):
-        write(kit.folder / ENDED / _digest(known.key), place(kit.folder, site).read_bytes(), 0o600)
+    if certificate := find_certificate(kit.folder, site):
+        write_file(
+            kit.folder / ENDED_FOLDER / _archive_name(certificate.key),
+            certificate_path(kit.folder, site).read_bytes(),
+            0o600,
+        )
 
 
-def _digest(key: str) -> str:
+def _archive_name(key: str) -> str:
     return sha256(key.encode()).hexdigest() + ".json"
 
 
-def accept(folder: Path, file: Path) -> Membership:
+def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
     """Puts what the server signed into the site's folder, beside the key that it is for."""
-    server = read_words(file, "certificate", (*FIELDS, "checksum", "signature"))["server"]
-    one = read_member(file, server.encode())
-    if one.federation != _asked(folder):
+    server = read_document(file, "certificate", (*FIELDS, "checksum", "signature"))["server"]
+    certificate = read_certificate(file, server.encode())
+    if certificate.federation != _requested_federation(folder):
         raise FederationError(
             f"{file} is of another federation than the one that {folder} asked to join; have its "
             "server send the certificate"
         )
-    for name in (NEXT, "key"):
-        if (folder / name).exists() and Signer(folder / name).public == one.key.encode():
+    for name in (NEXT_KEY_FILE, "key"):
+        if (folder / name).exists() and Signer(folder / name).public == certificate.key.encode():
             break
     else:
         raise FederationError(
-            f"{file} is for site {one.site} with a key that is not in {folder}; have the server "
-            f"send the certificate of the newest request, {folder / REQUEST}"
+            f"{file} is for site {certificate.site} with a key that is not in {folder}; have the server "
+            f"send the certificate of the newest request, {folder / JOIN_REQUEST_FILE}"
         )
-    if one.ended:
-        raise FederationError(f"{file}: {one.ended}; have the server admit a new request")
-    fill(folder, one, file.read_bytes())
-    if name == NEXT:  # last, so that after a crash the same command goes on
-        (folder / NEXT).replace(folder / "key")
-    (folder / REQUEST).unlink(missing_ok=True)
-    return one
+    if certificate.invalid_reason:
+        raise FederationError(f"{file}: {certificate.invalid_reason}; have the server admit a new request")
+    fill_site_folder(folder, certificate, file.read_bytes())
+    if name == NEXT_KEY_FILE:  # last, so that after a crash the same command goes on
+        (folder / NEXT_KEY_FILE).replace(folder / "key")
+    (folder / JOIN_REQUEST_FILE).unlink(missing_ok=True)
+    return certificate
 
 
-def _asked(folder: Path) -> str:
+def _requested_federation(folder: Path) -> str:
     """The federation that a site's people have chosen."""
-    if (folder / REQUEST).exists():
-        return read_asked(folder / REQUEST).federation
-    if (folder / NAME).exists():
-        return read_member(folder / NAME, (folder / "server.pub").read_bytes()).federation
-    raise SettingsError(
-        f"{folder} has not asked to join; make a request: fedvlm deploy join-request {folder}"
-    )
+    if (folder / JOIN_REQUEST_FILE).exists():
+        return read_signed_request(folder / JOIN_REQUEST_FILE).federation
+    if (folder / CERTIFICATE_FILE).exists():
+        return read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes()).federation
+    raise SettingsError(f"{folder} has not asked to join; make a request: fedvlm deploy join-request {folder}")

@@ -14,74 +14,70 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.storage.files import alone, disk, draft, private
-from fedvlm.storage.sealed import INDEX, check_index, write_index
+from fedvlm.storage.files import atomic_write, exclusive_lock, explain_os_errors, make_private_folder
+from fedvlm.storage.sealed import INDEX_FILE, check_index, write_index
 
-KITS = ("server.toml", "site.toml")  # one of them makes a folder a server's or a site's
-PASSING = (".db-wal", ".db-shm")  # of a database that is copied by its own means
+KIT_FILES = ("server.toml", "site.toml")  # one of them makes a folder a server's or a site's
+SQLITE_SIDE_FILES = (".db-wal", ".db-shm")  # of a database that is copied by its own means
 
 
-def backup(folder: Path, file: Path) -> int:
+def write_backup(folder: Path, file: Path) -> int:
     """Writes the file; how many files are in it. A site must not be running."""
-    if not any((folder / name).is_file() for name in KITS):
+    if not any((folder / name).is_file() for name in KIT_FILES):
         raise SettingsError(f"{folder} is no server's folder and no site's kit; name one")
     if file.exists() or file.resolve().is_relative_to(folder.resolve()):
-        raise SettingsError(
-            f"{file} is there already, or inside {folder}; name a new file elsewhere"
-        )
-    with alone(folder / ".lock", f"{folder} is in use; stop the site first"), _copy(folder) as copy:
+        raise SettingsError(f"{file} is there already, or inside {folder}; name a new file elsewhere")
+    with exclusive_lock(folder / ".lock", f"{folder} is in use; stop the site first"), _snapshot(folder) as copy:
         write_index(copy)
-        names = [INDEX, *sorted(_files(copy) - {INDEX})]
-        with draft(file) as beside:
-            os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            with tarfile.open(beside, "w") as archive:
+        names = [INDEX_FILE, *sorted(_relative_files(copy) - {INDEX_FILE})]
+        with atomic_write(file) as draft_path:
+            os.close(os.open(draft_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            with tarfile.open(draft_path, "w") as archive:
                 for name in names:
                     archive.add(copy / name, name, recursive=False)
     return len(names) - 1
 
 
-def restore(file: Path, folder: Path) -> int:
+def restore_backup(file: Path, folder: Path) -> int:
     """Writes the folder, which must be new, if all of the file is sound; how many files it has."""
     if folder.exists():
-        raise SettingsError(
-            f"{folder} is there already; keys are never overwritten: name a new one"
-        )
-    with disk(folder), tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        raise SettingsError(f"{folder} is there already; keys are never overwritten: name a new one")
+    with explain_os_errors(folder), tempfile.TemporaryDirectory(dir=folder.parent) as place:
         made = Path(place) / "folder"
-        private(made)
+        make_private_folder(made)
         try:
             with tarfile.open(file, "r:") as archive:
                 archive.extractall(made, filter="data")
             bad = check_index(made)
-            extra = _files(made) - {INDEX}
+            extra = _relative_files(made) - {INDEX_FILE}
         except (OSError, tarfile.TarError, DataError, KeyError, TypeError) as error:
             raise DataError(f"{file} is no whole backup ({error}); take another") from error
         if bad:
             name, problem = next(iter(bad.items()))
             raise DataError(f"{file} is damaged: {name} {problem}; take another")
-        (made / INDEX).unlink()
+        (made / INDEX_FILE).unlink()
         made.rename(folder)
     return len(extra)
 
 
-def _files(folder: Path) -> set[str]:
-    return {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
+def _relative_files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
 @contextmanager
-def _copy(folder: Path) -> Iterator[Path]:
+def _snapshot(folder: Path) -> Iterator[Path]:
     """The files of a folder at one moment; databases by their own means, no locks, no drafts."""
     with tempfile.TemporaryDirectory() as place:
         for path in sorted(folder.rglob("*")):
             if not path.is_file() or path.is_symlink() or path.name[0] == ".":
                 continue
-            if path.name.endswith(PASSING):
+            if path.name.endswith(SQLITE_SIDE_FILES):
                 continue
             target = Path(place) / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".db":
-                with closing(sqlite3.connect(path)) as one, closing(sqlite3.connect(target)) as two:
-                    one.backup(two)
+                with closing(sqlite3.connect(path)) as source_db, closing(sqlite3.connect(target)) as two:
+                    source_db.backup(two)
                 target.chmod(0o600)
             else:
                 shutil.copy2(path, target)

@@ -9,187 +9,183 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from fedvlm.deploy.flower.processes import Unreachable, hear, knock
+from fedvlm.deploy.flower.processes import Unreachable, check_server, server_date
 from fedvlm.deploy.kits import ServerKit, SiteKit, read_server, read_site
-from fedvlm.deploy.standing import server_days
+from fedvlm.deploy.standing import server_days_left
 from fedvlm.deploy.status import is_server
 from fedvlm.errors import FedVLMError
-from fedvlm.storage.files import busy
+from fedvlm.storage.files import is_locked
 
-ROOM = 1 << 30  # bytes that should be free
-SOON = 30  # days of a certificate that are few
-SKEW = 60.0  # seconds that clocks may differ by
+MIN_FREE_BYTES = 1 << 30  # bytes that should be free
+EXPIRY_WARNING_DAYS = 30  # days of a certificate that are few
+MAX_CLOCK_SKEW_SECONDS = 60.0  # seconds that clocks may differ by
 
 
 @dataclass(frozen=True)
 class Finding:
-    what: str
-    well: bool
-    said: str  # what was found, or what to do
+    check: str
+    ok: bool
+    detail: str  # what was found, or what to do
 
 
-Look = Callable[[], str]  # what was found; an error is what is wrong
+Check = Callable[[], str]  # what was found; an error is what is wrong
 
 
-def examine(folder: Path) -> list[Finding]:
-    looks = _server(read_server(folder)) if is_server(folder) else _site(read_site(folder))
-    return [_tried(what, look) for what, look in (*_both(folder), *looks)]
+def check_folder(folder: Path) -> list[Finding]:
+    checks = _server_checks(read_server(folder)) if is_server(folder) else _site_checks(read_site(folder))
+    return [_run_check(name, check) for name, check in (*_common_checks(folder), *checks)]
 
 
-def _tried(what: str, look: Look) -> Finding:
+def _run_check(name: str, check: Check) -> Finding:
     try:
-        return Finding(what, True, look())
+        return Finding(name, True, check())
     except FedVLMError as error:
-        return Finding(what, False, str(error))
+        return Finding(name, False, str(error))
     except Exception as error:  # a doctor who faints helps nobody
-        return Finding(what, False, f"{type(error).__name__}: {error}")
+        return Finding(name, False, f"{type(error).__name__}: {error}")
 
 
-class Ill(FedVLMError):
+class CheckFailed(FedVLMError):
     """What is wrong, with the remedy."""
 
 
-def _both(folder: Path) -> Iterator[tuple[str, Look]]:
-    yield "versions", _versions
-    yield "disk", lambda: _disk(folder)
-    yield "folder", lambda: _private(folder)
+def _common_checks(folder: Path) -> Iterator[tuple[str, Check]]:
+    yield "versions", _check_versions
+    yield "disk", lambda: _check_disk(folder)
+    yield "folder", lambda: _check_permissions(folder)
 
 
-def _versions() -> str:
+def _check_versions() -> str:
     from importlib.metadata import version
 
     import fedvlm
     from fedvlm.engines.flower import api
 
-    api.flower()
+    api.import_flower()
     return (
         f"fedvlm {fedvlm.__version__}, flwr {version('flwr')}, torch {version('torch')}, "
         f"Python {sys.version.split()[0]}"
     )
 
 
-def _disk(folder: Path) -> str:
+def _check_disk(folder: Path) -> str:
     free = shutil.disk_usage(folder).free
-    if free < ROOM:
-        raise Ill(f"{free / 1e9:.1f} GB are free at {folder}; make room, 1 GB is little")
+    if free < MIN_FREE_BYTES:
+        raise CheckFailed(f"{free / 1e9:.1f} GB are free at {folder}; make room, 1 GB is little")
     return f"{free / 1e9:.0f} GB are free"
 
 
-def _private(folder: Path) -> str:
+def _check_permissions(folder: Path) -> str:
     if folder.stat().st_mode & 0o077:
-        raise Ill(f"others on this machine can look into {folder}; chmod 700 {folder}")
+        raise CheckFailed(f"others on this machine can look into {folder}; chmod 700 {folder}")
     return "only its owner can look into it"
 
 
-def _server(kit: ServerKit) -> Iterator[tuple[str, Look]]:
+def _server_checks(kit: ServerKit) -> Iterator[tuple[str, Check]]:
     host, _, port = kit.address.rpartition(":")
-    yield "name", lambda: _resolved(host)
-    yield "port", lambda: _port(kit, int(port))
-    yield "certificate", lambda: _days(server_days(kit.folder), "fedvlm deploy renew")
-    yield "sites", lambda: _sites(kit)
-    yield "from outside", lambda: _outside(kit.address, kit.folder)
+    yield "name", lambda: _check_name(host)
+    yield "port", lambda: _check_port(kit, int(port))
+    yield "certificate", lambda: _check_expiry(server_days_left(kit.folder), "fedvlm deploy renew")
+    yield "sites", lambda: _check_sites(kit)
+    yield "from outside", lambda: _check_reachable(kit.address, kit.folder)
 
 
-def _resolved(host: str) -> str:
+def _check_name(host: str) -> str:
     try:
-        found = sorted({str(one[4][0]) for one in socket.getaddrinfo(host, None)})
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
     except OSError as error:
-        raise Ill(
-            f"{host} is no name that this machine can resolve ({error}); look at DNS, or name the "
-            "server by its address"
+        raise CheckFailed(
+            f"{host} is no name that this machine can resolve ({error}); look at DNS, or name the server by its address"
         ) from error
-    return f"{host} is {', '.join(found)}"
+    return f"{host} is {', '.join(addresses)}"
 
 
-def _port(kit: ServerKit, port: int) -> str:
-    if busy(kit.folder / ".lock"):
+def _check_port(kit: ServerKit, port: int) -> str:
+    if is_locked(kit.folder / ".lock"):
         return f"{port} is served by this folder's server"
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            one.bind(("127.0.0.1", port))
+            listener.bind(("127.0.0.1", port))
         except OSError as error:
-            raise Ill(
+            raise CheckFailed(
                 f"{port} is taken ({error.strerror}); stop the other program, or choose another "
                 "port in server.toml and in the kits"
             ) from error
     return f"{port} is free; the server is not running"
 
 
-def _days(days: int, remedy: str) -> str:
-    if days < SOON:
-        raise Ill(f"it lasts {days} days more; {remedy}")
+def _check_expiry(days: int, remedy: str) -> str:
+    if days < EXPIRY_WARNING_DAYS:
+        raise CheckFailed(f"it lasts {days} days more; {remedy}")
     return f"it lasts {days} days"
 
 
-def _sites(kit: ServerKit) -> str:
+def _check_sites(kit: ServerKit) -> str:
     if not kit.sites:
-        raise Ill(
-            "no site is admitted; send them the invitation, then fedvlm deploy admit "
-            f"{kit.folder} REQUEST"
+        raise CheckFailed(
+            f"no site is admitted; send them the invitation, then fedvlm deploy admit {kit.folder} REQUEST"
         )
     return ", ".join(kit.sites)
 
 
-def _outside(address: str, folder: Path) -> str:
+def _check_reachable(address: str, folder: Path) -> str:
     """The server by the name that sites use, with its certificate, and its clock."""
     try:
-        knock(address, folder / "ca.crt")
+        check_server(address, folder / "ca.crt")
     except Unreachable as error:
         remedy = "start the server, and open the port in firewalls on the way"
-        raise Ill(f"{error}; {remedy}") from error
-    there = parsedate_to_datetime(hear(address, folder / "ca.crt"))
-    skew = (datetime.now(UTC) - there).total_seconds()
-    if abs(skew) > SKEW:
-        raise Ill(f"its clock and this machine's differ by {skew:.0f} s; set them by NTP")
+        raise CheckFailed(f"{error}; {remedy}") from error
+    server_time = parsedate_to_datetime(server_date(address, folder / "ca.crt"))
+    skew = (datetime.now(UTC) - server_time).total_seconds()
+    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
+        raise CheckFailed(f"its clock and this machine's differ by {skew:.0f} s; set them by NTP")
     return f"{address} answers with the right certificate; clocks differ by {abs(skew):.0f} s"
 
 
-def _site(kit: SiteKit) -> Iterator[tuple[str, Look]]:
+def _site_checks(kit: SiteKit) -> Iterator[tuple[str, Check]]:
     host = kit.address.rpartition(":")[0]
-    yield "name", lambda: _resolved(host)
-    yield "certificate", lambda: _days(_own_days(kit), f"fedvlm deploy renew {kit.folder}")
-    yield "server", lambda: _outside(kit.address, kit.folder)
-    yield "encoder", lambda: _encoder(kit)
-    yield "images", lambda: _images(kit)
-    yield "policy", lambda: _policy(kit)
+    yield "name", lambda: _check_name(host)
+    yield "certificate", lambda: _check_expiry(_certificate_days(kit), f"fedvlm deploy renew {kit.folder}")
+    yield "server", lambda: _check_reachable(kit.address, kit.folder)
+    yield "encoder", lambda: _check_encoder(kit)
+    yield "images", lambda: _check_images(kit)
+    yield "policy", lambda: _check_policy(kit)
 
 
-def _own_days(kit: SiteKit) -> int:
-    from fedvlm.deploy.membership import own
+def _certificate_days(kit: SiteKit) -> int:
+    from fedvlm.deploy.membership import read_own_certificate
 
-    return own(kit.folder).days
+    return read_own_certificate(kit.folder).days_left
 
 
-def _encoder(kit: SiteKit) -> str:
+def _check_encoder(kit: SiteKit) -> str:
     from fedvlm.encoders import fingerprint
-    from fedvlm.runner.load import reach
+    from fedvlm.runner.load import open_encoder_with_notes
 
     if kit.plays:
         return "the experiment's, in a rehearsal"
     if not kit.encoder:
-        raise Ill(f"none is named: fedvlm deploy site {kit.folder} --encoder NAME --data IMAGES")
+        raise CheckFailed(f"none is named: fedvlm deploy site {kit.folder} --encoder NAME --data IMAGES")
     if kit.encoder.startswith("store:"):
         return kit.encoder
-    encoder, _ = reach(kit.encoder, kit.access)
+    encoder, _ = open_encoder_with_notes(kit.encoder, kit.access)
     return f"{kit.encoder} loads; its fingerprint is {fingerprint(encoder)[:16]}"
 
 
-def _images(kit: SiteKit) -> str:
+def _check_images(kit: SiteKit) -> str:
     from fedvlm.runner.load import open_data
 
     if kit.plays or kit.encoder.startswith("store:"):
         return "none of its own to read"
     if not kit.data:
-        raise Ill(f"none are named: fedvlm deploy site {kit.folder} --data IMAGES --encoder NAME")
+        raise CheckFailed(f"none are named: fedvlm deploy site {kit.folder} --data IMAGES --encoder NAME")
     dataset = open_data(kit.data, kit.source)
-    return f"{len(dataset.labels)} images of {len(dataset.classes)} classes: " + ", ".join(
-        dataset.classes[:8]
-    )
+    return f"{len(dataset.labels)} images of {len(dataset.classes)} classes: " + ", ".join(dataset.classes[:8])
 
 
-def _policy(kit: SiteKit) -> str:
-    from fedvlm.deploy.explain import explain
+def _check_policy(kit: SiteKit) -> str:
+    from fedvlm.deploy.explain import explain_policy
     from fedvlm.deploy.policy import read_policy
 
-    return " ".join(explain(read_policy(kit.folder)))
+    return " ".join(explain_policy(read_policy(kit.folder)))

@@ -11,18 +11,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-NAME, OLD = "events.jsonl", "events.1.jsonl"
-MOST = 4 << 20  # bytes of the file before it becomes the old one
-LONG = 500  # characters of a word in a line
+LOG_FILE, ROTATED_LOG_FILE = "events.jsonl", "events.1.jsonl"
+MAX_LOG_BYTES = 4 << 20  # bytes of the file before it becomes the old one
+MAX_VALUE_CHARS = 500  # characters of a word in a line
 Event = dict[str, Any]
-Note = Callable[..., None]  # kind and facts
+EventLogger = Callable[..., None]  # kind and facts
 
 
-def unnoted(kind: str, **facts: Any) -> None:
+def ignore_event(kind: str, **facts: Any) -> None:
     """Where nobody keeps a log."""
 
 
-SENTENCES: Mapping[str, str] = {
+EVENT_MESSAGES: Mapping[str, str] = {
     # at a server
     "up": "the server is up at {address} for {sites}",
     "down": "the server is stopped",
@@ -30,76 +30,72 @@ SENTENCES: Mapping[str, str] = {
     "waiting": "waiting for {sites}, {left} s more",
     "connected": "{site} is connected: {rows} training rows",
     "refused": "{site} takes no part: {why}",
-    "round": "round {round} of {rounds}: {answered} of {asked} sites{accuracy}, {kB} kB, "
-    "{seconds} s",
+    "round": "round {round} of {rounds}: {answered} of {asked} sites{accuracy}, {kB} kB, {seconds} s",
     "withdrew": "{site} has withdrawn; its contribution is out of {out} of {of} trainings",
     "joined": "{site} has joined after the last round: {rows} training rows",
     "missing": "round {round}: {site} is missing: {why}",
     "ended": "the run is finished; its record is in {record}",
     "failed": "the run ended: {why}",
     # at a site
-    "connecting": "site {site} is connecting to {address}; its certificate {until}; "
-    "stop it with Ctrl-C",
+    "connecting": "site {site} is connecting to {address}; its certificate {until}; stop it with Ctrl-C",
     "unreachable": "{why}; trying again every second",
     "reached": "the server answers; waiting for a run",
-    "asks": "the server asks for {method}, {rounds} rounds, and a person has to consent: "
-    "fedvlm deploy consent",
+    "asks": "the server asks for {method}, {rounds} rounds, and a person has to consent: fedvlm deploy consent",
     "opened": "{method}: a training over {rows} training rows, {validation} validation rows and "
     "{classes} classes of this site",
     "sent": "{what}: {bytes} bytes left this site ({fields})",
     "withdrawn": "{by} has withdrawn this site; it answers no more",
     "said": "{text}",
-    "gained": "on its {rows} validation rows: {federated} right with the federation, {alone} by "
-    "this site's rows alone",
+    "gained": "on its {rows} validation rows: {federated} right with the federation, {alone} by this site's rows alone",
     "classifier": "its classifier is in {place}",
 }
 
 
-class Events:
+class EventLog:
     """Appends lines; `say` gets each as a sentence with the time."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None] | None = None) -> None:
-        self.folder, self.say = folder, say
+    def __init__(self, folder: Path, print_line: Callable[[str], None] | None = None) -> None:
+        self.folder, self.print_line = folder, print_line
 
     def __call__(self, kind: str, **facts: Any) -> None:
         event = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "kind": kind, **facts}
         with suppress(OSError):
-            _append(self.folder / NAME, json.dumps(event, ensure_ascii=False, default=str))
-        if self.say is not None:
-            self.say(sentence(event))
+            _append(self.folder / LOG_FILE, json.dumps(event, ensure_ascii=False, default=str))
+        if self.print_line is not None:
+            self.print_line(format_event(event))
 
 
 def _append(path: Path, line: str) -> None:
-    if path.exists() and path.stat().st_size > MOST:
-        os.replace(path, path.with_name(OLD))
+    if path.exists() and path.stat().st_size > MAX_LOG_BYTES:
+        os.replace(path, path.with_name(ROTATED_LOG_FILE))
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
         file.write(line.encode() + b"\n")
 
 
-def sentence(event: Event) -> str:
+def format_event(event: Event) -> str:
     """A line for people: the local time, and what happened."""
     at = datetime.fromisoformat(event["time"]).astimezone().strftime("%H:%M:%S")
-    facts = {key: _word(value) for key, value in event.items()}
-    text = SENTENCES.get(event["kind"], "{kind}")
-    return f"{at} {text.format_map(_Known(facts))}"
+    facts = {key: _printable(value) for key, value in event.items()}
+    text = EVENT_MESSAGES.get(event["kind"], "{kind}")
+    return f"{at} {text.format_map(_DefaultFacts(facts))}"
 
 
-class _Known(dict[str, str]):
+class _DefaultFacts(dict[str, str]):
     def __missing__(self, key: str) -> str:
         return "?"
 
 
-def _word(value: Any) -> str:
+def _printable(value: Any) -> str:
     """Words of others are shown as one line, of no more than some length and no odd signs."""
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    plain = "".join(one if one.isprintable() else " " for one in text)
-    return plain if len(plain) <= LONG else plain[:LONG] + "…"
+    plain = "".join(char if char.isprintable() else " " for char in text)
+    return plain if len(plain) <= MAX_VALUE_CHARS else plain[:MAX_VALUE_CHARS] + "…"
 
 
-def read(folder: Path) -> list[Event]:
+def read_events(folder: Path) -> list[Event]:
     """All lines that are there, the old file's first; a torn one is left out."""
-    there = [path for path in (folder / OLD, folder / NAME) if path.exists()]
-    return [event for path in there for event in _lines(path.read_bytes())]
+    paths = [path for path in (folder / ROTATED_LOG_FILE, folder / LOG_FILE) if path.exists()]
+    return [event for path in paths for event in _lines(path.read_bytes())]
 
 
 def _lines(data: bytes) -> Iterator[Event]:
@@ -110,53 +106,53 @@ def _lines(data: bytes) -> Iterator[Event]:
                 yield event
 
 
-class Tail:
+class EventTail:
     """What has come since the last look, also over a change of files."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / NAME
-        there = self.path.exists()
-        self.at = self.path.stat().st_size if there else 0
-        self.file = self._number() if there else 0
+        self.path = folder / LOG_FILE
+        exists = self.path.exists()
+        self.offset = self.path.stat().st_size if exists else 0
+        self.inode = self._read_inode() if exists else 0
 
-    def _number(self) -> int:
+    def _read_inode(self) -> int:
         return self.path.stat().st_ino
 
-    def new(self) -> list[Event]:
+    def read_new(self) -> list[Event]:
         if not self.path.exists():
             return []
-        if self.file != self._number():
-            self.at, self.file = 0, self._number()
+        if self.inode != self._read_inode():
+            self.offset, self.inode = 0, self._read_inode()
         with open(self.path, "rb") as file:
-            file.seek(self.at)
+            file.seek(self.offset)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self.at += len(whole)
-        return list(_lines(whole))
+        complete_lines = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete_lines)
+        return list(_lines(complete_lines))
 
 
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f} %"
+def format_percent(accuracy: float | None) -> str:
+    return "" if accuracy is None else f"{100 * accuracy:.1f} %"
 
 
-def rounds_noted(note: Note, rounds: int) -> Callable[[str, Any], None]:
+def round_logger(log_event: EventLogger, rounds: int) -> Callable[[str, Any], None]:
     """Listens to a record's lines: each round is noted, and who was missing in it."""
 
     def listen(run: str, line: Mapping[str, Any]) -> None:
         clients, missing = line["clients"], line.get("missing", {})
-        moved = sum(one["bytes_up"] + one["bytes_down"] for one in clients.values())
-        share = line.get("accuracy")
-        for site, why in missing.items():
-            note("missing", round=line["round"] + 1, site=site, why=why)
-        note(
+        moved = sum(traffic["bytes_up"] + traffic["bytes_down"] for traffic in clients.values())
+        accuracy = line.get("accuracy")
+        for site, reason in missing.items():
+            log_event("missing", round=line["round"] + 1, site=site, why=reason)
+        log_event(
             "round",
             round=line["round"] + 1,
             rounds=rounds,
             answered=len(clients),
             asked=len(clients) + len(missing),
             there=sorted(clients),
-            share=share,
-            accuracy=f", accuracy so far {percent(share)}" if share is not None else "",
+            share=accuracy,
+            accuracy=f", accuracy so far {format_percent(accuracy)}" if accuracy is not None else "",
             kB=round(moved / 1000, 1),
             seconds=round(line["seconds"], 1),
         )

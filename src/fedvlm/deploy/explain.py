@@ -3,11 +3,11 @@
 from dataclasses import fields
 from json import dumps
 
-from fedvlm.deploy.account import Account
-from fedvlm.deploy.policy import ANY, USUAL, Policy
+from fedvlm.deploy.account import PrivacyBudget
+from fedvlm.deploy.policy import ALL_METHODS, DEFAULT_METHODS, Policy
 
 # By rule: what it is, and what it is good for. Written into policy.toml and told by the command.
-RULES = {
+RULE_TEXTS = {
     "methods": (
         "methods that may run here",
         'a method sends what it sends; name those you have read about. ["*"] is all of them',
@@ -67,34 +67,32 @@ RULES = {
 }
 
 
-def example(methods: tuple[str, ...] = USUAL) -> str:
+def example_policy(methods: tuple[str, ...] = DEFAULT_METHODS) -> str:
     """The policy that `fedvlm deploy init` writes."""
-    lines = [
-        "# What this site allows; the server cannot change it. `fedvlm deploy policy` explains."
-    ]
-    for one in fields(Policy):
-        value = list(methods) if one.name == "methods" else one.default
-        lines.append(f"{one.name} = {dumps(value)}  # {RULES[one.name][0]}")
+    lines = ["# What this site allows; the server cannot change it. `fedvlm deploy policy` explains."]
+    for rule in fields(Policy):
+        value = list(methods) if rule.name == "methods" else rule.default
+        lines.append(f"{rule.name} = {dumps(value)}  # {RULE_TEXTS[rule.name][0]}")
     return "\n".join(lines) + "\n"
 
 
-def explain(policy: Policy) -> list[str]:
+def explain_policy(policy: Policy) -> list[str]:
     """A line or two for each rule."""
     out = []
-    for name, (what, why) in RULES.items():
+    for name, (meaning, benefit) in RULE_TEXTS.items():
         value = getattr(policy, name)
         if name == "methods":
-            value = "all" if ANY in value else ", ".join(value) or "none: nothing is answered"
+            value = "all" if ALL_METHODS in value else ", ".join(value) or "none: nothing is answered"
         usual = "" if name == "methods" or value == getattr(Policy(), name) else " (not the usual)"
-        out.append(f"{name} = {_plain(value)}{usual}: {what}.\n    Why: {why}.")
-    if policy.how == "none":
+        out.append(f"{name} = {_yes_no(value)}{usual}: {meaning}.\n    Why: {benefit}.")
+    if policy.score_detail == "none":
         out.append("No scores of this site's rows are told.")
     else:
-        out.append(f"Scores of this site's rows are told, {policy.how}.")
+        out.append(f"Scores of this site's rows are told, {policy.score_detail}.")
     return out
 
 
-def so_far(account: Account, policy: Policy) -> list[str]:
+def describe_spending(account: PrivacyBudget, policy: Policy) -> list[str]:
     """What has left by the ledger, beside what may."""
     if account.broken:
         return ["The ledger was changed: no request is answered until it is whole again."]
@@ -103,20 +101,20 @@ def so_far(account: Account, policy: Policy) -> list[str]:
         f"{account.rounds.total()} of {policy.all_rounds} rounds."
     ]
     for key in sorted(account.trainings):
-        spent = account.spent.get(key, 0.0)
+        spent = account.noise_spent.get(key, 0.0)
         eps = f", ε = {account.epsilon(policy.delta, key):.3g}" if spent else ""
         out.append(
             f"    training {key}: {account.rounds[key]} of {policy.rounds} rounds, "
-            f"{account.measures[key]} of {policy.measures} measurements{eps}"
+            f"{account.measurements[key]} of {policy.measures} measurements{eps}"
         )
-    if any(account.spent.values()):
-        most = f" of {policy.epsilon:g}" if policy.epsilon else ""
-        out.append(f"ε of all uploads with noise: {account.epsilon(policy.delta):.3g}{most}.")
+    if any(account.noise_spent.values()):
+        limit = f" of {policy.epsilon:g}" if policy.epsilon else ""
+        out.append(f"ε of all uploads with noise: {account.epsilon(policy.delta):.3g}{limit}.")
     return out
 
 
-def _plain(value: object) -> str:
+def _yes_no(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-EXAMPLE = example()
+DEFAULT_POLICY_TEXT = example_policy()

@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.core import Tensors
-from fedvlm.deploy.admission import revoke
-from fedvlm.deploy.events import Events
+from fedvlm.deploy.admission import revoke_site
+from fedvlm.deploy.events import EventLog
 from fedvlm.deploy.keys import Verifier
 from fedvlm.deploy.kits import ServerKit
 from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.membership import Membership, member
+from fedvlm.deploy.membership import SiteCertificate, current_certificate
 from fedvlm.deploy.remote import check_arrays
-from fedvlm.deploy.server import spec_of
-from fedvlm.deploy.site import key_of
-from fedvlm.deploy.sums import ENDING, Bound, Sums, Uploads, why_bound
-from fedvlm.deploy.withdrawn import PREFIX
+from fedvlm.deploy.server import training_spec
+from fedvlm.deploy.site import training_key
+from fedvlm.deploy.sums import SUMS_SUFFIX, NotRemovableError, Uploads, UploadSums, removal_obstacle
+from fedvlm.deploy.withdrawn import WITHDRAWAL_PREFIX
 from fedvlm.deploy.words import check as check_words
-from fedvlm.deploy.words import key, listed, one_of, text, whole
-from fedvlm.engines.flower.client import unpack
-from fedvlm.engines.flower.wire import Parcel, from_bytes
+from fedvlm.deploy.words import integer, key, listed, one_of, text
+from fedvlm.engines.flower.client import to_tensors
+from fedvlm.engines.flower.wire import Message, from_bytes
 from fedvlm.errors import DataError, FederationError
 from fedvlm.evaluate.protocols import Training
-from fedvlm.record import OWN, Record
+from fedvlm.record import RECORD_FILES, Record
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import trainings_of
 from fedvlm.runner.settings import Settings, build
@@ -32,84 +32,84 @@ from fedvlm.runner.training import file_name
 from fedvlm.storage.files import read_regular
 from fedvlm.storage.sealed import read_json, read_tensors, write_index, write_json, write_tensors
 
-MOST = 1 << 30  # bytes of a file from a site
-NEW = "only a new run forgets it"
-WORDS = {
+MAX_WITHDRAWAL_BYTES = 1 << 30  # bytes of a file from a site
+NEW_RUN_NEEDED = "only a new run forgets it"
+WITHDRAWAL_FIELDS = {
     "kind": one_of("withdrawal"),
     "client": text(),
     "federation": key,
-    "uploads": listed(
-        lambda one: type(one) is list and len(one) == 2 and key(one[0]) and whole()(one[1])
-    ),
+    "uploads": listed(lambda entry: type(entry) is list and len(entry) == 2 and key(entry[0]) and integer()(entry[1])),
     "checksum": text(),
     "signature": text(),
 }
 
 
 @dataclass(frozen=True)
-class Forgotten:
+class WithdrawalResult:
     """What became of a site's contribution to one training."""
 
     run: str
     training: str
-    done: bool
-    why: str = ""  # it is not, if it is not
+    removed: bool
+    reason: str = ""  # it is not, if it is not
 
     def __str__(self) -> str:
-        end = "taken out of what is shared" if self.done else f"not taken out: {self.why}; {NEW}"
+        end = "taken out of what is shared" if self.removed else f"not taken out: {self.reason}; {NEW_RUN_NEEDED}"
         return f"{self.run}, {self.training}: {end}"
 
 
-def forget(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -> tuple[str, list[Forgotten]]:
+def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -> tuple[str, list[WithdrawalResult]]:
     """Takes a site out by the file that it signed; its name, and what became of what it gave.
 
     Nothing is changed if the file is not the site's, or says what was never accepted of it; nor
     while a run is going on. The site's key ends, so the same file is never taken twice.
     """
     site, uploads = read_withdrawal(kit, file)
-    found = [path.parent for path in sorted((kit.folder / "runs").glob("*/manifest.json"))]
+    folders = [path.parent for path in sorted((kit.folder / "runs").glob("*/manifest.json"))]
     with ExitStack() as all:
-        runs = [Record(folder) for folder in (*found, *records)]
+        runs = [Record(folder) for folder in (*folders, *records)]
         for record in runs:
             all.enter_context(record.lock())
-        plans = [one for record in runs for one in _plans(record, site, uploads)]
+        plans = [plan_item for record in runs for plan_item in _removal_plans(record, site, uploads)]
         for plan in plans:
-            plan.carry_out()
-        revoke(kit, site)
-    ledger, note, data = Ledger(kit.folder), Events(kit.folder), read_regular(file, MOST)
+            plan.apply()
+        revoke_site(kit, site)
+    ledger, log_event, data = Ledger(kit.folder), EventLog(kit.folder), read_regular(file, MAX_WITHDRAWAL_BYTES)
     lines = [
-        {"run": one.run, "training": one.training, "what": "taken out" if one.done else one.why}
-        for one in (plan.said for plan in plans)
+        {
+            "run": plan_item.run,
+            "training": plan_item.training,
+            "what": "taken out" if plan_item.removed else plan_item.reason,
+        }
+        for plan_item in (plan.result for plan in plans)
     ]
     for words in lines or [{"what": "it had contributed to no run"}]:
         about: dict[str, Any] = {"kind": "withdrawal", "site": site, **words}
         ledger.add("in", -1, None, data, **about)  # of the same hash as in the site's ledger
-    note("withdrew", site=site, out=sum(plan.said.done for plan in plans), of=len(plans))
-    return site, [plan.said for plan in plans]
+    log_event("withdrew", site=site, out=sum(plan.result.removed for plan in plans), of=len(plans))
+    return site, [plan.result for plan in plans]
 
 
 def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int, Tensors]]]:
     """Whose it is, and its uploads by training and round, if its site has signed it."""
     try:
-        parcel = from_bytes(read_regular(file, MOST))
-        check_words(parcel.about, WORDS, {}, "the withdrawal")
-        check_arrays(parcel)
+        message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES))
+        check_words(message.about, WITHDRAWAL_FIELDS, {}, "the withdrawal")
+        check_arrays(message)
     except OSError as error:
-        raise DataError(
-            f"{file} cannot be read ({error.strerror}); name the site's file"
-        ) from error
+        raise DataError(f"{file} cannot be read ({error.strerror}); name the site's file") from error
     except Exception as error:
         raise DataError(f"{file} is no withdrawal, or damaged ({error}); send it again") from error
-    about: Any = parcel.about
-    one: Membership = member(kit.folder, about["client"])
-    Verifier(one.key.encode(), PREFIX)(parcel, f"site {one.site}")
-    if about["federation"] != one.federation:
+    about: Any = message.about
+    certificate: SiteCertificate = current_certificate(kit.folder, about["client"])
+    Verifier(certificate.key.encode(), WITHDRAWAL_PREFIX)(message, f"site {certificate.site}")
+    if about["federation"] != certificate.federation:
         raise FederationError(f"{file} is for another federation")
-    return one.site, _uploads(parcel, about["uploads"])
+    return certificate.site, _uploads(message, about["uploads"])
 
 
-def _uploads(parcel: Parcel, listed: Sequence[Any]) -> dict[str, dict[int, Tensors]]:
-    values, out = unpack(parcel.arrays), dict[str, dict[int, Tensors]]()
+def _uploads(message: Message, listed: Sequence[Any]) -> dict[str, dict[int, Tensors]]:
+    values, out = to_tensors(message.arrays), dict[str, dict[int, Tensors]]()
     for place, (training, number) in enumerate(listed):
         mark = f"{place}/"
         upload = {k.removeprefix(mark): v for k, v in values.items() if k.startswith(mark)}
@@ -118,17 +118,17 @@ def _uploads(parcel: Parcel, listed: Sequence[Any]) -> dict[str, dict[int, Tenso
 
 
 @dataclass
-class Plan:
+class RemovalPlan:
     """One training without the site: computed first for all, then written."""
 
-    said: Forgotten
+    result: WithdrawalResult
     record: Record
     name: str
     site: str
-    sums: Sums | None = None
+    sums: UploadSums | None = None
     shared: Tensors | None = None
 
-    def carry_out(self) -> None:
+    def apply(self) -> None:
         """In an order in which a crash leaves what can be done again."""
         if self.sums is None or self.shared is None:
             return
@@ -136,50 +136,50 @@ class Plan:
         values, about = read_tensors(path)
         new = {f"shared/{k}": v.to(values[f"shared/{k}"].dtype) for k, v in self.shared.items()}
         write_tensors(path, {**values, **new}, about)
-        told = read_json(path.with_suffix(".json"))
-        write_json(path.with_suffix(".json"), {**told, "withdrawn": self.sums.withdrawn})
+        summary = read_json(path.with_suffix(".json"))
+        write_json(path.with_suffix(".json"), {**summary, "withdrawn": self.sums.withdrawn_sites})
         self.sums.write()
-        write_index(self.record.folder, OWN)
+        write_index(self.record.folder, RECORD_FILES)
 
 
-def _plans(record: Record, site: str, uploads: dict[str, dict[int, Tensors]]) -> list[Plan]:
+def _removal_plans(record: Record, site: str, uploads: dict[str, dict[int, Tensors]]) -> list[RemovalPlan]:
     settings = build(record.manifest["identity"])
     out = []
     for seed in settings.seeds:
-        now = tune.settled(settings, record.manifest, seed)
+        now = tune.with_tuned(settings, record.manifest, seed)
         domains = {name: name for name in record.manifest["sites"]}
         for training in trainings_of(now, domains, seed):
-            if (one := _plan(record, now, training, seed, site, uploads)) is not None:
-                out.append(one)
+            if (plan := _removal_plan(record, now, training, seed, site, uploads)) is not None:
+                out.append(plan)
     return out
 
 
-def _plan(
+def _removal_plan(
     record: Record,
     settings: Settings,
     training: Training,
     seed: int,
     site: str,
     uploads: dict[str, dict[int, Tensors]],
-) -> Plan | None:
+) -> RemovalPlan | None:
     """None if the site gave nothing to this training, or it was taken out already."""
     name = file_name(training, seed)
-    lines = [one for one in record.lines() if one["training"] == name]
-    sent = any(one["clients"].get(site, {}).get("bytes_up") for one in lines)
+    lines = [line for line in record.lines() if line["training"] == name]
+    sent = any(line["clients"].get(site, {}).get("bytes_up") for line in lines)
     path = record.folder / "trainings" / f"{name}.safetensors"
-    kept = Sums.read(path.with_suffix(f".{ENDING}"))
-    if not sent or site in kept.withdrawn:
+    sums = UploadSums.read(path.with_suffix(f".{SUMS_SUFFIX}"))
+    if not sent or site in sums.withdrawn_sites:
         return None
-    said = (record.folder.name, name)
-    mine: Uploads = uploads.get(key_of(spec_of(settings, training, seed)), {})
+    run_and_training = (record.folder.name, name)
+    site_uploads: Uploads = uploads.get(training_key(training_spec(settings, training, seed)), {})
     try:
-        if why := why_bound(settings):
-            raise Bound(why)
+        if reason := removal_obstacle(settings):
+            raise NotRemovableError(reason)
         if not path.exists():
-            raise Bound("the run is not finished")
+            raise NotRemovableError("the run is not finished")
         if read_tensors(path)[1]["round"] != settings.method.rounds:
-            raise Bound("an earlier round than the last was chosen")
-        shared = kept.without(settings.method, site, mine)
-    except Bound as error:
-        return Plan(Forgotten(*said, False, str(error)), record, name, site)
-    return Plan(Forgotten(*said, True), record, name, site, kept, shared)
+            raise NotRemovableError("an earlier round than the last was chosen")
+        shared = sums.remove_site(settings.method, site, site_uploads)
+    except NotRemovableError as error:
+        return RemovalPlan(WithdrawalResult(*run_and_training, False, str(error)), record, name, site)
+    return RemovalPlan(WithdrawalResult(*run_and_training, True), record, name, site, sums, shared)

@@ -5,15 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from fedvlm.core import make
-from fedvlm.engines.client import World, client, measure
+from fedvlm.engines.client import World, make_client, measure
 
 
-def gained(world: World, id: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> dict[str, Any]:
     """How many validation rows are right with what came of the run, and by own rows alone."""
-    known = {"rows": measured["validation_rows"], "federated": measured["validation_hits"]}
+    scores = {"rows": measured["validation_rows"], "federated": measured["validation_hits"]}
     if tuple(world.x.shape[1:]) != (world.frozen.dim,):
-        return {**known, "alone": "?"}  # its rows are patches or pixels, and a probe has none
+        return {**scores, "alone": "?"}  # its rows are patches or pixels, and a probe has none
     probe = replace(world, method=make("alone"))
-    nothing, fresh = probe.method.init(probe.frozen)
-    own = probe.method.adapt(probe.frozen, nothing, fresh, client(probe, id, 0))
-    return {**known, "alone": measure(probe, nothing, own, id)["validation_hits"]}
+    nothing, initial_local = probe.method.init(probe.frozen)
+    adapted = probe.method.adapt(probe.frozen, nothing, initial_local, make_client(probe, id, 0))
+    return {**scores, "alone": measure(probe, nothing, adapted, id)["validation_hits"]}

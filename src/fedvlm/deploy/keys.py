@@ -10,83 +10,81 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from fedvlm.engines.flower.wire import Parcel, checksum
+from fedvlm.engines.flower.wire import Message, checksum
 from fedvlm.errors import FederationError, SettingsError
 
-DAYS = 365  # a certificate lasts
-ROOT_DAYS = 3650  # and the root that the server's are made by: sites need no new one meanwhile
-ROOT = "fedvlm federation"
-PREFIX = b"fedvlm parcel\n"  # so that no other signature of the same key fits
+CERTIFICATE_DAYS = 365  # a certificate lasts
+ROOT_CERTIFICATE_DAYS = 3650  # and the root that the server's are made by: sites need no new one meanwhile
+ROOT_NAME = "fedvlm federation"
+MESSAGE_PREFIX = b"fedvlm parcel\n"  # so that no other signature of the same key fits
 
 
-def _need() -> Any:
+def _require_cryptography() -> Any:
     try:
         import cryptography
     except ImportError as error:
-        raise SettingsError(
-            "certificates need the package cryptography; pip install 'fedvlm[flower]'"
-        ) from error
+        raise SettingsError("certificates need the package cryptography; pip install 'fedvlm[flower]'") from error
     return cryptography
 
 
-def certificates(host: str, begin: datetime | None = None, days: int = DAYS) -> dict[str, bytes]:
+def create_certificates(host: str, start: datetime | None = None, days: int = CERTIFICATE_DAYS) -> dict[str, bytes]:
     """A root of its own with its key, and the server's certificate by it."""
-    _need()
+    _require_cryptography()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    begin = begin or _lately()
+    start = start or _backdated_now()
     root = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
     identifier = x509.SubjectKeyIdentifier.from_public_key(root.public_key())
-    ca = _paper(ROOT, root.public_key(), begin, ROOT_DAYS, authority=True)
+    ca = _certificate_builder(ROOT_NAME, root.public_key(), start, ROOT_CERTIFICATE_DAYS, authority=True)
     ca = ca.add_extension(usage, critical=True).add_extension(identifier, critical=False)
     papers = {
         "ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(_pem()),
-        "ca.key": _private(root),
+        "ca.key": _private_pem(root),
     }
-    return papers | server_papers(host, papers["ca.key"], begin, days)
+    return papers | create_server_certificate(host, papers["ca.key"], start, days)
 
 
-def server_papers(
-    host: str, ca_key: bytes, begin: datetime | None = None, days: int = DAYS
+def create_server_certificate(
+    host: str, ca_key: bytes, start: datetime | None = None, days: int = CERTIFICATE_DAYS
 ) -> dict[str, bytes]:
     """A key and a certificate for the server, by a root that its sites know already."""
-    _need()
+    _require_cryptography()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     root: Any = load_pem_private_key(ca_key, None)
-    own = ec.generate_private_key(ec.SECP256R1())
-    near = {"localhost", "127.0.0.1"}  # Flower's own processes on the server reach it there
-    names = x509.SubjectAlternativeName([_name(one) for one in sorted({host, *near})])
+    server_key = ec.generate_private_key(ec.SECP256R1())
+    loopback_names = {"localhost", "127.0.0.1"}  # Flower's own processes on the server reach it there
+    names = x509.SubjectAlternativeName([_alternative_name(name) for name in sorted({host, *loopback_names})])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key())
-    paper = _paper(host, own.public_key(), begin or _lately(), days, authority=False)
+    paper = _certificate_builder(host, server_key.public_key(), start or _backdated_now(), days, authority=False)
     paper = paper.add_extension(names, critical=False).add_extension(issuer, critical=False)
     return {
         "server.pem": paper.sign(root, hashes.SHA256()).public_bytes(_pem()),
-        "server.key": _private(own),
+        "server.key": _private_pem(server_key),
     }
 
 
-def _paper(word: str, key: Any, begin: datetime, days: int, authority: bool) -> Any:
+def _certificate_builder(word: str, key: Any, start: datetime, days: int, authority: bool) -> Any:
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
     def named(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
-    builder = x509.CertificateBuilder().subject_name(named(word)).issuer_name(named(ROOT))
+    builder = x509.CertificateBuilder().subject_name(named(word)).issuer_name(named(ROOT_NAME))
     builder = builder.public_key(key).serial_number(x509.random_serial_number())
-    builder = builder.not_valid_before(begin).not_valid_after(begin + timedelta(days=days))
+    builder = builder.not_valid_before(start).not_valid_after(start + timedelta(days=days))
     length = 0 if authority else None
     return builder.add_extension(x509.BasicConstraints(authority, length), critical=True)
 
 
-def _lately() -> datetime:
+def _backdated_now() -> datetime:
     """A little ago, for clocks that are slow."""
     return datetime.now(UTC) - timedelta(hours=1)
 
@@ -97,27 +95,25 @@ def _pem() -> Any:
     return serialization.Encoding.PEM
 
 
-def _private(key: Any) -> bytes:
+def _private_pem(key: Any) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
     form = serialization.PrivateFormat.PKCS8
     return bytes(key.private_bytes(_pem(), form, serialization.NoEncryption()))
 
 
-def paper_until(path: Path) -> datetime:
+def certificate_expiry(path: Path) -> datetime:
     """When a certificate of TLS ends."""
-    _need()
+    _require_cryptography()
     from cryptography.x509 import load_pem_x509_certificate
 
     try:
         return load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"{path} is no certificate ({error}); bring the folder back as it was"
-        ) from error
+        raise SettingsError(f"{path} is no certificate ({error}); bring the folder back as it was") from error
 
 
-def _name(host: str) -> Any:
+def _alternative_name(host: str) -> Any:
     from cryptography import x509
 
     try:
@@ -126,9 +122,9 @@ def _name(host: str) -> Any:
         return x509.DNSName(host)
 
 
-def key_pair() -> tuple[bytes, bytes]:
+def create_key_pair() -> tuple[bytes, bytes]:
     """An elliptic-curve key as Flower's node authentication takes it: private and public part."""
-    _need()
+    _require_cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -148,9 +144,9 @@ def _openssh(key: Any) -> bytes:
     return bytes(key.public_bytes(serialization.Encoding.OpenSSH, form))
 
 
-def public_key(data: bytes) -> Any:
+def load_public_key(data: bytes) -> Any:
     """A key as `key_pair` makes it, and of no other kind; else ValueError."""
-    _need()
+    _require_cryptography()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
@@ -169,57 +165,53 @@ def public_key(data: bytes) -> Any:
 class Signer:
     """Signs parcels with a private key file."""
 
-    def __init__(self, path: Path, prefix: bytes = PREFIX) -> None:
-        _need()
+    def __init__(self, path: Path, prefix: bytes = MESSAGE_PREFIX) -> None:
+        _require_cryptography()
         from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
         self.prefix = prefix
         try:
             self.key: Any = load_ssh_private_key(path.read_bytes(), None)
         except (OSError, ValueError) as error:
-            raise SettingsError(
-                f"{path} is no private key ({error}); take the folder as fedvlm wrote it"
-            ) from error
+            raise SettingsError(f"{path} is no private key ({error}); take the folder as fedvlm wrote it") from error
 
     @property
     def public(self) -> bytes:
         return _openssh(self.key.public_key())
 
-    def __call__(self, parcel: Parcel) -> Parcel:
+    def __call__(self, message: Message) -> Message:
         """The parcel sealed: with a checksum, and a signature over it."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        digest = checksum(parcel)
+        digest = checksum(message)
         signature = self.key.sign(self.prefix + digest.encode(), ec.ECDSA(hashes.SHA256()))
         words = {"checksum": digest, "signature": b64encode(signature).decode()}
-        return Parcel({**parcel.about, **words}, parcel.arrays)
+        return Message({**message.about, **words}, message.arrays)
 
 
 class Verifier:
     """Checks parcels against a public key, or a file with one."""
 
-    def __init__(self, source: Path | bytes, prefix: bytes = PREFIX) -> None:
+    def __init__(self, source: Path | bytes, prefix: bytes = MESSAGE_PREFIX) -> None:
         self.prefix = prefix
         try:
-            self.key = public_key(source if isinstance(source, bytes) else source.read_bytes())
+            self.key = load_public_key(source if isinstance(source, bytes) else source.read_bytes())
         except (OSError, ValueError) as error:
             named = "this" if isinstance(source, bytes) else source
-            raise SettingsError(
-                f"{named} is no public key ({error}); take the folder as fedvlm wrote it"
-            ) from error
+            raise SettingsError(f"{named} is no public key ({error}); take the folder as fedvlm wrote it") from error
 
-    def __call__(self, parcel: Parcel, who: str) -> None:
+    def __call__(self, message: Message, signer: str) -> None:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
         try:
-            signature = b64decode(str(parcel.about.get("signature", "")), validate=True)
-            signed = self.prefix + checksum(parcel).encode()
+            signature = b64decode(str(message.about.get("signature", "")), validate=True)
+            signed = self.prefix + checksum(message).encode()
             self.key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, ValueError) as error:
             raise FederationError(
-                f"the message is not signed by {who} of this federation; "
+                f"the message is not signed by {signer} of this federation; "
                 "are both folders of the same `fedvlm deploy init`?"
             ) from error

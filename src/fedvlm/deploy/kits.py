@@ -7,24 +7,24 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedvlm.core.schema import AMOUNT, COUNT, PART, read_table, within
-from fedvlm.deploy.explain import EXAMPLE
-from fedvlm.deploy.flower.gate import NAME as CONTROL
+from fedvlm.core.schema import COUNT, NON_NEGATIVE, POSITIVE_FRACTION, ranged_field, read_table
+from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.flower.gate import SECRET_FILE as CONTROL
 from fedvlm.deploy.flower.gate import new_secret
-from fedvlm.deploy.keys import certificates, key_pair
-from fedvlm.deploy.membership import NAME as CERTIFICATE
-from fedvlm.deploy.membership import SITES, Membership, issue, place, write_words
-from fedvlm.deploy.membership import sites as admitted
-from fedvlm.deploy.policy import NAME as POLICY
+from fedvlm.deploy.keys import create_certificates, create_key_pair
+from fedvlm.deploy.membership import CERTIFICATE_FILE as CERTIFICATE
+from fedvlm.deploy.membership import SITES_FOLDER, SiteCertificate, certificate_path, issue_certificate, write_document
+from fedvlm.deploy.membership import admitted_sites as admitted
+from fedvlm.deploy.policy import POLICY_FILE as POLICY
 from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import read_toml
-from fedvlm.storage.files import private, write
-from fedvlm.storage.toml import toml
+from fedvlm.storage.files import make_private_folder, write_file
+from fedvlm.storage.toml import to_toml
 
-NAME = re.compile(r"\w[\w .-]{0,62}")
-INVITATION = "invitation.json"  # in the server's folder, for sites that are to join
+SITE_NAME = re.compile(r"\w[\w .-]{0,62}")
+INVITATION_FILE = "invitation.json"  # in the server's folder, for sites that are to join
 K = TypeVar("K")
-HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class ServerKit:
     folder: Path
     address: str  # host:port, as the sites reach it
     sites: tuple[str, ...] = ()  # that have a certificate in `sites/`
-    quorum: float = within(0.5, PART)  # share of the sites asked that must answer
-    deadline: float = within(600.0, AMOUNT)  # seconds a site has for one round
-    wait: float = within(120.0, AMOUNT)  # seconds to wait for sites before the first round
-    max_samples: int = within(1_000_000, COUNT)  # training rows a site is believed to have at most
+    quorum: float = ranged_field(0.5, POSITIVE_FRACTION)  # share of the sites asked that must answer
+    deadline: float = ranged_field(600.0, NON_NEGATIVE)  # seconds a site has for one round
+    wait: float = ranged_field(120.0, NON_NEGATIVE)  # seconds to wait for sites before the first round
+    max_samples: int = ranged_field(1_000_000, COUNT)  # training rows a site is believed to have at most
     rehearsal: bool = False  # sites play clients of the experiment's own data
 
 
@@ -71,7 +71,7 @@ def read_server(folder: Path) -> ServerKit:
     if path.exists() and "sites" in (old := read_toml(path)):
         raise SettingsError(
             f"{path}: sites = {old['sites']!r} is of an older fedvlm; the sites are those with a "
-            f"certificate in {folder / SITES}: make new kits"
+            f"certificate in {folder / SITES_FOLDER}: make new kits"
         )
     return replace(_read(ServerKit, path), sites=tuple(admitted(folder)))
 
@@ -80,90 +80,87 @@ def read_site(folder: Path) -> SiteKit:
     return _read(SiteKit, folder / "site.toml")
 
 
-def configured(kit: SiteKit, given: Mapping[str, Any]) -> SiteKit:
+def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
     """The kit with what was said on the command line."""
-    given = dict(given)
-    if Path(str(given.get("data", ""))).exists() and given.get("data"):
-        given["data"] = str(Path(given["data"]).resolve())
-    return replace(kit, **given)
+    options = dict(options)
+    if Path(str(options.get("data", ""))).exists() and options.get("data"):
+        options["data"] = str(Path(options["data"]).resolve())
+    return replace(kit, **options)
 
 
-def keep_site(kit: SiteKit) -> None:
+def write_site(kit: SiteKit) -> None:
     """Writes what a kit says into its site.toml."""
-    values = {one.name: getattr(kit, one.name) for one in fields(kit) if one.name != "folder"}
-    write(kit.folder / "site.toml", toml({k: v for k, v in values.items() if v}).encode())
+    values = {option.name: getattr(kit, option.name) for option in fields(kit) if option.name != "folder"}
+    write_file(kit.folder / "site.toml", to_toml({k: v for k, v in values.items() if v}).encode())
 
 
-def init(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
+def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
     """Writes the server's folder, and for a rehearsal a kit per site with a key made here."""
-    _check(folder, sites)
-    if not HOST.fullmatch(host) or not 0 < port < 65536:
+    _check_new_kits(folder, sites)
+    if not HOST_NAME.fullmatch(host) or not 0 < port < 65536:
         raise SettingsError(
             f"host = {host!r} and port = {port} are no address; name the server as the sites reach "
             "it, as clinic.example or 192.0.2.7, and a port up to 65535"
         )
     address = f"{host}:{port}"
-    signing, server_pub = key_pair()
-    papers = certificates(host)
+    signing, server_pub = create_key_pair()
+    papers = create_certificates(host)
     central = folder / "server"
-    for one in (folder, central, central / SITES, *(folder / f"site-{name}" for name in sites)):
-        private(one)
-    secret(central / "signing.key", signing)
+    for path in (folder, central, central / SITES_FOLDER, *(folder / f"site-{name}" for name in sites)):
+        make_private_folder(path)
+    write_secret(central / "signing.key", signing)
     for name in ("server.key", "ca.key"):
-        secret(central / name, papers[name])
-    secret(central / CONTROL, new_secret())
+        write_secret(central / name, papers[name])
+    write_secret(central / CONTROL, new_secret())
     for file, data in (
         ("ca.crt", papers["ca.crt"]),
         ("server.pem", papers["server.pem"]),
-        ("server.toml", toml({"address": address, **server}).encode()),
+        ("server.toml", to_toml({"address": address, **server}).encode()),
         ("README.txt", server_readme().encode()),
     ):
-        write(central / file, data)
+        write_file(central / file, data)
     words = {"address": address, "ca": papers["ca.crt"].decode(), "server": server_pub.decode()}
-    write_words(central / INVITATION, "invitation", words)
+    write_document(central / INVITATION_FILE, "invitation", words)
     for name in sites:
-        own, public = key_pair()
-        secret(folder / f"site-{name}" / "key", own)
-        given = issue(central, address, name, public)
-        fill(folder / f"site-{name}", given, place(central, name).read_bytes())
+        private_key, public = create_key_pair()
+        write_secret(folder / f"site-{name}" / "key", private_key)
+        certificate = issue_certificate(central, address, name, public)
+        fill_site_folder(folder / f"site-{name}", certificate, certificate_path(central, name).read_bytes())
     return [central, *(folder / f"site-{name}" for name in sites)]
 
 
-def fill(folder: Path, one: Membership, certificate: bytes) -> None:
+def fill_site_folder(folder: Path, site_certificate: SiteCertificate, certificate: bytes) -> None:
     """A site's folder with what its server says; what is the site's own to say stays as it is."""
     for file, data in (
         (CERTIFICATE, certificate),
-        ("server.pub", one.server.encode()),
-        ("ca.crt", one.ca.encode()),
+        ("server.pub", site_certificate.server.encode()),
+        ("ca.crt", site_certificate.ca.encode()),
     ):
-        write(folder / file, data, 0o600)
-    for file, text in ((POLICY, EXAMPLE), ("README.txt", site_readme(folder.name))):
+        write_file(folder / file, data, 0o600)
+    for file, text in ((POLICY, DEFAULT_POLICY_TEXT), ("README.txt", site_readme(folder.name))):
         if not (folder / file).exists():
-            write(folder / file, text.encode())
-    known = read_site(folder) if (folder / "site.toml").exists() else SiteKit(folder, one.site, "")
-    keep_site(replace(known, name=one.site, address=one.address))
+            write_file(folder / file, text.encode())
+    kit = read_site(folder) if (folder / "site.toml").exists() else SiteKit(folder, site_certificate.site, "")
+    write_site(replace(kit, name=site_certificate.site, address=site_certificate.address))
 
 
 def check_name(name: str) -> None:
-    if not NAME.fullmatch(name):
+    if not SITE_NAME.fullmatch(name):
         raise SettingsError(
-            f"the site name {name!r} does not fit; use letters, digits, blanks, dots, - and _, "
-            "63 at most"
+            f"the site name {name!r} does not fit; use letters, digits, blanks, dots, - and _, 63 at most"
         )
 
 
-def _check(folder: Path, sites: Sequence[str]) -> None:
+def _check_new_kits(folder: Path, sites: Sequence[str]) -> None:
     for name in sites:
         check_name(name)
     if len({name.casefold() for name in sites}) < len(sites):
         raise SettingsError(f"the sites {', '.join(sites)} are not all different; name each once")
     if folder.exists() and any(folder.iterdir()):
-        raise SettingsError(
-            f"{folder} is not empty; kits hold keys and are never overwritten: choose a new folder"
-        )
+        raise SettingsError(f"{folder} is not empty; kits hold keys and are never overwritten: choose a new folder")
 
 
-def secret(path: Path, data: bytes) -> None:
+def write_secret(path: Path, data: bytes) -> None:
     """A file only its owner can read, from its first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from fedvlm.errors import DataError
-from fedvlm.storage.files import appending
+from fedvlm.storage.files import open_for_append
 
-NAME = "ledger.jsonl"
-START = "0" * 64  # what the first line says of the line before it
+LEDGER_FILE = "ledger.jsonl"
+FIRST_HASH = "0" * 64  # what the first line says of the line before it
 Direction = Literal["in", "out", "refused", "dropped"]
 
 
@@ -34,14 +34,14 @@ class History:
     broken: tuple[str, ...]  # what does not fit, line by line
     head: str  # the hash of the last line
 
-    def knows(self, head: str) -> bool:
+    def contains(self, head: str) -> bool:
         """Whether a head that was noted before is still in the ledger."""
         return bool(head) and any(line["hash"].startswith(head) for line in self.lines)
 
 
 class Ledger:
     def __init__(self, folder: str | Path) -> None:
-        self.path = Path(folder) / NAME
+        self.path = Path(folder) / LEDGER_FILE
 
     def add(
         self,
@@ -69,51 +69,49 @@ class Ledger:
             **about,
         }
         with self._locked() as file:
-            before, ended = _end(file)
+            before, ended = _read_last_hash(file)
             line["before"] = before
-            text = json.dumps(line | {"hash": _hash(line)}, ensure_ascii=False)
+            text = json.dumps(line | {"hash": _hash_line(line)}, ensure_ascii=False)
             # A line that a crash cut short stays, ended, so that nothing is ever taken away.
             file.write((("" if ended else "\n") + text + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
-        return _hash(line)
+        return _hash_line(line)
 
     @contextmanager
     def _locked(self) -> Iterator[IO[bytes]]:
         """The file, open for appending by this process alone; others wait their turn."""
-        with appending(self.path) as file:
+        with open_for_append(self.path) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
     def read(self) -> History:
         """All lines, each checked against the one before it."""
         if not self.path.is_file():
-            raise DataError(
-                f"there is no {self.path}; a site's folder has one after its first round"
-            )
+            raise DataError(f"there is no {self.path}; a site's folder has one after its first round")
         lines: list[dict[str, Any]] = []
         torn, broken = [], []
-        head = START
-        for number, text in enumerate(_texts(self.path), start=1):
-            line = _parsed(text)
+        head = FIRST_HASH
+        for number, text in enumerate(_read_lines(self.path), start=1):
+            line = _parse_line(text)
             if line is None:
                 torn.append(number)
                 continue
             if line["before"] != head:
                 broken.append(f"line {number} does not follow the line before it")
-            if line["hash"] != _hash({k: v for k, v in line.items() if k != "hash"}):
+            if line["hash"] != _hash_line({k: v for k, v in line.items() if k != "hash"}):
                 broken.append(f"line {number} was changed after it was written")
             lines.append(line)
             head = line["hash"]
         return History(tuple(lines), tuple(torn), tuple(broken), head)
 
 
-def _texts(path: Path) -> list[bytes]:
+def _read_lines(path: Path) -> list[bytes]:
     texts = path.read_bytes().split(b"\n")
     return texts[:-1] if texts[-1] == b"" else texts
 
 
-def _parsed(text: bytes) -> dict[str, Any] | None:
+def _parse_line(text: bytes) -> dict[str, Any] | None:
     """None for a line that is no whole line: a crash cut it short before its message left."""
     try:
         line = json.loads(text)
@@ -122,7 +120,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and {"before", "hash"} <= line.keys() else None
 
 
-def _end(file: IO[bytes]) -> tuple[str, bool]:
+def _read_last_hash(file: IO[bytes]) -> tuple[str, bool]:
     """The hash of the last whole line, and whether the file ends with the end of a line."""
     size = file.seek(0, os.SEEK_END)
     span = 1 << 14  # read from the end, because a ledger grows for years
@@ -133,12 +131,12 @@ def _end(file: IO[bytes]) -> tuple[str, bool]:
         if span < size:  # the first piece may lack its beginning
             texts = texts[1:]
         for text in reversed(texts):
-            if line := _parsed(text):
+            if line := _parse_line(text):
                 return str(line["hash"]), ended
         if span >= size:
-            return START, ended
+            return FIRST_HASH, ended
         span *= 4
 
 
-def _hash(line: Mapping[str, Any]) -> str:
+def _hash_line(line: Mapping[str, Any]) -> str:
     return sha256(json.dumps(line, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

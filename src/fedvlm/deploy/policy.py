@@ -8,19 +8,19 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvlm.core import Method, Telling, setting
-from fedvlm.core.schema import AMOUNT, INSIDE, read_table, within
+from fedvlm.core import ClassStatistics, Method, setting
+from fedvlm.core.schema import NON_NEGATIVE, OPEN_FRACTION, ranged_field, read_table
 from fedvlm.data.clients import Clients
 from fedvlm.deploy.consent import check_consent
-from fedvlm.deploy.reasons import Refused
+from fedvlm.deploy.reasons import RequestRefused
 from fedvlm.errors import FedVLMError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.runner.settings import read_toml
 
-NAME = "policy.toml"
-ANY = "*"
-USUAL = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "tofa")
-STEPS = 20  # coarse scores are multiples of 1/20
+POLICY_FILE = "policy.toml"
+ALL_METHODS = "*"
+DEFAULT_METHODS = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "tofa")
+SCORE_STEPS = 20  # coarse scores are multiples of 1/20
 
 
 class Protection(Protocol):
@@ -38,126 +38,115 @@ class Protection(Protocol):
 class Policy:
     methods: tuple[str, ...] = ()  # the methods that may run here; none unless they are named
     # statistics of a class of fewer training rows stay here
-    min_class_samples: int = within(16, AMOUNT)
-    min_samples: int = within(16, AMOUNT)  # with fewer training rows nothing is trained
+    min_class_samples: int = ranged_field(16, NON_NEGATIVE)
+    min_samples: int = ranged_field(16, NON_NEGATIVE)  # with fewer training rows nothing is trained
     # training rows that are used at most, drawn by the site; 0: all
-    max_samples: int = within(0, AMOUNT)
+    max_samples: int = ranged_field(0, NON_NEGATIVE)
     server_divides: bool = False  # the server may say shots, ratios and the seed of the division
-    max_upload_bytes: int = within(50_000_000, AMOUNT)  # bytes of one message to the server; 0: any
+    max_upload_bytes: int = ranged_field(50_000_000, NON_NEGATIVE)  # bytes of one message to the server; 0: any
     # the channel must clip to this norm or a smaller one; 0: it need not clip
-    clip: float = within(0.0, AMOUNT)
-    noise_multiplier: float = within(
-        0.0, AMOUNT
-    )  # the channel's noise multiplier must be this or more
-    epsilon: float = within(0.0, AMOUNT)  # ε of all that leaves, in total; 0: not limited
-    delta: float = within(1e-5, INSIDE)  # δ at which ε is counted
+    clip: float = ranged_field(0.0, NON_NEGATIVE)
+    noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be this or more
+    epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # ε of all that leaves, in total; 0: not limited
+    delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
     secure: bool = False  # uploads leave in a secure sum only
     scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
-    trainings: int = within(100, AMOUNT)  # that may be opened, in total
-    rounds: int = within(500, AMOUNT)  # that are answered, per training
-    all_rounds: int = within(10_000, AMOUNT)  # likewise in total
-    measures: int = within(600, AMOUNT)  # answers of scores alone, per training
+    trainings: int = ranged_field(100, NON_NEGATIVE)  # that may be opened, in total
+    rounds: int = ranged_field(500, NON_NEGATIVE)  # that are answered, per training
+    all_rounds: int = ranged_field(10_000, NON_NEGATIVE)  # likewise in total
+    measures: int = ranged_field(600, NON_NEGATIVE)  # answers of scores alone, per training
     consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
 
-    def admit(
-        self, folder: str | Path, method: Method, channel: Protection, labels: NDArray[np.int64]
-    ) -> None:
+    def admit(self, folder: str | Path, method: Method, channel: Protection, labels: NDArray[np.int64]) -> None:
         """Refuses a round before anything is computed. `labels` are those of the training rows."""
-        if not {ANY, method.name} & set(self.methods):
-            raise Refused(
+        if not {ALL_METHODS, method.name} & set(self.methods):
+            raise RequestRefused(
                 "method",
                 f"the method {method.name} is not allowed here, only "
-                f"{', '.join(self.methods) or 'none'}; see methods in {NAME}",
+                f"{', '.join(self.methods) or 'none'}; see methods in {POLICY_FILE}",
             )
         if self.clip and not 0 < channel.clip <= self.clip:
-            raise Refused(
+            raise RequestRefused(
                 "clip",
-                f"channel.clip = {channel.clip:g}, but this site wants its change clipped to "
-                f"{self.clip:g} or less",
+                f"channel.clip = {channel.clip:g}, but this site wants its change clipped to {self.clip:g} or less",
                 most=self.clip,
             )
         if channel.noise_multiplier < self.noise_multiplier:
-            raise Refused(
+            raise RequestRefused(
                 "noise",
                 f"channel.noise_multiplier = {channel.noise_multiplier:g}, but this site wants "
                 f"{self.noise_multiplier:g} or more",
                 least=self.noise_multiplier,
             )
         if self.secure and not channel.secure:
-            raise Refused("secure")
+            raise RequestRefused("secure")
         if len(labels) < self.min_samples:
-            raise Refused("rows", least=self.min_samples)
-        cannot = isinstance(method, Telling) and setting(method, "min_class_samples") is None
-        if cannot and len(self.small(labels)):
-            raise Refused("class", least=self.min_class_samples)
+            raise RequestRefused("rows", least=self.min_samples)
+        cannot = isinstance(method, ClassStatistics) and setting(method, "min_class_samples") is None
+        if cannot and len(self.small_classes(labels)):
+            raise RequestRefused("class", least=self.min_class_samples)
         if self.consent:
             check_consent(Path(folder), method.name)
 
-    def small(self, labels: NDArray[np.int64]) -> list[int]:
+    def small_classes(self, labels: NDArray[np.int64]) -> list[int]:
         """The classes whose statistics stay here."""
         counts = np.bincount(labels, minlength=1)
-        few: list[int] = np.flatnonzero((counts > 0) & (counts < self.min_class_samples)).tolist()
-        return few
+        small_classes: list[int] = np.flatnonzero((counts > 0) & (counts < self.min_class_samples)).tolist()
+        return small_classes
 
-    def floored(self, method: Method) -> Method:
+    def with_min_class_samples(self, method: Method) -> Method:
         """The method, made to leave out classes of few rows, whatever the experiment says."""
-        least = setting(method, "min_class_samples")
-        if least is None or least >= self.min_class_samples:
+        current_minimum = setting(method, "min_class_samples")
+        if current_minimum is None or current_minimum >= self.min_class_samples:
             return method
         made: Method = replace(method, min_class_samples=self.min_class_samples)
         return made
 
-    def divide(self, clients: Clients) -> None:
+    def check_partition(self, clients: Clients) -> None:
         """Refuses a division that singles rows out: two that differ by a row tell it."""
-        own = replace(
-            Clients(), partition=clients.partition, count=clients.count, domains=clients.domains
-        )
-        own = replace(own, alpha=clients.alpha, min_samples=clients.min_samples)
-        if not self.server_divides and clients != own:
-            raise Refused("division")
+        allowed = replace(Clients(), partition=clients.partition, count=clients.count, domains=clients.domains)
+        allowed = replace(allowed, alpha=clients.alpha, min_samples=clients.min_samples)
+        if not self.server_divides and clients != allowed:
+            raise RequestRefused("division")
 
     @property
-    def how(self) -> str:
+    def score_detail(self) -> str:
         """Scores are told so; beside noise, exact ones would undo it."""
-        return (
-            "none"
-            if self.scores == "exact" and (self.noise_multiplier or self.epsilon)
-            else self.scores
-        )
+        return "none" if self.scores == "exact" and (self.noise_multiplier or self.epsilon) else self.scores
 
     def allowed_scores(self, scores: Mapping[str, Any]) -> dict[str, Any]:
         """The scores that may leave."""
         counts = {
-            f"{part}_{what}": int(scores[f"{part}_{what}"])
+            f"{part}_{count_name}": int(scores[f"{part}_{count_name}"])
             for part in ("validation", "test")
-            for what in ("rows", "hits")
+            for count_name in ("rows", "hits")
         }
-        if self.how == "none":
+        if self.score_detail == "none":
             return dict.fromkeys(counts, 0)
         rest = {key: scores[key] for key in ("loss", *METRICS[1:]) if key in scores}
-        if self.how == "exact":
+        if self.score_detail == "exact":
             return {**counts, **rest}
         for part in ("validation", "test"):
             rows = counts[f"{part}_rows"]
-            share = round(STEPS * counts[f"{part}_hits"] / max(rows, 1)) / STEPS
-            counts[f"{part}_hits"] = round(share * rows)
-        return {**counts, **{key: round(one * STEPS) / STEPS for key, one in rest.items()}}
+            accuracy = round(SCORE_STEPS * counts[f"{part}_hits"] / max(rows, 1)) / SCORE_STEPS
+            counts[f"{part}_hits"] = round(accuracy * rows)
+        return {**counts, **{key: round(score * SCORE_STEPS) / SCORE_STEPS for key, score in rest.items()}}
 
-    def release(self, size: int) -> None:
+    def check_upload_size(self, size: int) -> None:
         """Refuses to let a message of this many bytes leave."""
         if self.max_upload_bytes and size > self.max_upload_bytes:
-            raise Refused("upload", bytes=size, most=self.max_upload_bytes)
+            raise RequestRefused("upload", bytes=size, most=self.max_upload_bytes)
 
 
 def read_policy(folder: str | Path) -> Policy:
     """The policy of a site's folder; without the file nothing is allowed."""
-    path = Path(folder) / NAME
+    path = Path(folder) / POLICY_FILE
     return read_table(Policy, str(path), read_toml(path), ": ")
 
 
-def policy_now(folder: str | Path) -> Policy:
+def current_policy(folder: str | Path) -> Policy:
     """The policy for one message; one that cannot be read refuses it."""
     try:
         return read_policy(folder)
     except (FedVLMError, OSError) as error:
-        raise Refused("policy", str(error)) from error
+        raise RequestRefused("policy", str(error)) from error

@@ -10,107 +10,105 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.members import Member
-from fedvlm.data.table import Dataset, Embedded, matched, text
+from fedvlm.data.members import ClientSplit
+from fedvlm.data.table import Dataset, EmbeddedTable, match_classes, normalise_unicode
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.policy import Policy
-from fedvlm.deploy.reasons import Said
+from fedvlm.deploy.reasons import ReportedError
 from fedvlm.engines.client import World
-from fedvlm.errors import DataError, FederationError, SettingsError, listing
-from fedvlm.evaluate.reference import wants_reference
-from fedvlm.runner.load import embedded, encode, load, open_data, reach, skipped
+from fedvlm.errors import DataError, FederationError, SettingsError, join_names
+from fedvlm.evaluate.reference import has_reference
+from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.prepare import (
     Prepared,
-    check_rows,
+    check_samples,
     frozen_of,
     prepare,
-    prepare_one,
-    set_aside,
+    prepare_client,
+    with_calibration,
 )
 from fedvlm.runner.provenance import provenance
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
 from fedvlm.storage.sealed import write_tensors
 
-OWN_SEED = 0  # of the division at a site, whatever the seed of a training
+PARTITION_SEED = 0  # of the division at a site, whatever the seed of a training
 
 
 @dataclass(frozen=True)
-class Own:
+class SiteTraining:
     world: World
     labels: NDArray[np.int64]  # of the training rows
     encoder: str  # name and fingerprint
     title: str  # of the classifier that comes of it
     about: Mapping[str, Any]  # what its card tells of rows and code
-    trial: bool = False  # of a race: no test row is looked at, and no classifier comes of it
+    is_trial: bool = False  # of a race: no test row is looked at, and no classifier comes of it
 
 
-def own_rows(
+def load_site_training(
     kit: SiteKit,
     settings: Settings,
     spec: Mapping[str, Any],
     reference: Tensor | None,
     policy: Policy,
-) -> Own:
+) -> SiteTraining:
     """The world of one training at this site; classes and method are the server's to say, how rows
     are divided only as far as the policy says so."""
     seed = int(spec["seed"])
     if not kit.plays:
-        policy.divide(settings.clients)
-    rows = load(settings, quiet)[0] if kit.plays else _site(kit, settings, spec["classes"])
-    check_rows(settings, rows)
+        policy.check_partition(settings.clients)
+    rows = load(settings, ignore_progress)[0] if kit.plays else _load_site_samples(kit, settings, spec["classes"])
+    check_samples(settings, rows)
     if kit.plays:
         prepared = prepare(settings, rows, seed)
         _check_plays(prepared, kit.plays)
     else:
-        own = not kit.encoder.startswith("store:")
-        clients = set_aside(settings.clients) if own else settings.clients
-        deal = seed if policy.server_divides else OWN_SEED
-        mine = replace(settings, clients=clients)
-        prepared = prepare_one(mine, rows, kit.name, deal, frozen_of(rows, seed))
+        embeds_images = not kit.encoder.startswith("store:")
+        clients = with_calibration(settings.clients) if embeds_images else settings.clients
+        partition_seed = seed if policy.server_divides else PARTITION_SEED
+        site_settings = replace(settings, clients=clients)
+        prepared = prepare_client(site_settings, rows, kit.name, partition_seed, frozen_of(rows, seed))
         prepared = replace(prepared, seed=seed)
     id = kit.plays or kit.name
-    prepared = _few(prepared, id, policy.max_samples)
+    prepared = _limit_samples(prepared, id, policy.max_samples)
     if trial := "race" in spec:
-        prepared = _untested(prepared, id)
+        prepared = _without_test(prepared, id)
     world = prepared.own_world(id, kit.name, entropy=not kit.plays)
     world = with_reference(world, reference)
-    labels = rows.labels[prepared.division.members[id].train]
+    labels = rows.labels[prepared.partition.clients[id].train]
     title = f"{settings.method.name}-{spec['training']}-{seed}"
     about = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint}
-    return Own(world, labels, rows.encoder, title, about | provenance(), trial)
+    return SiteTraining(world, labels, rows.encoder, title, about | provenance(), trial)
 
 
-def _few(prepared: Prepared, id: str, most: int) -> Prepared:
+def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
     """The site's own budget of training rows, the same ones in every training."""
-    member = prepared.division.members[id]
-    if not most or len(member.train) <= most:
+    member = prepared.partition.clients[id]
+    if not limit or len(member.train) <= limit:
         return prepared
-    drawn = numbers("row budget", OWN_SEED, id).permutation(member.train)[:most]
-    return _with(prepared, id, replace(member, train=np.sort(drawn)))
+    drawn = numbers("row budget", PARTITION_SEED, id).permutation(member.train)[:limit]
+    return _replace_member(prepared, id, replace(member, train=np.sort(drawn)))
 
 
-def _untested(prepared: Prepared, id: str) -> Prepared:
+def _without_test(prepared: Prepared, id: str) -> Prepared:
     """A trial has no test rows, so that nothing can be chosen by them."""
-    return _with(prepared, id, replace(prepared.division.members[id], test=np.zeros(0, np.int64)))
+    return _replace_member(prepared, id, replace(prepared.partition.clients[id], test=np.zeros(0, np.int64)))
 
 
-def _with(prepared: Prepared, id: str, member: Member) -> Prepared:
-    members = {**prepared.division.members, id: member}
-    return replace(prepared, division=replace(prepared.division, members=members))
+def _replace_member(prepared: Prepared, id: str, member: ClientSplit) -> Prepared:
+    members = {**prepared.partition.clients, id: member}
+    return replace(prepared, partition=replace(prepared.partition, clients=members))
 
 
 def _check_plays(prepared: Prepared, plays: str) -> None:
-    members = prepared.division.members
+    members = prepared.partition.clients
     if plays not in members:
-        raise SettingsError(
-            f"plays = {plays!r} is no client of this experiment; it has {listing(list(members))}"
-        )
+        raise SettingsError(f"plays = {plays!r} is no client of this experiment; it has {join_names(list(members))}")
 
 
 def with_reference(world: World, reference: Tensor | None) -> World:
     """The rows everyone may see, behind the site's own."""
-    if not wants_reference(world.method):
+    if not has_reference(world.method):
         return world
     if reference is None:
         raise FederationError(
@@ -131,50 +129,50 @@ def with_reference(world: World, reference: Tensor | None) -> World:
     )
 
 
-def quiet(what: str, done: int, total: int) -> None:
+def ignore_progress(stage: str, done: int, total: int) -> None:
     """A site's process has nobody who watches a bar."""
 
 
-def _site(kit: SiteKit, settings: Settings, classes: list[str]) -> Embedded:
+def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> EmbeddedTable:
     """The site's own data through its own encoder, under the experiment's classes."""
     settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
     if not kit.data and not kit.encoder.startswith("store:"):
         raise SettingsError(f"site {kit.name} has no data; name it, as --data IMAGES")
     if kit.encoder.startswith("store:"):
         alone = replace(settings, encoder=kit.encoder, source=kit.source, smoke=False)
-        return stored(load(alone, quiet)[0], classes, kit.name)
+        return align_stored_classes(load(alone, ignore_progress)[0], classes, kit.name)
     source = {**kit.source}
     if "templates" in settings.source:
         source["templates"] = settings.source["templates"]
     dataset = open_data(kit.data, source)
-    encoder, _ = reach(kit.encoder, kit.access)
-    dataset = replace(dataset, classes=tuple(classes), labels=_labels(dataset, classes, kit.name))
-    return embedded(settings, dataset, encoder, quiet)[0]
+    encoder, _ = open_encoder_with_notes(kit.encoder, kit.access)
+    dataset = replace(dataset, classes=tuple(classes), labels=_map_labels(dataset, classes, kit.name))
+    return embed_dataset(settings, dataset, encoder, ignore_progress)[0]
 
 
-def named(name: str) -> str:
+def normalise_class_name(name: str) -> str:
     """A class name as data sets have it."""
-    return text(name).replace("_", " ")
+    return normalise_unicode(name).replace("_", " ")
 
 
-def _labels(dataset: Dataset | Embedded, classes: list[str], site: str) -> NDArray[np.int64]:
+def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str) -> NDArray[np.int64]:
     """The site's labels as the experiment counts them; a site need not have every class."""
-    number = np.array(matched(dataset.classes, classes), dtype=np.int64)
+    number = np.array(match_classes(dataset.classes, classes), dtype=np.int64)
     if strange := [dataset.classes[i] for i in np.flatnonzero(number < 0).tolist()]:
-        raise Said(
+        raise ReportedError(
             "classes",
             f"site {site} has images of {strange[0]!r}, which is no class of this experiment; "
-            f"its classes are {listing(classes)}",
+            f"its classes are {join_names(classes)}",
             count=len(strange),
         )
     out: NDArray[np.int64] = number[dataset.labels]
     return out
 
 
-def stored(rows: Embedded, classes: list[str], site: str) -> Embedded:
+def align_stored_classes(rows: EmbeddedTable, classes: list[str], site: str) -> EmbeddedTable:
     """Rows of a store under the experiment's classes, with their texts in its order."""
-    labels = _labels(rows, classes, site)
-    held = [named(name) for name in rows.classes]
+    labels = _map_labels(rows, classes, site)
+    held = [normalise_class_name(name) for name in rows.classes]
     if rows.text is not None and (missing := sorted(set(classes) - set(held))):
         raise DataError(
             f"the store of site {site} has no text of class {missing[0]!r}; "
@@ -189,7 +187,7 @@ def stored(rows: Embedded, classes: list[str], site: str) -> Embedded:
     )
 
 
-def embed_early(kit: SiteKit, progress: Callable[[str, int, int], None]) -> list[str]:
+def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -> list[str]:
     """Embeds the site's images before the first request, and says what is wrong with them."""
     if kit.plays or kit.encoder.startswith("store:"):
         return []
@@ -198,21 +196,21 @@ def embed_early(kit: SiteKit, progress: Callable[[str, int, int], None]) -> list
             f"site {kit.name} needs its images and an encoder: "
             f"fedvlm deploy site {kit.folder} --data IMAGES --encoder demo"
         )
-    encoder, notes = reach(kit.encoder, kit.access)
+    encoder, notes = open_encoder_with_notes(kit.encoder, kit.access)
     done = encode(open_data(kit.data, kit.source), encoder, False, "float32", progress)
-    return [*notes, *skipped(done)]
+    return [*notes, *skipped_messages(done)]
 
 
 def write_reference(
     folder: Path, data: str, encoder: str, patches: bool, progress: Callable[[str, int, int], None]
 ) -> int:
     """Public rows, without labels, for the server to send; their number."""
-    from fedvlm.deploy.server import REFERENCE
+    from fedvlm.deploy.server import REFERENCE_FILE
 
-    box, _ = reach(encoder, {})
+    box, _ = open_encoder_with_notes(encoder, {})
     rows = encode(open_data(data, {}), box, patches, "float32", progress).embedded
     values = {"image": rows.x}
     if rows.patches is not None:
         values["patches"] = rows.patches[:]
-    write_tensors(folder / REFERENCE, values, {"encoder": rows.encoder})
+    write_tensors(folder / REFERENCE_FILE, values, {"encoder": rows.encoder})
     return len(rows.x)

@@ -8,23 +8,23 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from fedvlm.deploy.events import Events, Tail, sentence
-from fedvlm.deploy.explain import example
+from fedvlm.deploy.events import EventLog, EventTail, format_event
+from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.flower.processes import (
-    LINK,
+    CONNECTION_NAME,
     Process,
-    answers,
-    environment,
-    flwr,
+    flower_environment,
     free_port,
-    superlink,
+    is_server_up,
+    run_flwr,
+    start_superlink,
 )
-from fedvlm.deploy.follow import GOING, follow
-from fedvlm.deploy.kits import ServerKit, init, read_server
-from fedvlm.deploy.policy import ANY
-from fedvlm.deploy.policy import NAME as POLICY
-from fedvlm.deploy.server import FAILED, JOINED, REQUEST, ready, ruled
-from fedvlm.errors import FederationError, SettingsError, unknown
+from fedvlm.deploy.follow import ACTIVE_STATUSES, wait_for_run
+from fedvlm.deploy.kits import ServerKit, create_kits, read_server
+from fedvlm.deploy.policy import ALL_METHODS
+from fedvlm.deploy.policy import POLICY_FILE as POLICY
+from fedvlm.deploy.server import ERROR_FILE, JOIN_RESULT_FILE, RUN_REQUEST_FILE, check_deployable, with_rules
+from fedvlm.errors import FederationError, SettingsError, unknown_name
 from fedvlm.record import Record
 from fedvlm.result import Result
 from fedvlm.runner import tune
@@ -32,11 +32,11 @@ from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.run import default_name
 from fedvlm.runner.settings import Settings, build
-from fedvlm.storage.files import write
+from fedvlm.storage.files import write_file
 from fedvlm.storage.sealed import read_json, write_json
-from fedvlm.storage.toml import toml
+from fedvlm.storage.toml import to_toml
 
-APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
+FLOWER_APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
     "pyproject.toml": """\
 [build-system]
 requires = ["hatchling"]
@@ -66,43 +66,43 @@ request = ""
 Progress = Callable[[str, int, int], None]
 
 
-def run(
+def run_over_sites(
     kit: ServerKit,
     settings: Settings,
     out: Path | None = None,
     again: bool = False,
     progress: Progress | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    print_line: Callable[[str], None] = lambda text: None,
     **rules: float,
 ) -> Result:
     """Runs an experiment over the sites; one that was stopped goes on where it was.
 
     `rules` are this run's own quorum, deadline and wait, where server.toml says otherwise.
     """
-    ready(ruled(kit, rules), settings)
+    check_deployable(with_rules(kit, rules), settings)
     about = settings if kit.rehearsal else replace(settings, data="sites")
     folder = out or kit.folder / "runs" / default_name(about, None)
     record = Record(folder)
     if record.result() is not None and not again:
-        record.compare({"identity": tune.known(settings, record.manifest).identity()})
+        record.compare({"identity": tune.reuse_tuned(settings, record.manifest).identity()})
         return Result(folder)
     if again:
         record.clear()
-    seen = progress or (lambda what, done, total: None)
-    told = folder.with_suffix(".progress")
+    report_progress = progress or (lambda stage, done, total: None)
+    progress_file = folder.with_suffix(".progress")
 
     def step() -> None:
-        if told.exists():
-            seen(*read_json(told))
+        if progress_file.exists():
+            report_progress(*read_json(progress_file))
 
     request = {"out": str(folder.resolve()), "identity": settings.identity(), "rules": rules}
-    _carry_out(kit, request, lambda: record.result() is not None, say, step)
-    told.unlink(missing_ok=True)
+    _request_run(kit, request, lambda: record.result() is not None, print_line, step)
+    progress_file.unlink(missing_ok=True)
     return Result(folder)
 
 
-def join(
-    kit: ServerKit, name: str, site: str, say: Callable[[str], None] = lambda text: None
+def join_late_site(
+    kit: ServerKit, name: str, site: str, print_line: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
     """Brings a site that came late to the classifiers of a finished run, without the others.
 
@@ -110,101 +110,94 @@ def join(
     """
     folder = kit.folder / "runs" / name
     folder = folder if folder.exists() else Path(name)
-    done = kit.folder / JOINED
+    done = kit.folder / JOIN_RESULT_FILE
     done.unlink(missing_ok=True)
     request = {"out": str(folder.resolve()), "joins": site}
-    _carry_out(kit, request, done.exists, say, lambda: None)
+    _request_run(kit, request, done.exists, print_line, lambda: None)
     return dict(read_json(done))
 
 
-def _carry_out(
+def _request_run(
     kit: ServerKit,
     request: Mapping[str, Any],
     done: Callable[[], bool],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     step: Callable[[], None],
 ) -> None:
     """Has the server's process do what is asked, and waits for it."""
-    if not answers(kit):
-        raise FederationError(
-            f"no server answers at {kit.address}; start it: fedvlm deploy server {kit.folder}"
-        )
-    for name, text in APP.items():
-        write(kit.folder / "app" / name, text.encode())
-    tail = Tail(kit.folder)
+    if not is_server_up(kit):
+        raise FederationError(f"no server answers at {kit.address}; start it: fedvlm deploy server {kit.folder}")
+    for name, text in FLOWER_APP.items():
+        write_file(kit.folder / "app" / name, text.encode())
+    tail = EventTail(kit.folder)
     id = token_hex(8)
-    write_json(kit.folder / REQUEST, {**request, "id": id})
-    (kit.folder / FAILED).unlink(missing_ok=True)
+    write_json(kit.folder / RUN_REQUEST_FILE, {**request, "id": id})
+    (kit.folder / ERROR_FILE).unlink(missing_ok=True)
     app = str(kit.folder.resolve() / "app")
-    answer = flwr(kit, "run", app, LINK, "--run-config", f'request="{id}"')
+    answer = run_flwr(kit, "run", app, CONNECTION_NAME, "--run-config", f'request="{id}"')
     if "run-id" not in answer:
-        raise FederationError(
-            f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}"
-        )
+        raise FederationError(f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}")
 
-    def hear() -> None:
-        _heard(tail, say)
+    def poll() -> None:
+        _print_events(tail, print_line)
         step()
 
     try:
-        follow(kit, str(answer["run-id"]), done, hear)
+        wait_for_run(kit, str(answer["run-id"]), done, poll)
     except KeyboardInterrupt:  # else it would go on without anybody who waits for it
-        flwr(kit, "stop", str(answer["run-id"]), LINK)
+        run_flwr(kit, "stop", str(answer["run-id"]), CONNECTION_NAME)
         raise
 
 
-def stop(kit: ServerKit) -> list[str]:
+def stop_runs(kit: ServerKit) -> list[str]:
     """Ends what the server is running; the run can be resumed. The numbers of what was ended."""
-    if not answers(kit):
+    if not is_server_up(kit):
         raise FederationError(f"no server answers at {kit.address}, so nothing is running there")
-    listed: Any = flwr(kit, "list", LINK)
-    going = [
-        str(one["run-id"])
-        for one in listed.get("runs", [])
-        if any(word in str(one.get("status")) for word in GOING)
+    listed: Any = run_flwr(kit, "list", CONNECTION_NAME)
+    active_ids = [
+        str(run_info["run-id"])
+        for run_info in listed.get("runs", [])
+        if any(word in str(run_info.get("status")) for word in ACTIVE_STATUSES)
     ]
-    for id in going:
-        flwr(kit, "stop", id, LINK)
-    if going:
-        Events(kit.folder)("failed", why="it was stopped by a person; it can be resumed")
-    return going
+    for id in active_ids:
+        run_flwr(kit, "stop", id, CONNECTION_NAME)
+    if active_ids:
+        EventLog(kit.folder)("failed", why="it was stopped by a person; it can be resumed")
+    return active_ids
 
 
-def resume(
-    kit: ServerKit, name: str, progress: Progress | None, say: Callable[[str], None]
-) -> Result:
+def resume_run(kit: ServerKit, name: str, progress: Progress | None, print_line: Callable[[str], None]) -> Result:
     """Goes on with a run of this name in the server's folder."""
     place = kit.folder / "runs" / name
-    known = [path.parent.name for path in (kit.folder / "runs").glob("*/manifest.json")]
-    if name not in known:
-        raise unknown("run of this server", name, known)
+    run_names = [path.parent.name for path in (kit.folder / "runs").glob("*/manifest.json")]
+    if name not in run_names:
+        raise unknown_name("run of this server", name, run_names)
     identity = read_json(place / "manifest.json")["identity"]
-    return run(kit, build(identity), place, progress=progress, say=say)
+    return run_over_sites(kit, build(identity), place, progress=progress, print_line=print_line)
 
 
-def _heard(tail: Tail, say: Callable[[str], None]) -> None:
-    for event in tail.new():
+def _print_events(tail: EventTail, print_line: Callable[[str], None]) -> None:
+    for event in tail.read_new():
         if event["kind"] not in ("ended", "failed"):  # the caller says these
-            say(sentence(event))
+            print_line(format_event(event))
 
 
-def absences(result: Result) -> list[str]:
+def describe_absences(result: Result) -> list[str]:
     """Who was missing in how many rounds, and why: a table does not show it."""
     lines = result.rounds
     reasons: dict[str, list[str]] = {}
     for line in lines:
-        for name, why in line.get("missing", {}).items():
-            reasons.setdefault(name, []).append(why.strip().splitlines()[-1])
+        for name, reason in line.get("missing", {}).items():
+            reasons.setdefault(name, []).append(reason.strip().splitlines()[-1])
     return [
-        f"{name} took no part in {len(whys)} of {len(lines)} rounds; the last time because: "
-        f"{whys[-1]}"
+        f"{name} took no part in {len(whys)} of {len(lines)} rounds; the last time because: {whys[-1]}"
         for name, whys in sorted(reasons.items())
     ]
 
 
 def start_site(folder: Path) -> Process:
     command = [sys.executable, "-m", "fedvlm", "deploy", "site", str(folder)]
-    return Process(folder.name, command, folder / "site.log", environment(folder / "flwr"))
+    return Process(folder.name, command, folder / "site.log", flower_environment(folder / "flwr"))
 
 
 def rehearse(
@@ -215,41 +208,41 @@ def rehearse(
     **rules: Any,
 ) -> Result:
     """All of it on this machine: a process per client of the experiment, ports of loopback."""
-    report = progress or (lambda what, done, total: None)
-    kit = stage(settings, place, report, **rules)
-    with processes() as running:
-        running += [superlink(kit)]
+    report = progress or (lambda label, done, total: None)
+    kit = prepare_rehearsal(settings, place, report, **rules)
+    with running_processes() as running:
+        running += [start_superlink(kit)]
         running += [start_site(place / f"site-{name}") for name in kit.sites]
-        return run(kit, settings, out, progress=progress)
+        return run_over_sites(kit, settings, out, progress=progress)
 
 
 @contextmanager
-def processes() -> Iterator[list[Process]]:
+def running_processes() -> Iterator[list[Process]]:
     """Whatever is started meanwhile is stopped in the end, all at once."""
     running: list[Process] = []
     try:
         yield running
     finally:
-        for one in reversed(running):
-            one.ask_to_stop()
-        for one in reversed(running):
-            one.stop()
+        for process in reversed(running):
+            process.ask_to_stop()
+        for process in reversed(running):
+            process.stop()
 
 
-def stage(settings: Settings, place: Path, progress: Progress, **rules: Any) -> ServerKit:
+def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rules: Any) -> ServerKit:
     """Kits for a rehearsal: each site plays one client of the experiment's own data."""
     if (place / "server" / "server.toml").exists():
         return read_server(place / "server")  # a rehearsal that was stopped goes on
     rows, _ = load(settings, progress)
-    ids = list(prepare(settings, rows, settings.seeds[0]).division.members)
+    ids = list(prepare(settings, rows, settings.seeds[0]).partition.clients)
     if len(ids) > 32:
         raise SettingsError(
             f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; "
             "32 is the most: set a smaller clients.count"
         )
-    init(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
+    create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
     for id in ids:
         path = place / f"site-{id}" / "site.toml"
-        write(path, path.read_bytes() + toml({"plays": id}).encode())
-        write(path.with_name(POLICY), example((ANY,)).encode())  # nobody's data but the owner's
+        write_file(path, path.read_bytes() + to_toml({"plays": id}).encode())
+        write_file(path.with_name(POLICY), example_policy((ALL_METHODS,)).encode())  # nobody's data but the owner's
     return read_server(place / "server")

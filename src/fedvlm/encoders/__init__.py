@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.encoders.interface import Encoder, Preprocess, Vectors
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.errors import SettingsError, unknown_name
 
 __all__ = [
     "ENCODERS",
@@ -28,7 +28,7 @@ class Kind:
     """One kind of encoder, as `fedvlm list encoders` shows it."""
 
     form: str  # how its name is written; what stands after a colon is given to `build`
-    what: str
+    summary: str
     offers: tuple[str, ...]  # at most; one encoder of the kind may offer less
     module: str  # imported when one is opened, because that can take seconds
     build: str  # what is called there; its options are what it takes by name only
@@ -41,7 +41,7 @@ class Kind:
 
 _OPEN = ("image", "text", "patches", "text tower", "image tower")
 _CLOSED = ("image", "text", "patches")
-_OWN = (
+_BUILT_IN = (
     Kind("demo", "the small model that comes with fedvlm", _OPEN, f"{__name__}.demo", "demo"),
     Kind(
         "hf:NAME_OR_DIR",
@@ -73,21 +73,19 @@ _OWN = (
     ),
     Kind("store:FILE_OR_DIR", "embeddings computed before", _CLOSED, f"{__name__}.store", "Store"),
 )
-ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _OWN}
+ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _BUILT_IN}
 
 
 # The core is imported when it is asked for: decoder processes have no use for torch.
 def register(kind: Kind) -> Kind:
     """Adds a kind of encoder."""
     from fedvlm.core.contract import NEEDS
-    from fedvlm.outside import enter
+    from fedvlm.outside import add_entry
 
     if not kind.offers or (strange := set(kind.offers) - set(NEEDS)):
         wrong = min(strange) if kind.offers else "nothing"
-        raise SettingsError(
-            f"encoder {kind.form}: it offers {wrong}; it can offer {', '.join(NEEDS)}"
-        )
-    enter(ENCODERS, "encoder", kind.word, kind)
+        raise SettingsError(f"encoder {kind.form}: it offers {wrong}; it can offer {', '.join(NEEDS)}")
+    add_entry(ENCODERS, "encoder", kind.word, kind)
     return kind
 
 
@@ -104,21 +102,21 @@ def open_encoder(name: str, **options: Any) -> Encoder:
     word, _, rest = name.partition(":")
     if word == "https" or rest.startswith("//"):
         word, rest = "http", name
-    known = encoders()
-    if word not in known and Path(name).is_file():
+    kinds = encoders()
+    if word not in kinds and Path(name).is_file():
         raise SettingsError(f"{name} is a file; if it holds embeddings: --encoder store:{name}")
-    if word not in known:
-        raise unknown("encoder", word, known)
-    kind = known[word]
+    if word not in kinds:
+        raise unknown_name("encoder", word, kinds)
+    kind = kinds[word]
     if bool(rest) != (":" in kind.form):
         raise SettingsError(f"{name!r} does not name an encoder; write {kind.form}")
     build = getattr(import_module(kind.module), kind.build)
     allowed = [
-        key for key, one in signature(build).parameters.items() if one.kind == one.KEYWORD_ONLY
+        key for key, parameter in signature(build).parameters.items() if parameter.kind == parameter.KEYWORD_ONLY
     ]
     for key in options:
         if key not in allowed:
-            raise unknown(f"option of {kind.form}", key, allowed or ["(it has no options)"])
+            raise unknown_name(f"option of {kind.form}", key, allowed or ["(it has no options)"])
     encoder: Encoder = build(*([rest] if rest else []), **options)
     return encoder
 

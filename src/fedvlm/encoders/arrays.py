@@ -15,29 +15,27 @@ from numpy.typing import NDArray
 
 from fedvlm.errors import SettingsError
 
-TYPES = {"float32": "<f4", "float16": "<f2"}
-OFFERS = frozenset({"image", "text", "patches"})  # weights and gradients are never among them
+DTYPES = {"float32": "<f4", "float16": "<f2"}
+REMOTE_OFFERS = frozenset({"image", "text", "patches"})  # weights and gradients are never among them
 
 
-def pack(values: NDArray[Any]) -> dict[str, Any]:
+def encode_array(values: NDArray[Any]) -> dict[str, Any]:
     dtype = values.dtype.name
-    data = b64encode(np.ascontiguousarray(values, TYPES[dtype]).tobytes()).decode()
+    data = b64encode(np.ascontiguousarray(values, DTYPES[dtype]).tobytes()).decode()
     return {"dtype": dtype, "shape": list(values.shape), "data": data}
 
 
-def unpack(array: Any) -> NDArray[Any]:
+def decode_array(array: Any) -> NDArray[Any]:
     """Raises ValueError or a kin of it on anything that is not an array of `pack`."""
     data = b64decode(array["data"], validate=True)
-    return np.frombuffer(data, TYPES[array["dtype"]]).reshape(array["shape"])
+    return np.frombuffer(data, DTYPES[array["dtype"]]).reshape(array["shape"])
 
 
 def read_token(file: str | Path) -> str:
     try:
         token = Path(file).expanduser().read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"the token file {file} cannot be read ({error}); correct it"
-        ) from error
+        raise SettingsError(f"the token file {file} cannot be read ({error}); correct it") from error
     if not token or not token.isascii() or not token.isprintable():
         raise SettingsError(f"the token file {file} must hold one line of visible ASCII; write one")
     return token

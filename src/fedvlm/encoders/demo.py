@@ -11,9 +11,7 @@ from fedvlm.errors import EncoderError
 def demo_directory() -> Path:
     directory = Path(str(files("fedvlm.encoders") / "demo_model"))
     if not (directory / "config.json").is_file():
-        raise EncoderError(
-            f"the demo model is not in {directory}; reinstall fedvlm or name another encoder"
-        )
+        raise EncoderError(f"the demo model is not in {directory}; reinstall fedvlm or name another encoder")
     return directory
 
 

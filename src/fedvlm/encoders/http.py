@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm.encoders.arrays import OFFERS, read_token, unpack
+from fedvlm.encoders.arrays import REMOTE_OFFERS, decode_array, read_token
 from fedvlm.encoders.interface import Vectors
 from fedvlm.errors import EncoderError
 
-TOKEN = "FEDVLM_ENCODER_TOKEN"
-LONGEST = 600.0  # seconds for a whole answer, however often a byte of it comes
-MOST_DIM = 1 << 16  # of an embedding; known ones have at most a few thousand numbers
-MOST_PATCHES = 1 << 14
-MOST_BYTES = 1 << 30  # of any answer
-LONGEST_WAIT = 60.0  # seconds between two tries, whatever the server asks for
+TOKEN_VARIABLE = "FEDVLM_ENCODER_TOKEN"
+MAX_REPLY_SECONDS = 600.0  # seconds for a whole answer, however often a byte of it comes
+MAX_DIM = 1 << 16  # of an embedding; known ones have at most a few thousand numbers
+MAX_PATCHES = 1 << 14
+MAX_REPLY_BYTES = 1 << 30  # of any answer
+MAX_WAIT_SECONDS = 60.0  # seconds between two tries, whatever the server asks for
 
 
 class Http:
@@ -45,7 +45,7 @@ class Http:
         token_file: str | Path | None = None,
         ca_file: str | Path | None = None,
         timeout: float = 60.0,
-        longest: float = LONGEST,
+        longest: float = MAX_REPLY_SECONDS,
         retries: int = 5,
         wait: float = 0.5,  # seconds before the first new try; doubles from try to try
         tolerance: float = 1e-3,
@@ -58,12 +58,12 @@ class Http:
         self._longest = longest
         self._client = _client(self.url, token_file, ca_file, timeout)
         finalize(self, self._client.close)
-        info = self._ask("GET", "/info")
+        info = self._request("GET", "/info")
         try:
             self.dim, self.scale = int(info["dim"]), float(info["scale"])
-            if not 0 < self.dim <= MOST_DIM:
+            if not 0 < self.dim <= MAX_DIM:
                 raise ValueError(f"dim = {self.dim}")
-            self.offers = frozenset(info["offers"]) & OFFERS
+            self.offers = frozenset(info["offers"]) & REMOTE_OFFERS
             self._max_batch, self._max_bytes = int(info["max_batch"]), int(info["max_bytes"])
             self.identity = {"kind": "http", "server": str(info["fingerprint"])}
         except (KeyError, TypeError, ValueError) as error:
@@ -76,7 +76,7 @@ class Http:
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
         if patches and "patches" not in self.offers:
             raise EncoderError(f"{self.name} has no patch embeddings; take an hf: encoder")
-        files = [bytes(one) for one in batch]
+        files = [bytes(image) for image in batch]
         parts = [self._embed(part, patches) for part in self._parts(files)]
         if self.drift is None and files:
             self._probe(files[0], parts[0].pooled[0])
@@ -89,8 +89,8 @@ class Http:
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
         if "text" not in self.offers:
             raise EncoderError(f"{self.name} has no text; its server offers images only")
-        answer = self._ask(
-            "POST", "/text", {"sentences": list(sentences)}, most_of(len(sentences), self.dim)
+        answer = self._request(
+            "POST", "/text", {"sentences": list(sentences)}, max_reply_bytes(len(sentences), self.dim)
         )
         vectors = self._array(answer, "pooled", len(sentences), 2)
         return normalize(torch.from_numpy(vectors.astype(np.float32)), dim=-1)
@@ -116,8 +116,8 @@ class Http:
 
     def _embed(self, files: list[bytes], patches: bool) -> Vectors:
         images = [b64encode(file).decode() for file in files]
-        most = most_of(len(files), self.dim, patches)
-        answer = self._ask("POST", "/embed", {"images": images, "patches": patches}, most)
+        max_bytes = max_reply_bytes(len(files), self.dim, patches)
+        answer = self._request("POST", "/embed", {"images": images, "patches": patches}, max_bytes)
         pooled = self._array(answer, "pooled", len(files), 2).astype(np.float32)
         if not patches:
             return Vectors(pooled, None)
@@ -126,8 +126,8 @@ class Http:
     def _probe(self, file: bytes, first: NDArray[np.float32]) -> None:
         """The same image once more. The first vector is the one that is kept."""
         again = self._embed([file], patches=False).pooled[0]
-        one, two = (value / max(float(np.linalg.norm(value)), 1e-12) for value in (first, again))
-        self.drift = float(np.abs(one - two).max())
+        first_unit, second_unit = (value / max(float(np.linalg.norm(value)), 1e-12) for value in (first, again))
+        self.drift = float(np.abs(first_unit - second_unit).max())
         if self.drift > self._tolerance and self._warn is not None:
             self._warn(
                 f"{self.name} gave the same image two embeddings {self.drift:.2g} apart; "
@@ -141,7 +141,7 @@ class Http:
                 "run again to embed everything with the new one"
             )
         try:
-            values = unpack(answer[key])
+            values = decode_array(answer[key])
         except (KeyError, TypeError, ValueError) as error:
             raise EncoderError(f"{self.url} answers no array {key!r} ({error!r})") from error
         if values.ndim != axes or len(values) != rows or values.shape[-1] != self.dim:
@@ -152,56 +152,51 @@ class Http:
         good = np.isfinite(values).all(axis=tuple(range(1, axes)))
         if not good.all():
             row = int(np.flatnonzero(~good)[0])
-            raise EncoderError(
-                f"{self.url} answers NaN or infinity in {key} of row {row} of {rows}; ask its owner"
-            )
+            raise EncoderError(f"{self.url} answers NaN or infinity in {key} of row {row} of {rows}; ask its owner")
         return values
 
-    def _ask(
-        self, verb: str, path: str, body: dict[str, Any] | None = None, most: int = 1 << 16
+    def _request(
+        self, verb: str, path: str, body: dict[str, Any] | None = None, max_bytes: int = 1 << 16
     ) -> dict[str, Any]:
         """One request; what may pass (429, 5xx, no answer) is tried again after a while."""
         import httpx
 
         problem = ""
         for attempt in range(self._retries + 1):
-            asked = None
+            retry_after = None
             try:
-                answer = self._whole(verb, path, body, most)
+                answer = self._read_response(verb, path, body, max_bytes)
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
                 if "CERTIFICATE_VERIFY" in problem:
                     raise EncoderError(
-                        f"the certificate of {self.url} is not trusted ({error}); "
-                        "name its issuer in ca_file"
+                        f"the certificate of {self.url} is not trusted ({error}); name its issuer in ca_file"
                     ) from error
             else:
                 if answer.status_code == 200:
                     return self._object(answer)
                 problem = f"{answer.status_code} {_detail(answer)}"
                 if answer.status_code in (401, 403):
-                    raise EncoderError(
-                        f"{self.url} refuses the token ({problem}); set {TOKEN} or token_file"
-                    )
+                    raise EncoderError(f"{self.url} refuses the token ({problem}); set {TOKEN_VARIABLE} or token_file")
                 if answer.status_code != 429 and answer.status_code < 500:
                     raise EncoderError(f"{self.url}{path} refuses the request: {problem}")
-                asked = _retry_after(answer.headers.get("retry-after"))
+                retry_after = _retry_after(answer.headers.get("retry-after"))
             if attempt < self._retries:
-                own = self._wait * 2**attempt * random.uniform(0.5, 1.0)
-                time.sleep(min(max(own, asked or 0.0), LONGEST_WAIT))
+                backoff = self._wait * 2**attempt * random.uniform(0.5, 1.0)
+                time.sleep(min(max(backoff, retry_after or 0.0), MAX_WAIT_SECONDS))
         raise EncoderError(
             f"{self.url}{path} failed {self._retries + 1} times ({problem}); check the URL and "
             "whether the server runs, then run again: what it has embedded is kept"
         )
 
-    def _whole(self, verb: str, path: str, body: dict[str, Any] | None, most: int) -> Any:
+    def _read_response(self, verb: str, path: str, body: dict[str, Any] | None, max_bytes: int) -> Any:
         """One answer, all of it, within its limits of bytes and of time."""
         import httpx
 
-        late = threading.Event()
+        timed_out = threading.Event()
 
         def stop() -> None:
-            late.set()
+            timed_out.set()
             self._client.close()  # also an answer whose header drips ends with its connection
 
         timer = threading.Timer(self._longest, stop)
@@ -217,15 +212,11 @@ class Http:
                 raw = bytearray()
                 for part in answer.iter_raw():
                     raw += part
-                    if len(raw) > most:
-                        raise EncoderError(
-                            f"{self.url}{path} answers more than {most:,} bytes; ask its owner"
-                        )
-                return httpx.Response(
-                    answer.status_code, headers=answer.headers, content=bytes(raw)
-                )
+                    if len(raw) > max_bytes:
+                        raise EncoderError(f"{self.url}{path} answers more than {max_bytes:,} bytes; ask its owner")
+                return httpx.Response(answer.status_code, headers=answer.headers, content=bytes(raw))
         except (httpx.TransportError, RuntimeError) as error:
-            if late.is_set():
+            if timed_out.is_set():
                 raise EncoderError(
                     f"{self.url}{path} took longer than {self._longest:g} seconds for one answer; "
                     "ask its owner, or allow more by longest"
@@ -244,20 +235,18 @@ class Http:
         return value
 
 
-def most_of(rows: int, dim: int, patches: bool = False) -> int:
+def max_reply_bytes(rows: int, dim: int, patches: bool = False) -> int:
     """Bytes of a sound answer: float32 in base64, and for patches as many as any grid has."""
-    each = 6 + (3 * MOST_PATCHES if patches else 0)
-    return min((1 << 16) + rows * dim * each, MOST_BYTES)
+    bytes_per_value = 6 + (3 * MAX_PATCHES if patches else 0)
+    return min((1 << 16) + rows * dim * bytes_per_value, MAX_REPLY_BYTES)
 
 
-def _client(
-    url: str, token_file: str | Path | None, ca_file: str | Path | None, timeout: float
-) -> Any:
+def _client(url: str, token_file: str | Path | None, ca_file: str | Path | None, timeout: float) -> Any:
     try:
         import httpx
     except ImportError as error:
         raise EncoderError("httpx is not installed; pip install 'fedvlm[http]'") from error
-    token = read_token(token_file) if token_file else os.environ.get(TOKEN, "")
+    token = read_token(token_file) if token_file else os.environ.get(TOKEN_VARIABLE, "")
     # packed answers would have to be unpacked before anybody knows how large they are
     headers = {"Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
-from fedvlm.devices import CPU, Device, in_halves, moved, out_of_memory
-from fedvlm.encoders.placed import Placed
+from fedvlm.devices import CPU, Device, is_out_of_memory, run_in_halves, to_device
+from fedvlm.encoders.placed import TorchEncoder
 from fedvlm.encoders.preprocess import Pixels
-from fedvlm.encoders.text import around, check_length, pieces, weights_hash
+from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
 from fedvlm.errors import EncoderError
-from fedvlm.hub import only_here
+from fedvlm.hub import is_local_only
 from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower
 from fedvlm.maths.towers import ImageTower
 
@@ -37,34 +37,32 @@ FAMILIES = {
     "dinov2": ("Dinov2Model", "Bit"),
     "dinov2_with_registers": ("Dinov2WithRegistersModel", "Bit"),
 }
-SCALE = 100.0  # of vision models, which have no logit scale: CLIP's
+DEFAULT_LOGIT_SCALE = 100.0  # of vision models, which have no logit scale: CLIP's
 
 
-class HuggingFace(Placed):
+class HuggingFace(TorchEncoder):
     """A frozen float32 model from a local directory or the Hub."""
 
-    def __init__(
-        self, source: str | Path, name: str | None = None, *, device: Device = "cpu"
-    ) -> None:
+    def __init__(self, source: str | Path, name: str | None = None, *, device: Device = "cpu") -> None:
         super().__init__(device)
         self.name = name or f"hf:{source}"
-        kept = only_here(source)
-        with quiet(), explained(self.name, source):
-            config, self.model, self.tokenizer, self.preprocess = load(source, kept)
+        local_only = is_local_only(source)
+        with silence_transformers(), explain_load_errors(self.name, source):
+            config, self.model, self.tokenizer, self.preprocess = load(source, local_only)
         self.kind: str = config.model_type
         self.model.eval().requires_grad_(False)
-        both = self.kind in ("clip", "siglip")
-        vision = config.vision_config if both else config
+        has_text = self.kind in ("clip", "siglip")
+        vision = config.vision_config if has_text else config
         self._patch: int = vision.patch_size
         if self.kind == "clip":
             self.dim: int = config.projection_dim
         else:
             self.dim = vision.hidden_size
-        self.scale = float(self.model.logit_scale.exp()) if both else SCALE
+        self.scale = float(self.model.logit_scale.exp()) if has_text else DEFAULT_LOGIT_SCALE
         # SigLIP adds it to every logit before its sigmoid; a softmax over classes does not see it
         self.bias = float(self.model.logit_bias) if self.kind == "siglip" else 0.0
         offers = {"image", "patches", "image tower"}
-        if both and self.tokenizer is not None:
+        if has_text and self.tokenizer is not None:
             offers.add("text")
             if self.kind == "clip" and config.text_config.hidden_act in ACTIVATIONS:
                 offers.add("text tower")
@@ -86,7 +84,7 @@ class HuggingFace(Placed):
             pooled, tokens = self._image(pixels)
             return pooled, self._patches(tokens) if patches else None
         except (ValueError, RuntimeError) as error:
-            if out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             raise EncoderError(
                 f"{self.name} cannot take images of {tuple(pixels.shape[1:])} ({error}); "
@@ -117,8 +115,8 @@ class HuggingFace(Placed):
             head = self.model.vision_model.head
             weight = head.attention.in_proj_weight[-self.dim :]
             value = linear(tokens, weight, head.attention.in_proj_bias[-self.dim :])
-            seen = head.attention.out_proj(value)
-            return seen + head.mlp(head.layernorm(seen))  # type: ignore[no-any-return]
+            attended = head.attention.out_proj(value)
+            return attended + head.mlp(head.layernorm(attended))  # type: ignore[no-any-return]
         return tokens
 
     @torch.inference_mode()
@@ -132,7 +130,7 @@ class HuggingFace(Placed):
         length = room if self.kind == "siglip" else max(len(row) for row in rows)
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
-        return torch.cat(in_halves(self._text, ids)).clone()
+        return torch.cat(run_in_halves(self._text, ids)).clone()
 
     def _text(self, ids: Tensor) -> Tensor:
         with self.halved():
@@ -149,9 +147,9 @@ class HuggingFace(Placed):
         if "text tower" not in self.offers:
             raise EncoderError(f"{self.name} has no text tower for prompts; take a CLIP model")
         text, config = self.model.text_model, self.model.config.text_config
-        tokens, cut = around(lambda said: self.tokenizer(said)["input_ids"], classes, template)
+        tokens, cut = tokenize_classes(lambda sentences: self.tokenizer(sentences)["input_ids"], classes, template)
         tower = TextTower(
-            **pieces(tokens, cut, text.embeddings.token_embedding.weight),
+            **text_tower_inputs(tokens, cut, text.embeddings.token_embedding.weight),
             template=template,
             positions=text.embeddings.position_embedding.weight,
             layers=tuple(_layer(layer) for layer in text.encoder.layers),
@@ -161,28 +159,27 @@ class HuggingFace(Placed):
             eps=config.layer_norm_eps,
             activation=config.hidden_act,
         )
-        return moved(tower, CPU) if self.half else tower
+        return to_device(tower, CPU) if self.half else tower
 
 
-def load(source: str | Path, kept: bool) -> tuple[Any, Any, Any, Pixels]:
+def load(source: str | Path, local_only: bool) -> tuple[Any, Any, Any, Pixels]:
     """Configuration, model, tokenizer (or None) and preprocessing; `kept`: no Hub is asked."""
     import transformers
 
-    here = Path(source).expanduser()
-    where = str(here) if here.is_dir() else str(source)
+    folder = Path(source).expanduser()
+    location = str(folder) if folder.is_dir() else str(source)
     # said aloud, because left out it means "ask": a model brings weights and words, never code
-    options = {"local_files_only": kept, "trust_remote_code": False}
-    config = transformers.AutoConfig.from_pretrained(where, **options)
+    options = {"local_files_only": local_only, "trust_remote_code": False}
+    config = transformers.AutoConfig.from_pretrained(location, **options)
     if config.model_type not in FAMILIES:
         raise EncoderError(
-            f"{source} is a model of type {config.model_type!r}; "
-            f"types that work are {', '.join(FAMILIES)}"
+            f"{source} is a model of type {config.model_type!r}; types that work are {', '.join(FAMILIES)}"
         )
-    preprocess = _pixels(transformers, where, config.model_type, options)
+    preprocess = _pixels(transformers, location, config.model_type, options)
     family = getattr(transformers, FAMILIES[config.model_type][0])
     shape = {"add_pooling_layer": False} if config.model_type in ("vit", "deit") else {}
     model, loading = family.from_pretrained(
-        where,
+        location,
         config=config,
         dtype=torch.float32,
         use_safetensors=True,
@@ -197,31 +194,25 @@ def load(source: str | Path, kept: bool) -> tuple[Any, Any, Any, Pixels]:
         )
     tokenizer = None
     if hasattr(config, "text_config"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(location, **options)
     return config, model, tokenizer, preprocess
 
 
-def _pixels(transformers: Any, where: str, kind: str, options: dict[str, Any]) -> Pixels:
+def _pixels(transformers: Any, location: str, kind: str, options: dict[str, Any]) -> Pixels:
     mixin = transformers.image_processing_base.ImageProcessingMixin
-    settings, _ = mixin.get_image_processor_dict(where, **options)
-    kind_named = str(
-        settings.get("image_processor_type") or settings.get("feature_extractor_type") or ""
-    )
+    settings, _ = mixin.get_image_processor_dict(location, **options)
+    kind_named = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     brand = kind_named.split("ImageProcessor")[0].split("FeatureExtractor")[0] or FAMILIES[kind][1]
     processor_class = getattr(transformers, f"{brand}ImageProcessorPil", None)
     if brand not in {family for _, family in FAMILIES.values()} or processor_class is None:
-        raise EncoderError(
-            f"{where} is preprocessed by {kind_named}, which fedvlm cannot reproduce"
-        )
+        raise EncoderError(f"{location} is preprocessed by {kind_named}, which fedvlm cannot reproduce")
     processed = processor_class(**settings).to_dict()
     size, crop = processed["size"], processed.get("crop_size")
     if processed.get("do_resize") and set(size) not in ({"height", "width"}, {"shortest_edge"}):
-        raise EncoderError(f"{where} resizes to {size}; fedvlm knows height, width, shortest_edge")
+        raise EncoderError(f"{location} resizes to {size}; fedvlm knows height, width, shortest_edge")
     normal = processed.get("do_normalize")
     return Pixels(
-        size=(size.get("shortest_edge") or (size["height"], size["width"]))
-        if processed.get("do_resize")
-        else None,
+        size=(size.get("shortest_edge") or (size["height"], size["width"])) if processed.get("do_resize") else None,
         crop=(crop["height"], crop["width"]) if processed.get("do_center_crop") else None,
         resample=int(processed["resample"]),
         rescale=processed["rescale_factor"] if processed.get("do_rescale") else None,
@@ -248,7 +239,7 @@ def _layer(layer: Any) -> Layer:
 
 
 @contextmanager
-def explained(name: str, source: str | Path) -> Iterator[None]:
+def explain_load_errors(name: str, source: str | Path) -> Iterator[None]:
     """Turns what transformers raises about files and the Hub into one sentence with a remedy."""
     try:
         yield
@@ -263,7 +254,7 @@ def explained(name: str, source: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """No progress bars and no load reports while a model is opened; what is wrong is raised."""
     from transformers.utils import logging
 

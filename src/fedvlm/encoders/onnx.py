@@ -20,7 +20,7 @@ from torch.nn.functional import normalize
 
 from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.preprocess import CLIP_MEAN, CLIP_STD, Pixels
-from fedvlm.errors import EncoderError, SettingsError, nearest, unknown
+from fedvlm.errors import EncoderError, SettingsError, suggest_path, unknown_name
 
 DEFAULTS: dict[str, Any] = {
     "size": None,  # the tower's own, if it is fixed
@@ -40,12 +40,10 @@ class Onnx:
         path = Path(source).expanduser()
         image = path / "image.onnx" if path.is_dir() else path
         if not image.is_file():
-            raise EncoderError(
-                f"there is no file {image}; {nearest(image)}give an .onnx file or its directory"
-            )
+            raise EncoderError(f"there is no file {image}; {suggest_path(image)}give an .onnx file or its directory")
         settings = _settings(path / "encoder.json" if path.is_dir() else path.with_suffix(".json"))
         self.scale = float(settings["scale"])
-        self._image = Tower(image)
+        self._image = OnnxModel(image)
         size = self._image.image(settings["size"])
         squash = settings["resize"] == "squash"
         self.preprocess = Pixels(
@@ -64,9 +62,9 @@ class Onnx:
             "preprocess": json.dumps(self.preprocess.identity(), sort_keys=True),
         }
         offers = {"image"}
-        self._text: Tower | None = None
+        self._text: OnnxModel | None = None
         if path.is_dir() and (path / "text.onnx").is_file():
-            self._text = Tower(path / "text.onnx")
+            self._text = OnnxModel(path / "text.onnx")
             self._tokenizer = _tokenizer(path, settings)
             self.identity["text"] = self._text.digest
             words = (path / "tokenizer.json").read_bytes()
@@ -78,7 +76,7 @@ class Onnx:
     def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors:
         if patches:
             raise EncoderError(f"{self.name} has no patch embeddings; take an hf: encoder")
-        pixels = np.stack([np.asarray(one, np.float32) for one in batch])
+        pixels = np.stack([np.asarray(image, np.float32) for image in batch])
         return Vectors(self._image.run(pixels, self.dim), None)
 
     def embed_text(self, sentences: Sequence[str]) -> Tensor:
@@ -86,27 +84,25 @@ class Onnx:
             raise EncoderError(f"{self.name} has no text; put text.onnx and tokenizer.json beside")
         tokens = self._tokenizer.encode_batch(list(sentences))
         room = self._tokenizer.padding["length"]
-        for sentence, one in zip(sentences, tokens, strict=True):
-            if len(one.ids) > room:
+        for sentence, encoding in zip(sentences, tokens, strict=True):
+            if len(encoding.ids) > room:
                 raise SettingsError(
-                    f"{sentence!r} has {len(one.ids)} tokens, {self.name} reads {room}; shorten it"
+                    f"{sentence!r} has {len(encoding.ids)} tokens, {self.name} reads {room}; shorten it"
                 )
-        ids = np.array([one.ids for one in tokens])
-        mask = np.array([one.attention_mask for one in tokens])
+        ids = np.array([encoding.ids for encoding in tokens])
+        mask = np.array([encoding.attention_mask for encoding in tokens])
         features = self._text.run(ids, self.dim, mask)
         return normalize(torch.from_numpy(features), dim=-1)
 
 
-class Tower:
+class OnnxModel:
     """One ONNX file whose first input is the batch and one of whose outputs is (batch, dim)."""
 
     def __init__(self, file: Path) -> None:
         try:
             import onnxruntime
         except ImportError as error:
-            raise EncoderError(
-                "onnxruntime is not installed; pip install 'fedvlm[onnx]'"
-            ) from error
+            raise EncoderError("onnxruntime is not installed; pip install 'fedvlm[onnx]'") from error
         options = onnxruntime.SessionOptions()
         # processes share the cores; one thread each also makes sums come out the same every time
         options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -114,21 +110,18 @@ class Tower:
         self.file = file
         self.digest = _digest(file)
         try:
-            self.session = onnxruntime.InferenceSession(
-                file, options, providers=["CPUExecutionProvider"]
-            )
+            self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has a dozen of its own
             first = str(error).splitlines()[0]
             raise EncoderError(f"{file} cannot be opened ({first}); export it again") from error
         self.inputs = self.session.get_inputs()
         outputs = self.session.get_outputs()
-        flat = [one.name for one in outputs if len(one.shape or ()) == 2]
-        named = [one for one in flat if one in ("image_embeds", "text_embeds")]
+        flat = [output.name for output in outputs if len(output.shape or ()) == 2]
+        named = [output for output in flat if output in ("image_embeds", "text_embeds")]
         if len(named or flat) != 1:
-            listed = ", ".join(f"{one.name} {one.shape}" for one in outputs)
+            listed = ", ".join(f"{output.name} {output.shape}" for output in outputs)
             raise EncoderError(
-                f"{file} must have one output of (batch, dim), or name it image_embeds or "
-                f"text_embeds; it has {listed}"
+                f"{file} must have one output of (batch, dim), or name it image_embeds or text_embeds; it has {listed}"
             )
         self.output = (named or flat)[0]
 
@@ -136,31 +129,28 @@ class Tower:
         """The edge of the images, from the settings or the input's own shape."""
         shape = self.inputs[0].shape
         if len(self.inputs) != 1 or len(shape) != 4 or "float" not in self.inputs[0].type:
-            listed = ", ".join(f"{one.name} {one.type} {one.shape}" for one in self.inputs)
+            listed = ", ".join(
+                f"{model_input.name} {model_input.type} {model_input.shape}" for model_input in self.inputs
+            )
             raise EncoderError(
-                f"{self.file} must take one input of (batch, 3, height, width) floats; "
-                f"it takes {listed}"
+                f"{self.file} must take one input of (batch, 3, height, width) floats; it takes {listed}"
             )
         fixed = [edge for edge in shape[2:] if isinstance(edge, int)]
-        wanted = size or (fixed[0] if fixed else None)
-        if wanted is None:
+        expected = size or (fixed[0] if fixed else None)
+        if expected is None:
+            raise EncoderError(f'{self.file} takes any image size; write {{"size": 224}} in the JSON beside it')
+        if any(edge != expected for edge in fixed) or shape[1] not in (3, None, str(shape[1])):
             raise EncoderError(
-                f'{self.file} takes any image size; write {{"size": 224}} in the JSON beside it'
-            )
-        if any(edge != wanted for edge in fixed) or shape[1] not in (3, None, str(shape[1])):
-            raise EncoderError(
-                f"{self.file} takes images of {shape[1:]}, not of [3, {wanted}, {wanted}]; "
+                f"{self.file} takes images of {shape[1:]}, not of [3, {expected}, {expected}]; "
                 "correct the size in the JSON beside it"
             )
-        return int(wanted)
+        return int(expected)
 
-    def run(
-        self, batch: NDArray[Any], dim: int | None = None, mask: NDArray[Any] | None = None
-    ) -> NDArray[np.float32]:
+    def run(self, batch: NDArray[Any], dim: int | None = None, mask: NDArray[Any] | None = None) -> NDArray[np.float32]:
         feeds = {}
-        for one in self.inputs:
-            values = mask if "mask" in one.name and mask is not None else batch
-            feeds[one.name] = values.astype(_TYPES.get(one.type, values.dtype))
+        for model_input in self.inputs:
+            values = mask if "mask" in model_input.name and mask is not None else batch
+            feeds[model_input.name] = values.astype(_TYPES.get(model_input.type, values.dtype))
         fixed = self.inputs[0].shape[0]
         step = fixed if isinstance(fixed, int) else len(batch)
         parts = []
@@ -168,8 +158,8 @@ class Tower:
             for first in range(0, len(batch), step):
                 # a tower compiled for one batch size gets the last row again where rows are missing
                 rows = np.arange(first, first + step).clip(max=len(batch) - 1)
-                taken = {key: value[rows] for key, value in feeds.items()}
-                parts.append(self.session.run([self.output], taken)[0])
+                feed = {key: value[rows] for key, value in feeds.items()}
+                parts.append(self.session.run([self.output], feed)[0])
         except Exception as error:  # onnxruntime has a dozen of its own
             first_line = str(error).splitlines()[0]
             raise EncoderError(f"{self.file} does not take this batch ({first_line})") from error
@@ -192,20 +182,20 @@ _TYPES = {
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if file.is_file():
         try:
-            given = json.loads(file.read_text("utf-8"))
+            overrides = json.loads(file.read_text("utf-8"))
         except ValueError as error:
             raise EncoderError(f"{file} is not JSON ({error}); correct it") from error
-    for key in given:
+    for key in overrides:
         if key not in DEFAULTS:
-            raise unknown(f"key of {file.name}", key, DEFAULTS)
-    settings = DEFAULTS | given
+            raise unknown_name(f"key of {file.name}", key, DEFAULTS)
+    settings = DEFAULTS | overrides
     if settings["resize"] not in ("shortest", "squash"):
         raise EncoderError(f"{file}: resize = {settings['resize']!r}; write shortest or squash")
     if settings["resample"].upper() not in Image.Resampling.__members__:
-        raise unknown(f"resample in {file.name}", settings["resample"], ("bicubic", "bilinear"))
+        raise unknown_name(f"resample in {file.name}", settings["resample"], ("bicubic", "bilinear"))
     if len(settings["mean"]) != 3 or len(settings["std"]) != 3 or min(settings["std"]) <= 0:
         raise EncoderError(f"{file}: mean and std take three numbers each, std above 0")
     return settings
@@ -233,22 +223,20 @@ def _digest(file: Path) -> str:
     except Exception as error:  # protobuf has kinds of its own
         raise EncoderError(f"{file} cannot be opened ({error}); export it again") from error
     home, digests = file.parent.resolve(), []
-    for name in ["", *sorted(set(_places(graph)))]:
-        one = (home / name).resolve() if name else file
-        if name and (Path(name).is_absolute() or home not in one.parents or not one.is_file()):
-            raise EncoderError(
-                f"{file} has weights in {name}, which is no file in its folder; export it again"
-            )
-        with one.open("rb") as stream:
+    for name in ["", *sorted(set(_external_files(graph)))]:
+        path = (home / name).resolve() if name else file
+        if name and (Path(name).is_absolute() or home not in path.parents or not path.is_file()):
+            raise EncoderError(f"{file} has weights in {name}, which is no file in its folder; export it again")
+        with path.open("rb") as stream:
             digests.append(file_digest(stream, "sha256").hexdigest())
     return " ".join(digests)
 
 
-def _places(message: Any) -> Iterator[str]:
+def _external_files(message: Any) -> Iterator[str]:
     """Where the tensors of a graph lie that are not in it, however deep they are in it."""
     for field, value in message.ListFields():
         if field.name == "external_data":
             yield from (entry.value for entry in value if entry.key == "location")
         elif field.message_type is not None:
-            for one in value if field.is_repeated else [value]:
-                yield from _places(one)
+            for submessage in value if field.is_repeated else [value]:
+                yield from _external_files(submessage)

@@ -15,33 +15,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm.devices import CPU, Device, moved
-from fedvlm.encoders.placed import Placed
+from fedvlm.devices import CPU, Device, to_device
+from fedvlm.encoders.placed import TorchEncoder
 from fedvlm.encoders.preprocess import Pixels
-from fedvlm.encoders.text import around, check_length, pieces, weights_hash
-from fedvlm.errors import EncoderError, nearest
+from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
+from fedvlm.errors import EncoderError, suggest_path
 from fedvlm.maths import resnet
 from fedvlm.maths.prompts import Affine, Layer, TextTower
 from fedvlm.maths.resnet import Weights
 
-VISUAL = "visual."
-HEAD = 64  # numbers of a head of the text tower
-EPS = 1e-5  # of its layer norms
+VISUAL_PREFIX = "visual."
+HEAD_WIDTH = 64  # numbers of a head of the text tower
+LAYER_NORM_EPS = 1e-5  # of its layer norms
 ACTIVATION = "quick_gelu"
 
 
-class OpenAI(Placed):
+class OpenAI(TorchEncoder):
     """A frozen float32 model from a local folder or file."""
 
     def __init__(self, source: str | Path, *, device: Device = "cpu") -> None:
         super().__init__(device)
         self.name = f"openai:{source}"
-        file = find(self.name, Path(source).expanduser())
-        weights = read(self.name, file)
-        self._weights = moved(weights, self.device)
-        visual = {
-            k.removeprefix(VISUAL): v for k, v in self._weights.items() if k.startswith(VISUAL)
-        }
+        file = find_weights(self.name, Path(source).expanduser())
+        weights = read_weights(self.name, file)
+        self._weights = to_device(weights, self.device)
+        visual = {k.removeprefix(VISUAL_PREFIX): v for k, v in self._weights.items() if k.startswith(VISUAL_PREFIX)}
         try:
             self._shape = resnet.shape_of(visual)
             self._visual = visual
@@ -52,7 +50,7 @@ class OpenAI(Placed):
             # every weight that an image meets is there, and fits
             self._embed(torch.zeros(1, 3, size, size), True)
             self.offers = frozenset({"image", "patches"})
-            self._tokenizer = tokenizer(self.name, file.parent / "tokenizer.json")
+            self._tokenizer = load_tokenizer(self.name, file.parent / "tokenizer.json")
             if self._tokenizer is not None:
                 self.offers |= {"text", "text tower"}
                 self.embed_text(["a"])
@@ -73,8 +71,8 @@ class OpenAI(Placed):
             self.identity["tokenizer"] = sha256(words.encode()).hexdigest()
 
     def _vectors(self, pixels: Tensor, patches: bool) -> tuple[Tensor, Tensor | None]:
-        found = resnet.embed(self._visual, self._shape, pixels, patches)
-        return found[:, 0], found[:, 1:] if patches else None
+        vectors = resnet.embed(self._visual, self._shape, pixels, patches)
+        return vectors[:, 0], vectors[:, 1:] if patches else None
 
     def _side(self) -> tuple[int, int]:
         return self._shape.pixels, self._shape.pixels
@@ -87,53 +85,53 @@ class OpenAI(Placed):
         check_length(self.name, sentences, rows, self._weights["positional_embedding"].shape[0])
         tower = self._tower("{}", rows, 1)  # nothing stands before a sentence but its start
         with self.halved():
-            found = tower.encode(torch.zeros(0, tower.width, device=self.device))
-        return normalize(found.float(), dim=-1).cpu() if self.half else found.clone()
+            features = tower.encode(torch.zeros(0, tower.width, device=self.device))
+        return normalize(features.float(), dim=-1).cpu() if self.half else features.clone()
 
     def text_tower(self, classes: Sequence[str], template: str) -> TextTower:
         """The differentiable way from context vectors to the features of these classes."""
-        tower = self._tower(template, *around(self._tokens, classes, template))
-        return moved(tower, CPU) if self.half else tower  # engines place it
+        tower = self._tower(template, *tokenize_classes(self._tokens, classes, template))
+        return to_device(tower, CPU) if self.half else tower  # engines place it
 
     def _tokens(self, sentences: Sequence[str]) -> list[list[int]]:
         """SOS ... EOT each."""
-        return [one.ids for one in self._tokenizer.encode_batch(list(sentences))]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(sentences))]
 
     def _tower(self, template: str, tokens: Sequence[Sequence[int]], cut: int) -> TextTower:
         weights = self._weights
         blocks = [f"transformer.resblocks.{number}." for number in range(_count(weights))]
         return TextTower(
-            **pieces(tokens, cut, weights["token_embedding.weight"]),
+            **text_tower_inputs(tokens, cut, weights["token_embedding.weight"]),
             template=template,
             positions=weights["positional_embedding"],
             layers=tuple(_layer(weights, block) for block in blocks),
             final=_affine(weights, "ln_final"),
             projection=weights["text_projection"].mT,
-            heads=weights["text_projection"].shape[0] // HEAD,
-            eps=EPS,
+            heads=weights["text_projection"].shape[0] // HEAD_WIDTH,
+            eps=LAYER_NORM_EPS,
             activation=ACTIVATION,
         )
 
 
-def find(name: str, path: Path) -> Path:
+def find_weights(name: str, path: Path) -> Path:
     """The one file of weights in a folder, or the file that is named."""
     if path.is_dir():
-        found = sorted(path.glob("*.safetensors"))
-        if len(found) == 1:
-            return found[0]
+        candidates = sorted(path.glob("*.safetensors"))
+        if len(candidates) == 1:
+            return candidates[0]
         raise EncoderError(
-            f"{name}: {path} holds {len(found)} .safetensors files; put the state dict there as one"
+            f"{name}: {path} holds {len(candidates)} .safetensors files; put the state dict there as one"
         )
     if path.suffix != ".safetensors" or not path.is_file():
-        there = "is not a .safetensors file" if path.is_file() else "is not there"
+        problem = "is not a .safetensors file" if path.is_file() else "is not there"
         raise EncoderError(
-            f"{name}: {path} {there}; {nearest(path)}a .pt is not read, as it may hold code: save "
+            f"{name}: {path} {problem}; {suggest_path(path)}a .pt is not read, as it may hold code: save "
             "its state dict as .safetensors (docs/how-to/data.md)"
         )
     return path
 
 
-def read(name: str, file: Path) -> Weights:
+def read_weights(name: str, file: Path) -> Weights:
     """All weights in float32."""
     from safetensors.torch import load_file
 
@@ -141,22 +139,22 @@ def read(name: str, file: Path) -> Weights:
         weights = load_file(file)
     except Exception as error:  # safetensors has an exception of its own for a broken header
         raise EncoderError(f"{name}: {file} cannot be read ({error}); get it again") from error
-    return {key: one.float() if one.is_floating_point() else one for key, one in weights.items()}
+    return {key: tensor.float() if tensor.is_floating_point() else tensor for key, tensor in weights.items()}
 
 
-def tokenizer(name: str, file: Path) -> Any:
+def load_tokenizer(name: str, file: Path) -> Any:
     """That of the folder, or None."""
     from tokenizers import Tokenizer
 
     if not file.is_file():
         return None
     try:
-        found = Tokenizer.from_file(str(file))
+        loaded = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise EncoderError(f"{name}: {file} cannot be read ({error}); get it again") from error
-    found.no_padding()
-    found.no_truncation()
-    return found
+    loaded.no_padding()
+    loaded.no_truncation()
+    return loaded
 
 
 def _count(weights: Weights) -> int:

@@ -25,23 +25,23 @@ class Pixels:
 
     def __call__(self, image: Image.Image) -> NDArray[np.float32]:
         """(3, height, width) float32 of an RGB image."""
-        return np.ascontiguousarray(self.scaled(self.cut(image)).transpose(2, 0, 1))
+        return np.ascontiguousarray(self.normalise(self.resize_and_crop(image)).transpose(2, 0, 1))
 
-    def cut(self, image: Image.Image) -> NDArray[np.uint8]:
+    def resize_and_crop(self, image: Image.Image) -> NDArray[np.uint8]:
         """(height, width, 3) of the size the encoder takes, in the colours of the image."""
         if self.size is not None:
             height, width = self._resized(image.height, image.width)
             image = image.resize((width, height), resample=Image.Resampling(self.resample))
         pixels = np.asarray(image)
-        return pixels if self.crop is None else centre(pixels, *self.crop)
+        return pixels if self.crop is None else crop_centre(pixels, *self.crop)
 
-    def scaled(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def normalise(self, pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
         """(..., 3) colours as the encoder's numbers, each colour by itself."""
         values = pixels.astype(np.float32)
         if self.rescale is not None:
             values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
         if self.mean is not None and self.std is not None:
-            mean, std = (np.array(one, np.float32) for one in (self.mean, self.std))
+            mean, std = (np.array(channel_values, np.float32) for channel_values in (self.mean, self.std))
             values = (values - mean) / std
         return values
 
@@ -66,7 +66,7 @@ class Pixels:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def centre(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
+def crop_centre(pixels: NDArray[Any], height: int, width: int) -> NDArray[Any]:
     """The middle of (rows, columns, channels); black where the image is too small."""
     short = max(height - pixels.shape[0], 0), max(width - pixels.shape[1], 0)
     if any(short):

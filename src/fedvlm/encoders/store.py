@@ -18,28 +18,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvlm.data.table import Digests, Embedded, nameless
+from fedvlm.data.table import Digests, EmbeddedTable, anonymise_groups
 from fedvlm.encoders.columns import (
-    BY_ROW,
+    PER_SAMPLE_KEYS,
     Columns,
-    joined,
-    labelled,
-    patches_of,
-    strings,
-    text_of,
-    units,
+    join_splits,
+    normalise_rows,
+    read_labels,
+    read_patches,
+    read_text,
+    string_column,
 )
 from fedvlm.encoders.interface import Vectors
-from fedvlm.encoders.tables import ALIASES, TABLES, read_table
-from fedvlm.errors import DataError, EncoderError, nearest, unknown
+from fedvlm.encoders.tables import ALIASES, TABLE_SUFFIXES, read_table
+from fedvlm.errors import DataError, EncoderError, suggest_path, unknown_name
 from fedvlm.machine import free_memory
-from fedvlm.storage.files import draft, write
-from fedvlm.storage.paged import stretches
-from fedvlm.storage.sealed import Damaged, seal_json, unseal_json
+from fedvlm.storage.files import atomic_write, write_file
+from fedvlm.storage.paged import iterate_chunks
+from fedvlm.storage.sealed import DamagedError, decode_json, encode_json
 
-STORES = (".npz", ".safetensors", *TABLES)
-UNPACKED = 64_000_000  # bytes that any .npz may unpack to
-RATIO = 100  # and for each of its own bytes: embeddings hardly shrink, zeros shrink a thousandfold
+STORE_SUFFIXES = (".npz", ".safetensors", *TABLE_SUFFIXES)
+MIN_UNPACKED_BYTES = 64_000_000  # bytes that any .npz may unpack to
+MAX_COMPRESSION_RATIO = 100  # and for each of its own bytes: embeddings hardly shrink, zeros shrink a thousandfold
 
 
 class Store:
@@ -66,46 +66,46 @@ class Store:
         raise EncoderError(f"{self.name} has no text tower; use its own text vectors")
 
 
-def open_store(path: str | Path, classes: Sequence[str] | None = None) -> Embedded:
+def open_store(path: str | Path, classes: Sequence[str] | None = None) -> EmbeddedTable:
     """The rows of a store, checked and of unit norm; of some classes only, if they are named."""
-    file = find(Path(path).expanduser())
-    columns, x, digest = checked(file)
+    file = find_store(Path(path).expanduser())
+    columns, x, digest = read_columns(file)
     rows = x.shape[0]
-    for key in BY_ROW:
+    for key in PER_SAMPLE_KEYS:
         if key in columns and len(columns[key]) != rows:
             raise DataError(f"{file}: {key} has {len(columns[key])} rows and x has {rows}")
-    names, labels = labelled(file, columns, rows)
+    names, labels = read_labels(file, columns, rows)
     domains = columns.get("domains")
     if domains is None and "paths" in columns:
-        parts = [str(one).split("/") for one in columns["paths"]]
+        parts = [str(cell).split("/") for cell in columns["paths"]]
         domains = [part[-3] if len(part) > 2 else "" for part in parts]
     content = columns.get("content")
     if content is None:
-        content = digests(x)
-    unit = units(file, "x", x, columns.get("paths"))
-    embedded = Embedded(
+        content = row_digests(x)
+    unit = normalise_rows(file, "x", x, columns.get("paths"))
+    embedded = EmbeddedTable(
         name=str(columns.get("name", file.stem)),
         classes=names,
         x=unit,
         labels=labels,
-        domains=strings(domains, rows),
-        clients=strings(columns.get("clients"), rows),
-        splits=strings(columns.get("splits"), rows),
-        groups=nameless(strings(columns["groups"], rows).tolist()) if "groups" in columns else None,
-        content=content if isinstance(content, Digests) else [str(one) for one in content],
+        domains=string_column(domains, rows),
+        clients=string_column(columns.get("clients"), rows),
+        splits=string_column(columns.get("splits"), rows),
+        groups=anonymise_groups(string_column(columns["groups"], rows).tolist()) if "groups" in columns else None,
+        content=content if isinstance(content, Digests) else [str(cell) for cell in content],
         scale=float(columns.get("scale", 100.0)),
         text=None,
-        patches=patches_of(file, columns.get("patches"), unit.shape[1]),
+        patches=read_patches(file, columns.get("patches"), unit.shape[1]),
         encoder=str(columns.get("encoder", f"store {digest[:16]}")),
         fingerprint=str(columns.get("fingerprint", digest)),
     )
-    return chosen(file, embedded, text_of(file, columns, names, unit.shape[1]), classes)
+    return select_classes(file, embedded, read_text(file, columns, names, unit.shape[1]), classes)
 
 
-def checked(file: Path) -> tuple[Columns, Tensor, str]:
+def read_columns(file: Path) -> tuple[Columns, Tensor, str]:
     """The columns of a file under the names of a store, its embeddings, and its digest."""
-    columns, digest = read(file)
-    columns = joined(file, {ALIASES.get(key, key): value for key, value in columns.items()})
+    columns, digest = read_file(file)
+    columns = join_splits(file, {ALIASES.get(key, key): value for key, value in columns.items()})
     if "x" not in columns:
         raise DataError(f"{file} has no embeddings; call the array x or features")
     x = torch.from_numpy(columns["x"]) if isinstance(columns["x"], np.ndarray) else columns["x"]
@@ -114,47 +114,41 @@ def checked(file: Path) -> tuple[Columns, Tensor, str]:
     return columns, x, digest
 
 
-def unlabelled(file: Path) -> tuple[list[str], Tensor]:
+def read_unlabelled(file: Path) -> tuple[list[str], Tensor]:
     """What each row of a store is called, its path or its number, and the embeddings."""
-    columns, x, _ = checked(file)
+    columns, x, _ = read_columns(file)
     paths = columns.get("paths")
     names = [f"{file}[{row}]" for row in range(len(x))] if paths is None else map(str, paths)
     return list(names), x
 
 
-def digests(x: Tensor) -> Digests:
+def row_digests(x: Tensor) -> Digests:
     """Of every row's own bytes."""
     out = bytearray(32 * len(x))
-    for first, part in stretches(x):
+    for first, part in iterate_chunks(x):
         for number, row in enumerate(part.numpy(), first):
             out[32 * number : 32 * number + 32] = sha256(row.data).digest()
     return Digests(out)
 
 
-def find(path: Path) -> Path:
+def find_store(path: Path) -> Path:
     if path.is_dir():
-        found = sorted([*path.glob("*.npz"), *path.glob("*.safetensors")])
-        if len(found) != 1:
-            raise DataError(
-                f"{path} holds {len(found)} stores; name one .npz or .safetensors file in it"
-            )
-        return found[0]
+        files = sorted([*path.glob("*.npz"), *path.glob("*.safetensors")])
+        if len(files) != 1:
+            raise DataError(f"{path} holds {len(files)} stores; name one .npz or .safetensors file in it")
+        return files[0]
     if not path.is_file():
-        raise DataError(
-            f"there is no store {path}; {nearest(path)}give a .npz, .safetensors, .csv or .parquet"
-        )
-    if path.suffix not in STORES:
-        raise DataError(
-            f"{path} is not a store; it takes a .npz, .safetensors, .csv or .parquet file"
-        )
+        raise DataError(f"there is no store {path}; {suggest_path(path)}give a .npz, .safetensors, .csv or .parquet")
+    if path.suffix not in STORE_SUFFIXES:
+        raise DataError(f"{path} is not a store; it takes a .npz, .safetensors, .csv or .parquet file")
     return path
 
 
-def read(file: Path) -> tuple[Columns, str]:
+def read_file(file: Path) -> tuple[Columns, str]:
     """All columns as they are stored, and the digest of the file (and of its strings)."""
     with file.open("rb") as stream:
         digest = file_digest(stream, "sha256").hexdigest()
-    if file.suffix in TABLES:
+    if file.suffix in TABLE_SUFFIXES:
         return read_table(file), digest
     try:
         if file.suffix == ".npz":
@@ -167,23 +161,21 @@ def read(file: Path) -> tuple[Columns, str]:
             columns: Columns = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         # numpy has no bfloat16
         columns = {k: v.float() if v.dtype == torch.bfloat16 else v for k, v in columns.items()}
-        beside = file.with_suffix(".json")
-        if beside.is_file():
-            text = beside.read_bytes()
-            columns |= unseal_json(text, None)
+        sidecar = file.with_suffix(".json")
+        if sidecar.is_file():
+            text = sidecar.read_bytes()
+            columns |= decode_json(text, None)
             if columns.get("sha256", digest) != digest:
-                raise DataError(f"{file} is damaged or not the one {beside.name} was written for")
+                raise DataError(f"{file} is damaged or not the one {sidecar.name} was written for")
             digest = sha256(digest.encode() + text).hexdigest()
         return columns, digest
     except DataError:
         raise
-    except Damaged as error:
+    except DamagedError as error:
         raise DataError(f"{file.with_suffix('.json')} is damaged ({error}); save again") from error
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         objects = "; save strings as such, by y.astype(str)" if "pickle" in str(error) else ""
-        raise DataError(
-            f"{file} cannot be read ({error}){objects or '; write it again'}"
-        ) from error
+        raise DataError(f"{file} cannot be read ({error}){objects or '; write it again'}") from error
     except Exception as error:  # safetensors has an exception of its own for a broken header
         if type(error).__name__ != "SafetensorError":
             raise
@@ -195,10 +187,10 @@ def check_size(file: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     size = sum(member.file_size for member in members)
-    most = UNPACKED + RATIO * file.stat().st_size
+    max_bytes = MIN_UNPACKED_BYTES + MAX_COMPRESSION_RATIO * file.stat().st_size
     free = free_memory()
-    if size > most or (free is not None and size > free):
-        limit = f"{most:,} for a file of its size" if size > most else f"{free:,} of free memory"
+    if size > max_bytes or (free is not None and size > free):
+        limit = f"{max_bytes:,} for a file of its size" if size > max_bytes else f"{free:,} of free memory"
         raise DataError(
             f"{file} would unpack to {size:,} bytes, more than {limit}; save it uncompressed, as "
             ".safetensors, or in parts"
@@ -207,42 +199,42 @@ def check_size(file: Path) -> None:
         raise DataError(f"{file} is not packed as numpy does; write it with numpy.savez")
 
 
-def chosen(
-    file: Path, all_of: Embedded, text: dict[str, Tensor], classes: Sequence[str] | None
-) -> Embedded:
+def select_classes(
+    file: Path, table: EmbeddedTable, text: dict[str, Tensor], classes: Sequence[str] | None
+) -> EmbeddedTable:
     """The rows of the named classes, in their order; text only if every class has its vector."""
-    names = all_of.classes if classes is None else tuple(classes)
-    known_classes = set(all_of.classes)
+    names = table.classes if classes is None else tuple(classes)
+    known_classes = set(table.classes)
     for name in names:
         if name not in known_classes:
-            raise unknown(f"class of {file}", name, all_of.classes)
+            raise unknown_name(f"class of {file}", name, table.classes)
     if len(set(names)) != len(names):
         raise DataError(f"the classes {', '.join(names)} name one twice; name each once")
-    known = all(name in text for name in names)
-    vectors = torch.stack([text[name] for name in names]) if known else None
-    if names == all_of.classes:
-        return replace(all_of, text=vectors)
-    place = np.full(len(all_of.classes), -1)
-    place[[all_of.classes.index(name) for name in names]] = np.arange(len(names))
-    keep = np.flatnonzero(place[all_of.labels] >= 0)
-    digest = sha256("\x1f".join([all_of.fingerprint, *names]).encode()).hexdigest()
+    has_text = all(name in text for name in names)
+    vectors = torch.stack([text[name] for name in names]) if has_text else None
+    if names == table.classes:
+        return replace(table, text=vectors)
+    place = np.full(len(table.classes), -1)
+    place[[table.classes.index(name) for name in names]] = np.arange(len(names))
+    keep = np.flatnonzero(place[table.labels] >= 0)
+    digest = sha256("\x1f".join([table.fingerprint, *names]).encode()).hexdigest()
     return replace(
-        all_of,
+        table,
         classes=names,
-        x=all_of.x[keep],
-        labels=place[all_of.labels[keep]],
-        domains=all_of.domains[keep],
-        clients=all_of.clients[keep],
-        splits=all_of.splits[keep],
-        groups=None if all_of.groups is None else all_of.groups[keep],
-        content=[all_of.content[row] for row in keep.tolist()],
+        x=table.x[keep],
+        labels=place[table.labels[keep]],
+        domains=table.domains[keep],
+        clients=table.clients[keep],
+        splits=table.splits[keep],
+        groups=None if table.groups is None else table.groups[keep],
+        content=[table.content[row] for row in keep.tolist()],
         text=vectors,
-        patches=None if all_of.patches is None else all_of.patches[keep],
+        patches=None if table.patches is None else table.patches[keep],
         fingerprint=digest,
     )
 
 
-def save_store(path: str | Path, embedded: Embedded) -> Path:
+def save_store(path: str | Path, embedded: EmbeddedTable) -> Path:
     """Writes PATH.safetensors and PATH.json; the second names the first's digest."""
     from safetensors.torch import save_file
 
@@ -250,9 +242,9 @@ def save_store(path: str | Path, embedded: Embedded) -> Path:
     tensors = {"x": embedded.x, "y": torch.from_numpy(embedded.labels)}
     tensors |= {"text": embedded.text} if embedded.text is not None else {}
     tensors |= {"patches": embedded.patches[:]} if embedded.patches is not None else {}
-    whole = {key: value.contiguous() for key, value in tensors.items()}
-    with draft(file) as beside:
-        save_file(whole, beside)
+    contiguous = {key: value.contiguous() for key, value in tensors.items()}
+    with atomic_write(file) as temporary:
+        save_file(contiguous, temporary)
     with file.open("rb") as stream:
         digest = file_digest(stream, "sha256").hexdigest()
     words = {
@@ -268,5 +260,5 @@ def save_store(path: str | Path, embedded: Embedded) -> Path:
         "sha256": digest,
     }
     words |= {} if embedded.groups is None else {"groups": embedded.groups.tolist()}
-    write(file.with_suffix(".json"), seal_json(words, None))
+    write_file(file.with_suffix(".json"), encode_json(words, None))
     return file

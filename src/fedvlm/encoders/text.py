@@ -8,48 +8,46 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm.data.table import clean
+from fedvlm.data.table import readable_name
 from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.interface import Encoder
 from fedvlm.errors import EncoderError, SettingsError
-from fedvlm.maths.prompts import in_common, suffixes
+from fedvlm.maths.prompts import count_common_prefix, suffixes
 
-SENTENCES = 256  # given to an encoder at once
+SENTENCES_PER_BATCH = 256  # given to an encoder at once
 
 
-def sentences(classes: Sequence[str], template: str) -> list[str]:
+def fill_template(classes: Sequence[str], template: str) -> list[str]:
     """The cleaned class names put into a template such as "a picture of a {}"."""
     if "{}" not in template:
         raise SettingsError(f"the template {template!r} has no place for a class; write {{}} in it")
-    return [template.replace("{}", clean(name)) for name in classes]
+    return [template.replace("{}", readable_name(name)) for name in classes]
 
 
 Tokens = Sequence[Sequence[int]]
 
 
-def around(
+def tokenize_classes(
     tokenize: Callable[[Sequence[str]], Tokens], classes: Sequence[str], template: str
 ) -> tuple[Tokens, int]:
     """The tokens of each class's sentence, and how many of them stand before its name."""
     # Whole sentences, since a tokenizer may join what stands before a name to it.
-    tokens = tokenize(sentences(classes, template))  # SOS ... EOT each
+    tokens = tokenize(fill_template(classes, template))  # SOS ... EOT each
     (before,) = tokenize([template.split("{}")[0]])
-    return tokens, in_common([before[:-1], *tokens])
+    return tokens, count_common_prefix([before[:-1], *tokens])
 
 
-def pieces(tokens: Tokens, cut: int, table: Tensor) -> dict[str, Any]:
+def text_tower_inputs(tokens: Tokens, cut: int, table: Tensor) -> dict[str, Any]:
     """What a TextTower takes of sentences that are the same up to a token, by name."""
     tails, ends = suffixes([row[cut:-1] for row in tokens], tokens[0][-1], table)
     prefix = table[list(tokens[0][1:cut])]
     return {"start": table[tokens[0][0]], "prefix": prefix, "suffixes": tails, "ends": ends}
 
 
-def check_length(name: str, said: Sequence[str], tokens: Tokens, room: int) -> None:
-    for sentence, row in zip(said, tokens, strict=True):
+def check_length(name: str, texts: Sequence[str], tokens: Tokens, room: int) -> None:
+    for sentence, row in zip(texts, tokens, strict=True):
         if len(row) > room:
-            raise SettingsError(
-                f"{sentence!r} has {len(row)} tokens, {name} reads {room}; shorten it"
-            )
+            raise SettingsError(f"{sentence!r} has {len(row)} tokens, {name} reads {room}; shorten it")
 
 
 def weights_hash(weights: Mapping[str, Any]) -> str:
@@ -61,21 +59,19 @@ def weights_hash(weights: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def class_embeddings(
-    encoder: Encoder, table: RowFile, classes: Sequence[str], templates: Sequence[str]
-) -> Tensor:
+def class_embeddings(encoder: Encoder, table: RowFile, classes: Sequence[str], templates: Sequence[str]) -> Tensor:
     """(classes, dim) unit norm; several templates give the mean of their unit vectors."""
-    many = [embeddings(encoder, table, sentences(classes, one)) for one in templates]
-    return normalize(torch.stack(many).mean(0), dim=-1)
+    per_template = [embed_sentences(encoder, table, fill_template(classes, template)) for template in templates]
+    return normalize(torch.stack(per_template).mean(0), dim=-1)
 
 
-def embeddings(encoder: Encoder, table: RowFile, said: Sequence[str]) -> Tensor:
+def embed_sentences(encoder: Encoder, table: RowFile, texts: Sequence[str]) -> Tensor:
     """(sentences, dim) unit norm, each sentence embedded once and kept in the table."""
-    digests = [sha256(one.encode()).digest() for one in said]
-    text = dict(zip(digests, said, strict=True))
+    digests = [sha256(sentence.encode()).digest() for sentence in texts]
+    text = dict(zip(digests, texts, strict=True))
     missing = [digest for digest in text if digest not in table]
-    for start in range(0, len(missing), SENTENCES):
-        some = missing[start : start + SENTENCES]
+    for start in range(0, len(missing), SENTENCES_PER_BATCH):
+        some = missing[start : start + SENTENCES_PER_BATCH]
         vectors = encoder.embed_text([text[digest] for digest in some]).detach().float().cpu()
         sound = vectors.ndim == 2 and bool(vectors.isfinite().all() and vectors.any(1).all())
         if vectors.shape != (len(some), encoder.dim) or not sound:

@@ -6,66 +6,66 @@ from dataclasses import replace
 
 import torch
 
-from fedvlm.channel.uploads import Arrived
-from fedvlm.core import Method, Sum, Tensors, sums
-from fedvlm.engines.client import Answers, Terms
+from fedvlm.channel.uploads import DecodedUploads
+from fedvlm.core import Method, Tensors, UploadSum, upload_sum
+from fedvlm.engines.client import RoundReplies, TrainingTerms
 from fedvlm.errors import FederationError
 
 
-def adds_up(terms: Terms) -> bool:
+def can_sum_uploads(terms: TrainingTerms) -> bool:
     """Whether a round's uploads may be summed as they come: nothing needs them side by side."""
     channel = terms.channel
-    plain = not (channel.compares or channel.secure or terms.attack)
-    return plain and sums(terms.method) is not None
+    is_plain = not (channel.compares_uploads or channel.secure or terms.attack)
+    return is_plain and upload_sum(terms.method) is not None
 
 
-class Summed:
+class UploadSums:
     """Uploads that come one part after the other, as one that stands for all."""
 
-    def __init__(self, kind: Sum | None) -> None:
-        self.kind, self.weight, self.rows = kind, 0.0, 0.0
+    def __init__(self, kind: UploadSum | None) -> None:
+        self.upload_sum, self.weight, self.rows = kind, 0.0, 0.0
         self.total: Tensors = {}
         self.types: dict[str, torch.dtype] = {}
         self.sizes: dict[str, int] = {}
-        self.kept: dict[str, Tensors] = {}
-        self.apart: dict[str, dict[str, float]] = {}
+        self.channel_states: dict[str, Tensors] = {}
+        self.outliers: dict[str, dict[str, float]] = {}
 
-    def add(self, came: Arrived) -> None:
-        self.rows += float(came.weights.double().sum())
-        for upload, weight in zip(came.uploads, came.weights.tolist(), strict=True):
-            share = weight if self.kind == "rows" else 1.0
-            self.weight += share
+    def add(self, decoded: DecodedUploads) -> None:
+        self.rows += float(decoded.weights.double().sum())
+        for upload, weight in zip(decoded.uploads, decoded.weights.tolist(), strict=True):
+            weight_in_sum = weight if self.upload_sum == "rows" else 1.0
+            self.weight += weight_in_sum
             for key, value in upload.items():
-                whole = self.kind == "total" and not value.is_floating_point()
-                kind = torch.long if whole else torch.float64
-                sum_ = self.total.setdefault(key, torch.zeros(value.shape, dtype=kind))
-                sum_.add_(value if whole else value.double(), alpha=1 if whole else share)
-                self.types[key] = torch.long if whole else value.dtype
-        self.sizes |= came.sizes
-        self.kept |= came.kept
-        self.apart |= came.apart
+                is_integer = self.upload_sum == "total" and not value.is_floating_point()
+                dtype = torch.long if is_integer else torch.float64
+                running_sum = self.total.setdefault(key, torch.zeros(value.shape, dtype=dtype))
+                running_sum.add_(value if is_integer else value.double(), alpha=1 if is_integer else weight_in_sum)
+                self.types[key] = torch.long if is_integer else value.dtype
+        self.sizes |= decoded.sizes
+        self.channel_states |= decoded.channel_states
+        self.outliers |= decoded.outliers
 
-    def whole(self) -> Arrived:
+    def to_decoded(self) -> DecodedUploads:
         """As the aggregate gets a secure sum: one mean or total of everyone."""
-        over = 1.0 if self.kind == "total" else max(self.weight, 1e-300)
-        one = {
-            key: value if self.types[key] == torch.long else (value / over).to(self.types[key])
+        divisor = 1.0 if self.upload_sum == "total" else max(self.weight, 1e-300)
+        mean_upload = {
+            key: value if self.types[key] == torch.long else (value / divisor).to(self.types[key])
             for key, value in self.total.items()
         }
-        return Arrived(
+        return DecodedUploads(
             ["everyone"],
-            [one],
+            [mean_upload],
             torch.tensor([self.rows]),
             self.sizes,
-            self.kept,
-            apart=self.apart,
-            settled=self.sizes.keys(),
+            self.channel_states,
+            outliers=self.outliers,
+            stored=self.sizes.keys(),
         )
 
 
-def aggregated(
-    method: Method, shared: Tensors, came: Arrived, passed: Collection[str], number: int
-) -> tuple[Tensors, Arrived]:
+def aggregate_uploads(
+    method: Method, shared: Tensors, decoded: DecodedUploads, encoded_ids: Collection[str], number: int
+) -> tuple[Tensors, DecodedUploads]:
     """What is shared from now on, and whose uploads it is of.
 
     Where the uploads are other machines' (`passed`) and their aggregate fails or is not finite,
@@ -73,28 +73,28 @@ def aggregated(
     and so on. An upload made in this process is a mistake, and said.
     """
 
-    def tried(came: Arrived) -> Tensors:
-        if not any(came.uploads):
+    def try_aggregate(decoded: DecodedUploads) -> Tensors:
+        if not any(decoded.uploads):
             return shared
-        out = method.aggregate(shared, came.uploads, came.weights, came.ids)
+        out = method.aggregate(shared, decoded.uploads, decoded.weights, decoded.ids)
         _check_finite(shared, out, method, number)
         return out
 
     try:
-        return tried(came), came
+        return try_aggregate(decoded), decoded
     except Exception as error:
-        if not set(came.ids) <= set(passed):
+        if not set(decoded.ids) <= set(encoded_ids):
             raise
-        why = f"the aggregate fails with its upload ({type(error).__name__}); it is left out"
+        reason = f"the aggregate fails with its upload ({type(error).__name__}); it is left out"
         first = error
-    while len(came.ids) > 1:
-        sizes = [_largest(one) for one in came.uploads]
+    while len(decoded.ids) > 1:
+        sizes = [_largest_value(upload) for upload in decoded.uploads]
         order = sorted(range(len(sizes)), key=lambda place: -sizes[place])
         for place in order:
-            less = _without(came, place, f"round {number}: {why}")
+            remaining = _drop_upload(decoded, place, f"round {number}: {reason}")
             with suppress(Exception):
-                return tried(less), less
-        came = _without(came, order[0], f"round {number}: {why}")
+                return try_aggregate(remaining), remaining
+        decoded = _drop_upload(decoded, order[0], f"round {number}: {reason}")
     raise first
 
 
@@ -111,31 +111,31 @@ def _check_finite(before: Tensors, after: Tensors, method: Method, number: int) 
             )
 
 
-def _largest(upload: Tensors) -> float:
-    return max((float(one.abs().max()) for one in upload.values() if one.numel()), default=0.0)
+def _largest_value(upload: Tensors) -> float:
+    return max((float(tensor.abs().max()) for tensor in upload.values() if tensor.numel()), default=0.0)
 
 
-def _without(came: Arrived, place: int, why: str) -> Arrived:
-    keep = [i for i in range(len(came.ids)) if i != place]
+def _drop_upload(decoded: DecodedUploads, place: int, reason: str) -> DecodedUploads:
+    keep = [i for i in range(len(decoded.ids)) if i != place]
     return replace(
-        came,
-        ids=[came.ids[i] for i in keep],
-        uploads=[came.uploads[i] for i in keep],
-        weights=came.weights[torch.tensor(keep)],
-        refused={**came.refused, came.ids[place]: why},
+        decoded,
+        ids=[decoded.ids[i] for i in keep],
+        uploads=[decoded.uploads[i] for i in keep],
+        weights=decoded.weights[torch.tensor(keep)],
+        refused={**decoded.refused, decoded.ids[place]: reason},
     )
 
 
-def without(answers: Answers, refused: Mapping[str, str], asked: Sequence[str]) -> Answers:
+def drop_refused(answers: RoundReplies, refused: Mapping[str, str], participants: Sequence[str]) -> RoundReplies:
     """The answers without those that are not used, if enough are left."""
     if not refused:
         return answers
-    done = {id: one for id, one in answers.done.items() if id not in refused}
+    done = {id: reply for id, reply in answers.replies.items() if id not in refused}
     missing = {**answers.missing, **refused}
-    if len(done) < answers.least:
-        why = "\n".join(f"  {id}: {reason}" for id, reason in sorted(missing.items()))
+    if len(done) < answers.min_clients:
+        reasons = "\n".join(f"  {id}: {reason}" for id, reason in sorted(missing.items()))
         raise FederationError(
-            f"the answers of {len(done)} of {len(asked)} clients can be used, and {answers.least} "
-            f"must (quorum)\n{why}"
+            f"the answers of {len(done)} of {len(participants)} clients can be used, and {answers.min_clients} "
+            f"must (quorum)\n{reasons}"
         )
-    return replace(answers, done=done, missing=missing)
+    return replace(answers, replies=done, missing=missing)

@@ -8,48 +8,48 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.client import Answers, Task
+from fedvlm.engines.client import RoundReplies, Task
 from fedvlm.engines.single import one_thread
 
 
-class Asked(Protocol):
+class RoundRunner(Protocol):
     """What an engine does with the clients of a part."""
 
-    def round(self, number: int, tasks: Sequence[Task]) -> Answers: ...
-    def adapt(self, number: int, tasks: Sequence[Task]) -> Answers: ...
+    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies: ...
+    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies: ...
 
 
-Turn = tuple[Sequence[Task], Answers]
+FinishedPart = tuple[Sequence[Task], RoundReplies]
 
 
-def in_turn(
-    engine: Asked, number: int, parts: Iterable[Sequence[Task]], last: bool = False
-) -> Iterator[Turn]:
+def run_parts(
+    engine: RoundRunner, number: int, parts: Iterable[Sequence[Task]], last: bool = False
+) -> Iterator[FinishedPart]:
     """The tasks of each part with what came of them: a round, or with `last` the adaptation.
 
     Whoever takes them does so with one thread, for the cores are the workers'.
     """
-    ask = engine.adapt if last else engine.round
-    apart = engine if isinstance(engine, Batched) else None
-    with one_thread(), ThreadPoolExecutor(1) as beside:
-        coming: tuple[Sequence[Task], Future[Answers]] | None = None
+    run_part = engine.adapt if last else engine.round
+    batched = engine if isinstance(engine, Batched) else None
+    with one_thread(), ThreadPoolExecutor(1) as executor:
+        running: tuple[Sequence[Task], Future[RoundReplies]] | None = None
         try:
             for tasks in parts:
-                if apart is None or not apart.forked(tasks, last):
-                    yield tasks, ask(number, tasks)
+                if batched is None or not batched.is_forked(tasks, last):
+                    yield tasks, run_part(number, tasks)
                     continue
-                ready, coming = coming, (tasks, beside.submit(ask, number, tasks))
+                ready, running = running, (tasks, executor.submit(run_part, number, tasks))
                 del tasks
                 if ready is not None:
-                    yield _came(ready)
+                    yield _await_part(ready)
                     del ready
-            if coming is not None:
-                ready, coming = coming, None
-                yield _came(ready)
+            if running is not None:
+                ready, running = running, None
+                yield _await_part(ready)
         finally:
-            if coming is not None and apart is not None:  # nobody is to wait for it
-                apart.stop()
+            if running is not None and batched is not None:  # nobody is to wait for it
+                batched.stop()
 
 
-def _came(ready: "tuple[Sequence[Task], Future[Answers]]") -> Turn:
+def _await_part(ready: "tuple[Sequence[Task], Future[RoundReplies]]") -> FinishedPart:
     return ready[0], ready[1].result()

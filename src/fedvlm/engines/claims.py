@@ -2,27 +2,25 @@
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.uploads import Passage
-from fedvlm.core import sums
-from fedvlm.engines.client import World, client
+from fedvlm.channel.uploads import UploadPipeline
+from fedvlm.core import upload_sum
+from fedvlm.engines.client import World, make_client
 
 
 def sum_gap(world: World) -> float:
     """How far it is from that, in one round; 0 if the method does not say so."""
     method = world.method
-    if sums(method) is None:
+    if upload_sum(method) is None:
         return 0.0
     shared, local = method.init(world.frozen)
     sent = {id: method.send(shared, id) for id in sorted(world.members)}
-    uploads = {
-        id: method.update(world.frozen, sent[id], local, client(world, id, 0))[0] for id in sent
-    }
-    own = method.traits.uneven  # what no sum is said of
-    if not any(uploads.values()) or any(own & one.keys() for one in uploads.values()):
+    uploads = {id: method.update(world.frozen, sent[id], local, make_client(world, id, 0))[0] for id in sent}
+    ragged = method.traits.ragged_uploads  # what no sum is said of
+    if not any(uploads.values()) or any(ragged & upload.keys() for upload in uploads.values()):
         return 0.0
     rows = {id: len(world.members[id].train) for id in sent}
     results = []
     for channel in (Channel(), Channel(secure=True)):
-        came = Passage(channel, method, list(local), 0).carry(0, uploads, sent, rows, {}, (), str)
-        results.append(method.aggregate(shared, came.uploads, came.weights, came.ids))
-    return tensors.difference(*results)
+        decoded = UploadPipeline(channel, method, list(local), 0).run(0, uploads, sent, rows, {}, (), str)
+        results.append(method.aggregate(shared, decoded.uploads, decoded.weights, decoded.ids))
+    return tensors.max_relative_difference(*results)

@@ -14,13 +14,13 @@ from fedvlm import seeds
 from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Method, Noisy, Schedule, Tensors, schedule
 from fedvlm.engines.attackers import Attack
-from fedvlm.evaluate.metrics import details, diagrams, every_metric
+from fedvlm.evaluate.metrics import compute_metrics, diagram_data, prediction_details
 from fedvlm.maths import noise
-from fedvlm.storage.paged import Paged, paged
-from fedvlm.tensors import full
+from fedvlm.storage.paged import PagedRows, page_rows
+from fedvlm.tensors import to_float32
 
-SLICE = 64 << 20  # bytes of rows that are predicted at once
-CROWD = 2000  # clients above which each one's scores are counts: their few rows give no curves
+PREDICTION_BYTES = 64 << 20  # bytes of rows that are predicted at once
+MANY_CLIENTS = 2000  # clients above which each one's scores are counts: their few rows give no curves
 
 
 class Member(Protocol):
@@ -37,7 +37,7 @@ class Member(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class ClientRows:
     """Row numbers of one client, and nothing else about it."""
 
     train: NDArray[np.int64]
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Terms:
+class TrainingTerms:
     """What everyone knows of a training, also a server that has no rows."""
 
     method: Method
@@ -59,7 +59,7 @@ class Terms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class World(Terms):
+class World(TrainingTerms):
     """The terms, and what only clients have: their rows."""
 
     x: Any  # (rows, ...) in the view the method's needs ask for: a Tensor, or Rows
@@ -67,41 +67,41 @@ class World(Terms):
     members: Mapping[str, Member]
     reference: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     texts: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of a client's own
-    entropy: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
+    secret_noise: bool = False  # noise by the system's entropy instead of the seed, at a deployed site
     details: bool = False  # tell row by row in the end; never at a deployed site
 
     @cached_property
     def reference_x(self) -> Any:
         """(references, ...) gathered once, because every client has the same."""
-        return gather(self, self.reference)[0]
+        return gather_rows(self, self.reference)[0]
 
     @cached_property
-    def paged(self) -> Paged | None:
-        return paged(self.x)
+    def file_rows(self) -> PagedRows | None:
+        return page_rows(self.x)
 
     def read(self, rows: NDArray[np.int64]) -> Tensor:
         """(rows, ...) in memory, in the precision in which they are kept."""
-        at, x = torch.from_numpy(rows), self.x
+        index, x = torch.from_numpy(rows), self.x
         if not isinstance(x, Tensor):
-            return torch.as_tensor(x[at])
-        return self.paged.take(rows) if self.paged else x.index_select(0, at.to(x.device))
+            return torch.as_tensor(x[index])
+        return self.file_rows.take(rows) if self.file_rows else x.index_select(0, index.to(x.device))
 
     @cached_property
-    def crowded(self) -> bool:
-        return len(self.members) > CROWD
+    def has_many_clients(self) -> bool:
+        return len(self.members) > MANY_CLIENTS
 
     @cached_property
-    def pace(self) -> Schedule:
+    def training_schedule(self) -> Schedule:
         return schedule(self.method)
 
     @cached_property
-    def noises(self) -> int:
+    def noise_size(self) -> int:
         """Standard normal numbers that each step is given."""
         return self.method.noise(self.frozen) if isinstance(self.method, Noisy) else 0
 
 
 @dataclass(frozen=True)
-class Kept:
+class RemoteState:
     """What stands at a server for local tensors that are at their client: which version of them.
 
     A version is the number of the round that made it plus one, and 0 before any.
@@ -111,16 +111,16 @@ class Kept:
     names: tuple[str, ...] = ()  # of the tensors, as far as the server was told
 
 
-Local = Tensors | Kept
+Local = Tensors | RemoteState
 
 
-def names(local: Local) -> list[str]:
-    return list(local.names if isinstance(local, Kept) else local)
+def local_names(local: Local) -> list[str]:
+    return list(local.names if isinstance(local, RemoteState) else local)
 
 
-def here(local: Local) -> Tensors:
+def as_tensors(local: Local) -> Tensors:
     """Local tensors, where the clients are in this very process."""
-    assert not isinstance(local, Kept), "these local tensors are at their client"
+    assert not isinstance(local, RemoteState), "these local tensors are at their client"
     return local
 
 
@@ -132,79 +132,79 @@ class Task:
     sent: Tensors
     local: Local
     trains: bool
-    held: Local | None = None  # local tensors of the best round so far, if one is chosen
+    best_local: Local | None = None  # local tensors of the best round so far, if one is chosen
 
     @property
-    def own(self) -> Tensors:
-        return here(self.local)
+    def local_tensors(self) -> Tensors:
+        return as_tensors(self.local)
 
 
-Take = Callable[[World, NDArray[np.int64]], tuple[Any, Tensor]]  # rows and labels by number
+GatherRows = Callable[[World, NDArray[np.int64]], tuple[Any, Tensor]]  # rows and labels by number
 Scores = dict[str, Any]  # loss, rows and hits of validation and test, and metrics of the test
 
 
 @dataclass(frozen=True)
-class Done:
+class ClientReply:
     upload: Tensors | None  # None if the client was only measured
     local: Local
     scores: Scores  # of what the client was sent, before its update
     rows: int  # that it trains on: what its upload weighs
-    described: Mapping[str, float] | None = None  # by a client that keeps its local tensors
-    passed: bool = False  # the client has put its upload through the channel: it is as it travelled
+    description: Mapping[str, float] | None = None  # by a client that keeps its local tensors
+    is_encoded: bool = False  # the client has put its upload through the channel: it is as it travelled
     releases: int = 0  # uploads of this training that have left it, by its own count; 0: not said
 
     @property
-    def own(self) -> Tensors:
-        return here(self.local)
+    def local_tensors(self) -> Tensors:
+        return as_tensors(self.local)
 
 
 @dataclass(frozen=True)
-class Answers:
+class RoundReplies:
     """What came of a round: of those who answered, who did not, and why."""
 
-    done: Mapping[str, Done]
+    replies: Mapping[str, ClientReply]
     missing: Mapping[str, str] = field(default_factory=dict)
-    total: Tensors | None = None  # of the uploads, if a secure sum is all there is of them
-    least: int = 0  # how many must be left if some are refused later
+    secure_sum: Tensors | None = None  # of the uploads, if a secure sum is all there is of them
+    min_clients: int = 0  # how many must be left if some are refused later
 
 
-def minibatches(world: World, id: str, number: int) -> Tensor:
+def minibatch_order(world: World, id: str, number: int) -> Tensor:
     """(steps, batch) rows in this round's order; the last minibatch of an epoch may be short."""
     rows = len(world.members[id].train)
-    epochs, each, size = world.pace.steps(rows)
+    epochs, steps_per_epoch, size = world.training_schedule.steps(rows)
     generator = seeds.generator("order", world.seed, id, number)
-    order = torch.full((epochs, each * size), -1)
+    order = torch.full((epochs, steps_per_epoch * size), -1)
     for epoch in range(epochs):
         order[epoch, :rows] = torch.randperm(rows, generator=generator)
-    return order.reshape(epochs * each, size)
+    return order.reshape(epochs * steps_per_epoch, size)
 
 
-def gather(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
+def gather_rows(world: World, rows: NDArray[np.int64]) -> tuple[Any, Tensor]:
     index = torch.from_numpy(rows)
     x = world.read(rows) if isinstance(world.x, Tensor) else world.x.take(index)
     return x, world.y[index]
 
 
-def own_world(world: World, id: str) -> World:
+def client_world(world: World, id: str) -> World:
     """The world as one client has it: no row of another, but for the public reference."""
     member = world.members[id]
     parts = (member.train, member.validation, member.test, member.calibration, world.reference)
     rows = np.concatenate(parts)
     places = np.split(np.arange(len(rows)), np.cumsum([len(part) for part in parts])[:-1])
-    x, y = gather(world, rows)
+    x, y = gather_rows(world, rows)
     return replace(
         world,
         x=x,
         y=y,
-        members={id: Part(*places[:4])},
+        members={id: ClientRows(*places[:4])},
         reference=places[4],
         texts={id: world.texts[id]} if id in world.texts else {},
     )
 
 
-def client(world: World, id: str, number: int, take: Take = gather) -> Client:
+def make_client(world: World, id: str, number: int, take: GatherRows = gather_rows) -> Client:
     member = world.members[id]
-    order = minibatches(world, id, number)
+    order = minibatch_order(world, id, number)
     return Client(
         *take(world, member.train),
         order,
@@ -217,19 +217,19 @@ def client(world: World, id: str, number: int, take: Take = gather) -> Client:
 
 
 def _noise(world: World, id: str, number: int, steps: int) -> Tensor:
-    count = world.noises
+    count = world.noise_size
     if not count:
         return torch.zeros(steps, 0)
-    if world.entropy:
-        return noise.secret(steps, count)
+    if world.secret_noise:
+        return noise.secure_normal(steps, count)
     return torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
 
 
-def drawing(world: World, id: str, number: int) -> noise.Draw:
+def channel_noise(world: World, id: str, number: int) -> noise.Draw:
     """A channel's noise: by seed in a simulation, of the system's entropy at a deployed site."""
-    if world.entropy:
-        return noise.secret
-    return noise.seeded(seeds.generator("channel noise", world.seed, id, number))
+    if world.secret_noise:
+        return noise.secure_normal
+    return noise.seeded_normal(seeds.generator("channel noise", world.seed, id, number))
 
 
 def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tensor:
@@ -239,36 +239,36 @@ def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tenso
         return order[:, :0]
     generator = seeds.generator("reference", world.seed, id, number)
     rounds = -(-order.numel() // rows)
-    drawn = [torch.randperm(rows, generator=generator) for _ in range(rounds)]
-    return torch.cat(drawn)[: order.numel()].reshape(order.shape)
+    permutations = [torch.randperm(rows, generator=generator) for _ in range(rounds)]
+    return torch.cat(permutations)[: order.numel()].reshape(order.shape)
 
 
 def predict(world: World, sent: Tensors, local: Tensors, rows: NDArray[np.int64]) -> Tensor:
     """(rows, classes) logits, computed in slices where rows are large."""
     width = int(np.prod(world.x.shape[1:]))
-    size = max(1, SLICE // (4 * width))
+    size = max(1, PREDICTION_BYTES // (4 * width))
     return torch.cat(
         [
-            world.method.predict(world.frozen, sent, local, full(world.read(part)))
+            world.method.predict(world.frozen, sent, local, to_float32(world.read(part)))
             for part in np.split(rows, range(size, len(rows), size))
         ]
     )
 
 
-def judged(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def evaluation_rows(world: World, id: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rows a client is judged by: validation (training if there are none), and test."""
     member = world.members[id]
     return (member.validation if len(member.validation) else member.train), member.test
 
 
-def counted(loss: float, rows: Sequence[int], hits: Sequence[int]) -> Scores:
+def score_counts(loss: float, rows: Sequence[int], n_correct: Sequence[int]) -> Scores:
     """As it is recorded; rows and hits are of validation and test. Of no rows there is no loss."""
     return {
         **({"loss": loss} if rows[0] else {}),
         "validation_rows": rows[0],
-        "validation_hits": hits[0],
+        "validation_hits": n_correct[0],
         "test_rows": rows[1],
-        "test_hits": hits[1],
+        "test_hits": n_correct[1],
     }
 
 
@@ -278,20 +278,20 @@ def measure(world: World, sent: Tensors, local: Tensors, id: str, last: bool = F
     At the `last` time also, but for a crowd, the metrics of the test rows, with what their diagrams
     are drawn from, and in a simulation the rows' hits and the confusion matrix.
     """
-    held, test = judged(world, id)
-    rows = np.concatenate([held, test])
+    val_rows, test = evaluation_rows(world, id)
+    rows = np.concatenate([val_rows, test])
     y = world.y[torch.from_numpy(rows)]
     logits = predict(world, sent, local, rows)
-    hits = logits.argmax(dim=1) == y
-    loss = torch.nn.functional.cross_entropy(logits[: len(held)], y[: len(held)])
-    right = [int(hits[: len(held)].sum()), int(hits[len(held) :].sum())]
-    scores = counted(loss.item(), [len(held), len(test)], right)
-    last = last and not world.crowded
+    is_correct = logits.argmax(dim=1) == y
+    loss = torch.nn.functional.cross_entropy(logits[: len(val_rows)], y[: len(val_rows)])
+    n_correct = [int(is_correct[: len(val_rows)].sum()), int(is_correct[len(val_rows) :].sum())]
+    scores = score_counts(loss.item(), [len(val_rows), len(test)], n_correct)
+    last = last and not world.has_many_clients
     if len(test) and (last or world.metrics):
-        p, truth = logits[len(held) :].softmax(dim=1), y[len(held) :]
-        scores |= {key: one for key, one in every_metric(p, truth).items() if key != "accuracy"}
+        p, truth = logits[len(val_rows) :].softmax(dim=1), y[len(val_rows) :]
+        scores |= {key: score for key, score in compute_metrics(p, truth).items() if key != "accuracy"}
         if last:
-            scores |= diagrams(p, truth)
+            scores |= diagram_data(p, truth)
         if last and world.details:
-            scores |= details(p, truth)
+            scores |= prediction_details(p, truth)
     return scores

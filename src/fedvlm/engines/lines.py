@@ -5,83 +5,83 @@ from typing import Any
 
 from fedvlm import tensors
 from fedvlm.core import Conditioned, Described, Tensors, schedule
-from fedvlm.engines.client import Done, Kept, Scores, Task, Terms, here
+from fedvlm.engines.client import ClientReply, RemoteState, Scores, Task, TrainingTerms, as_tensors
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
-from fedvlm.maths.conflict import Agreement, difference_bound, largest_difference
+from fedvlm.maths.conflict import GradientAgreement, gradient_difference_bound, largest_gradient_difference
 
 
-def means(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
+def mean_scores(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
     """What a curve shows: the state before this round's update, averaged over clients."""
     train = [id for id in plan.train if id in scores]
-    own = [scores[id]["loss"] for id in sorted(train) if "loss" in scores[id]]
-    more: dict[str, float | None] = {}
+    losses = [scores[id]["loss"] for id in sorted(train) if "loss" in scores[id]]
+    extra_metrics: dict[str, float | None] = {}
     for name in METRICS[1:]:
-        both = {"clients": metric(scores, train, name)}
-        both |= {"target": metric(scores, plan.unseen, name)}
-        more |= {f"{who} {name}": one for who, one in both.items() if one is not None}
+        by_group = {"clients": metric(scores, train, name)}
+        by_group |= {"target": metric(scores, plan.unseen, name)}
+        extra_metrics |= {f"{group} {name}": score for group, score in by_group.items() if score is not None}
     return {
-        **more,
-        "loss": sum(own) / len(own) if own else None,
+        **extra_metrics,
+        "loss": sum(losses) / len(losses) if losses else None,
         "validation": accuracy(scores, train, "validation"),
         "accuracy": accuracy(scores, train, "test"),
         "unseen": accuracy(scores, plan.unseen, "test"),
     }
 
 
-class Agreeing:
+class UploadAgreement:
     """The mean cosine of uploads that come one part after the other."""
 
     def __init__(self, shared: Tensors) -> None:
         self.shared = shared
         self.keys = sorted(key for key in shared if shared[key].is_floating_point())
-        self.known = Agreement([shared[key] for key in self.keys])
-        self.able = bool(shared)
+        self.agreement = GradientAgreement([shared[key] for key in self.keys])
+        self.is_comparable = bool(shared)
 
     def add(self, uploads: Sequence[Tensors]) -> None:
-        self.able &= all(one.keys() == self.shared.keys() for one in uploads)
-        for one in uploads if self.able else ():
-            self.known.add([one[key] for key in self.keys])
+        self.is_comparable &= all(upload.keys() == self.shared.keys() for upload in uploads)
+        for upload in uploads if self.is_comparable else ():
+            self.agreement.add([upload[key] for key in self.keys])
 
-    def told(self) -> dict[str, float]:
-        return {"cosine": self.known.mean()} if self.able and self.known.clients > 1 else {}
+    def result(self) -> dict[str, float]:
+        return {"cosine": self.agreement.mean()} if self.is_comparable and self.agreement.clients > 1 else {}
 
 
-def disagreement(
-    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, Done]
+def client_drift(
+    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, ClientReply]
 ) -> dict[str, float]:
     """How far the clients pull what is shared apart; nothing where uploads are no new values."""
-    told = Agreeing(shared)
-    told.add(uploads)
-    out, pace = told.told(), schedule(method)
+    agreement = UploadAgreement(shared)
+    agreement.add(uploads)
+    out, settings = agreement.result(), schedule(method)
     if not out:
         return {}
     if isinstance(method, Conditioned):
-        counts = [pace.steps(one.rows)[:2] for one in done.values()]
-        walked = [epochs * each for epochs, each in counts]
-        start, ends = tensors.flat(shared), [tensors.flat(one) for one in uploads]
-        out["difference"] = largest_difference(start, ends, walked, method.lr)
+        counts = [settings.steps(entry.rows)[:2] for entry in done.values()]
+        step_counts = [epochs * steps_per_epoch for epochs, steps_per_epoch in counts]
+        start, ends = tensors.flatten(shared), [tensors.flatten(entry) for entry in uploads]
+        out["difference"] = largest_gradient_difference(start, ends, step_counts, method.lr)
         conditions = [
-            method.condition(here(one.local))
-            if one.described is None
-            else one.described.get("condition")
-            for one in done.values()
+            method.condition(as_tensors(entry.local))
+            if entry.description is None
+            else entry.description.get("condition")
+            for entry in done.values()
         ]
-        known = [float(one) for one in conditions if one is not None]
-        if len(known) == len(conditions):  # a site may leave its own out
-            out["difference_bound"] = difference_bound(method.tau, known)
+        known_conditions = [float(entry) for entry in conditions if entry is not None]
+        if len(known_conditions) == len(conditions):  # a site may leave its own out
+            out["difference_bound"] = gradient_difference_bound(method.tau, known_conditions)
     return out
 
 
-def line_of(task: Task, done: Done, size: int) -> dict[str, float]:
+def client_line(task: Task, done: ClientReply, size: int) -> dict[str, float]:
     sent = tensors.count_bytes(task.sent) if task.trains else 0
     return {**done.scores, "bytes_down": sent, "bytes_up": size}
 
 
-def describe(terms: Terms, shared: Tensors, done: Done) -> Mapping[str, float]:
+def describe_local(terms: TrainingTerms, shared: Tensors, done: ClientReply) -> Mapping[str, float]:
     """What the method says of a client's local tensors, or the client of its own."""
     method, local = terms.method, done.local
-    if done.described is not None or not isinstance(method, Described) or isinstance(local, Kept):
-        return done.described or {}
+    if done.description is not None or not isinstance(method, Described) or isinstance(local, RemoteState):
+        return done.description or {}
     return method.describe(terms.frozen, shared, local)

@@ -8,43 +8,43 @@ from typing import Any, Protocol
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel.uploads import Arrived, Passage, spent_epsilon
-from fedvlm.core import Method, Tensors, sums
-from fedvlm.engines.aggregate import Summed, adds_up, aggregated, without
-from fedvlm.engines.ahead import in_turn
-from fedvlm.engines.attack import attacked
+from fedvlm.channel.uploads import DecodedUploads, UploadPipeline, spent_epsilon
+from fedvlm.core import Method, Tensors, upload_sum
+from fedvlm.engines.aggregate import UploadSums, aggregate_uploads, can_sum_uploads, drop_refused
+from fedvlm.engines.ahead import run_parts
+from fedvlm.engines.attack import apply_attack
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import (
-    Answers,
-    Done,
-    Kept,
+    ClientReply,
     Local,
+    RemoteState,
+    RoundReplies,
     Scores,
     Task,
-    Terms,
+    TrainingTerms,
     World,
-    names,
+    local_names,
 )
-from fedvlm.engines.lines import Agreeing, describe, disagreement, line_of, means
-from fedvlm.engines.single import Single, where
-from fedvlm.engines.state import POOLED, Plan, State, after, choose, chooses, counted
+from fedvlm.engines.lines import UploadAgreement, client_drift, client_line, describe_local, mean_scores
+from fedvlm.engines.single import Sequential, error_context
+from fedvlm.engines.state import POOLED_CLIENT, Plan, State, keep_best, selects_round, update_local, with_client_count
 from fedvlm.errors import SettingsError
-from fedvlm.machine import give_back
+from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import adapts
-from fedvlm.storage.shelf import Shelf
+from fedvlm.storage.shelf import ClientStateStore
 
-PART = 128  # clients of a large federation whose tensors are in memory at once
-BULK = 64 << 20  # bytes of a round's uploads and local tensors above which it is large
+CLIENTS_PER_PART = 128  # clients of a large federation whose tensors are in memory at once
+LARGE_ROUND_BYTES = 64 << 20  # bytes of a round's uploads and local tensors above which it is large
 
 
 class Engine(Protocol):
     """An engine may leave out clients that do not answer, as long as enough of them do."""
 
-    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
+    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
         """Everyone is measured with what it was sent; those that train then do."""
         ...
 
-    def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
+    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
         """The adaptation after the rounds; everyone is measured with what came of it."""
         ...
 
@@ -53,25 +53,23 @@ class Engine(Protocol):
 
 def open_engine(name: str, world: World, workers: int, rounds: int) -> Engine:
     if name == "single":
-        return Single(world)
+        return Sequential(world)
     if name == "flower":
-        from fedvlm.engines.flower.local import InProcess  # takes a second to import
+        from fedvlm.engines.flower.local import InProcessEngine  # takes a second to import
 
-        return InProcess(world)
+        return InProcessEngine(world)
     return Batched(world, workers, rounds)
 
 
-def start(terms: Terms) -> tuple[State, Tensors]:
+def initial_state(terms: TrainingTerms) -> tuple[State, Tensors]:
     """The state before the first round, and the local tensors of a client nobody has seen."""
     shared, local = terms.method.init(terms.frozen)
-    if both := shared.keys() & local.keys():
-        raise SettingsError(
-            f"method {terms.method.name}: {min(both)!r} is both shared and local; rename one"
-        )
+    if duplicates := shared.keys() & local.keys():
+        raise SettingsError(f"method {terms.method.name}: {min(duplicates)!r} is both shared and local; rename one")
     return State(0, tensors.copy(shared), {}), tensors.copy(local)
 
 
-def participants(terms: Terms, plan: Plan, number: int) -> list[str]:
+def draw_participants(terms: TrainingTerms, plan: Plan, number: int) -> list[str]:
     """At least one client, drawn by seed; all of them for a fraction of 1."""
     ids = sorted(plan.train)
     count = max(1, round(plan.fraction * len(ids)))
@@ -81,19 +79,19 @@ def participants(terms: Terms, plan: Plan, number: int) -> list[str]:
     return sorted(ids[i] for i in torch.randperm(len(ids), generator=generator)[:count].tolist())
 
 
-def unheard(number: int, shared: Tensors, came: Arrived) -> None:
+def ignore_sum(number: int, shared: Tensors, decoded: DecodedUploads) -> None:
     """Where nobody keeps the sums."""
 
 
-def train(
-    terms: Terms,
+def run_rounds(
+    terms: TrainingTerms,
     engine: Engine,
     plan: Plan,
     state: State,
-    fresh: Local,
+    initial_local: Local,
     on_round: Callable[[State, dict[str, Any]], None],
     until: int | None = None,
-    on_sum: Callable[[int, Tensors, Arrived], None] = unheard,
+    on_sum: Callable[[int, Tensors, DecodedUploads], None] = ignore_sum,
 ) -> State:
     """Runs the rounds that are left, or those up to `until`.
 
@@ -101,68 +99,68 @@ def train(
     and the uploads that were aggregated.
     """
     method = terms.method
-    passage = Passage(terms.channel, method, names(fresh), terms.seed)
-    state = counted(method, plan, state)
+    pipeline = UploadPipeline(terms.channel, method, local_names(initial_local), terms.seed)
+    state = with_client_count(method, plan, state)
     for number in range(state.round, method.rounds if until is None else until):
-        begin = perf_counter()
-        ids = participants(terms, plan, number)
+        start_time = perf_counter()
+        ids = draw_participants(terms, plan, number)
         # A round is chosen by what all clients make of it; else only participants are measured.
-        known = sorted(plan.train) if chooses(method, plan) else ids
-        if chooses(method, plan) and adapts(method):
-            state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
-        everyone = (*known, *sorted(plan.unseen))
+        measured_ids = sorted(plan.train) if selects_round(method, plan) else ids
+        if selects_round(method, plan) and adapts(method):
+            state = keep_best(plan, state, _evaluate_state(terms, engine, plan, state, initial_local))
+        everyone = (*measured_ids, *sorted(plan.unseen))
         before: Mapping[str, Local] = state.local
-        told: dict[str, float] = {}
-        if _bulky(terms, state, fresh, everyone):
-            tasks, answers, came, before, told = _in_parts(
-                terms, engine, passage, state, fresh, everyone, ids
+        agreement: dict[str, float] = {}
+        if _is_large(terms, state, initial_local, everyone):
+            tasks, answers, decoded, before, agreement = _run_in_parts(
+                terms, engine, pipeline, state, initial_local, everyone, ids
             )
         else:
-            tasks = _tasks(method, state, fresh, everyone, ids)
-            answers = attacked(terms, plan.train, number, tasks, engine.round(number, tasks))
-            came = _carry(terms, passage, state, number, tasks, answers)
-        passed = {id for id, one in answers.done.items() if one.passed}
-        shared, came = aggregated(method, state.shared, came, passed, number)
-        answers = without(answers, came.refused, [task.id for task in tasks])
-        on_sum(number, state.shared, came)
-        done = answers.done
+            tasks = _make_tasks(method, state, initial_local, everyone, ids)
+            answers = apply_attack(terms, plan.train, number, tasks, engine.round(number, tasks))
+            decoded = _decode_uploads(terms, pipeline, state, number, tasks, answers)
+        encoded_ids = {id for id, reply in answers.replies.items() if reply.is_encoded}
+        shared, decoded = aggregate_uploads(method, state.shared, decoded, encoded_ids, number)
+        answers = drop_refused(answers, decoded.refused, [task.id for task in tasks])
+        on_sum(number, state.shared, decoded)
+        done = answers.replies
         ids = [id for id in ids if id in done]
-        scores = {id: one.scores for id, one in done.items()}
-        if chooses(method, plan) and not adapts(method):
-            state = choose(plan, state, scores)
-        line: dict[str, Any] = {"round": number, **means(plan, scores)}
-        line |= told
-        if came.ids == ids:  # a server that sees only their sum cannot tell how they differ
-            line |= disagreement(method, state.shared, came.uploads, {id: done[id] for id in ids})
+        scores = {id: reply.scores for id, reply in done.items()}
+        if selects_round(method, plan) and not adapts(method):
+            state = keep_best(plan, state, scores)
+        line: dict[str, Any] = {"round": number, **mean_scores(plan, scores)}
+        line |= agreement
+        if decoded.ids == ids:  # a server that sees only their sum cannot tell how they differ
+            line |= client_drift(method, state.shared, decoded.uploads, {id: done[id] for id in ids})
         line["clients"] = {
-            t.id: line_of(t, done[t.id], came.sizes.get(t.id, 0)) | came.apart.get(t.id, {})
+            t.id: client_line(t, done[t.id], decoded.sizes.get(t.id, 0)) | decoded.outliers.get(t.id, {})
             for t in tasks
             if t.id in done
         }
         if len(done) < len(tasks):
             line["missing"] = dict(answers.missing)
-        kept = {**state.channel, **came.kept}
+        channel_states = {**state.channel, **decoded.channel_states}
         if terms.channel.noise_multiplier:
-            line["epsilon"] = spent_epsilon(terms.channel, kept)
-        local = after(before, {id: done[id].local for id in ids if id not in came.settled})
-        state = replace(state, round=number + 1, shared=shared, local=local, channel=kept)
+            line["epsilon"] = spent_epsilon(terms.channel, channel_states)
+        local = update_local(before, {id: done[id].local for id in ids if id not in decoded.stored})
+        state = replace(state, round=number + 1, shared=shared, local=local, channel=channel_states)
         # A tower of every client is large, a state is not.
-        del answers, done, tasks, came, shared, local, before
+        del answers, done, tasks, decoded, shared, local, before
         if "image tower" in method.traits.needs:
-            give_back()
-        on_round(state, {**line, "seconds": round(perf_counter() - begin, 4)})
+            release_memory()
+        on_round(state, {**line, "seconds": round(perf_counter() - start_time, 4)})
     return state
 
 
-def _tasks(
-    method: Method, state: State, fresh: Local, ids: Iterable[str], train: Collection[str]
+def _make_tasks(
+    method: Method, state: State, initial_local: Local, ids: Iterable[str], train: Collection[str]
 ) -> list[Task]:
     best, train = state.best_local or {}, set(train)
     return [
         Task(
             id,
             method.send(state.shared, id),
-            state.local.get(id, state.local.get(POOLED, fresh)),
+            state.local.get(id, state.local.get(POOLED_CLIENT, initial_local)),
             id in train,
             best.get(id),
         )
@@ -170,23 +168,23 @@ def _tasks(
     ]
 
 
-def _bulky(terms: Terms, state: State, fresh: Local, ids: Sequence[str]) -> bool:
+def _is_large(terms: TrainingTerms, state: State, initial_local: Local, ids: Sequence[str]) -> bool:
     """Whether what a round's clients hold and send is not to be in memory at once."""
-    if len(ids) <= PART or isinstance(fresh, Kept) or not adds_up(terms):
+    if len(ids) <= CLIENTS_PER_PART or isinstance(initial_local, RemoteState) or not can_sum_uploads(terms):
         return False
-    each = tensors.count_bytes(state.shared) + 2 * tensors.count_bytes(fresh)
-    return each * len(ids) > BULK
+    bytes_per_client = tensors.count_bytes(state.shared) + 2 * tensors.count_bytes(initial_local)
+    return bytes_per_client * len(ids) > LARGE_ROUND_BYTES
 
 
-def _in_parts(
-    terms: Terms,
+def _run_in_parts(
+    terms: TrainingTerms,
     engine: Engine,
-    passage: Passage,
+    pipeline: UploadPipeline,
     state: State,
-    fresh: Local,
+    initial_local: Local,
     everyone: Sequence[str],
     ids: Sequence[str],
-) -> tuple[list[Task], Answers, Arrived, Mapping[str, Local], dict[str, float]]:
+) -> tuple[list[Task], RoundReplies, DecodedUploads, Mapping[str, Local], dict[str, float]]:
     """A round of a large federation: uploads are summed as they come, and none is kept.
 
     Clients are held against those of their part, which are of like size: little is padded.
@@ -194,60 +192,60 @@ def _in_parts(
     sizes = terms.members if isinstance(terms, World) else {}
     by_size = sorted(everyone, key=lambda id: -len(sizes[id].train)) if sizes else everyone
     tasks: dict[str, Task] = {}
-    told = Agreeing(state.shared)
-    done: dict[str, Done] = {}
-    total = Summed(sums(terms.method))
+    agreement = UploadAgreement(state.shared)
+    done: dict[str, ClientReply] = {}
+    total = UploadSums(upload_sum(terms.method))
     local = state.local
     parts = (
-        _tasks(terms.method, state, fresh, by_size[first : first + PART], ids)
-        for first in range(0, len(everyone), PART)
+        _make_tasks(terms.method, state, initial_local, by_size[first : first + CLIENTS_PER_PART], ids)
+        for first in range(0, len(everyone), CLIENTS_PER_PART)
     )
-    for some, answers in in_turn(engine, state.round, parts):
-        came = _carry(terms, passage, state, state.round, some, answers)
-        local = after(local, {id: answers.done[id].local for id in came.ids})
-        total.add(came)
-        told.add(came.uploads)
-        tasks |= {task.id: replace(task, local={}) for task in some}
-        done |= {id: replace(one, upload=None, local={}) for id, one in answers.done.items()}
-        del some, answers, came
-        give_back()  # else what is freed in pieces adds up
+    for part_tasks, answers in run_parts(engine, state.round, parts):
+        decoded = _decode_uploads(terms, pipeline, state, state.round, part_tasks, answers)
+        local = update_local(local, {id: answers.replies[id].local for id in decoded.ids})
+        total.add(decoded)
+        agreement.add(decoded.uploads)
+        tasks |= {task.id: replace(task, local={}) for task in part_tasks}
+        done |= {id: replace(reply, upload=None, local={}) for id, reply in answers.replies.items()}
+        del part_tasks, answers, decoded
+        release_memory()  # else what is freed in pieces adds up
     in_order = [tasks[id] for id in everyone]
-    return in_order, Answers(done), total.whole(), local, told.told()
+    return in_order, RoundReplies(done), total.to_decoded(), local, agreement.result()
 
 
-def _carry(
-    terms: Terms,
-    passage: Passage,
+def _decode_uploads(
+    terms: TrainingTerms,
+    pipeline: UploadPipeline,
     state: State,
     number: int,
     tasks: Sequence[Task],
-    answers: Answers,
-) -> Arrived:
+    answers: RoundReplies,
+) -> DecodedUploads:
     """The uploads through the channel, or its second half where a client did the first."""
-    done = answers.done
+    done = answers.replies
     tasks = [task for task in tasks if task.trains and task.id in done]
-    return passage.carry(
+    return pipeline.run(
         number,
         {task.id: done[task.id].upload or {} for task in tasks},
         {task.id: task.sent for task in tasks},
         {task.id: done[task.id].rows for task in tasks},
         state.channel,
-        {id for id, one in done.items() if one.passed},
-        lambda id: where(terms, number, id),
-        answers.total,
+        {id for id, reply in done.items() if reply.is_encoded},
+        lambda id: error_context(terms, number, id),
+        answers.secure_sum,
         {task.id: done[task.id].releases for task in tasks},
     )
 
 
-def _reported(
-    terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local
+def _evaluate_state(
+    terms: TrainingTerms, engine: Engine, plan: Plan, state: State, initial_local: Local
 ) -> dict[str, Scores]:
     """How everyone would fare if this state were the chosen one, its adaptation included."""
     everyone = sorted({*plan.train, *plan.unseen})
     method = terms.method
-    verb, those = (engine.adapt, plan.train) if adapts(method) else (engine.round, ())
-    answers = verb(method.rounds, _tasks(method, state, fresh, everyone, those))
-    return {id: one.scores for id, one in answers.done.items()}
+    run_tasks, training_ids = (engine.adapt, plan.train) if adapts(method) else (engine.round, ())
+    answers = run_tasks(method.rounds, _make_tasks(method, state, initial_local, everyone, training_ids))
+    return {id: reply.scores for id, reply in answers.replies.items()}
 
 
 @dataclass(frozen=True)
@@ -258,41 +256,41 @@ class Outcome:
     shared: Tensors
     local: Mapping[str, Local]  # of every training client
     scores: Mapping[str, Scores]
-    maps: Mapping[str, Mapping[str, float]]  # what the method says of each client's local tensors
+    descriptions: Mapping[str, Mapping[str, float]]  # what the method says of each client's local tensors
 
 
-def finish(terms: Terms, engine: Engine, plan: Plan, state: State, fresh: Local) -> Outcome:
+def finish_training(terms: TrainingTerms, engine: Engine, plan: Plan, state: State, initial_local: Local) -> Outcome:
     method = terms.method
     everyone = sorted({*plan.train, *plan.unseen})
-    if chooses(method, plan):
-        state = choose(plan, state, _reported(terms, engine, plan, state, fresh))
+    if selects_round(method, plan):
+        state = keep_best(plan, state, _evaluate_state(terms, engine, plan, state, initial_local))
         assert state.best_shared is not None and state.best_local is not None
-        state = replace(
-            state, round=state.best_round, shared=state.best_shared, local=state.best_local
-        )
-    shelf = state.local if isinstance(state.local, Shelf) else None
-    size = len(everyone) if shelf is None else PART
+        state = replace(state, round=state.best_round, shared=state.best_shared, local=state.best_local)
+    store = state.local if isinstance(state.local, ClientStateStore) else None
+    size = len(everyone) if store is None else CLIENTS_PER_PART
     scores: dict[str, Scores] = {}
     local: dict[str, Local] = {}
-    maps: dict[str, Mapping[str, float]] = {}
+    descriptions: dict[str, Mapping[str, float]] = {}
     trains = set(plan.train)
     untouched: Mapping[str, float] | None = None
     parts = (
-        _tasks(method, state, fresh, everyone[first : first + size], trains)
+        _make_tasks(method, state, initial_local, everyone[first : first + size], trains)
         for first in range(0, len(everyone), max(1, size))
     )
-    for _, answers in in_turn(engine, method.rounds, parts, last=True):
-        done = answers.done
-        own = {id: done[id] for id in sorted(done) if id in trains}
+    for _, answers in run_parts(engine, method.rounds, parts, last=True):
+        done = answers.replies
+        trained_replies = {id: done[id] for id in sorted(done) if id in trains}
         scores |= {id: done[id].scores for id in sorted(done)}
-        for id, one in own.items():
+        for id, reply in trained_replies.items():
             # those who never took part are all alike
-            known = untouched if one.local is fresh else None
-            maps[id] = describe(terms, state.shared, one) if known is None else known
-            untouched = maps[id] if one.local is fresh else untouched
-        new = {id: one.local for id, one in own.items()}
-        if shelf is None:
+            known_description = untouched if reply.local is initial_local else None
+            descriptions[id] = (
+                describe_local(terms, state.shared, reply) if known_description is None else known_description
+            )
+            untouched = descriptions[id] if reply.local is initial_local else untouched
+        new = {id: reply.local for id, reply in trained_replies.items()}
+        if store is None:
             local |= new
         elif adapts(method):
-            after(shelf, new)
-    return Outcome(state.round, state.shared, local if shelf is None else shelf, scores, maps)
+            update_local(store, new)
+    return Outcome(state.round, state.shared, local if store is None else store, scores, descriptions)

@@ -12,88 +12,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvlm.core import Frozen, Method, stacked
-from fedvlm.devices import CPU, Device, choose, free, moved, repeatable
+from fedvlm.core import Frozen, Method, as_stacked
+from fedvlm.devices import CPU, Device, choose_device, free_device_memory, set_deterministic, to_device
 from fedvlm.engines.client import World
 from fedvlm.parts.bodies import adapts
 
-RESIDENT = "resident"  # where a world remembers itself with its rows on a device
-SHARE = 4  # the part of a device's free memory for the rows of all, and for those of a chunk
+RESIDENT_ATTRIBUTE = "resident"  # where a world remembers itself with its rows on a device
+FREE_MEMORY_DIVISOR = 4  # the part of a device's free memory for the rows of all, and for those of a chunk
 
 
-def on(method: Method, name: Device) -> Method:
+def with_device(method: Method, name: Device) -> Method:
     """The method as it is on the CPU, or placed on a GPU."""
-    device = choose(name)
-    return method if device.type == "cpu" else placed(method, device)
+    device = choose_device(name)
+    return method if device.type == "cpu" else place_method(method, device)
 
 
-class Away:
+class DeviceMethod:
     """What a placed method is besides."""
 
     place: torch.device
 
 
-def placed(method: Method, device: torch.device) -> Method:
+def place_method(method: Method, device: torch.device) -> Method:
     """The method with update, update_many, predict and adapt on the device."""
-    repeatable()
-    plain: dict[str, Callable[..., Any]] = {"update": method.update, "predict": method.predict}
-    if (fast := stacked(method)) is not None:
-        plain["update_many"] = fast.update_many
+    set_deterministic()
+    cpu_verbs: dict[str, Callable[..., Any]] = {"update": method.update, "predict": method.predict}
+    if (stacked_method := as_stacked(method)) is not None:
+        cpu_verbs["update_many"] = stacked_method.update_many
     if adapts(method):
-        plain["adapt"] = method.adapt
+        cpu_verbs["adapt"] = method.adapt
     last: list[Frozen] = []  # as it came and as it is on the device, of the latest call
-    verbs: dict[str, Any] = {name: _verb(verb, device, last) for name, verb in plain.items()}
+    verbs: dict[str, Any] = {name: _device_verb(verb, device, last) for name, verb in cpu_verbs.items()}
     verbs["place"] = device
-    verbs["__reduce__"] = lambda self: (placed, (method, device))  # to worker processes
-    kind = type(type(method).__name__, (type(method), Away), verbs)
-    other: Method = object.__new__(kind)
-    other.__dict__.update(vars(method))
-    return other
+    verbs["__reduce__"] = lambda self: (place_method, (method, device))  # to worker processes
+    kind = type(type(method).__name__, (type(method), DeviceMethod), verbs)
+    on_device: Method = object.__new__(kind)
+    on_device.__dict__.update(vars(method))
+    return on_device
 
 
-def place_of(method: Method) -> torch.device:
+def device_of(method: Method) -> torch.device:
     """Where a method's verbs are worked out."""
-    return method.place if isinstance(method, Away) else CPU
+    return method.place if isinstance(method, DeviceMethod) else CPU
 
 
-def resident(world: World) -> World:
+def with_resident_rows(world: World) -> World:
     """With its rows on the method's device for all rounds, where they take little of its memory.
 
     They go there once, and are gone with the world.
     """
-    device, x = place_of(world.method), world.x
+    device, x = device_of(world.method), world.x
     if device.type == "cpu" or not isinstance(x, Tensor) or x.device == device:
         return world
-    if RESIDENT not in vars(world):
-        room = free(device)
-        if room is None or x.nbytes > room // SHARE:
+    if RESIDENT_ATTRIBUTE not in vars(world):
+        free_bytes = free_device_memory(device)
+        if free_bytes is None or x.nbytes > free_bytes // FREE_MEMORY_DIVISOR:
             return world
-        vars(world)[RESIDENT] = replace(world, x=x.to(device))
-    there: World = vars(world)[RESIDENT]
-    return there
+        vars(world)[RESIDENT_ATTRIBUTE] = replace(world, x=x.to(device))
+    resident_world: World = vars(world)[RESIDENT_ATTRIBUTE]
+    return resident_world
 
 
-def larger(device: torch.device, size: int) -> int:
+def chunk_factor(device: torch.device, size: int) -> int:
     """How often what suits a core's cache fits into a device's free memory, as a power of two.
 
     A CPU gains nothing from more than once.
     """
-    room = None if device.type == "cpu" else free(device)
-    return 1 if room is None else 1 << max(0, (room // SHARE // size).bit_length() - 1)
+    free_bytes = None if device.type == "cpu" else free_device_memory(device)
+    return 1 if free_bytes is None else 1 << max(0, (free_bytes // FREE_MEMORY_DIVISOR // size).bit_length() - 1)
 
 
-def _verb(
-    plain: Callable[..., Any], device: torch.device, last: list[Frozen]
-) -> Callable[..., Any]:
+def _device_verb(cpu_verb: Callable[..., Any], device: torch.device, last: list[Frozen]) -> Callable[..., Any]:
     def verb(self: Method, frozen: Frozen, *rest: Any) -> Any:
         if not last or last[0] is not frozen:
-            last[:] = [frozen, moved(frozen, device)]
-        return moved(away(plain, device, last[1], *rest), CPU)
+            last[:] = [frozen, to_device(frozen, device)]
+        return to_device(run_on_device(cpu_verb, device, last[1], *rest), CPU)
 
     return verb
 
 
-def away(plain: Callable[..., Any], device: torch.device, frozen: Frozen, *rest: Any) -> Any:
+def run_on_device(cpu_verb: Callable[..., Any], device: torch.device, frozen: Frozen, *rest: Any) -> Any:
     """What a verb gives on the device, also for tensors that it makes itself."""
     with device:
-        return plain(frozen, *(moved(one, device) for one in rest))
+        return cpu_verb(frozen, *(to_device(argument, device) for argument in rest))

@@ -6,26 +6,26 @@ from contextlib import contextmanager
 
 import torch
 
-from fedvlm.engines.client import Answers, Done, Task, Terms, World, client, measure
-from fedvlm.engines.placed import resident
+from fedvlm.engines.client import ClientReply, RoundReplies, Task, TrainingTerms, World, make_client, measure
+from fedvlm.engines.placed import with_resident_rows
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.machine import give_back
+from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import adapts
 
 
-class Single:
+class Sequential:
     """Runs the verbs exactly as the method wrote them."""
 
     def __init__(self, world: World) -> None:
-        self.world = resident(world)
+        self.world = with_resident_rows(world)
 
-    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
+    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
         with one_thread():
-            return Answers({task.id: one(self.world, number, task) for task in tasks})
+            return RoundReplies({task.id: run_client(self.world, number, task) for task in tasks})
 
-    def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
+    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
         with one_thread():
-            return Answers({task.id: last(self.world, number, task) for task in tasks})
+            return RoundReplies({task.id: adapt_client(self.world, number, task) for task in tasks})
 
     def close(self) -> None:
         pass
@@ -42,46 +42,46 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def one(world: World, number: int, task: Task) -> Done:
+def run_client(world: World, number: int, task: Task) -> ClientReply:
     """Measures what a client was sent, then trains if it takes part in this round."""
-    with naming(world, number, task.id):
+    with naming_errors(world, number, task.id):
         rows = len(world.members[task.id].train)
-        scores = measure(world, task.sent, task.own, task.id)
+        scores = measure(world, task.sent, task.local_tensors, task.id)
         if not task.trains:
-            return Done(None, task.own, scores, rows)
+            return ClientReply(None, task.local_tensors, scores, rows)
         upload, local = world.method.update(
-            world.frozen, task.sent, task.own, client(world, task.id, number)
+            world.frozen, task.sent, task.local_tensors, make_client(world, task.id, number)
         )
         if "image tower" in world.method.traits.needs:
-            give_back()
-        return Done(upload, local, scores, rows)
+            release_memory()
+        return ClientReply(upload, local, scores, rows)
 
 
-def last(world: World, number: int, task: Task) -> Done:
+def adapt_client(world: World, number: int, task: Task) -> ClientReply:
     """A client's adaptation after the rounds, and how it fares then; an unseen one has none."""
-    with naming(world, number, task.id):
-        local = task.own
+    with naming_errors(world, number, task.id):
+        local = task.local_tensors
         if task.trains and adapts(world.method):
-            own = client(world, task.id, number)
-            local = world.method.adapt(world.frozen, task.sent, task.own, own)
+            training_client = make_client(world, task.id, number)
+            local = world.method.adapt(world.frozen, task.sent, task.local_tensors, training_client)
         scores = measure(world, task.sent, local, task.id, last=True)
-        return Done(None, local, scores, len(world.members[task.id].train))
+        return ClientReply(None, local, scores, len(world.members[task.id].train))
 
 
 @contextmanager
-def naming(world: World, number: int, id: str) -> Iterator[None]:
+def naming_errors(world: World, number: int, id: str) -> Iterator[None]:
     """Errors say which method, client and round they come from."""
     try:
         yield
     except FedVLMError as error:
-        raise type(error)(f"{where(world, number, id)}: {error}") from error
+        raise type(error)(f"{error_context(world, number, id)}: {error}") from error
     except Exception as error:
         raise failure(world, number, [id], traceback.format_exc()) from error
 
 
-def where(terms: Terms, number: int, id: str) -> str:
+def error_context(terms: TrainingTerms, number: int, id: str) -> str:
     return f"method {terms.method.name}, client {id}, round {number}"
 
 
 def failure(world: World, number: int, ids: Sequence[str], trace: str) -> FederationError:
-    return FederationError(f"{where(world, number, ', '.join(ids))} failed:\n{trace}")
+    return FederationError(f"{error_context(world, number, ', '.join(ids))} failed:\n{trace}")

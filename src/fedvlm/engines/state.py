@@ -7,15 +7,15 @@ from typing import Any, Literal
 import torch
 
 from fedvlm.core import Method, Tensors
-from fedvlm.engines.client import Kept, Local, Scores, here
+from fedvlm.engines.client import Local, RemoteState, Scores, as_tensors
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.scores import accuracy
-from fedvlm.storage.shelf import Shelf
+from fedvlm.storage.shelf import ClientStateStore
 from fedvlm.tensors import count_bytes
 
-PLACES = "places"  # where a shelf has what the state knows
-POOLED = "pooled"  # the client that has everyone's rows, where a run asks for it
-SHELVED = 64 << 20  # bytes of all clients' local tensors above which they are kept on disk
+PLACES_KEY = "places"  # where a shelf has what the state knows
+POOLED_CLIENT = "pooled"  # the client that has everyone's rows, where a run asks for it
+MAX_LOCAL_BYTES_IN_MEMORY = 64 << 20  # bytes of all clients' local tensors above which they are kept on disk
 Selection = Literal["last", "validation", "oracle"]
 
 
@@ -43,9 +43,9 @@ class State:
     channel: Mapping[str, Tensors] = field(default_factory=dict)  # what it keeps, by client id
 
 
-def counted(method: Method, plan: Plan, state: State) -> State:
+def with_client_count(method: Method, plan: Plan, state: State) -> State:
     """With the number of clients that may take part, where a method shares a tensor for it."""
-    name = method.traits.clients
+    name = method.traits.client_count
     if name is None:
         return state
     if name not in state.shared:
@@ -57,12 +57,12 @@ def counted(method: Method, plan: Plan, state: State) -> State:
     return replace(state, shared={**state.shared, name: count})
 
 
-def chooses(method: Any, plan: Plan) -> bool:
+def selects_round(method: Any, plan: Plan) -> bool:
     """Whether there are rounds to choose between; a method of one exchange is not without it."""
     return plan.selection != "last" and method.rounds > 1
 
 
-def choose(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
+def keep_best(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
     """Keeps the state if it scores better than every one before it, as the selection says."""
     if plan.selection == "validation":
         score = accuracy(scores, plan.train, "validation") or 0.0
@@ -79,30 +79,30 @@ def choose(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
     )
 
 
-def shelves(plan: Plan, fresh: Local) -> bool:
+def stores_on_disk(plan: Plan, initial_local: Local) -> bool:
     """Whether local tensors are on disk: if they are many, and none of a best round is kept."""
-    if isinstance(fresh, Kept) or plan.selection != "last":
+    if isinstance(initial_local, RemoteState) or plan.selection != "last":
         return False
-    return count_bytes(fresh) * len(plan.train) > SHELVED
+    return count_bytes(initial_local) * len(plan.train) > MAX_LOCAL_BYTES_IN_MEMORY
 
 
-def after(local: Mapping[str, Local], new: Mapping[str, Local]) -> Mapping[str, Local]:
+def update_local(local: Mapping[str, Local], new: Mapping[str, Local]) -> Mapping[str, Local]:
     """What all clients have once these have trained."""
-    if not isinstance(local, Shelf):
+    if not isinstance(local, ClientStateStore):
         return {**local, **new}
-    local.put({id: here(one) for id, one in new.items()})
+    local.put({id: as_tensors(local_tensors) for id, local_tensors in new.items()})
     return local
 
 
-def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
+def pack_state(state: State) -> tuple[Tensors, dict[str, Any]]:
     """A state as flat tensors, with the names of clients and tensors kept apart.
 
     Of local tensors that are at their clients there are only versions, of those on a shelf only
     their places, which from now on stay as they are.
     """
-    shelf = state.local if isinstance(state.local, Shelf) else None
+    store = state.local if isinstance(state.local, ClientStateStore) else None
     local = {
-        "local": {} if shelf is not None else state.local,
+        "local": {} if store is not None else state.local,
         "best_local": state.best_local or {},
     }
     groups: dict[str, Mapping[str, Tensors]] = {
@@ -111,11 +111,11 @@ def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
         "channel": state.channel,
     }
     for group, by in local.items():
-        groups[group] = {id: one for id, one in by.items() if not isinstance(one, Kept)}
-    flat: Tensors = {} if shelf is None else {PLACES: shelf.mark()}
+        groups[group] = {id: tensors for id, tensors in by.items() if not isinstance(tensors, RemoteState)}
+    flat: Tensors = {} if store is None else {PLACES_KEY: store.commit()}
     index: dict[str, list[tuple[str, str]]] = {}
     for group, by_id in groups.items():
-        index[group] = [(id, key) for id, one in by_id.items() for key in one]
+        index[group] = [(id, key) for id, tensors in by_id.items() for key in tensors]
         for number, (id, key) in enumerate(index[group]):
             flat[f"{group}/{number}"] = by_id[id][key]
     about = {
@@ -125,7 +125,7 @@ def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
         "chosen": state.best_shared is not None,
         "ids": {key: list(groups[key]) for key in ("local", "best_local", "channel")},
         "versions": {
-            group: {id: one.version for id, one in by.items() if isinstance(one, Kept)}
+            group: {id: tensors.version for id, tensors in by.items() if isinstance(tensors, RemoteState)}
             for group, by in local.items()
         },
         "index": index,
@@ -133,7 +133,7 @@ def pack(state: State) -> tuple[Tensors, dict[str, Any]]:
     return flat, about
 
 
-def unpack(flat: Tensors, about: Mapping[str, Any], shelf: Shelf | None = None) -> State:
+def unpack_state(flat: Tensors, about: Mapping[str, Any], store: ClientStateStore | None = None) -> State:
     def group(name: str) -> dict[str, Tensors]:
         out: dict[str, Tensors] = {id: {} for id in about["ids"].get(name, [""])}
         for number, (id, key) in enumerate(about["index"][name]):
@@ -141,15 +141,15 @@ def unpack(flat: Tensors, about: Mapping[str, Any], shelf: Shelf | None = None) 
         return out
 
     def local(name: str) -> dict[str, Local]:
-        return {**group(name), **{id: Kept(one) for id, one in about["versions"][name].items()}}
+        return {**group(name), **{id: RemoteState(version) for id, version in about["versions"][name].items()}}
 
     chosen = about["chosen"]
-    if shelf is not None:
-        shelf.back_to(flat[PLACES])
+    if store is not None:
+        store.restore(flat[PLACES_KEY])
     return State(
         about["round"],
         group("shared")[""],
-        local("local") if shelf is None else shelf,
+        local("local") if store is None else store,
         about["best"],
         about["best_round"],
         group("best_shared")[""] if chosen else None,

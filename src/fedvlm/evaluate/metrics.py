@@ -15,32 +15,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.errors import SettingsError
-from fedvlm.outside import enter, load_outside
+from fedvlm.outside import add_entry, load_outside
 
 if TYPE_CHECKING:  # tables of finished runs have its names, and do without torch
     from torch import Tensor
 
-__all__ = ["METRICS", "Metric", "every_metric", "metrics", "register"]
-BINS = 15  # of the reliability diagram
+__all__ = ["METRICS", "Metric", "compute_metrics", "metrics", "register"]
+CALIBRATION_BINS = 15  # of the reliability diagram
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(1, 20))  # of the decision curve
-HARM = 0.5  # the table's net benefit is the mean over thresholds up to this one
-EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the counts of scores
-TAKEN = {f"{part}_{what}" for part in ("validation", "test") for what in ("rows", "hits")} | {
+MAX_TABLE_THRESHOLD = 0.5  # the table's net benefit is the mean over thresholds up to this one
+SCORE_EDGES = tuple(1 / (1 + exp(-step / 4)) for step in range(-32, 33))  # of the counts of scores
+RESERVED_NAMES = {f"{part}_{quantity}" for part in ("validation", "test") for quantity in ("rows", "hits")} | {
     *("loss", "reliability", "decision", "hits", "confusion", "recall", "scores"),
 }
 # A table has columns of these names, which are no metrics.
-TAKEN |= {"kappa", "kappa-per-target", "cosine", "dof", "seconds", "minutes", "trained", "A[j][i]"}
-TAKEN |= {"P-per-target", "C-per-target", "worst", "spread", "average", "rows", "ROC", "PR"}
+RESERVED_NAMES |= {"kappa", "kappa-per-target", "cosine", "dof", "seconds", "minutes", "trained", "A[j][i]"}
+RESERVED_NAMES |= {"P-per-target", "C-per-target", "worst", "spread", "average", "rows", "ROC", "PR"}
 
 
-def _usual_benefit(p: Tensor, y: Tensor) -> float:
+def mean_net_benefit(p: Tensor, y: Tensor) -> float:
     """Net benefit of decisions by the classifier, the mean over the usual thresholds."""
     curve: list[float] = net_benefit(p, y).tolist()
-    usual = [value for at, value in zip(THRESHOLDS, curve, strict=True) if at <= HARM]
+    usual = [value for at, value in zip(THRESHOLDS, curve, strict=True) if at <= MAX_TABLE_THRESHOLD]
     return sum(usual) / len(usual)
 
 
-def every_metric(p: Tensor, y: Tensor) -> dict[str, float]:
+def compute_metrics(p: Tensor, y: Tensor) -> dict[str, float]:
     """The numbers of all metrics; those that the rows cannot give are left out."""
     out: dict[str, float] = {}
     for name, metric in metrics().items():
@@ -58,17 +58,17 @@ def every_metric(p: Tensor, y: Tensor) -> dict[str, float]:
     return out
 
 
-def diagrams(p: Tensor, y: Tensor) -> dict[str, list[list[float]]]:
+def diagram_data(p: Tensor, y: Tensor) -> dict[str, list[list[float]]]:
     """What the reliability diagram and the decision curve are drawn from, as plain numbers."""
     import torch
 
-    found = reliability(p, y)
-    bins = torch.stack([found.rows, found.confidence, found.accuracy], dim=1)
+    diagram = reliability(p, y)
+    bins = torch.stack([diagram.rows, diagram.confidence, diagram.accuracy], dim=1)
     curve = torch.stack([torch.tensor(THRESHOLDS, dtype=torch.float64), net_benefit(p, y)], dim=1)
     return {"reliability": bins.tolist(), "decision": curve.tolist()}
 
 
-def details(p: Tensor, y: Tensor) -> dict[str, Any]:
+def prediction_details(p: Tensor, y: Tensor) -> dict[str, Any]:
     """What says more of single rows than a mean does: hits, confusions, scores of all classes.
 
     `hits` are bits, a row each, in hexadecimal; `confusion` has [true, predicted, rows] where there
@@ -77,44 +77,46 @@ def details(p: Tensor, y: Tensor) -> dict[str, Any]:
     """
     import torch
 
-    found = _confusion(p, y)
-    cells = [[*place, int(found[tuple(place)])] for place in found.nonzero().tolist()]
-    rows = found.sum(1)
-    shares = (found.diagonal() / rows.clamp(min=1)).tolist()
-    own = torch.nn.functional.one_hot(y, p.shape[1]).bool()
-    place = torch.bucketize(p.double(), torch.tensor(EDGES, dtype=torch.float64))
-    both = [torch.bincount(place[part], minlength=len(EDGES) + 1) for part in (own, ~own)]
+    confusion = _confusion(p, y)
+    cells = [[*place, int(confusion[tuple(place)])] for place in confusion.nonzero().tolist()]
+    rows = confusion.sum(1)
+    recalls = (confusion.diagonal() / rows.clamp(min=1)).tolist()
+    is_true_class = torch.nn.functional.one_hot(y, p.shape[1]).bool()
+    place = torch.bucketize(p.double(), torch.tensor(SCORE_EDGES, dtype=torch.float64))
+    histograms = [
+        torch.bincount(place[part], minlength=len(SCORE_EDGES) + 1) for part in (is_true_class, ~is_true_class)
+    ]
     return {
         "hits": np.packbits((p.argmax(1) == y).numpy()).tobytes().hex(),
         "confusion": cells,
-        "recall": [one if n else None for one, n in zip(shares, rows.tolist(), strict=True)],
-        "scores": [one.tolist() for one in both],
+        "recall": [entry if n else None for entry, n in zip(recalls, rows.tolist(), strict=True)],
+        "scores": [entry.tolist() for entry in histograms],
     }
 
 
-def unpack_hits(hits: str, rows: int) -> NDArray[np.bool_]:
+def unpack_correct(packed: str, rows: int) -> NDArray[np.bool_]:
     """(rows,) of what `details` packed."""
-    return np.unpackbits(np.frombuffer(bytes.fromhex(hits), np.uint8), count=rows).astype(bool)
+    return np.unpackbits(np.frombuffer(bytes.fromhex(packed), np.uint8), count=rows).astype(bool)
 
 
-def points(counts: Sequence[Sequence[int]], kind: str) -> list[list[float]]:
+def curve_points(counts: Sequence[Sequence[int]], kind: str) -> list[list[float]]:
     """An ROC or a precision-recall curve of `scores` as `details` counts them, one vs rest.
 
     All pairs of row and class are taken together. "ROC" has [false, true] positive rates, "PR" has
     [recall, precision], both from the highest threshold down to none; none without both kinds.
     """
-    own, other = (np.cumsum(np.array(one, np.float64)[::-1]) for one in counts)
-    if not own[-1] or not other[-1]:
+    positives, negatives = (np.cumsum(np.array(histogram, np.float64)[::-1]) for histogram in counts)
+    if not positives[-1] or not negatives[-1]:
         return []
     if kind == "ROC":
-        pairs = np.stack([other / other[-1], own / own[-1]], 1)
+        pairs = np.stack([negatives / negatives[-1], positives / positives[-1]], 1)
         return [[0.0, 0.0], *pairs.tolist()]
-    called = own + other > 0
-    pairs = np.stack([own / own[-1], own / (own + other).clip(1)], 1)[called]
+    called = positives + negatives > 0
+    pairs = np.stack([positives / positives[-1], positives / (positives + negatives).clip(1)], 1)[called]
     return [[0.0, float(pairs[0, 1])], *pairs.tolist()]
 
 
-def area(curve: Sequence[Sequence[float]], kind: str) -> float:
+def area_under_curve(curve: Sequence[Sequence[float]], kind: str) -> float:
     """Below a curve of `points`; of a PR curve in steps, which is the average precision."""
     x, y = np.array(curve).T
     heights = (y[1:] + y[:-1]) / 2 if kind == "ROC" else y[1:]
@@ -137,16 +139,16 @@ def _confusion(p: Tensor, y: Tensor) -> Tensor:
 
 def balanced_accuracy(p: Tensor, y: Tensor) -> float:
     """The mean share of hits over the classes that have rows."""
-    found = _confusion(p, y)
-    there = found.sum(1) > 0
-    return (found.diagonal()[there] / found.sum(1)[there]).mean().item()
+    confusion = _confusion(p, y)
+    has_samples = confusion.sum(1) > 0
+    return (confusion.diagonal()[has_samples] / confusion.sum(1)[has_samples]).mean().item()
 
 
 def macro_f1(p: Tensor, y: Tensor) -> float:
     """The mean F1 over the classes that have rows or are predicted for some."""
-    found = _confusion(p, y)
-    either = found.sum(0) + found.sum(1)
-    return (2 * found.diagonal() / either)[either > 0].mean().item()
+    confusion = _confusion(p, y)
+    either = confusion.sum(0) + confusion.sum(1)
+    return (2 * confusion.diagonal() / either)[either > 0].mean().item()
 
 
 def auc(p: Tensor, y: Tensor) -> float:
@@ -157,19 +159,19 @@ def auc(p: Tensor, y: Tensor) -> float:
     import torch
 
     rows, classes = p.shape
-    own = torch.nn.functional.one_hot(y, classes).double()
-    ours = own.sum(0)
-    both = (ours > 0) & (ours < rows)
-    if not both.any():
+    is_true_class = torch.nn.functional.one_hot(y, classes).double()
+    n_positive = is_true_class.sum(0)
+    has_curve = (n_positive > 0) & (n_positive < rows)
+    if not has_curve.any():
         return float("nan")
-    scores = p.mT[both].contiguous()
+    scores = p.mT[has_curve].contiguous()
     ordered = scores.sort(dim=1).values
     # The mean rank of equal scores, counted from 1.
     first = torch.searchsorted(ordered, scores)
     last = torch.searchsorted(ordered, scores, right=True)
     ranks = (first + last + 1).double() / 2
-    above = (ranks * own.mT[both]).sum(1) - ours[both] * (ours[both] + 1) / 2
-    return (above / (ours * (rows - ours))[both]).mean().item()
+    above = (ranks * is_true_class.mT[has_curve]).sum(1) - n_positive[has_curve] * (n_positive[has_curve] + 1) / 2
+    return (above / (n_positive * (rows - n_positive))[has_curve]).mean().item()
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def calibration_error(p: Tensor, y: Tensor) -> float:
     return reliability(p, y).error
 
 
-def reliability(p: Tensor, y: Tensor, bins: int = BINS) -> Reliability:
+def reliability(p: Tensor, y: Tensor, bins: int = CALIBRATION_BINS) -> Reliability:
     """A bin holds its upper edge: (0, 1/15], (1/15, 2/15], ..."""
     import torch
 
@@ -219,9 +221,9 @@ def net_benefit(p: Tensor, y: Tensor, thresholds: tuple[float, ...] = THRESHOLDS
     edges = torch.tensor(thresholds, dtype=p.dtype)
     place = torch.bucketize(p, edges, right=True)  # as many thresholds are no higher
     bins = len(thresholds) + 1
-    own = torch.bincount(place.gather(1, y[:, None])[:, 0], minlength=bins)
-    every = torch.bincount(place.flatten(), minlength=bins)
-    right, called = (one.flip(0).cumsum(0).flip(0)[1:].double() for one in (own, every))
+    true_counts = torch.bincount(place.gather(1, y[:, None])[:, 0], minlength=bins)
+    all_counts = torch.bincount(place.flatten(), minlength=bins)
+    right, called = (counts.flip(0).cumsum(0).flip(0)[1:].double() for counts in (true_counts, all_counts))
     exact = torch.tensor(thresholds, dtype=torch.float64)
     return (right - (called - right) * exact / (1 - exact)) / max(p.numel(), 1)
 
@@ -233,20 +235,18 @@ ALL: dict[str, Metric] = {
     "F1": macro_f1,
     "AUC": auc,
     "ECE": calibration_error,
-    "net benefit": _usual_benefit,
+    "net benefit": mean_net_benefit,
 }
 METRICS = tuple(ALL)  # our own: the columns of tables, and all that a site may say of its rows
 
 
 def register(name: str, metric: Metric) -> Metric:
     """Adds a metric under the name that a table's column has; its docstring says what it is."""
-    if name in TAKEN:
-        raise SettingsError(
-            f"metric {name!r}: scores or tables have another thing of that name; rename it"
-        )
+    if name in RESERVED_NAMES:
+        raise SettingsError(f"metric {name!r}: scores or tables have another thing of that name; rename it")
     if not getattr(metric, "__doc__", None):
         raise SettingsError(f"metric {name!r}: it has no docstring; say in a line what it is")
-    enter(ALL, "metric", name, metric)
+    add_entry(ALL, "metric", name, metric)
     return metric
 
 

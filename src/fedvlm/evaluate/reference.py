@@ -6,46 +6,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.core import Method
-from fedvlm.data.federation import Division
-from fedvlm.data.table import Embedded
+from fedvlm.data.federation import Partition
+from fedvlm.data.table import EmbeddedTable
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate.protocols import Training
 
 
-def wants_reference(method: Method) -> bool:
+def has_reference(method: Method) -> bool:
     return method.traits.reference is not None
 
 
-def reference(method: Method, division: Division, training: Training) -> NDArray[np.int64]:
+def reference_samples(method: Method, partition: Partition, training: Training) -> NDArray[np.int64]:
     """The unlabelled rows a method with a `reference` adapts to; none for other methods.
 
     "public": the unseen clients' rows that nobody is tested on, and rows set aside; "target": test
     rows, which makes the method transductive.
     """
-    if not wants_reference(method):
+    if not has_reference(method):
         return np.zeros(0, np.int64)
-    members = division.members
+    members = partition.clients
     unseen = [id for id in training.unseen if id in members]  # and not the test rows of all
     if method.traits.reference == "target":
         rows = [members[id].test for id in unseen or training.train]
     else:
         rows = [part for id in unseen for part in (members[id].train, members[id].validation)]
-        rows.append(division.public)
+        rows.append(partition.public)
     return np.sort(np.concatenate(rows))
 
 
-def check(method: Method, table: Embedded, division: Division, training: Training) -> None:
+def check_training_data(method: Method, table: EmbeddedTable, partition: Partition, training: Training) -> None:
     """Refuses clients and reference rows a method cannot work with, before any work."""
-    least = method.traits.least
+    min_samples = method.traits.min_samples
     for id in training.train:
-        if (count := len(division.members[id].train)) < least:
+        if (count := len(partition.clients[id].train)) < min_samples:
             raise DataError(
-                f"client {id} has {count} training rows, but {method.name} needs at least {least} "
+                f"client {id} has {count} training rows, but {method.name} needs at least {min_samples} "
                 "at every client; give it more rows, or leave it out"
             )
-    if not wants_reference(method):
+    if not has_reference(method):
         return
-    rows = reference(method, division, training)
+    rows = reference_samples(method, partition, training)
     if not len(rows):
         raise SettingsError(
             f"{method.name} adapts to an unlabelled reference set, and there is none: no client is "
@@ -53,12 +53,12 @@ def check(method: Method, table: Embedded, division: Division, training: Trainin
             "as 0.1, or method.reference = 'target' (transductive)"
         )
     if method.traits.reference == "public":
-        everyone = {*training.train, *training.unseen} & division.members.keys()
-        tests = [division.members[id].test for id in sorted(everyone)]
-        check_apart(table.content, rows, np.concatenate(tests))
+        everyone = {*training.train, *training.unseen} & partition.clients.keys()
+        tests = [partition.clients[id].test for id in sorted(everyone)]
+        check_disjoint(table.content, rows, np.concatenate(tests))
 
 
-def check_apart(content: Sequence[str], rows: NDArray[np.int64], test: NDArray[np.int64]) -> None:
+def check_disjoint(content: Sequence[str], rows: NDArray[np.int64], test: NDArray[np.int64]) -> None:
     """No image of a public reference set may be one that someone is tested on."""
     tested = {content[i]: i for i in test.tolist()}
     for row in rows.tolist():

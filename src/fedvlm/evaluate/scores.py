@@ -26,11 +26,11 @@ def accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float 
     return fmean(parts) if parts else None
 
 
-def spread(tables: Sequence[Table]) -> dict[str, tuple[float | None, float | None]]:
+def mean_and_std(tables: Sequence[Table]) -> dict[str, tuple[float | None, float | None]]:
     """Mean and sample deviation over seeds, column by column; no deviation for one seed."""
     out: dict[str, tuple[float | None, float | None]] = {}
     for key in tables[0]:
-        values = [value for one in tables if (value := one.get(key)) is not None]
+        values = [value for table in tables if (value := table.get(key)) is not None]
         mean = fmean(values) if values else None
         out[key] = (mean, stdev(values) if len(values) > 1 else None)
     return out

@@ -17,9 +17,7 @@ def spent(noise_multiplier: float, releases: int, delta: float) -> dict[str, flo
     return {"epsilon": epsilon(noise_multiplier, releases, delta=delta), "delta": delta}
 
 
-def epsilon(
-    noise_multiplier: float, steps: int, sampling_rate: float = 1.0, delta: float = 1e-5
-) -> float:
+def epsilon(noise_multiplier: float, steps: int, sampling_rate: float = 1.0, delta: float = 1e-5) -> float:
     """ε at `delta` of `steps` releases of a sum, each with noise of this multiple of the clip.
 
     The clip bounds what one member adds to a sum, and neighbours differ by one member more or
@@ -30,8 +28,7 @@ def epsilon(
     """
     if not noise_multiplier >= 0 or steps < 0:
         raise SettingsError(
-            f"a noise multiplier of {noise_multiplier} over {steps} steps has no ε; "
-            "neither is negative"
+            f"a noise multiplier of {noise_multiplier} over {steps} steps has no ε; neither is negative"
         )
     if not 0 < delta < 1 or not 0 < sampling_rate <= 1:
         raise SettingsError(
@@ -46,14 +43,12 @@ def epsilon(
         dp: Any = import_module("dp_accounting")
         renyi: Any = import_module("dp_accounting.rdp")
     except ImportError as error:
-        raise SettingsError(
-            "the privacy of noise is counted by dp-accounting; install fedvlm[privacy]"
-        ) from error
+        raise SettingsError("the privacy of noise is counted by dp-accounting; install fedvlm[privacy]") from error
     # Gaussians compose to one Gaussian whose noise is less by the root of their number.
-    whole = float(dp.get_epsilon_gaussian(noise_multiplier / math.sqrt(steps), delta))
+    unsampled_epsilon = float(dp.get_epsilon_gaussian(noise_multiplier / math.sqrt(steps), delta))
     if sampling_rate == 1:
-        return whole
+        return unsampled_epsilon
     step = dp.PoissonSampledDpEvent(sampling_rate, dp.GaussianDpEvent(noise_multiplier))
     accountant = renyi.RdpAccountant(ORDERS)
     accountant.compose(dp.SelfComposedDpEvent(step, steps))
-    return min(whole, float(accountant.get_epsilon(delta)))  # sampling never costs privacy
+    return min(unsampled_epsilon, float(accountant.get_epsilon(delta)))  # sampling never costs privacy

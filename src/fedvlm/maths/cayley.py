@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedvlm.errors import SettingsError
 
-SMALL = 64  # below this size LAPACK inverts faster than block elimination with matrix products
-NEARBY = 0.1  # of |I - A R|: where products lead from R to the inverse of A faster than LAPACK
+LAPACK_MAX_SIZE = 64  # below this size LAPACK inverts faster than block elimination with matrix products
+MAX_FOLLOW_ERROR = 0.1  # of |I - A R|: where products lead from R to the inverse of A faster than LAPACK
 
 
 def block_size(dim: int, blocks: int) -> int:
@@ -20,8 +20,7 @@ def block_size(dim: int, blocks: int) -> int:
     if blocks < 1 or dim % blocks:
         divisors = ", ".join(str(r) for r in range(1, dim + 1) if dim % r == 0)
         raise SettingsError(
-            f"blocks = {blocks} does not divide the dimension {dim} of the embeddings; "
-            f"choose one of {divisors}"
+            f"blocks = {blocks} does not divide the dimension {dim} of the embeddings; choose one of {divisors}"
         )
     return dim // blocks
 
@@ -35,7 +34,7 @@ def identity_like(blocks: Tensor) -> Tensor:
     return torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
 
 
-def plus_one(blocks: Tensor) -> Tensor:
+def add_identity(blocks: Tensor) -> Tensor:
     """I + P of blocks P."""
     out = blocks.clone()
     out.diagonal(dim1=-2, dim2=-1).add_(1)
@@ -63,8 +62,8 @@ def orthogonal(raw: Tensor) -> Tensor:
 def rotate(raw: Tensor, x: Tensor) -> Tensor:
     """(..., rows, d): every row h of x as Q h, from Q = 2 (I - P)^-1 - I."""
     parts = split(x, raw.shape[-3])
-    away = identity_like(raw) - skew_part(raw)
-    return join(2 * torch.linalg.solve(away, parts.mT).mT - parts)
+    denominator = identity_like(raw) - skew_part(raw)
+    return join(2 * torch.linalg.solve(denominator, parts.mT).mT - parts)
 
 
 def dense(blocks: Tensor) -> Tensor:
@@ -97,32 +96,32 @@ def inverse(a: Tensor) -> Tensor:
     The symmetric part of I + P is I and that of every Schur complement is at least I, so no
     pivot is ever small; matrix products are 2-3 times faster than a pivoted inverse.
     """
-    if a.shape[-1] <= SMALL:
+    if a.shape[-1] <= LAPACK_MAX_SIZE:
         return small_inverse(a)
     out = torch.empty_like(a, memory_format=torch.contiguous_format)
-    for one, found in zip(a.flatten(0, -3), out.flatten(0, -3), strict=True):
-        eliminate(one, found)
+    for matrix, result in zip(a.flatten(0, -3), out.flatten(0, -3), strict=True):
+        eliminate(matrix, result)
     return out
 
 
 def eliminate(a: Tensor, out: Tensor) -> None:
     """Writes the inverse of one (m, m) matrix; its halves are inverted where they will stand."""
-    half = len(a) // 2
-    if len(a) <= SMALL:
+    midpoint = len(a) // 2
+    if len(a) <= LAPACK_MAX_SIZE:
         out.copy_(small_inverse(a))
         return
-    corner, rest = out[:half, :half], out[half:, half:]
-    eliminate(a[:half, :half], corner)
-    upper, lower = corner @ a[:half, half:], a[half:, :half] @ corner
-    eliminate(torch.addmm(a[half:, half:], a[half:, :half], upper, alpha=-1), rest)
-    for place, x, y in ((out[half:, :half], rest, lower), (out[:half, half:], upper, rest)):
+    corner, rest = out[:midpoint, :midpoint], out[midpoint:, midpoint:]
+    eliminate(a[:midpoint, :midpoint], corner)
+    upper, lower = corner @ a[:midpoint, midpoint:], a[midpoint:, :midpoint] @ corner
+    eliminate(torch.addmm(a[midpoint:, midpoint:], a[midpoint:, :midpoint], upper, alpha=-1), rest)
+    for place, x, y in ((out[midpoint:, :midpoint], rest, lower), (out[:midpoint, midpoint:], upper, rest)):
         torch.addmm(place, x, y, beta=0, alpha=-1, out=place)
-    corner.addmm_(upper, out[half:, :half], alpha=-1)
+    corner.addmm_(upper, out[midpoint:, :midpoint], alpha=-1)
 
 
 def small_inverse(a: Tensor) -> Tensor:
     """(..., m, m) inverse by LAPACK, which for more than 32 rows is faster from the right."""
-    if a.shape[-1] <= SMALL // 2:
+    if a.shape[-1] <= LAPACK_MAX_SIZE // 2:
         result: Tensor = torch.linalg.inv_ex(a).inverse
         return result
     lu, pivots, _ = torch.linalg.lu_factor_ex(a)
@@ -130,28 +129,26 @@ def small_inverse(a: Tensor) -> Tensor:
     return solved
 
 
-def followed(back: Tensor, a: Tensor) -> Tensor:
+def update_inverse(old_inverse: Tensor, a: Tensor) -> Tensor:
     """The inverse of `a` from one of a matrix near by: R (I + E + E²), E = I - A R, leaves E³.
 
     In small blocks its three products cost a fifth of an inverse; a large matrix, or one that is
     not near, is inverted.
     """
-    if a.shape[-1] > SMALL:
+    if a.shape[-1] > LAPACK_MAX_SIZE:
         return inverse(a)
-    enough = torch.finfo(a.dtype).eps ** (1 / 3)
-    left = 1.0
-    while left > enough:
-        error = identity_like(a) - a @ back
-        left = float(error.abs().sum(-1).max())
-        if not left <= NEARBY:
+    tolerance = torch.finfo(a.dtype).eps ** (1 / 3)
+    residual = 1.0
+    while residual > tolerance:
+        error = identity_like(a) - a @ old_inverse
+        residual = float(error.abs().sum(-1).max())
+        if not residual <= MAX_FOLLOW_ERROR:
             return inverse(a)
-        back = back + back @ (error + error @ error)
-    return back
+        old_inverse = old_inverse + old_inverse @ (error + error @ error)
+    return old_inverse
 
 
-def gradients(
-    head: Tensor, back: Tensor, x: Tensor, wanted: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
+def gradients(head: Tensor, resolvent: Tensor, x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The exact gradients, in the head W and the skew blocks P, of the cross-entropy of (Q x) W^T.
 
     head (..., K, d), back (..., r, m, m), x (..., B, d) unit-norm times tau; wanted and weight are
@@ -159,17 +156,17 @@ def gradients(
     N = C R they are 2 N - C and M^T N - N^T M (half of what a free P would have, as X of
     P = (X - X^T) / 2 has); dividing Q h by its norm would change neither.
     """
-    blocks = back.shape[-3]
-    toward = split(head, blocks) @ back.mT  # M
-    logits = x @ torch.lerp(head, join(toward), 2).mT  # lerp: 2 M - W, which is W Q
-    error = torch.addcmul(wanted, torch.softmax(logits, -1), weight)
-    pulled = error.mT @ x  # C
-    away = split(pulled, blocks) @ back  # N
-    half = toward.mT @ away
-    return torch.lerp(pulled, join(away), 2), half - half.mT
+    blocks = resolvent.shape[-3]
+    turned_head = split(head, blocks) @ resolvent.mT  # M
+    logits = x @ torch.lerp(head, join(turned_head), 2).mT  # lerp: 2 M - W, which is W Q
+    error = torch.addcmul(target, torch.softmax(logits, -1), weight)
+    error_product = error.mT @ x  # C
+    turned_product = split(error_product, blocks) @ resolvent  # N
+    product = turned_head.mT @ turned_product
+    return torch.lerp(error_product, join(turned_product), 2), product - product.mT
 
 
-def lesson(y: Tensor, real: Tensor, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cross_entropy_terms(y: Tensor, real: Tensor, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(..., B, K) and (..., B, 1): the softmax times weight plus wanted is the gradient in the
     logits of the mean cross-entropy over the real rows."""
     weight = (real.to(dtype) / real.sum(-1, keepdim=True).clamp(min=1))[..., None]

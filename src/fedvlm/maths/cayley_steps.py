@@ -10,24 +10,24 @@ from torch import Tensor
 
 from fedvlm.core import Client
 from fedvlm.maths.cayley import (
-    followed,
+    add_identity,
+    cross_entropy_terms,
     gradients,
     identity_like,
     inverse,
     join,
-    lesson,
-    plus_one,
     skew_part,
     small_inverse,
     split,
+    update_inverse,
 )
-from fedvlm.tensors import full
+from fedvlm.tensors import to_float32
 
-REFRESH = 128  # steps after which the inverse is computed anew, against the drift of rounding
+STEPS_PER_INVERSE = 128  # steps after which the inverse is computed anew, against the drift of rounding
 
 
 @dataclass(frozen=True)
-class Pace:
+class SgdStep:
     """How far a step goes."""
 
     lr: float  # η
@@ -39,16 +39,16 @@ class Pace:
     def refresh(self) -> int:
         """Steps between two inverses; the map's own decay waits until then, being below 1e-5."""
         shrink = self.lr * self.weight_decay
-        return REFRESH if shrink * REFRESH <= 1e-5 else int(1e-5 / shrink)
+        return STEPS_PER_INVERSE if shrink * STEPS_PER_INVERSE <= 1e-5 else int(1e-5 / shrink)
 
 
-def low_rank_pays(size: int, classes: int, batch: int, pace: Pace) -> bool:
+def is_low_rank_faster(size: int, classes: int, batch: int, sgd: SgdStep) -> bool:
     """Whether the inverse of blocks of this size should follow the steps (see walk_low_rank)."""
-    tiny = pace.momentum <= 1e-3 and pace.refresh >= 16
+    tiny = sgd.momentum <= 1e-3 and sgd.refresh >= 16
     return tiny and 8 * min(classes, batch) <= size
 
 
-def walk(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tuple[Tensor, Tensor]:
+def train_clients(head: Tensor, raw: Tensor, client: Client, sgd: SgdStep) -> tuple[Tensor, Tensor]:
     """Walks every client's minibatches: head (clients, K, d), raw (clients, r, m, m), both new.
 
     A gradient has rank 2 min(K, B). Where that is small beside a block and momentum and decay are
@@ -56,60 +56,58 @@ def walk(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tuple[Tensor,
     back as its skew part.
     """
     with torch.inference_mode():  # a tenth faster; what is stacked or cloned outside is ordinary
-        if low_rank_pays(raw.shape[-1], head.shape[-2], client.order.shape[-1], pace):
+        if is_low_rank_faster(raw.shape[-1], head.shape[-2], client.order.shape[-1], sgd):
             fields = (head, raw, client.x, client.y, client.order)
-            walked = [walk_low_rank(*one, pace) for one in zip(*fields, strict=True)]
+            results = [train_low_rank(*client_tensors, sgd) for client_tensors in zip(*fields, strict=True)]
         else:
-            walked = list(zip(*walk_directly(head, raw, client, pace), strict=True))
-    return torch.stack([w for w, _ in walked]), torch.stack([s for _, s in walked])
+            results = list(zip(*train_stacked(head, raw, client, sgd), strict=True))
+    return torch.stack([w for w, _ in results]), torch.stack([s for _, s in results])
 
 
-def walk_directly(head: Tensor, raw: Tensor, client: Client, pace: Pace) -> tuple[Tensor, Tensor]:
+def train_stacked(head: Tensor, raw: Tensor, client: Client, sgd: SgdStep) -> tuple[Tensor, Tensor]:
     """The inverse of every step, all clients stacked: any momentum, any decay, any block size."""
     trained = [head.clone(), skew_part(raw)]
-    speeds = [torch.zeros_like(value) for value in trained]
+    velocities = [torch.zeros_like(value) for value in trained]
     clients = torch.arange(len(raw), device=raw.device)[:, None]
     real, rows = client.order >= 0, client.order.clamp(min=0)
     y = client.y[clients[..., None], rows].clamp(min=0)
-    wanted, weight = lesson(y, real, head.shape[1], head.dtype)  # (clients, steps, B, ...)
-    length = -pace.lr * real.any(-1).to(head.dtype)[..., None, None]
+    target, weight = cross_entropy_terms(y, real, head.shape[1], head.dtype)  # (clients, steps, B, ...)
+    length = -sgd.lr * real.any(-1).to(head.dtype)[..., None, None]
     eye = identity_like(raw)
-    back = inverse(eye + trained[1])
+    resolvent = inverse(eye + trained[1])
     for number, step in enumerate(real.any(-1).any(0).nonzero()[:, 0].tolist()):
-        x = pace.tau * full(client.x[clients, rows[:, step]])
-        back = followed(back, eye + trained[1]) if number else back
-        moves = gradients(trained[0], back, x, wanted[:, step], weight[:, step])
+        x = sgd.tau * to_float32(client.x[clients, rows[:, step]])
+        resolvent = update_inverse(resolvent, eye + trained[1]) if number else resolvent
+        moves = gradients(trained[0], resolvent, x, target[:, step], weight[:, step])
         for i, move in enumerate(moves):
-            far = length[:, step] if move.ndim == 3 else length[:, step, None]
-            new = move.add_(trained[i], alpha=pace.weight_decay).add_(
-                speeds[i], alpha=pace.momentum
-            )
-            trained[i].addcmul_(new, far)
-            speeds[i] = torch.where(far == 0, speeds[i], new)
+            step_size = length[:, step] if move.ndim == 3 else length[:, step, None]
+            new = move.add_(trained[i], alpha=sgd.weight_decay).add_(velocities[i], alpha=sgd.momentum)
+            trained[i].addcmul_(new, step_size)
+            velocities[i] = torch.where(step_size == 0, velocities[i], new)
     return trained[0], trained[1]
 
 
-def walk_low_rank(
-    head: Tensor, raw: Tensor, x: Tensor, y: Tensor, order: Tensor, pace: Pace
+def train_low_rank(
+    head: Tensor, raw: Tensor, x: Tensor, y: Tensor, order: Tensor, sgd: SgdStep
 ) -> tuple[Tensor, Tensor]:
     """One client: head (K, d), raw (r, m, m), x (rows, d), y (rows,), order (steps, batch)."""
     order = order[(order >= 0).any(1)]
     narrow = head.shape[0] <= order.shape[1]  # the smaller of K and B bears the rank
-    both = torch.stack([split(head, len(raw))] * (1 + narrow))
-    speeds, skew, last = torch.zeros_like(both), odd(raw).div_(2), None
-    pieces = torch.split(order, pace.refresh) if len(order) else ()
-    for number, some in enumerate(pieces, 1):
-        over = number == len(pieces)
-        speeds, last = stride(both, speeds, skew, last, x, y, some, pace, over)
-    return join(both[0]), skew
+    heads = torch.stack([split(head, len(raw))] * (1 + narrow))
+    velocities, skew, last_factors = torch.zeros_like(heads), subtract_transpose(raw).div_(2), None
+    chunks = torch.split(order, sgd.refresh) if len(order) else ()
+    for number, chunk in enumerate(chunks, 1):
+        is_last = number == len(chunks)
+        velocities, last_factors = run_low_rank_steps(heads, velocities, skew, last_factors, x, y, chunk, sgd, is_last)
+    return join(heads[0]), skew
 
 
-def odd(blocks: Tensor) -> Tensor:
+def subtract_transpose(blocks: Tensor) -> Tensor:
     """X - X^T of (r, m, m), exactly skew; a copy of one transposed block is 3 times faster."""
-    return torch.stack([one - one.mT.contiguous() for one in blocks])
+    return torch.stack([block - block.mT.contiguous() for block in blocks])
 
 
-class Follower:
+class ResolventTracker:
     """R = (I + P)^-1 that follows P's steps L^T J L, with L = [V; U] and J = [0, -I; I, 0].
 
     By Woodbury it is R - (R L^T) B (L R) after a step, with B = (L R L^T - J)^-1. L R waits for the
@@ -123,7 +121,7 @@ class Follower:
 
     def __init__(self, skew: Tensor, rank: int, last: Tensor | None, momentum: float) -> None:
         self.rank, self.momentum = rank, momentum
-        self.back = inverse(plus_one(skew))
+        self.resolvent = inverse(add_identity(skew))
         eye = skew.new_zeros(2 * rank, 2 * rank).fill_diagonal_(1)
         self.flip = torch.cat([-eye[rank:], eye[:rank]])  # J
         self.operands = skew.new_zeros(len(skew), 3 * rank, skew.shape[-1])
@@ -131,48 +129,48 @@ class Follower:
         self.sides = torch.unflatten(self.factors, 1, (2, rank)).transpose(0, 1)  # V and U
         if last is not None:
             self.sides.copy_(last)
-        self.left = torch.bmm(self.factors, self.back.mT)  # R L^T
-        self.late = momentum * self.flip.expand(len(skew), -1, -1)  # B of R less that of the true R
-        self.bend, self.bent = torch.zeros_like(self.late), -self.late  # B of R, B of the true R
+        self.left_products = torch.bmm(self.factors, self.resolvent.mT)  # R L^T
+        self.momentum_core = momentum * self.flip.expand(len(skew), -1, -1)  # B of R less that of the true R
+        self.core, self.true_core = torch.zeros_like(self.momentum_core), -self.momentum_core  # B of R, B of the true R
 
-    def settle(self) -> None:
+    def prepare_update(self) -> None:
         """What P took in the last step is made ready for R."""
-        self.left = torch.bmm(self.factors, self.back.mT)
-        crossed = torch.baddbmm(self.flip, self.factors, self.left.mT, beta=-1)
-        self.bend = bend = small_inverse(crossed)
-        self.late = torch.baddbmm(bend, bend, self.flip @ bend, beta=0, alpha=-self.momentum)
-        self.bent = bend - self.late
+        self.left_products = torch.bmm(self.factors, self.resolvent.mT)
+        crossed = torch.baddbmm(self.flip, self.factors, self.left_products.mT, beta=-1)
+        self.core = core = small_inverse(crossed)
+        self.momentum_core = torch.baddbmm(core, core, self.flip @ core, beta=0, alpha=-self.momentum)
+        self.true_core = core - self.momentum_core
 
-    def ahead(self, toward: Tensor) -> None:
+    def update_head_product(self, head_product: Tensor) -> None:
         """W R^T of the R before the last step becomes that of the true R after it."""
-        onto = torch.bmm(torch.bmm(toward, self.factors.mT), self.bent.mT)
-        toward.baddbmm_(onto, self.left, alpha=-1)
+        onto = torch.bmm(torch.bmm(head_product, self.factors.mT), self.true_core.mT)
+        head_product.baddbmm_(onto, self.left_products, alpha=-1)
 
-    def right(self, thin: Tensor) -> Tensor:
+    def multiply_and_update(self, factor: Tensor) -> Tensor:
         """U: rows times the true R; R itself takes the last step."""
-        onto = torch.bmm(torch.bmm(thin, self.left.mT), self.bent)
-        torch.baddbmm(thin, onto, self.factors, alpha=-1, out=self.first)
-        found = torch.bmm(self.operands, self.back)
-        self.seen = found[:, self.rank :]  # L R
-        self.back.baddbmm_(self.left.mT, torch.bmm(self.bend, self.seen), alpha=-1)
-        return found[:, : self.rank]
+        onto = torch.bmm(torch.bmm(factor, self.left_products.mT), self.true_core)
+        torch.baddbmm(factor, onto, self.factors, alpha=-1, out=self.first)
+        products = torch.bmm(self.operands, self.resolvent)
+        self.factor_products = products[:, self.rank :]  # L R
+        self.resolvent.baddbmm_(self.left_products.mT, torch.bmm(self.core, self.factor_products), alpha=-1)
+        return products[:, : self.rank]
 
-    def owe(self, turned: Tensor, rows: Tensor, sign: int) -> None:
+    def correct_momentum(self, turned: Tensor, rows: Tensor, sign: int) -> None:
         """Adds to rows times R^T (sign 1) what they have by the true R, or takes it away (-1)."""
-        onto = torch.bmm(torch.bmm(rows, self.seen.mT), self.late.mT)
-        turned.baddbmm_(onto, self.left, alpha=sign)
+        onto = torch.bmm(torch.bmm(rows, self.factor_products.mT), self.momentum_core.mT)
+        turned.baddbmm_(onto, self.left_products, alpha=sign)
 
 
-def stride(
-    both: Tensor,  # (2, r, K, m): W and M = W R^T; where K > B it is W alone
-    speeds: Tensor,  # of both
+def run_low_rank_steps(
+    heads: Tensor,  # (2, r, K, m): W and M = W R^T; where K > B it is W alone
+    velocities: Tensor,  # of both
     skew: Tensor,
-    last: Tensor | None,  # (2, r, k, m): V and U of the step before
+    last_factors: Tensor | None,  # (2, r, k, m): V and U of the step before
     x: Tensor,
     y: Tensor,
     order: Tensor,
-    pace: Pace,
-    over: bool,
+    sgd: SgdStep,
+    is_last: bool,
 ) -> tuple[Tensor, Tensor]:
     """The steps between two inverses; changes both and skew in place, returns speeds and last.
 
@@ -181,49 +179,49 @@ def stride(
     K, else the rows of the minibatch are turned instead of W.
     """
     rows, real = order.clamp(min=0), order >= 0
-    target, share = lesson(y[rows].clamp(min=0), real, both.shape[2], both.dtype)
-    seen = full(x.index_select(0, rows.flatten())).mul_(pace.tau)  # 6 times faster than x[rows]
-    steps = split(seen.reshape(*rows.shape, -1), len(skew)).contiguous()  # (steps, r, B, m)
-    rank, far = min(both.shape[2], order.shape[1]), pace.lr / (1 - pace.momentum)
-    taken = skew.new_empty(2, len(skew), len(order), rank, skew.shape[-1])  # V and U of all steps
-    follower = Follower(skew, rank, last, pace.momentum)
-    back, sides, head = follower.back, follower.sides, both[0]
-    if narrow := len(both) == 2:
-        toward = both[1]
-        both[1], speeds[1] = head @ back.mT, speeds[0] @ back.mT
+    target, sample_weights = cross_entropy_terms(y[rows].clamp(min=0), real, heads.shape[2], heads.dtype)
+    samples = to_float32(x.index_select(0, rows.flatten())).mul_(sgd.tau)  # 6 times faster than x[rows]
+    steps = split(samples.reshape(*rows.shape, -1), len(skew)).contiguous()  # (steps, r, B, m)
+    rank, effective_lr = min(heads.shape[2], order.shape[1]), sgd.lr / (1 - sgd.momentum)
+    updates = skew.new_empty(2, len(skew), len(order), rank, skew.shape[-1])  # V and U of all steps
+    tracker = ResolventTracker(skew, rank, last_factors, sgd.momentum)
+    resolvent, sides, head = tracker.resolvent, tracker.sides, heads[0]
+    if narrow := len(heads) == 2:
+        head_product = heads[1]
+        heads[1], velocities[1] = head @ resolvent.mT, velocities[0] @ resolvent.mT
 
-    for number, (h, weight, wanted) in enumerate(zip(steps, share, target, strict=True)):
+    for number, (h, weight, step_target) in enumerate(zip(steps, sample_weights, target, strict=True)):
         if number:
-            follower.settle()
+            tracker.prepare_update()
         if narrow:
-            follower.ahead(toward)
-            logits = torch.bmm(h, torch.lerp(head, toward, 2).mT).sum(0)  # lerp: 2 M - W
-            error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
-            thin = error.mT @ h
-            u = follower.right(thin)
-            torch.mul(toward, far, out=sides[0])
+            tracker.update_head_product(head_product)
+            logits = torch.bmm(h, torch.lerp(head, head_product, 2).mT).sum(0)  # lerp: 2 M - W
+            error = torch.addcmul(step_target, torch.softmax(logits, 1), weight)
+            gradient_rows = error.mT @ h
+            u = tracker.multiply_and_update(gradient_rows)
+            torch.mul(head_product, effective_lr, out=sides[0])
             # (2 u - thin) R^T is u, because R R^T = (R + R^T) / 2: W's way to M is for free
-            moves = torch.stack([torch.lerp(thin, u, 2), u])
+            moves = torch.stack([torch.lerp(gradient_rows, u, 2), u])
         else:
-            u = follower.right(h)
-            turned = torch.lerp(h, u, 2)  # h Q
-            logits = torch.bmm(turned, head.mT).sum(0)
-            error = torch.addcmul(wanted, torch.softmax(logits, 1), weight)
-            pulled = (error @ head).mul_(far)
-            torch.bmm(pulled, back.mT, out=sides[0])
-            follower.owe(sides[0], pulled, 1)
-            moves = (error.mT @ turned)[None]
+            u = tracker.multiply_and_update(h)
+            turned_samples = torch.lerp(h, u, 2)  # h Q
+            logits = torch.bmm(turned_samples, head.mT).sum(0)
+            error = torch.addcmul(step_target, torch.softmax(logits, 1), weight)
+            error_rows = (error @ head).mul_(effective_lr)
+            torch.bmm(error_rows, resolvent.mT, out=sides[0])
+            tracker.correct_momentum(sides[0], error_rows, 1)
+            moves = (error.mT @ turned_samples)[None]
         sides[1] = u
-        taken[:, :, number] = sides
-        speeds = moves.add_(speeds, alpha=pace.momentum).add_(both, alpha=pace.weight_decay)
-        both.sub_(speeds, alpha=pace.lr)
+        updates[:, :, number] = sides
+        velocities = moves.add_(velocities, alpha=sgd.momentum).add_(heads, alpha=sgd.weight_decay)
+        heads.sub_(velocities, alpha=sgd.lr)
         if narrow:
-            follower.owe(toward, head, -1)
+            tracker.correct_momentum(head_product, head, -1)
 
-    last = sides.clone()
-    if over:  # the last push has not done all it will
-        taken[0][:, -1].mul_(1 - pace.momentum)
-    v, u = taken.flatten(2, 3)
-    keep = 1 - far * pace.weight_decay
-    skew.mul_(keep ** len(order)).add_(odd(u.mT @ v), alpha=keep ** ((len(order) - 1) / 2))
-    return speeds, last
+    last_factors = sides.clone()
+    if is_last:  # the last push has not done all it will
+        updates[0][:, -1].mul_(1 - sgd.momentum)
+    v, u = updates.flatten(2, 3)
+    keep = 1 - effective_lr * sgd.weight_decay
+    skew.mul_(keep ** len(order)).add_(subtract_transpose(u.mT @ v), alpha=keep ** ((len(order) - 1) / 2))
+    return velocities, last_factors

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.maths.calibration import heat
+from fedvlm.maths.calibration import fit_log_temperature
 
 
 @dataclass(frozen=True)
@@ -26,28 +26,28 @@ class Calibration:
     scores: Tensor  # (n,) float64
     labels: Tensor  # (n,) int64
 
-    def chances(self, logits: Tensor) -> Tensor:
+    def log_probabilities(self, logits: Tensor) -> Tensor:
         """log p, in float64: a sure classifier's scores would all be 0 in float32."""
         return (logits.double() / torch.tensor(self.log_heat).double().exp()).log_softmax(1)
 
 
-def calibrate(held: Tensor, held_y: Tensor, apart: Tensor, apart_y: Tensor) -> Calibration:
+def calibrate(val_logits: Tensor, val_y: Tensor, calibration_logits: Tensor, calibration_y: Tensor) -> Calibration:
     """From logits and labels of validation rows, and of rows that nothing else has read."""
-    warmth = float(heat(held.double(), held_y)) if len(held_y) else 0.0
-    one = Calibration(warmth, len(held_y), torch.zeros(0).double(), apart_y)
-    if not len(apart_y):
-        return one
-    scores = -one.chances(apart).gather(1, apart_y[:, None])[:, 0]
-    return Calibration(warmth, len(held_y), scores, apart_y)
+    log_temperature = float(fit_log_temperature(val_logits.double(), val_y)) if len(val_y) else 0.0
+    empty = Calibration(log_temperature, len(val_y), torch.zeros(0).double(), calibration_y)
+    if not len(calibration_y):
+        return empty
+    scores = -empty.log_probabilities(calibration_logits).gather(1, calibration_y[:, None])[:, 0]
+    return Calibration(log_temperature, len(val_y), scores, calibration_y)
 
 
-def needed(coverage: float) -> int:
+def min_samples(coverage: float) -> int:
     """The fewest rows that can promise a coverage: the quantile is then the largest of them."""
-    share = Fraction(str(coverage))
-    return ceil(share / (1 - share))
+    level = Fraction(str(coverage))
+    return ceil(level / (1 - level))
 
 
-def limits(calibration: Calibration, classes: Sequence[str], coverage: float) -> Tensor:
+def score_limits(calibration: Calibration, classes: Sequence[str], coverage: float) -> Tensor:
     """(classes,): the largest score with which a class is in a set.
 
     A class with enough rows has a limit of its own, so that the promise holds for it too. The
@@ -55,17 +55,17 @@ def limits(calibration: Calibration, classes: Sequence[str], coverage: float) ->
     """
     if not 0 < coverage < 1:
         raise SettingsError(f"coverage = {coverage} is outside (0, 1); 0.95 is usual")
-    least, count = needed(coverage), len(calibration.labels)
-    if count < least:
+    required, count = min_samples(coverage), len(calibration.labels)
+    if count < required:
         raise DataError(
-            f"coverage {coverage:g} needs {least} rows set aside, and {count} are there; a third "
-            f"of the validation rows is set aside, so give the client {3 * least} of those, or ask "
-            + (f"for {possible(count):g}" if count > 1 else "for none")
+            f"coverage {coverage:g} needs {required} rows set aside, and {count} are there; a third "
+            f"of the validation rows is set aside, so give the client {3 * required} of those, or ask "
+            + (f"for {largest_coverage(count):g}" if count > 1 else "for none")
         )
     by_class = torch.bincount(calibration.labels, minlength=len(classes))
-    rich = by_class >= least
+    rich = by_class >= required
     rest = int(by_class[~rich].sum())
-    if rest < least and not rich.all():
+    if rest < required and not rich.all():
         return _quantile(calibration.scores, coverage).expand(len(classes)).clone()
     out = torch.empty(len(classes), dtype=torch.float64)
     for label in rich.nonzero().flatten().tolist():
@@ -80,6 +80,6 @@ def _quantile(scores: Tensor, coverage: float) -> Tensor:
     return scores.sort().values[rank - 1]
 
 
-def possible(count: int) -> float:
+def largest_coverage(count: int) -> float:
     """The largest coverage of whole per cents that so many rows can promise."""
-    return next(p for p in range(99, 0, -1) if needed(p / 100) <= count) / 100
+    return next(p for p in range(99, 0, -1) if min_samples(p / 100) <= count) / 100

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-AWAY = -1e9  # a logit that no softmax sees, yet finite, so that no gradient is NaN
+MASKED_LOGIT = -1e9  # a logit that no softmax sees, yet finite, so that no gradient is NaN
 
 
-def contrastive(
+def contrastive_loss(
     x: Tensor, text: Tensor, y: Tensor, real: Tensor, scale: float, mask_duplicates: bool = False
 ) -> Tensor:
     """The mean over real rows of both directions' cross-entropies.
@@ -19,10 +19,10 @@ def contrastive(
     logits = scale * x @ text[y].mT
     out = ~real[None, :]
     if mask_duplicates:
-        own = torch.eye(len(y), dtype=torch.bool)
-        out = out | ((y[:, None] == y[None, :]) & ~own)
+        is_self = torch.eye(len(y), dtype=torch.bool)
+        out = out | ((y[:, None] == y[None, :]) & ~is_self)
     target = torch.arange(len(y))
-    there = cross_entropy(logits.masked_fill(out, AWAY), target, reduction="none")
-    back = cross_entropy(logits.mT.masked_fill(out, AWAY), target, reduction="none")
-    both = torch.where(real, there + back, 0.0)
-    return both.sum() / (2 * real.sum().clamp(min=1))
+    image_to_text = cross_entropy(logits.masked_fill(out, MASKED_LOGIT), target, reduction="none")
+    text_to_image = cross_entropy(logits.mT.masked_fill(out, MASKED_LOGIT), target, reduction="none")
+    losses = torch.where(real, image_to_text + text_to_image, 0.0)
+    return losses.sum() / (2 * real.sum().clamp(min=1))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import vjp
 
 
-def probe(
+def sample_fisher(
     features: Callable[[Tensor], Tensor],
     context: Tensor,
     x: Tensor,
@@ -35,10 +35,10 @@ def probe(
     return sample
 
 
-def blend(
+def solve_kronecker_mean(
     means: Sequence[Tensor],
-    left: Sequence[Tensor],
-    right: Sequence[Tensor],
+    row_curvatures: Sequence[Tensor],
+    column_curvatures: Sequence[Tensor],
     weights: Tensor,
     start: Tensor,
     iterations: int,
@@ -49,8 +49,8 @@ def blend(
     Kronecker products of the symmetric, non-negative L and R.
     """
 
-    def apply(many: Sequence[Tensor]) -> Tensor:
-        parts = zip(weights, left, many, right, strict=True)
+    def apply(matrices: Sequence[Tensor]) -> Tensor:
+        parts = zip(weights, row_curvatures, matrices, column_curvatures, strict=True)
         return torch.stack([w * a @ m @ b for w, a, m, b in parts]).sum(dim=0)
 
     x = start
@@ -68,7 +68,7 @@ def blend(
     return x
 
 
-def mode(means: Tensor, precisions: Tensor, prior: float, start: Tensor, iterations: int) -> Tensor:
+def find_mode(means: Tensor, precisions: Tensor, prior: float, start: Tensor, iterations: int) -> Tensor:
     """A mode of the product of the clients' posteriors, each a mixture of Gaussians.
 
     `means` and `precisions` are (clients, parts, numbers). Every client has counted the prior

@@ -21,44 +21,37 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # leaky: slope 0.01
 
 
-def first_values(
-    layers: Layers, name: str, widths: Sequence[int], draw: torch.Generator
-) -> Tensors:
+def initial_parameters(layers: Layers, name: str, widths: Sequence[int], draw: torch.Generator) -> Tensors:
     """The tensors a stack starts from; `widths` are the inputs of each linear layer and the end.
 
     Weights and biases are uniform within ±1/√inputs, PyTorch's own first values.
     """
     out: Tensors = {}
-    narrow = list(widths)
-    width = narrow[0]
+    remaining_widths = list(widths)
+    width = remaining_widths[0]
     for place, layer in enumerate(layers):
-        at = f"{name}{place}"
+        prefix = f"{name}{place}"
         if layer == "linear":
-            inputs, width = narrow.pop(0), narrow[0]
+            inputs, width = remaining_widths.pop(0), remaining_widths[0]
             bound = inputs**-0.5
             for part, shape in (("weight", (width, inputs)), ("bias", (width,))):
                 drawn = torch.rand(shape, generator=draw)
-                out[f"{at}.{part}"] = bound * (2 * drawn - 1)
+                out[f"{prefix}.{part}"] = bound * (2 * drawn - 1)
         elif layer == "norm":
             for part in ("weight", "variance"):
-                out[f"{at}.{part}"] = torch.ones(width)
+                out[f"{prefix}.{part}"] = torch.ones(width)
             for part in ("bias", "mean"):
-                out[f"{at}.{part}"] = torch.zeros(width)
+                out[f"{prefix}.{part}"] = torch.zeros(width)
     return out
 
 
-def statistics(*names: str) -> frozenset[str]:
+def running_statistics_keys(*names: str) -> frozenset[str]:
     """What stacks of these names remember but do not train, however many layers they have."""
-    return frozenset(
-        f"{name}{place}.{part}"
-        for name in names
-        for place in range(8)
-        for part in ("mean", "variance")
-    )
+    return frozenset(f"{name}{place}.{part}" for name in names for place in range(8) for part in ("mean", "variance"))
 
 
-def through(
-    layers: Layers, name: str, every: Tensors, x: Tensor, real: Tensor | None = None
+def apply_layers(
+    layers: Layers, name: str, parameters: Tensors, x: Tensor, real: Tensor | None = None
 ) -> tuple[Tensor, Tensors]:
     """The output of a stack; with `real`, BatchNorm goes by the minibatch and tells its statistics.
 
@@ -66,11 +59,11 @@ def through(
     """
     new: Tensors = {}
     for place, layer in enumerate(layers):
-        at = f"{name}{place}"
+        prefix = f"{name}{place}"
         if layer in ACTIVATIONS:
             x = ACTIVATIONS[layer](x)
             continue
-        weight, bias = every[f"{at}.weight"], every[f"{at}.bias"]
+        weight, bias = parameters[f"{prefix}.weight"], parameters[f"{prefix}.bias"]
         if layer == "linear":
             if layers[place + 1 : place + 2] == ("norm",):
                 # BatchNorm takes the bias out again: what is left of its gradient is rounding,
@@ -78,10 +71,10 @@ def through(
                 bias = bias.detach()
             x = F.linear(x, weight, bias)
             continue
-        running = Statistics(every[f"{at}.mean"], every[f"{at}.variance"])
+        running = Statistics(parameters[f"{prefix}.mean"], parameters[f"{prefix}.variance"])
         if real is None:
             x = normalise(x, weight, bias, running)
         else:
             x, now = batch_norm(x, real, weight, bias, running)
-            new |= {f"{at}.mean": now.mean, f"{at}.variance": now.variance}
+            new |= {f"{prefix}.mean": now.mean, f"{prefix}.variance": now.variance}
     return x, new

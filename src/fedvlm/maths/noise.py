@@ -18,34 +18,34 @@ import torch
 from torch import Tensor
 
 Draw = Callable[..., Tensor]  # standard normal numbers of a shape, in float64
-FINE = 10  # the grid's step is a power of two, 2^-10 to 2^-11 of the noise's deviation
+GRID_BITS = 10  # the grid's step is a power of two, 2^-10 to 2^-11 of the noise's deviation
 
 
-def secret(*shape: int) -> Tensor:
+def secure_normal(*shape: int) -> Tensor:
     """Of the system's entropy, by Box and Muller: a radius and an angle of 64 bits make two."""
     count = math.prod(shape)
     pairs = -(-count // 2)
     bits = np.frombuffer(os.urandom(16 * pairs), np.uint64)
     radius = np.sqrt(-2.0 * np.log((bits[:pairs] + 0.5) * 2.0**-64))  # up to 9.5
     angle = bits[pairs:] * (2.0**-63 * math.pi)
-    both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-    return torch.from_numpy(both[:count].reshape(shape))
+    normals = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    return torch.from_numpy(normals[:count].reshape(shape))
 
 
-def seeded(generator: torch.Generator) -> Draw:
+def seeded_normal(generator: torch.Generator) -> Draw:
     """For simulations, which are to be repeated and protect nobody."""
     return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def step(deviation: float) -> float:
+def grid_step(std: float) -> float:
     """Of the grid that a sum with noise of this deviation is rounded to."""
-    return 2.0 ** (math.floor(math.log2(deviation)) - FINE)
+    return 2.0 ** (math.floor(math.log2(std)) - GRID_BITS)
 
 
-def cover(value: Tensor, deviation: float, normal: Tensor) -> Tensor:
+def add_noise(value: Tensor, std: float, normal: Tensor) -> Tensor:
     """value + deviation · normal, rounded to the grid, in the type of the value."""
-    if not deviation:
+    if not std:
         return value
-    grid = step(deviation)
-    whole = (value.double() + deviation * normal.double()) / grid
-    return (whole.round() * grid).to(value.dtype)
+    grid = grid_step(std)
+    multiples = (value.double() + std * normal.double()) / grid
+    return (multiples.round() * grid).to(value.dtype)

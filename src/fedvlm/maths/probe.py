@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 RIDGES = tuple(10.0**-k for k in range(1, 8))  # from hardly moving to nearly separating
-USUAL = 1e-4  # without validation rows
-BIAS = 1e-9  # ridge of the bias: only so that a class nobody has rows of does not run away
-STEPS = 60
-MEMORY = 10  # steps that the curvature is estimated from
-BEND = 0.25  # of a row's loss in the metric: half of the bound 1/2, as most rows are far from it
-STILL = 1e-10  # slope at which a fit has arrived
+DEFAULT_RIDGE = 1e-4  # without validation rows
+BIAS_RIDGE = 1e-9  # ridge of the bias: only so that a class nobody has rows of does not run away
+MAX_STEPS = 60
+LBFGS_MEMORY = 10  # steps that the curvature is estimated from
+CURVATURE_BOUND = 0.25  # of a row's loss in the metric: half of the bound 1/2, as most rows are far from it
+GRADIENT_TOLERANCE = 1e-10  # slope at which a fit has arrived
 
 
 class Head(NamedTuple):
@@ -33,20 +33,20 @@ class Head(NamedTuple):
         return torch.cat([self.weight, self.bias[..., None]], dim=-1)
 
 
-def split(joined: Tensor) -> Head:
+def split_head(joined: Tensor) -> Head:
     return Head(joined[..., :-1], joined[..., -1])
 
 
-class Path(NamedTuple):
+class RidgePath(NamedTuple):
     """One head per ridge."""
 
     heads: Head
-    slope: Tensor  # (ridges,) largest slope that is left
+    max_gradient: Tensor  # (ridges,) largest slope that is left
 
 
-def fit(
-    x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open: Tensor, steps: int = STEPS
-) -> Path:
+def fit_ridge_path(
+    x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open_classes: Tensor, steps: int = MAX_STEPS
+) -> RidgePath:
     """Heads over the classes that are `open`; the others keep the anchor's row. y = -1 is no row.
 
     W - W_anchor lies in the span of the rows, so it is sought in their singular basis, in which
@@ -55,86 +55,86 @@ def fit(
     real = y >= 0
     x = torch.where(real[:, None], x.double(), 0.0)
     label = y.clamp(min=0)
-    share = real.double() / real.sum().clamp(min=1)
-    left, size, right = torch.linalg.svd(x, full_matrices=False)
-    rows = torch.cat([left * size, torch.ones_like(x[:, :1])], dim=1)  # (rows, rank + 1)
-    pull = torch.cat(
-        [ridges.double()[:, None].expand(-1, len(size)), ridges[:, None] * 0 + BIAS], 1
+    sample_weights = real.double() / real.sum().clamp(min=1)
+    left_vectors, size, right = torch.linalg.svd(x, full_matrices=False)
+    rows = torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1)  # (rows, rank + 1)
+    ridge_weights = torch.cat([ridges.double()[:, None].expand(-1, len(size)), ridges[:, None] * 0 + BIAS_RIDGE], 1)
+    curvature = torch.cat(
+        [CURVATURE_BOUND * size.square() / real.sum().clamp(min=1), size.new_full((1,), CURVATURE_BOUND)]
     )
-    bend = torch.cat([BEND * size.square() / real.sum().clamp(min=1), size.new_full((1,), BEND)])
-    scale = (bend + pull).rsqrt()[:, :, None]  # (ridges, rank + 1, 1)
-    pull = pull[:, :, None] * scale.square()
-    truth = (label[:, None] == torch.arange(len(open), device=y.device)).double()
-    shut = torch.where(open, 0.0, -torch.inf)
+    scale = (curvature + ridge_weights).rsqrt()[:, :, None]  # (ridges, rank + 1, 1)
+    ridge_weights = ridge_weights[:, :, None] * scale.square()
+    truth = (label[:, None] == torch.arange(len(open_classes), device=y.device)).double()
+    shut = torch.where(open_classes, 0.0, -torch.inf)
     start = (anchor.logits(x.to(anchor.weight.dtype)).double() + shut).expand(len(ridges), -1, -1)
 
-    def slope(logits: Tensor, at: Tensor) -> Tensor:
-        wrong = (logits.softmax(-1) - truth) * share[:, None]
-        return scale * side_by_side(rows.mT, wrong) + pull * at
+    def gradient(logits: Tensor, at: Tensor) -> Tensor:
+        wrong = (logits.softmax(-1) - truth) * sample_weights[:, None]
+        return scale * multiply_all(rows.mT, wrong) + ridge_weights * at
 
-    at = torch.zeros(len(ridges), rows.shape[1], len(open), dtype=x.dtype, device=x.device)
-    logits, down = start, slope(start, at)
+    position = torch.zeros(len(ridges), rows.shape[1], len(open_classes), dtype=x.dtype, device=x.device)
+    logits, current_gradient = start, gradient(start, position)
     past: list[tuple[Tensor, Tensor]] = []
     for _ in range(steps):
-        way = -turned(down, past, lambda q: q)
-        ahead = side_by_side(rows, scale * way)
-        length = along(logits, ahead, truth, share, pull, at, way)
-        still = down.abs().amax((1, 2)) < STILL
-        step = torch.where(still[:, None, None], 0.0, length[:, None, None] * way)
-        at, logits = (
-            at + step,
-            logits + torch.where(still[:, None, None], 0.0, length[:, None, None] * ahead),
+        direction = -lbfgs_direction(current_gradient, past, lambda q: q)
+        direction_logits = multiply_all(rows, scale * direction)
+        length = line_search(logits, direction_logits, truth, sample_weights, ridge_weights, position, direction)
+        has_converged = current_gradient.abs().amax((1, 2)) < GRADIENT_TOLERANCE
+        step = torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction)
+        position, logits = (
+            position + step,
+            logits + torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction_logits),
         )
-        after = slope(logits, at)
-        past = [*past, (step, after - down)][-MEMORY:]
-        down = after
-    found = scale * at
-    weight = anchor.weight + (right.mT @ found[:, :-1]).mT
-    return Path(Head(weight, anchor.bias + found[:, -1]), down.abs().amax((1, 2)))
+        next_gradient = gradient(logits, position)
+        past = [*past, (step, next_gradient - current_gradient)][-LBFGS_MEMORY:]
+        current_gradient = next_gradient
+    change = scale * position
+    weight = anchor.weight + (right.mT @ change[:, :-1]).mT
+    return RidgePath(Head(weight, anchor.bias + change[:, -1]), current_gradient.abs().amax((1, 2)))
 
 
-def side_by_side(left: Tensor, many: Tensor) -> Tensor:
+def multiply_all(matrix: Tensor, matrices: Tensor) -> Tensor:
     """left @ one, for each of many: as one product, since narrow ones are slow."""
-    wide = left @ many.transpose(0, 1).flatten(1)
-    return wide.reshape(len(left), len(many), -1).transpose(0, 1)
+    wide = matrix @ matrices.transpose(0, 1).flatten(1)
+    return wide.reshape(len(matrix), len(matrices), -1).transpose(0, 1)
 
 
-def turned(
-    slope: Tensor, past: list[tuple[Tensor, Tensor]], metric: Callable[[Tensor], Tensor]
+def lbfgs_direction(
+    gradient: Tensor, history: list[tuple[Tensor, Tensor]], metric: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The slope through the inverse curvature that past steps and turns show (L-BFGS).
 
     `metric` is the inverse curvature known beforehand. A pair without curvature does not count.
     """
-    taken = []
-    for step, turn in reversed(past):
-        inner = dot(step, turn)
-        rate = torch.where(inner > 1e-30, 1 / inner.clamp(min=1e-30), 0.0)
-        share = rate * dot(step, slope)
-        slope = slope - share * turn
-        taken.append((step, turn, rate, share, inner))
-    slope, gain = metric(slope), torch.ones_like(dot(slope, slope))
-    for _, turn, rate, _, inner in taken:  # from the latest: the first that counts says how long
-        fresh = (gain == 1.0) & (rate > 0)
-        gain = torch.where(fresh, inner / dot(turn, metric(turn)).clamp(min=1e-30), gain)
-    slope = gain * slope
-    for step, turn, rate, share, _ in reversed(taken):
-        slope = slope + (share - rate * dot(turn, slope)) * step
-    return slope
+    pairs = []
+    for step, gradient_change in reversed(history):
+        inner = dot(step, gradient_change)
+        inverse_product = torch.where(inner > 1e-30, 1 / inner.clamp(min=1e-30), 0.0)
+        coefficient = inverse_product * dot(step, gradient)
+        gradient = gradient - coefficient * gradient_change
+        pairs.append((step, gradient_change, inverse_product, coefficient, inner))
+    gradient, gain = metric(gradient), torch.ones_like(dot(gradient, gradient))
+    for _, gradient_change, inverse_product, _, inner in pairs:  # from the latest: the first that counts says how long
+        is_first = (gain == 1.0) & (inverse_product > 0)
+        gain = torch.where(is_first, inner / dot(gradient_change, metric(gradient_change)).clamp(min=1e-30), gain)
+    gradient = gain * gradient
+    for step, gradient_change, inverse_product, coefficient, _ in reversed(pairs):
+        gradient = gradient + (coefficient - inverse_product * dot(gradient_change, gradient)) * step
+    return gradient
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum((-2, -1), keepdim=True)
 
 
-def along(
+def line_search(
     logits: Tensor,
-    ahead: Tensor,
+    direction_logits: Tensor,
     truth: Tensor,
-    share: Tensor,
-    pull: Tensor,
-    at: Tensor,
-    way: Tensor,
+    sample_weights: Tensor,
+    ridge_weights: Tensor,
+    position: Tensor,
+    direction: Tensor,
     tries: int = 4,
 ) -> Tensor:
     """(ridges,) how far along `way` the objective is least.
@@ -142,43 +142,46 @@ def along(
     It is convex there: Newton, and halves or doubles where that leaves what is known to hold the
     minimum.
     """
-    curve, begin = (pull * way * way).sum((1, 2)), (pull * way * at).sum((1, 2))
-    meant = (truth * ahead).sum(-1)
-    length = torch.ones_like(curve)
-    low, high = torch.zeros_like(curve), torch.full_like(curve, torch.inf)
+    ridge_curvature, ridge_gradient = (
+        (ridge_weights * direction * direction).sum((1, 2)),
+        (ridge_weights * direction * position).sum((1, 2)),
+    )
+    true_logits = (truth * direction_logits).sum(-1)
+    length = torch.ones_like(ridge_curvature)
+    low, high = torch.zeros_like(ridge_curvature), torch.full_like(ridge_curvature, torch.inf)
     for _ in range(tries):
-        p = (logits + length[:, None, None] * ahead).softmax(-1)
-        mean = (p * ahead).sum(-1)
-        first = ((mean - meant) * share).sum(-1) + begin + length * curve
-        spread = (p * ahead.square()).sum(-1) - mean.square()
-        second = (spread * share).sum(-1) + curve
+        p = (logits + length[:, None, None] * direction_logits).softmax(-1)
+        mean = (p * direction_logits).sum(-1)
+        first = ((mean - true_logits) * sample_weights).sum(-1) + ridge_gradient + length * ridge_curvature
+        spread = (p * direction_logits.square()).sum(-1) - mean.square()
+        second = (spread * sample_weights).sum(-1) + ridge_curvature
         low, high = torch.where(first < 0, length, low), torch.where(first < 0, high, length)
         middle = torch.where(high.isinf(), 4 * length, (low + high) / 2)
-        after = length - first / second.clamp(min=1e-30)
-        most = torch.minimum(high, 16 * length.clamp(min=1))
-        length = torch.where((after > low) & (after < most), after, middle)
+        newton_length = length - first / second.clamp(min=1e-30)
+        upper = torch.minimum(high, 16 * length.clamp(min=1))
+        length = torch.where((newton_length > low) & (newton_length < upper), newton_length, middle)
     return length
 
 
-def losses(logits: Tensor, y: Tensor) -> Tensor:
+def summed_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """(...,) summed cross-entropy of (..., rows, classes); rows of y = -1 count nothing."""
-    said = logits.log_softmax(-1)
-    index = y.clamp(min=0).expand(said.shape[:-1])[..., None]
-    return torch.where(y >= 0, -said.gather(-1, index)[..., 0], 0.0).sum(-1)
+    log_probabilities = logits.log_softmax(-1)
+    index = y.clamp(min=0).expand(log_probabilities.shape[:-1])[..., None]
+    return torch.where(y >= 0, -log_probabilities.gather(-1, index)[..., 0], 0.0).sum(-1)
 
 
-def pull_of(head: Head, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(head: Head, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over rows, so clients' add up: the cross-entropy, and its slope (classes, dim + 1)."""
     real = (y >= 0)[:, None]
     x = torch.where(real, x, 0.0)
     logits = head.logits(x)
     truth = (y[:, None] == torch.arange(logits.shape[1], device=y.device)).to(x.dtype)
     wrong = torch.where(real, logits.softmax(-1) - truth, 0.0)
-    whole = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
-    return losses(logits, y), wrong.mT @ whole
+    bordered = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+    return summed_cross_entropy(logits, y), wrong.mT @ bordered
 
 
-def chosen(path: Path, ridges: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def select_ridge(path: RidgePath, ridges: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Which ridge: by the likelihood of validation rows, with USUAL as a belief of a few rows."""
-    away = (ridges / USUAL).log10()
-    return (losses(path.heads.logits(x.double()), y) + away.square() / 8).argmin()
+    distance = (ridges / DEFAULT_RIDGE).log10()
+    return (summed_cross_entropy(path.heads.logits(x.double()), y) + distance.square() / 8).argmin()

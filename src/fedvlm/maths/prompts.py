@@ -22,11 +22,11 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize, silu
 
 from fedvlm.errors import SettingsError
 
-REMEMBERED = 32  # prompts whose features a tower keeps: the clients of a round
-MOST = 64 << 20  # bytes of them: CoCoOp has a prompt for every image
-QUICK = 1.702  # of CLIP's quick GELU
+MAX_CACHED_PROMPTS = 32  # prompts whose features a tower keeps: the clients of a round
+MAX_CACHE_BYTES = 64 << 20  # bytes of them: CoCoOp has a prompt for every image
+QUICK_GELU_SCALE = 1.702  # of CLIP's quick GELU
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK_GELU_SCALE * x),
     "gelu": gelu,
     "gelu_pytorch_tanh": lambda x: gelu(x, approximate="tanh"),
 }
@@ -55,9 +55,7 @@ class TextTower:
     start: Tensor  # (width,) embedding of SOS
     template: str  # the sentence around a class name that prefix and suffixes are from
     prefix: Tensor  # (tokens, width) what it has before the name: a context to start from
-    suffixes: (
-        Tensor  # (classes, longest, width) embeddings of [class name and the rest][EOT], padded
-    )
+    suffixes: Tensor  # (classes, longest, width) embeddings of [class name and the rest][EOT], padded
     ends: Tensor  # (classes,) where EOT is in the suffix
     positions: Tensor  # (length, width)
     layers: tuple[Layer, ...]
@@ -66,7 +64,7 @@ class TextTower:
     heads: int
     eps: float
     activation: str  # a key of ACTIVATIONS
-    known: dict[bytes, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    cache: dict[bytes, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def width(self) -> int:
@@ -86,25 +84,23 @@ class TextTower:
         if context.requires_grad or peek_interpreter_stack() is not None:  # in vmap or grad
             return self.encode(context)
         exact = f"{context.dtype} {tuple(context.shape)}".encode()
-        key = sha256(
-            exact + context.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        ).digest()
-        found = self.known.get(key)
-        if found is None:
-            found = self.encode(context)
-            self._remember(key, found)
-        return found
+        key = sha256(exact + context.contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
+        features = self.cache.get(key)
+        if features is None:
+            features = self.encode(context)
+            self._store(key, features)
+        return features
 
-    def _remember(self, key: bytes, features: Tensor) -> None:
+    def _store(self, key: bytes, features: Tensor) -> None:
         """In the place of the oldest, where there is no room."""
-        held = sum(one.nbytes for one in self.known.values()) + features.nbytes
-        while self.known and (len(self.known) >= REMEMBERED or held > MOST):
-            held -= self.known.pop(next(iter(self.known))).nbytes
-        self.known[key] = features
+        held = sum(cached_features.nbytes for cached_features in self.cache.values()) + features.nbytes
+        while self.cache and (len(self.cache) >= MAX_CACHED_PROMPTS or held > MAX_CACHE_BYTES):
+            held -= self.cache.pop(next(iter(self.cache))).nbytes
+        self.cache[key] = features
 
     def encode(self, context: Tensor) -> Tensor:
         """The features of a prompt, computed."""
-        *many, vectors, width = context.shape
+        *batch_shape, vectors, width = context.shape
         if width != self.width:
             raise SettingsError(
                 f"context vectors have width {width}, the text tower has {self.width}; "
@@ -117,27 +113,27 @@ class TextTower:
             )
         classes, longest, _ = self.suffixes.shape
         head = 1 + vectors
-        kept, spread, ends = self._tokens
-        tail = (self.suffixes + self.positions[head : head + longest]).flatten(0, 1)[kept]
-        begin = (self.start + self.positions[0]).expand(*many, 1, width)
-        front = torch.cat([begin, context + self.positions[1:head]], dim=-2)
+        token_indices, spread, ends = self._tokens
+        tail = (self.suffixes + self.positions[head : head + longest]).flatten(0, 1)[token_indices]
+        sos = (self.start + self.positions[0]).expand(*batch_shape, 1, width)
+        front = torch.cat([sos, context + self.positions[1:head]], dim=-2)
         # the common prefix once, then every class's suffix: (..., head + len(kept), width)
-        x = torch.cat([front, tail.expand(*many, *tail.shape)], dim=-2)
+        x = torch.cat([front, tail.expand(*batch_shape, *tail.shape)], dim=-2)
         prefix = torch.arange(head, device=x.device)
-        padded, packed = (torch.cat([prefix, head + some]) for some in (spread, kept))
+        padded, packed = (torch.cat([prefix, head + indices]) for indices in (spread, token_indices))
         for layer in self.layers:
             if layer is self.layers[0]:  # what is not trained needs no gradient, and no second pass
-                both = (linear(self._norm(part, layer.norm1), *layer.qkv) for part in (front, tail))
-                qkv = torch.cat([next(both), next(both).expand(*many, -1, -1)], dim=-2)
+                projected = (linear(self._norm(part, layer.norm1), *layer.qkv) for part in (front, tail))
+                qkv = torch.cat([next(projected), next(projected).expand(*batch_shape, -1, -1)], dim=-2)
             else:
                 qkv = linear(self._norm(x, layer.norm1), *layer.qkv)
             # only the attention has classes of one length: padding a row costs less than a layer
             q, k, v = self._heads(qkv.index_select(-2, padded))
             if layer is self.layers[-1]:  # after its attention only EOT is looked at
-                x, packed = x.index_select(-2, head + ends), head + kept[ends]
-            seen = attend(q, k, v, head, classes).index_select(-2, packed)
-            x = x + linear(seen.transpose(-2, -3).flatten(-2), *layer.out)
-            x = x + self._widened(self._norm(x, layer.norm2), layer)
+                x, packed = x.index_select(-2, head + ends), head + token_indices[ends]
+            attended = attend_causally(q, k, v, head, classes).index_select(-2, packed)
+            x = x + linear(attended.transpose(-2, -3).flatten(-2), *layer.out)
+            x = x + self._feed_forward(self._norm(x, layer.norm2), layer)
         return normalize(linear(self._norm(x, self.final), self.projection), dim=-1)
 
     @cached_property
@@ -150,18 +146,18 @@ class TextTower:
         at = torch.arange(self.suffixes.shape[1], device=self.ends.device)
         last = self.ends[:, None]
         ends = (self.ends + 1).cumsum(0) - 1
-        kept = (at <= last).flatten().nonzero()[:, 0]
-        return kept, (ends[:, None] - last + torch.minimum(at, last)).flatten(), ends
+        token_indices = (at <= last).flatten().nonzero()[:, 0]
+        return token_indices, (ends[:, None] - last + torch.minimum(at, last)).flatten(), ends
 
     def _norm(self, x: Tensor, by: Affine) -> Tensor:
         return layer_norm(x, (x.shape[-1],), by.weight, by.bias, self.eps)
 
-    def _widened(self, x: Tensor, layer: Layer) -> Tensor:
+    def _feed_forward(self, x: Tensor, layer: Layer) -> Tensor:
         if self.activation != "quick_gelu":
             return linear(ACTIVATIONS[self.activation](linear(x, *layer.up)), *layer.down)
         # x σ(1.702 x) is silu(1.702 x) / 1.702: one kernel each way, and the products scale it
-        wide = silu(scaled(QUICK, x, layer.up, QUICK))
-        return scaled(1 / QUICK, wide, layer.down)
+        wide = silu(scaled_linear(QUICK_GELU_SCALE, x, layer.up, QUICK_GELU_SCALE))
+        return scaled_linear(1 / QUICK_GELU_SCALE, wide, layer.down)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """(..., tokens, 3 * width) -> queries, keys, values of (..., heads, tokens, size)."""
@@ -169,31 +165,29 @@ class TextTower:
         return parts.movedim(-4, -2).unbind(-4)
 
 
-def scaled(alpha: float, x: Tensor, by: Affine, beta: float = 1.0) -> Tensor:
+def scaled_linear(alpha: float, x: Tensor, by: Affine, beta: float = 1.0) -> Tensor:
     """alpha times x W^T plus beta times the bias."""
     bias = x.new_zeros(()) if by.bias is None else by.bias
     out = torch.addmm(bias, x.flatten(0, -2), by.weight.mT, beta=beta, alpha=alpha)
     return out.reshape(*x.shape[:-1], -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, head: int, classes: int) -> Tensor:
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, head: int, classes: int) -> Tensor:
     """Causal attention in which each class's suffix sees the common prefix and itself."""
     q = q * q.shape[-1] ** -0.5
     (q1, q2), (k1, k2), (v1, v2) = (part.tensor_split([head], dim=-2) for part in (q, k, v))
-    prefix = later_hidden(q1 @ k1.mT).softmax(dim=-1) @ v1
+    prefix = mask_later_tokens(q1 @ k1.mT).softmax(dim=-1) @ v1
     q3, k3, v3 = (torch.unflatten(part, -2, (classes, -1)) for part in (q2, k2, v2))
-    own = later_hidden(q3 @ k3.mT).flatten(-3, -2)
-    on_prefix, on_own = (
-        torch.cat([q2 @ k1.mT, own], dim=-1).softmax(dim=-1).tensor_split([head], dim=-1)
-    )
-    suffix = on_prefix @ v1 + (torch.unflatten(on_own, -2, (classes, -1)) @ v3).flatten(-3, -2)
+    suffix_scores = mask_later_tokens(q3 @ k3.mT).flatten(-3, -2)
+    on_prefix, on_suffix = torch.cat([q2 @ k1.mT, suffix_scores], dim=-1).softmax(dim=-1).tensor_split([head], dim=-1)
+    suffix = on_prefix @ v1 + (torch.unflatten(on_suffix, -2, (classes, -1)) @ v3).flatten(-3, -2)
     return torch.cat([prefix, suffix], dim=-2)
 
 
-def later_hidden(scores: Tensor) -> Tensor:
+def mask_later_tokens(scores: Tensor) -> Tensor:
     """(..., tokens, tokens) scores with minus infinity where a token would look ahead."""
-    ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(ahead, -torch.inf)
+    is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(is_later, -torch.inf)
 
 
 def suffixes(tokens: Sequence[Sequence[int]], end: int, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +199,7 @@ def suffixes(tokens: Sequence[Sequence[int]], end: int, table: Tensor) -> tuple[
     return table[ids], torch.tensor(ends, device=table.device)
 
 
-def in_common(many: Sequence[Sequence[int]]) -> int:
+def count_common_prefix(token_lists: Sequence[Sequence[int]]) -> int:
     """With how many tokens all of them begin."""
-    columns = zip(*many, strict=False)
+    columns = zip(*token_lists, strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

@@ -9,64 +9,68 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedvlm.maths.probe import BEND, BIAS, turned
+from fedvlm.maths.probe import BIAS_RIDGE, CURVATURE_BOUND, lbfgs_direction
 
-MEMORY = 8
-SHORTER, LONGER = 0.25, 2.0  # of the reach, after a step that failed and one that did not
+QUASI_NEWTON_MEMORY = 8
+SHRINK_FACTOR, GROWTH_FACTOR = 0.25, 2.0  # of the reach, after a step that failed and one that did not
 
 
-class Walk(NamedTuple):
+class QuasiNewtonState(NamedTuple):
     point: Tensor  # where the clients are asked next
     base: Tensor  # the best point so far,
-    slope: Tensor  # its slope
+    gradient: Tensor  # its slope
     loss: Tensor  # and its loss, infinite before the first
-    reach: Tensor  # share of a whole step that is taken
+    step_fraction: Tensor  # share of a whole step that is taken
     steps: Tensor  # (MEMORY, ...) between points, zero where there was none
-    turns: Tensor  # (MEMORY, ...) what the slope changed by
+    gradient_changes: Tensor  # (MEMORY, ...) what the slope changed by
 
 
-def begin(point: Tensor) -> Walk:
-    point, none = point.double(), torch.zeros(MEMORY, *point.shape, dtype=torch.float64)
-    one = torch.ones((), dtype=torch.float64)
-    return Walk(point, point, torch.zeros_like(point), one * torch.inf, one, none, none)
+def start_state(point: Tensor) -> QuasiNewtonState:
+    point, none = point.double(), torch.zeros(QUASI_NEWTON_MEMORY, *point.shape, dtype=torch.float64)
+    unit = torch.ones((), dtype=torch.float64)
+    return QuasiNewtonState(point, point, torch.zeros_like(point), unit * torch.inf, unit, none, none)
 
 
-def advance(
-    walk: Walk, loss: Tensor, slope: Tensor, gram: Tensor, anchor: Tensor, ridge: float
-) -> Walk:
+def take_quasi_newton_step(
+    state: QuasiNewtonState, loss: Tensor, gradient: Tensor, gram: Tensor, anchor: Tensor, ridge: float
+) -> QuasiNewtonState:
     """One step, from the mean loss and slope at `walk.point`; `gram` is the mean of x xᵀ, bordered.
 
     A point that is worse than the base is not kept, but what it says of the curvature is.
     """
-    pull = torch.full_like(gram[0], ridge)
-    pull[-1] = BIAS
-    root = _root(BEND * gram.double(), pull)
+    ridge_weights = torch.full_like(gram[0], ridge)
+    ridge_weights[-1] = BIAS_RIDGE
+    root = _root(CURVATURE_BOUND * gram.double(), ridge_weights)
 
     def objective(loss: Tensor, at: Tensor) -> Tensor:
-        return loss + (pull * (at - anchor).square()).sum() / 2
+        return loss + (ridge_weights * (at - anchor).square()).sum() / 2
 
-    step, turn = walk.point - walk.base, slope - walk.slope
-    steps = torch.cat([walk.steps[1:], step[None]])
-    turns = torch.cat([walk.turns[1:], turn[None]])
-    better = objective(loss, walk.point) <= objective(walk.loss, walk.base)
-    base, slope = torch.where(better, walk.point, walk.base), torch.where(better, slope, walk.slope)
-    reach = torch.where(better, (walk.reach * LONGER).clamp(max=1.0), walk.reach * SHORTER)
-    past = [(s, t + pull * s) for s, t in zip(steps, turns, strict=True)]
-    down = slope + pull * (base - anchor)
-    way = turned(down, past, lambda q: torch.cholesky_solve(q.mT, root).mT)
-    point = (base - reach * way).float().double()  # as it is sent
-    return Walk(point, base, slope, torch.where(better, loss, walk.loss), reach, steps, turns)
+    step, gradient_change = state.point - state.base, gradient - state.gradient
+    steps = torch.cat([state.steps[1:], step[None]])
+    gradient_changes = torch.cat([state.gradient_changes[1:], gradient_change[None]])
+    better = objective(loss, state.point) <= objective(state.loss, state.base)
+    base, gradient = torch.where(better, state.point, state.base), torch.where(better, gradient, state.gradient)
+    step_fraction = torch.where(
+        better, (state.step_fraction * GROWTH_FACTOR).clamp(max=1.0), state.step_fraction * SHRINK_FACTOR
+    )
+    history = [(s, t + ridge_weights * s) for s, t in zip(steps, gradient_changes, strict=True)]
+    objective_gradient = gradient + ridge_weights * (base - anchor)
+    direction = lbfgs_direction(objective_gradient, history, lambda q: torch.cholesky_solve(q.mT, root).mT)
+    point = (base - step_fraction * direction).float().double()  # as it is sent
+    return QuasiNewtonState(
+        point, base, gradient, torch.where(better, loss, state.loss), step_fraction, steps, gradient_changes
+    )
 
 
-def _root(bend: Tensor, pull: Tensor) -> Tensor:
+def _root(curvature: Tensor, ridge_weights: Tensor) -> Tensor:
     """Of their sum; of a `bend` that is no sum of squares (a lie, or numbers' medians) without
     what makes it none, so that the step stays one that goes down."""
-    least = 1e-12 * (bend.diagonal() + pull).abs().mean() * torch.eye(len(bend))
+    jitter = 1e-12 * (curvature.diagonal() + ridge_weights).abs().mean() * torch.eye(len(curvature))
     root: Tensor
-    root, failed = torch.linalg.cholesky_ex(bend + pull.diag() + least)
+    root, failed = torch.linalg.cholesky_ex(curvature + ridge_weights.diag() + jitter)
     if int(failed):
-        values, vectors = torch.linalg.eigh((bend + bend.mT) / 2)
-        bend = (vectors * values.clamp(min=0)) @ vectors.mT
-        least = 1e-12 * (bend.diagonal() + pull).mean() * torch.eye(len(bend))
-        root = torch.linalg.cholesky((bend + bend.mT) / 2 + pull.diag() + least)
+        values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
+        curvature = (vectors * values.clamp(min=0)) @ vectors.mT
+        jitter = 1e-12 * (curvature.diagonal() + ridge_weights).mean() * torch.eye(len(curvature))
+        root = torch.linalg.cholesky((curvature + curvature.mT) / 2 + ridge_weights.diag() + jitter)
     return root

@@ -41,19 +41,19 @@ def shape_of(weights: Weights) -> Shape:
     """Raises KeyError on a name that is missing, and ValueError on a tower of another kind."""
     blocks = []
     for stage in STAGES:
-        own = {key.split(".")[1] for key in weights if key.startswith(f"layer{stage}.")}
-        if own != {str(number) for number in range(len(own))} or not own:
-            raise KeyError(f"layer{stage}.{len(own)}.conv1.weight")
-        blocks.append(len(own))
+        block_numbers = {key.split(".")[1] for key in weights if key.startswith(f"layer{stage}.")}
+        if block_numbers != {str(number) for number in range(len(block_numbers))} or not block_numbers:
+            raise KeyError(f"layer{stage}.{len(block_numbers)}.conv1.weight")
+        blocks.append(len(block_numbers))
     places = weights["attnpool.positional_embedding"].shape[0] - 1
     edge = round(places**0.5)
     width = weights["layer1.0.conv1.weight"].shape[0]
-    found = Shape(tuple(blocks), width, edge, weights["attnpool.c_proj.weight"].shape[0])
-    if edge**2 != places or weights["attnpool.q_proj.weight"].shape[0] != found.channels:
+    shape = Shape(tuple(blocks), width, edge, weights["attnpool.c_proj.weight"].shape[0])
+    if edge**2 != places or weights["attnpool.q_proj.weight"].shape[0] != shape.channels:
         raise ValueError(f"its attention pool has {places} places and does not fit width {width}")
-    if found.channels % HEAD:
+    if shape.channels % HEAD:
         raise ValueError(f"its width {width} does not divide into heads of {HEAD} numbers")
-    return found
+    return shape
 
 
 def embed(weights: Weights, shape: Shape, pixels: Tensor, patches: bool) -> Tensor:
@@ -69,9 +69,7 @@ def embed(weights: Weights, shape: Shape, pixels: Tensor, patches: bool) -> Tens
     return _attention(weights, x.flatten(2).mT, shape.channels // HEAD, patches)
 
 
-def _normed(
-    weights: Weights, x: Tensor, conv: str, norm: str, stride: int = 1, padding: int = 0
-) -> Tensor:
+def _normed(weights: Weights, x: Tensor, conv: str, norm: str, stride: int = 1, padding: int = 0) -> Tensor:
     """A convolution and the batch norm behind it, by the statistics it was trained with."""
     x = conv2d(x, weights[f"{conv}.weight"], None, stride, padding)
     means, spread = weights[f"{norm}.running_mean"], weights[f"{norm}.running_var"]
@@ -101,9 +99,6 @@ def _attention(weights: Weights, places: Tensor, heads: int, patches: bool) -> T
     tokens = torch.cat([places.mean(1, keepdim=True), places], dim=1)
     tokens = tokens + weights["attnpool.positional_embedding"]
     asking = tokens if patches else tokens[:, :1]
-    q, k, v = (
-        split(project(x, part))
-        for x, part in ((asking, "q_proj"), (tokens, "k_proj"), (tokens, "v_proj"))
-    )
-    seen = (q * HEAD**-0.5 @ k.mT).softmax(dim=-1) @ v
-    return project(seen.transpose(-2, -3).flatten(-2), "c_proj")
+    q, k, v = (split(project(x, part)) for x, part in ((asking, "q_proj"), (tokens, "k_proj"), (tokens, "v_proj")))
+    attended = (q * HEAD**-0.5 @ k.mT).softmax(dim=-1) @ v
+    return project(attended.transpose(-2, -3).flatten(-2), "c_proj")

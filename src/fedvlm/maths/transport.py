@@ -19,21 +19,21 @@ from torch.nn.functional import threshold
 
 from fedvlm.errors import SettingsError
 
-Kind = Literal["unbalanced", "classical", "averaging"]
-SPAN = 60.0  # e to this power is far from the largest float32
-WIDE = 0.2  # λ that is reached in a few steps from anywhere
-WARM, LAST = 2, 6  # steps for each larger λ on the way, and for the last
-NEAR = 6  # more steps where γ is above 0.9, and nearly every patch has to give all it has
-RIDGE = 1e-6  # of what a prompt takes: keeps the system regular where every patch gives all it has
-AT_ONCE = 300_000  # numbers: small enough for a core's cache, large enough for calls to be cheap
+TransportKind = Literal["unbalanced", "classical", "averaging"]
+MAX_EXPONENT = 60.0  # e to this power is far from the largest float32
+WARM_START_REG = 0.2  # λ that is reached in a few steps from anywhere
+WARM_STEPS, LAST_STEPS = 2, 6  # steps for each larger λ on the way, and for the last
+EXTRA_STEPS = 6  # more steps where γ is above 0.9, and nearly every patch has to give all it has
+NEWTON_RIDGE = 1e-6  # of what a prompt takes: keeps the system regular where every patch gives all it has
+NUMBERS_PER_CHUNK = 300_000  # numbers: small enough for a core's cache, large enough for calls to be cheap
 
 
-def plan(
+def transport_plan(
     similarity: Tensor,
-    kind: Kind,
+    kind: TransportKind,
     gamma: float = 1.0,
     entropy_reg: float = 0.1,
-    steps: int = LAST,
+    steps: int = LAST_STEPS,
 ) -> Tensor:
     """(..., prompts, patches) cosines -> the plan T of the same shape, at least in float32.
 
@@ -42,30 +42,23 @@ def plan(
     more.
     """
     similarity = similarity.to(torch.promote_types(similarity.dtype, torch.float32))
-    *many, prompts, patches = similarity.shape
+    *batch_shape, prompts, patches = similarity.shape
     if kind == "averaging":
         return torch.full_like(similarity, 1 / (prompts * patches))
     check_plan(gamma, entropy_reg)
     exact = kind == "classical" or gamma == 1  # where all mass is taken every patch gives all
     problems = similarity.reshape(-1, prompts, patches)
-    size = max(1, AT_ONCE // (prompts * patches))
-    found = [
-        _solve(some, 1 if exact else gamma, entropy_reg, exact, steps)
-        for some in torch.split(problems, size)
-    ]
-    return torch.cat(found).reshape(*many, prompts, patches)
+    size = max(1, NUMBERS_PER_CHUNK // (prompts * patches))
+    plans = [_solve(chunk, 1 if exact else gamma, entropy_reg, exact, steps) for chunk in torch.split(problems, size)]
+    return torch.cat(plans).reshape(*batch_shape, prompts, patches)
 
 
 def check_plan(gamma: float, entropy_reg: float) -> None:
     """Refuses what is no transport problem."""
     if not 0 < gamma <= 1:
-        raise SettingsError(
-            f"gamma = {gamma} is outside (0, 1]; it is the share of an image that prompts take"
-        )
+        raise SettingsError(f"gamma = {gamma} is outside (0, 1]; it is the share of an image that prompts take")
     if not 0 < entropy_reg < float("inf"):
-        raise SettingsError(
-            f"entropy_reg = {entropy_reg} of the entropy is not above 0; the paper's λ is 0.1"
-        )
+        raise SettingsError(f"entropy_reg = {entropy_reg} of the entropy is not above 0; the paper's λ is 0.1")
 
 
 def _solve(similarity: Tensor, gamma: float, entropy_reg: float, exact: bool, steps: int) -> Tensor:
@@ -76,59 +69,59 @@ def _solve(similarity: Tensor, gamma: float, entropy_reg: float, exact: bool, st
     # A constant added to a prompt's row changes g and not T; with 0 as the largest no e overflows.
     cost = cost - cost.amax(dim=-1, keepdim=True)
     levels = [entropy_reg]
-    while levels[-1] < WIDE:
+    while levels[-1] < WARM_START_REG:
         levels.append(2 * levels[-1])
     kernel = (cost / levels[-1]).exp()
     g = (target / kernel.sum(dim=-1, keepdim=True)).log()
     for level in reversed(levels):
         # Cosines differ by 2 at most, and so does λg: below SPAN no e^g or e^(c/λ) overflows.
-        plain = 2 / level < SPAN
+        plain = 2 / level < MAX_EXPONENT
         if level < levels[-1]:
             kernel = kernel.square() if plain else cost / level
             # λg is carried on; where e^g is the larger part of it, without what γ has in it.
             g = 2 * g - (log(gamma / prompts) if plain else 0)
-        cold = len(levels) == 1  # no larger λ came before
-        last = steps + cold + (not plain) + (NEAR if gamma > 0.9 and not exact else 0)
-        count = WARM if level > entropy_reg else last
+        is_cold_start = len(levels) == 1  # no larger λ came before
+        last = steps + is_cold_start + (not plain) + (EXTRA_STEPS if gamma > 0.9 and not exact else 0)
+        count = WARM_STEPS if level > entropy_reg else last
         two = kernel.unbind(-2) if plain and prompts == 2 else ()
         product = two[0] * two[1] if two else kernel
         for _ in range(count):
             if two:
                 step = _newton_of_two(two[0], two[1], product, g, target, exact)
             else:
-                step = _newton(*_taken(kernel, g, exact, plain), target, exact)
+                step = _newton(*_transported_mass(kernel, g, exact, plain), target, exact)
             g = g + step.sign() * step.abs().log1p()  # shortened, since e^g is far from straight
-    taken, _ = _taken(kernel, g, exact, plain)
-    return taken * (target / taken.sum(dim=-1, keepdim=True) / patches)
+    transported, _ = _transported_mass(kernel, g, exact, plain)
+    return transported * (target / transported.sum(dim=-1, keepdim=True) / patches)
 
 
-def _taken(kernel: Tensor, g: Tensor, exact: bool, plain: bool) -> tuple[Tensor, Tensor]:
+def _transported_mass(kernel: Tensor, g: Tensor, exact: bool, plain: bool) -> tuple[Tensor, Tensor]:
     """What each prompt takes of every patch in units of α, and s: 1 or more where it is all."""
     if plain:
         wish = kernel * g.exp()
     else:
         raised = kernel + g
-        most = raised.amax(dim=-2, keepdim=True)
+        largest = raised.amax(dim=-2, keepdim=True)
         # Dividing all wishes by e^most changes nothing where they exceed 1 and are cut anyway.
-        wish = (raised - (most if exact else most.clamp(min=0))).exp()
+        wish = (raised - (largest if exact else largest.clamp(min=0))).exp()
     total = wish.sum(dim=-2, keepdim=True)
     return wish / (total if exact else total.clamp(min=1)), total
 
 
-def _newton(taken: Tensor, total: Tensor, target: float, exact: bool) -> Tensor:
+def _newton(transported: Tensor, total: Tensor, target: float, exact: bool) -> Tensor:
     """(problems, prompts, 1): what to add to g.
 
     The system is a Laplacian: prompts compete for patches that give all they have (`shared`), and
     gain from those that do not (`free`).
     """
-    held = taken if exact else taken * (total >= 1)
-    whole = taken.sum(dim=-1, keepdim=True)
-    lack = target - whole
-    free = whole - held.sum(dim=-1, keepdim=True) + RIDGE * target
-    if taken.shape[-2] == 2:
-        shared = (held[:, :1] * taken[:, 1:]).sum(dim=-1, keepdim=True)
-        return _solved(free, shared, lack)
-    shared = held @ taken.mT
+    held = transported if exact else transported * (total >= 1)
+    row_mass = transported.sum(dim=-1, keepdim=True)
+    lack = target - row_mass
+    free = row_mass - held.sum(dim=-1, keepdim=True) + NEWTON_RIDGE * target
+    if transported.shape[-2] == 2:
+        shared = (held[:, :1] * transported[:, 1:]).sum(dim=-1, keepdim=True)
+        return _solve_two(free, shared, lack)
+    shared = held @ transported.mT
     between = shared - torch.diag_embed(shared.diagonal(dim1=-2, dim2=-1))
     system = torch.diag_embed(between.sum(dim=-1) + free[..., 0]) - between
     step: Tensor = torch.linalg.solve(system, lack)
@@ -136,23 +129,23 @@ def _newton(taken: Tensor, total: Tensor, target: float, exact: bool) -> Tensor:
 
 
 def _newton_of_two(
-    one: Tensor, other: Tensor, product: Tensor, g: Tensor, target: float, exact: bool
+    first_kernel: Tensor, second_kernel: Tensor, product: Tensor, g: Tensor, target: float, exact: bool
 ) -> Tensor:
     """`_newton` of the plain kernels of two prompts and their product, in few passes."""
     wish = -g.exp()  # all below 0, so that one `threshold` tells patches that give all they have
-    total = torch.addcmul(one * wish[:, 0], other, wish[:, 1])
+    total = torch.addcmul(first_kernel * wish[:, 0], second_kernel, wish[:, 1])
     part = (total if exact else total.clamp(max=-1)).reciprocal_()  # -1: a wish is granted
     held = part if exact else threshold(part, -1.0, 0.0)
     dot = torch.linalg.vecdot
-    whole = torch.stack([dot(one, part), dot(other, part)], -1)[..., None] * wish
-    free = torch.full_like(whole, RIDGE * target)
+    row_mass = torch.stack([dot(first_kernel, part), dot(second_kernel, part)], -1)[..., None] * wish
+    free = torch.full_like(row_mass, NEWTON_RIDGE * target)
     if not exact:
-        free += whole - torch.stack([dot(one, held), dot(other, held)], -1)[..., None] * wish
+        free += row_mass - torch.stack([dot(first_kernel, held), dot(second_kernel, held)], -1)[..., None] * wish
     shared = dot(product, held.square())[:, None, None] * wish.prod(dim=-2, keepdim=True)
-    return _solved(free, shared, target - whole)
+    return _solve_two(free, shared, target - row_mass)
 
 
-def _solved(free: Tensor, shared: Tensor, lack: Tensor) -> Tensor:
+def _solve_two(free: Tensor, shared: Tensor, lack: Tensor) -> Tensor:
     """The step of two prompts."""
     determinant = free.prod(dim=-2, keepdim=True) + shared * free.sum(dim=-2, keepdim=True)
     step: Tensor = (free.flip(-2) * lack + shared * lack.sum(dim=-2, keepdim=True)) / determinant

@@ -14,10 +14,10 @@ from torch import Tensor
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Client, Frozen, Tensors, TextTower
 from fedvlm.errors import SettingsError
-from fedvlm.tensors import full
+from fedvlm.tensors import to_float32
 
-AT_ONCE = 1 << 19  # numbers in a layer of the tower; the backward pass keeps a few hundred as many
-USUAL = 16  # vectors of a prompt in most papers
+NUMBERS_PER_CHUNK = 1 << 19  # numbers in a layer of the tower; the backward pass keeps a few hundred as many
+DEFAULT_N_CTX = 16  # vectors of a prompt in most papers
 Start = Literal["random", "template"]
 
 
@@ -39,20 +39,20 @@ def tower_of(frozen: Frozen) -> TextTower:
     return frozen.text_tower
 
 
-def length(method: Prompted, frozen: Frozen, usual: int = USUAL) -> int:
+def prompt_length(method: Prompted, frozen: Frozen, default: int = DEFAULT_N_CTX) -> int:
     """The vectors of a prompt; what does not fit the tower or the template is refused."""
     tower = tower_of(frozen)
     vectors, words = method.n_ctx, len(tower.prefix)
     if method.ctx_init == "template":
         if vectors not in (None, words) or not words:
-            asked = "" if vectors is None else f" and n_ctx = {vectors}"
+            detail = "" if vectors is None else f" and n_ctx = {vectors}"
             raise SettingsError(
-                f"ctx_init = 'template'{asked}, but the template {tower.template!r} has {words} "
+                f"ctx_init = 'template'{detail}, but the template {tower.template!r} has {words} "
                 "tokens before the class; leave n_ctx out, or set ctx_init = 'random'"
             )
         vectors = words
     elif vectors is None:
-        vectors = usual
+        vectors = default
     if vectors < 1:
         raise SettingsError(f"n_ctx = {vectors}; a prompt has 1 or more")
     if vectors > tower.room:
@@ -66,11 +66,9 @@ def length(method: Prompted, frozen: Frozen, usual: int = USUAL) -> int:
     return vectors
 
 
-def first_prompt(
-    method: Prompted, frozen: Frozen, purpose: str = "prompt", usual: int = USUAL
-) -> Tensor:
+def initial_prompt(method: Prompted, frozen: Frozen, purpose: str = "prompt", default: int = DEFAULT_N_CTX) -> Tensor:
     """(vectors, width) drawn from N(0, 0.02²), or the template's words before the class."""
-    vectors, tower = length(method, frozen, usual), tower_of(frozen)
+    vectors, tower = prompt_length(method, frozen, default), tower_of(frozen)
     if method.ctx_init == "template":
         return tower.prefix.detach().clone()
     return 0.02 * torch.randn(vectors, tower.width, generator=seeds.generator(purpose, frozen.seed))
@@ -81,44 +79,47 @@ def class_features(frozen: Frozen, prompt: Tensor) -> Tensor:
     return tower_of(frozen)(prompt)
 
 
-def features_of_both(frozen: Frozen, one: Tensor, other: Tensor) -> Tensor:
+def features_of_pair(frozen: Frozen, first: Tensor, second: Tensor) -> Tensor:
     """(..., 2, classes, dim): of two prompts of one length, at once where both are in training."""
-    if one.requires_grad and other.requires_grad:
-        return class_features(frozen, torch.stack([one, other], dim=-3))
-    return torch.stack([class_features(frozen, one), class_features(frozen, other)], dim=-3)
+    if first.requires_grad and second.requires_grad:
+        return class_features(frozen, torch.stack([first, second], dim=-3))
+    return torch.stack([class_features(frozen, first), class_features(frozen, second)], dim=-3)
 
 
-def sgd_together(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def sgd_stacked(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
     """update_many: `parts.sgd` of stacked clients, for a `loss` that sums over a leading axis."""
     tower = frozen.text_tower
     assert tower is not None  # promised by `needs`
     tokens = 1 + tower.room + tower.suffixes[..., 0].numel()
-    size = max(1, AT_ONCE // (2 * tokens * tower.width))
+    size = max(1, NUMBERS_PER_CHUNK // (2 * tokens * tower.width))
     count = clients.order.shape[0]
     done = []
     for first in range(0, count, size):
-        some = slice(first, first + size)
+        chunk = slice(first, first + size)
         done.append(
-            parts.descend(
+            parts.train_minibatches(
                 self,
                 frozen,
-                {key: value[some] for key, value in sent.items()},
-                {key: value[some] for key, value in local.items()},
-                Client(*(getattr(clients, part.name)[some] for part in fields(Client))),
-                parts.each(parts.sgd_step(self)),
+                {key: value[chunk] for key, value in sent.items()},
+                {key: value[chunk] for key, value in local.items()},
+                Client(*(getattr(clients, part.name)[chunk] for part in fields(Client))),
+                parts.per_tensor(parts.sgd_step(self)),
                 eager=True,
                 batches=_minibatches,
             )
         )
-    joined = ({key: torch.cat([one[i][key] for one in done]) for key in done[0][i]} for i in (0, 1))
+    joined = ({key: torch.cat([result[i][key] for result in done]) for key in done[0][i]} for i in (0, 1))
     return next(joined), next(joined)
 
 
 def _minibatches(clients: Client, step: int) -> Batch:
     rows = clients.order[:, step]
-    who = torch.arange(len(rows))[:, None]
-    taken = rows.clamp(min=0)
-    others = clients.reference[:, :0]
-    return Batch(full(clients.x[who, taken]), clients.y[who, taken].clamp(min=0), rows >= 0, others)
+    client_indices = torch.arange(len(rows))[:, None]
+    sample_indices = rows.clamp(min=0)
+    reference = clients.reference[:, :0]
+    return Batch(
+        to_float32(clients.x[client_indices, sample_indices]),
+        clients.y[client_indices, sample_indices].clamp(min=0),
+        rows >= 0,
+        reference,
+    )

@@ -8,11 +8,11 @@ from torch import Tensor
 from fedvlm.core import Frozen, Tensors
 from fedvlm.maths import calibration, prototypes
 from fedvlm.maths.accounting import spent
-from fedvlm.methods._texts import prompts
+from fedvlm.methods._texts import class_texts
 
 
 def noise(self: Any, frozen: Frozen) -> int:
-    return prototypes.numbers(len(frozen.classes), frozen.dim) if self.noise_multiplier else 0
+    return prototypes.count_noise_values(len(frozen.classes), frozen.dim) if self.noise_multiplier else 0
 
 
 def covers(self: Any, upload: Tensors) -> Tensor:
@@ -23,18 +23,18 @@ def covers(self: Any, upload: Tensors) -> Tensor:
 
 def means(self: Any, upload: Tensors) -> Tensor | None:
     """(classes, dim) what the upload says of the class means."""
-    return prototypes.means(upload, self.max_samples) if "sums" in upload else None
+    return prototypes.class_means(upload, self.max_samples) if "sums" in upload else None
 
 
 def describe(self: Any, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
     names = ("visual temperature", "text temperature")
-    heats = dict(zip(names, local.get("heat", torch.zeros(0)).exp().tolist(), strict=False))
-    return heats | spent(self.noise_multiplier, self.rounds, self.delta)
+    temperatures = dict(zip(names, local.get("heat", torch.zeros(0)).exp().tolist(), strict=False))
+    return temperatures | spent(self.noise_multiplier, self.rounds, self.delta)
 
 
 def first_head(self: Any, frozen: Frozen, shared: Tensors) -> Tensor:
     """(classes, dim): what a head over scaled cosines can start from."""
     if not self.visual:
-        return prompts(frozen, shared)
+        return class_texts(frozen, shared)
     rule = shared["weight"], shared["bias"], shared["means"], shared["counts"] > 0
-    return calibration.without_bias(*rule) / frozen.scale
+    return calibration.fold_bias(*rule) / frozen.scale

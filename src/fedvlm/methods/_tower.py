@@ -11,13 +11,13 @@ def tower_of(frozen: Frozen) -> ImageTower:
     return frozen.image_tower
 
 
-def by_text(frozen: Frozen, features: Tensor) -> Tensor:
+def text_logits(frozen: Frozen, features: Tensor) -> Tensor:
     """(rows, classes) logits of image features against the frozen class texts."""
     assert frozen.text is not None  # promised by `needs`
     return frozen.scale * normalize(features, dim=-1) @ frozen.text.mT
 
 
-def sizes(frozen: Frozen, trained: int) -> dict[str, float]:
+def count_parameters(frozen: Frozen, trained: int) -> dict[str, float]:
     """What a table says of the size of a fine-tuning."""
-    whole = sum(value.numel() for value in tower_of(frozen).weights.values())
-    return {"trained parameters": trained, "share of the tower": trained / whole}
+    tower_size = sum(value.numel() for value in tower_of(frozen).weights.values())
+    return {"trained parameters": trained, "share of the tower": trained / tower_size}

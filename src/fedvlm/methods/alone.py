@@ -28,11 +28,11 @@ class Alone:
         }
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        ridges, path, there = own_path(frozen, client)
-        best = probe.chosen(path, ridges, client.held_x, client.held_y)
-        bias = torch.where(there, path.heads.bias, gaussian.NEVER)
-        found = {"weight": path.heads.weight, "bias": bias, "ridge": ridges, "slope": path.slope}
-        return {key: value[best].float() for key, value in found.items()}
+        ridges, path, has_samples = fit_local_path(frozen, client)
+        best = probe.select_ridge(path, ridges, client.val_x, client.val_y)
+        bias = torch.where(has_samples, path.heads.bias, gaussian.ABSENT_CLASS_LOGIT)
+        fitted = {"weight": path.heads.weight, "bias": bias, "ridge": ridges, "slope": path.max_gradient}
+        return {key: value[best].float() for key, value in fitted.items()}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return x @ local["weight"].mT + local["bias"]
@@ -42,13 +42,13 @@ class Alone:
 
     name = "alone"
     traits = Traits(needs=frozenset({"image"}))
-    send, update, aggregate = parts.everything, parts.idle, parts.mean
+    send, update, aggregate = parts.send_all, parts.no_update, parts.mean
 
 
-def own_path(frozen: Frozen, client: Client) -> tuple[Tensor, probe.Path, Tensor]:
+def fit_local_path(frozen: Frozen, client: Client) -> tuple[Tensor, probe.RidgePath, Tensor]:
     """The ridges, a head for each from the client's rows alone, and which classes it has."""
     classes = len(frozen.classes)
     ridges = torch.tensor(probe.RIDGES, dtype=torch.float64)
     nothing = probe.Head(torch.zeros(classes, frozen.dim), torch.zeros(classes))
-    there = gaussian.members(client.y, classes).sum(0) > 0
-    return ridges, probe.fit(client.x, client.y, ridges, nothing, there), there
+    has_samples = gaussian.class_membership(client.y, classes).sum(0) > 0
+    return ridges, probe.fit_ridge_path(client.x, client.y, ridges, nothing, has_samples), has_samples

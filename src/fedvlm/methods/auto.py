@@ -17,39 +17,35 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import Range, check_ranges, within
+from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core.schema import Range, check_ranges, ranged_field
 from fedvlm.maths import blend, gaussian, probe, quasi
 from fedvlm.methods import _probe
 
-SHARES = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part, in the mix
-FIRST, LAST = 1e-1, 1e-6  # ridges of the path
-SCARCE = 0.05  # rows that a class counts as having more than it has
-OPEN = -0.7  # log weight of the class frequencies, before validation rows have a say
+MIX_WEIGHTS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part, in the mix
+FIRST_RIDGE, LAST_RIDGE = 1e-1, 1e-6  # ridges of the path
+PSEUDO_COUNT = 0.05  # rows that a class counts as having more than it has
+FREQUENCY_LOG_WEIGHT = -0.7  # log weight of the class frequencies, before validation rows have a say
 
 
 @register
 @dataclass(frozen=True)
 class Auto:
-    min_class_samples: int = (
-        SMALLEST  # rows a class must have at a client for its statistics to be uploaded
-    )
+    min_class_samples: int = MIN_CLASS_SAMPLES  # rows a class must have at a client for its statistics to be uploaded
     # the first also asks for statistics, the last only for the shared mix
-    rounds: int = within(16, Range(2))
+    rounds: int = ranged_field(16, Range(2))
 
     def __post_init__(self) -> None:
         check_ranges("auto", self)
 
     @property
     def traits(self) -> Traits:
-        return Traits(
-            needs=frozenset({"image"}), sums="total", min_class_samples=self.min_class_samples
-        )
+        return Traits(needs=frozenset({"image"}), upload_sum="total", min_class_samples=self.min_class_samples)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        anchor = _probe.anchor_of(frozen)
+        anchor = _probe.zero_shot_head(frozen)
         classes, dim = len(frozen.classes), frozen.dim
-        shared = _probe.keep(quasi.begin(anchor)) | {
+        shared = _probe.state_to_tensors(quasi.start_state(anchor)) | {
             "walk anchor": anchor,
             "walk round": torch.zeros((), dtype=torch.int64),
             "walk mean": torch.zeros_like(anchor, dtype=torch.float64),  # of the path so far
@@ -71,25 +67,21 @@ class Auto:
         out = {key: shared[key] for key in ("weight", "bias", *keys)}
         return out | ({"begun": torch.ones(())} if done else {})
 
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]:
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         if "gauss weight" in sent:
-            return {"judged": self.judge(frozen, sent, client)}, local
-        upload = _probe.answer(sent, client, self.min_class_samples)
+            return {"judged": self.score_mixes(frozen, sent, client)}, local
+        upload = _probe.local_statistics(sent, client, self.min_class_samples)
         return upload if "begun" in sent else upload | self.statistics(frozen, client), local
 
     def statistics(self, frozen: Frozen, client: Client) -> Tensors:
         """TOFA's sums over rows; rows of classes with too few are one nameless group, if enough."""
         classes = len(frozen.classes)
-        few = gaussian.members(client.y, classes).sum(0) < self.min_class_samples
-        rest = few[client.y.clamp(min=0)] & (client.y >= 0)
-        enough = rest.sum() >= self.min_class_samples
-        y = torch.where(rest, torch.where(enough, classes, -1), client.y)
-        counts, sums, _ = gaussian.raw(
-            torch.where((y >= 0)[:, None], client.x, 0.0), y, classes + 1
-        )
-        gram = _probe.second(replace(client, y=y), 1)
+        is_small = gaussian.class_membership(client.y, classes).sum(0) < self.min_class_samples
+        rest = is_small[client.y.clamp(min=0)] & (client.y >= 0)
+        has_enough = rest.sum() >= self.min_class_samples
+        y = torch.where(rest, torch.where(has_enough, classes, -1), client.y)
+        counts, sums, _ = gaussian.class_sums(torch.where((y >= 0)[:, None], client.x, 0.0), y, classes + 1)
+        gram = _probe.packed_gram(replace(client, y=y), 1)
         return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
 
     def covers(self, upload: Tensors) -> Tensor:
@@ -105,84 +97,80 @@ class Auto:
         means: Tensor = (upload["sums"] / upload["counts"].clamp(min=1)[:, None])[:-1]
         return means
 
-    def judge(self, frozen: Frozen, sent: Tensors, client: Client) -> Tensor:
+    def score_mixes(self, frozen: Frozen, sent: Tensors, client: Client) -> Tensor:
         """Validation loss at every mix of the shared parts."""
-        x, y = client.held_x, client.held_y
+        x, y = client.val_x, client.val_y
         logits = torch.stack([head.logits(x) for head in shared_parts(frozen, sent)])
-        found = []
-        for share in torch.split(mixes(len(logits)), len(SHARES)):  # all at once would be large
-            found.append(probe.losses(torch.einsum("mj,jnk->mnk", share.to(logits), logits), y))
-        return torch.where((client.y >= 0).sum() >= self.min_class_samples, torch.cat(found), 0.0)
+        losses = []
+        for mix_weights in torch.split(mix_grid(len(logits)), len(MIX_WEIGHTS)):  # all at once would be large
+            losses.append(probe.summed_cross_entropy(torch.einsum("mj,jnk->mnk", mix_weights.to(logits), logits), y))
+        return torch.where((client.y >= 0).sum() >= self.min_class_samples, torch.cat(losses), 0.0)
 
-    def aggregate(
-        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
-    ) -> Tensors:
-        total = _probe.summed(uploads)
+    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
+        total = _probe.sum_uploads(uploads)
         done = shared["walk round"] + 1
         if "judged" in total:
-            return {**shared, **self.mixed(shared, total["judged"]), "walk round": done}
-        out = {**shared, **self.followed(shared, total["counted"][2]), "walk round": done}
+            return {**shared, **self.mix_shared(shared, total["judged"]), "walk round": done}
+        out = {**shared, **self.average_path(shared, total["counted"][2]), "walk round": done}
         if "counts" in total:
             out |= self.gaussians(total)
-        ridge = FIRST * (LAST / FIRST) ** ((int(done) - 1) / max(self.rounds - 2, 1))
-        out |= _probe.step(out, total, out["walk gram"], shared["walk anchor"], ridge)
+        ridge = FIRST_RIDGE * (LAST_RIDGE / FIRST_RIDGE) ** ((int(done) - 1) / max(self.rounds - 2, 1))
+        out |= _probe.take_server_step(out, total, out["walk gram"], shared["walk anchor"], ridge)
         if int(done) == self.rounds - 1:
-            out |= _probe.head(out["walk mean"])
+            out |= _probe.head_tensors(out["walk mean"])
         return out
 
-    def followed(self, shared: Tensors, loss: Tensor) -> Tensors:
+    def average_path(self, shared: Tensors, loss: Tensor) -> Tensors:
         """The mean of the path's points, each weighing as validation rows are likely at it."""
-        least = torch.minimum(shared["walk least"], loss)
-        before = shared["walk mass"] * (least - shared["walk least"]).exp()
-        now = (least - loss).exp()
+        best_loss = torch.minimum(shared["walk least"], loss)
+        before = shared["walk mass"] * (best_loss - shared["walk least"]).exp()
+        now = (best_loss - loss).exp()
         mean = before * shared["walk mean"] + now * shared["walk point"]
         mean = mean / (before + now)
-        return {"walk mean": mean, "walk least": least, "walk mass": before + now}
+        return {"walk mean": mean, "walk least": best_loss, "walk mass": before + now}
 
     def gaussians(self, total: Tensors) -> Tensors:
-        known = moments(total)
-        rule = gaussian.discriminant(known, gaussian.ridge(known, 1.0))
+        class_moments = moments(total)
+        rule = gaussian.fit_discriminant(class_moments, gaussian.ridge(class_moments, 1.0))
         out = {"gauss weight": rule.weight, "gauss bias": rule.bias, "walk gram": total["gram"]}
         return {key: value.float() for key, value in out.items()}
 
-    def mixed(self, shared: Tensors, loss: Tensor) -> Tensors:
+    def mix_shared(self, shared: Tensors, loss: Tensor) -> Tensors:
         """The mix of shared parts: of all that were judged, by their likelihood."""
-        anchor = probe.split(shared["walk anchor"])
-        parts = (
-            three_parts(shared) if len(loss) == len(SHARES) ** 2 else three_parts(shared, anchor)
-        )
-        share = ((loss.min() - loss).exp()[:, None] * mixes(len(parts))).sum(0)
-        share = share / (loss.min() - loss).exp().sum()
+        anchor = probe.split_head(shared["walk anchor"])
+        parts = shared_heads(shared) if len(loss) == len(MIX_WEIGHTS) ** 2 else shared_heads(shared, anchor)
+        mix_weights = ((loss.min() - loss).exp()[:, None] * mix_grid(len(parts))).sum(0)
+        mix_weights = mix_weights / (loss.min() - loss).exp().sum()
         joined = torch.stack([part.joined() for part in parts]).double()
-        return _probe.head((share[:, None, None] * joined).sum(0))
+        return _probe.head_tensors((mix_weights[:, None, None] * joined).sum(0))
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         parts = self.candidates(frozen, sent, client)
-        logits = torch.stack([part.logits(client.held_x.double()) for part in parts])
-        shares = self.weigh(logits, client.held_y)
+        logits = torch.stack([part.logits(client.val_x.double()) for part in parts])
+        weights = self.fit_weights(logits, client.val_y)
         joined = torch.stack([part.joined() for part in parts])
-        found = probe.split((shares[:, None, None] * joined).sum(0))
+        head = probe.split_head((weights[:, None, None] * joined).sum(0))
         return {
-            "weight change": (found.weight - sent["weight"].double()).float(),
-            "bias change": (found.bias - sent["bias"].double()).float(),
-            "shares": shares.float(),
+            "weight change": (head.weight - sent["weight"].double()).float(),
+            "bias change": (head.bias - sent["bias"].double()).float(),
+            "shares": weights.float(),
         }
 
     def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[probe.Head]:
         """What a client mixes: classifiers, and last how often it has each class."""
         shared = probe.Head(sent["weight"].double(), sent["bias"].double())
         ridges = torch.tensor(probe.RIDGES, dtype=torch.float64)
-        every = torch.ones(len(frozen.classes), dtype=torch.bool)
-        own = averaged(probe.fit(client.x, client.y, ridges, shared, every).heads, client)
-        counts = gaussian.members(client.y, len(frozen.classes)).sum(0)
-        often = probe.Head(torch.zeros_like(shared.weight), (counts + SCARCE).log())
-        return [shared, own, often]
+        all_classes = torch.ones(len(frozen.classes), dtype=torch.bool)
+        local_head = average_heads(probe.fit_ridge_path(client.x, client.y, ridges, shared, all_classes).heads, client)
+        counts = gaussian.class_membership(client.y, len(frozen.classes)).sum(0)
+        frequencies = probe.Head(torch.zeros_like(shared.weight), (counts + PSEUDO_COUNT).log())
+        return [shared, local_head, frequencies]
 
-    def weigh(self, logits: Tensor, y: Tensor) -> Tensor:
+    def fit_weights(self, logits: Tensor, y: Tensor) -> Tensor:
         """(parts,) what each weighs: from equal classifiers at their own temperatures on."""
-        heats = torch.stack([blend.heat(one, y) for one in logits[:-1]])
-        start = torch.cat([heats - math.log(len(heats)), heats.new_full((1,), OPEN)])
-        return blend.blend(logits, y, start).exp()
+        log_scales = torch.stack([blend.fit_log_scale(classifier_logits, y) for classifier_logits in logits[:-1]])
+        start = torch.cat([log_scales - math.log(len(log_scales)), log_scales.new_full((1,), FREQUENCY_LOG_WEIGHT)])
+        return blend.fit_log_weights(logits, y, start).exp()
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         weight = sent["weight"] + local["weight change"]
@@ -198,34 +186,34 @@ class Auto:
 def moments(total: Tensors) -> gaussian.Moments:
     """Of the classes by name, from the sums of all clients."""
     dim = total["sums"].shape[1]
-    second = gaussian.definite(gaussian.unpack(total["gram"], dim + 1))[:-1, :-1]
-    known = gaussian.centred(total["counts"], total["sums"], second)
-    return gaussian.Moments(known.counts[:-1], known.means[:-1], known.scatter)
+    second = gaussian.nearest_semidefinite(gaussian.unpack(total["gram"], dim + 1))[:-1, :-1]
+    class_moments = gaussian.moments_from_sums(total["counts"], total["sums"], second)
+    return gaussian.Moments(class_moments.counts[:-1], class_moments.means[:-1], class_moments.scatter)
 
 
-def mixes(parts: int) -> Tensor:
+def mix_grid(parts: int) -> Tensor:
     """(mixes, parts) every choice of a share for each part."""
-    return torch.tensor(list(product(SHARES, repeat=parts)), dtype=torch.float64)
+    return torch.tensor(list(product(MIX_WEIGHTS, repeat=parts)), dtype=torch.float64)
 
 
 def shared_parts(frozen: Frozen, sent: Tensors) -> list[probe.Head]:
     if frozen.text is None:
-        return three_parts(sent)
-    return three_parts(sent, probe.split(_probe.anchor_of(frozen)))
+        return shared_heads(sent)
+    return shared_heads(sent, probe.split_head(_probe.zero_shot_head(frozen)))
 
 
-def three_parts(held: Tensors, text: probe.Head | None = None) -> list[probe.Head]:
+def shared_heads(held: Tensors, text: probe.Head | None = None) -> list[probe.Head]:
     """Zero-shot if there is text, the path's mean, and the Gaussian classes if all have rows."""
     mean = probe.Head(held["weight"], held["bias"])
-    whole = (held["gauss bias"] > gaussian.NEVER).all()
+    has_all_classes = (held["gauss bias"] > gaussian.ABSENT_CLASS_LOGIT).all()
     gauss = probe.Head(
-        torch.where(whole, held["gauss weight"], mean.weight),
-        torch.where(whole, held["gauss bias"], mean.bias),
+        torch.where(has_all_classes, held["gauss weight"], mean.weight),
+        torch.where(has_all_classes, held["gauss bias"], mean.bias),
     )
     return [mean, gauss] if text is None else [text, mean, gauss]
 
 
-def averaged(family: probe.Head, client: Client) -> probe.Head:
+def average_heads(family: probe.Head, client: Client) -> probe.Head:
     """The mean of heads of one family, by the likelihood of the client's validation rows."""
-    share = blend.averaged(family.logits(client.held_x.double()), client.held_y)[:, None]
-    return probe.Head((share[..., None] * family.weight).sum(0), (share * family.bias).sum(0))
+    head_weights = blend.likelihood_weights(family.logits(client.val_x.double()), client.val_y)[:, None]
+    return probe.Head((head_weights[..., None] * family.weight).sum(0), (head_weights * family.bias).sum(0))

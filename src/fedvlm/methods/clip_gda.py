@@ -14,7 +14,7 @@ from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian
 
-SHARES = tuple(10 ** (k / 2) for k in range(-8, 5))  # α of the paper: 1e-4 to 1e2
+ALPHAS = tuple(10 ** (k / 2) for k in range(-8, 5))  # α of the paper: 1e-4 to 1e2
 
 
 @register
@@ -33,35 +33,33 @@ class ClipGDA:
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         """The share of the discriminant is chosen on validation rows, or by leaving rows out."""
         classes, dim = len(frozen.classes), frozen.dim
-        nothing = gaussian.Moments(
-            torch.zeros(classes), torch.zeros(classes, dim), torch.zeros(dim, dim)
-        )
-        known = gaussian.posterior(nothing, client.x, client.y, 0.0)
-        rule = gaussian.discriminant(known, gaussian.ridge(known, self.shrinkage))
+        nothing = gaussian.Moments(torch.zeros(classes), torch.zeros(classes, dim), torch.zeros(dim, dim))
+        moments = gaussian.posterior_moments(nothing, client.x, client.y, 0.0)
+        rule = gaussian.fit_discriminant(moments, gaussian.ridge(moments, self.shrinkage))
         if not self.text:
             return {"weight": rule.weight, "bias": rule.bias}
-        left = gaussian.left_out(known, rule, client.x, client.y, torch.ones(len(client.y)))
-        seen = torch.cat([rule.logits(client.held_x), left])
-        said = zero_shot(frozen, torch.cat([client.held_x, client.x]))
-        held = client.held_y >= 0
+        leave_one_out = gaussian.leave_one_out_logits(moments, rule, client.x, client.y, torch.ones(len(client.y)))
+        visual_logits = torch.cat([rule.logits(client.val_x), leave_one_out])
+        text_logits = zero_shot(frozen, torch.cat([client.val_x, client.x]))
+        held = client.val_y >= 0
         judged = torch.cat([held, (client.y >= 0) & ~held.any()])
-        y = torch.cat([client.held_y, client.y])
-        shares = torch.tensor(SHARES)
-        right = (said + shares[:, None, None] * seen).argmax(2) == y
-        share = shares[(right & judged).sum(1).argmax()]
-        absent = known.counts <= 0  # a class it has no rows of is ruled out, whatever the share
+        y = torch.cat([client.val_y, client.y])
+        alphas = torch.tensor(ALPHAS)
+        right = (text_logits + alphas[:, None, None] * visual_logits).argmax(2) == y
+        alpha = alphas[(right & judged).sum(1).argmax()]
+        absent = moments.counts <= 0  # a class it has no rows of is ruled out, whatever the share
         return {
-            "weight": share * rule.weight,
-            "bias": torch.where(absent, gaussian.NEVER, share * rule.bias),
+            "weight": alpha * rule.weight,
+            "bias": torch.where(absent, gaussian.ABSENT_CLASS_LOGIT, alpha * rule.bias),
         }
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        seen = x @ local["weight"].mT + local["bias"]
-        return seen + zero_shot(frozen, x) if self.text else seen
+        visual_logits = x @ local["weight"].mT + local["bias"]
+        return visual_logits + zero_shot(frozen, x) if self.text else visual_logits
 
     name = "clip-gda"
     traits = Traits(needs=frozenset({"image"}))
-    send, update, aggregate = parts.everything, parts.idle, parts.mean
+    send, update, aggregate = parts.send_all, parts.no_update, parts.mean
 
 
 def zero_shot(frozen: Frozen, x: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from torch.nn.functional import linear
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._blocks import one_by_one
-from fedvlm.methods._prompt import Start, class_features, first_prompt, tower_of
+from fedvlm.methods._blocks import update_sequentially
+from fedvlm.methods._prompt import Start, class_features, initial_prompt, tower_of
 from fedvlm.methods.promptfl import PromptFL
 
 VECTORS = 4  # M of the paper
-NARROW = 16  # the network's hidden layer is this many times narrower than an embedding
-TOKENS = 1 << 15  # token vectors in the text tower at once: every image has prompts of its own
+REDUCTION = 16  # the network's hidden layer is this many times narrower than an embedding
+MAX_TOKENS = 1 << 15  # token vectors in the text tower at once: every image has prompts of its own
 
 
 @register
@@ -39,37 +39,37 @@ class CoCoOp:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        prompt = {"prompt": first_prompt(self, frozen, usual=VECTORS)}
-        network = first_network(frozen, silent=self.form == "server-coop")
+        prompt = {"prompt": initial_prompt(self, frozen, default=VECTORS)}
+        network = initial_network(frozen, silent=self.form == "server-coop")
         if self.form == "all-global":
             return {**prompt, **network}, {}
         return prompt, network
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        every = {**sent, **local}
-        hidden = linear(x, every["down"], every["down bias"]).relu()
-        bend = linear(hidden, every["up"], every["up bias"])  # (rows, width)
+        state = {**sent, **local}
+        hidden = linear(x, state["down"], state["down bias"]).relu()
+        shift = linear(hidden, state["up"], state["up bias"])  # (rows, width)
         tower = tower_of(frozen)
-        tokens = 1 + len(every["prompt"]) + tower.suffixes.shape[:2].numel()
-        size = max(1, TOKENS // tokens)
+        tokens = 1 + len(state["prompt"]) + tower.suffixes.shape[:2].numel()
+        size = max(1, MAX_TOKENS // tokens)
         logits = []
-        for some, by in zip(torch.split(x, size), torch.split(bend, size), strict=True):
-            text = class_features(frozen, every["prompt"] + by[:, None])  # (rows, classes, dim)
-            logits.append(frozen.scale * (text @ some[:, :, None]).squeeze(-1))
+        for images, by in zip(torch.split(x, size), torch.split(shift, size), strict=True):
+            text = class_features(frozen, state["prompt"] + by[:, None])  # (rows, classes, dim)
+            logits.append(frozen.scale * (text @ images[:, :, None]).squeeze(-1))
         return torch.cat(logits)
 
     name = "cocoop"
     traits = Traits(needs=frozenset({"image", "text tower"}))
     loss = PromptFL.loss
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
     # Stacked clients would hold all their prompts in memory at once and gain nothing.
-    update_many = one_by_one
+    update_many = update_sequentially
 
 
-def first_network(frozen: Frozen, silent: bool) -> Tensors:
+def initial_network(frozen: Frozen, silent: bool) -> Tensors:
     """dim -> dim / 16 -> ReLU -> width, drawn as torch draws linear layers; silent: answers 0."""
     draw = seeds.generator("meta-net", frozen.seed)
-    hidden, width = max(1, frozen.dim // NARROW), tower_of(frozen).width
+    hidden, width = max(1, frozen.dim // REDUCTION), tower_of(frozen).width
 
     def uniform(fan: int, *shape: int) -> Tensor:
         out: Tensor = (2 * torch.rand(*shape, generator=draw) - 1) / fan**0.5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -25,10 +25,10 @@ class CoOp:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        return {}, {"prompt": first_prompt(self, frozen)}
+        return {}, {"prompt": initial_prompt(self, frozen)}
 
     name = "coop"
     traits = Traits(needs=frozenset({"image", "text tower"}))
     predict, loss = PromptFL.predict, PromptFL.loss
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
-    update_many = sgd_together
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
+    update_many = sgd_stacked

@@ -14,10 +14,10 @@ from torch.nn.functional import normalize, softplus
 
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.maths.contrast import contrastive
-from fedvlm.maths.layers import first_values, statistics, through
-from fedvlm.maths.reversal import reverse
-from fedvlm.methods._mask import Nets, together
+from fedvlm.maths.contrast import contrastive_loss
+from fedvlm.maths.layers import apply_layers, initial_parameters, running_statistics_keys
+from fedvlm.maths.reversal import reverse_gradient
+from fedvlm.methods._mask import Nets, update_in_chunks
 
 LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the ablation
     "full": ("linear", "norm", "leaky", "linear"),
@@ -27,8 +27,8 @@ LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and f
     "linear, norm": ("linear", "norm"),
     "linear": ("linear",),
 }
-JUDGE = ("linear", "norm", "relu", "linear", "norm", "relu", "linear")
-MEMORY = statistics("mask", "judge")
+DISCRIMINATOR = ("linear", "norm", "relu", "linear", "norm", "relu", "linear")
+MEMORY = running_statistics_keys("mask", "judge")
 
 
 @register
@@ -59,32 +59,32 @@ class FAACLIP:
         return Traits(
             needs=frozenset({"image", "text"}),
             memory=MEMORY,
-            least=2,  # BatchNorm has no statistics of one row
+            min_samples=2,  # BatchNorm has no statistics of one row
             reference=self.reference if self.adaptation else None,
         )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         def draw(name: str, layers: tuple[str, ...], end: int) -> Tensors:
             widths = [frozen.dim] * layers.count("linear") + [end]
-            return first_values(layers, name, widths, seeds.generator(name, frozen.seed))
+            return initial_parameters(layers, name, widths, seeds.generator(name, frozen.seed))
 
         local: Tensors = {}
         shared = draw("mask", LAYERS[self.mask], frozen.dim)
         if self.local_norm:
             for place, layer in enumerate(LAYERS[self.mask]):
                 at = f"mask{place}."
-                own = [key for key in shared if layer == "norm" and key.startswith(at)]
-                local |= {key: shared.pop(key) for key in own}
+                norm_keys = [key for key in shared if layer == "norm" and key.startswith(at)]
+                local |= {key: shared.pop(key) for key in norm_keys}
         if self.adaptation:
-            (shared if self.shared_discriminator else local).update(draw("judge", JUDGE, 1))
+            (shared if self.shared_discriminator else local).update(draw("judge", DISCRIMINATOR, 1))
         if self.persist:
-            both = {**shared, **local}
-            local |= parts.moments({key: both[key] for key in both if key not in MEMORY})
+            parameters = {**shared, **local}
+            local |= parts.adam_moments({key: parameters[key] for key in parameters if key not in MEMORY})
         return shared, local
 
-    def features(self, every: Tensors, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensors]:
+    def features(self, parameters: Tensors, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensors]:
         """I* of the paper at unit length, and the mask's new statistics."""
-        logits, new = through(LAYERS[self.mask], "mask", every, self.feature_norm * x, real)
+        logits, new = apply_layers(LAYERS[self.mask], "mask", parameters, self.feature_norm * x, real)
         return normalize(logits.softmax(-1) * x, dim=-1), new
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -95,28 +95,28 @@ class FAACLIP:
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> tuple[Tensor, Tensors]:
         assert frozen.text is not None
-        every = {**shared, **local}
+        parameters = {**shared, **local}
         x, y, real, rows = batch.x, batch.y, batch.real, len(batch.x)
         if self.adaptation:  # both in one pass: apart, BatchNorm would hide a shift from the judge
             real = torch.cat([real, torch.ones(len(batch.reference), dtype=torch.bool)])
             x = torch.cat([x, batch.reference])
-        masked, new = self.features(every, x, real)
+        masked, new = self.features(parameters, x, real)
         duplicates = self.mask_duplicates
-        fit = contrastive(masked[:rows], frozen.text, y, batch.real, frozen.scale, duplicates)
+        fit = contrastive_loss(masked[:rows], frozen.text, y, batch.real, frozen.scale, duplicates)
         if not self.adaptation:
             return fit, new
-        says, more = through(JUDGE, "judge", every, reverse(masked), real)
+        domain_logits, domain_statistics = apply_layers(
+            DISCRIMINATOR, "judge", parameters, reverse_gradient(masked), real
+        )
         # Half the loss for each side, also where the last minibatch is short.
-        ours = torch.where(batch.real, softplus(-says[:rows, 0]), 0.0).sum()
-        ours = ours / batch.real.sum().clamp(min=1)
-        theirs = softplus(says[rows:, 0]).sum() / max(1, len(says) - rows)
-        return fit + self.adaptation_weight * (ours + theirs) / 2, new | more
+        client_loss = torch.where(batch.real, softplus(-domain_logits[:rows, 0]), 0.0).sum()
+        client_loss = client_loss / batch.real.sum().clamp(min=1)
+        reference_loss = softplus(domain_logits[rows:, 0]).sum() / max(1, len(domain_logits) - rows)
+        return fit + self.adaptation_weight * (client_loss + reference_loss) / 2, new | domain_statistics
 
-    def update_many(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-    ) -> tuple[Tensors, Tensors]:
+    def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
         """`update` of many clients at once, by written gradients; equal to it but for rounding."""
-        return together(self, Nets(LAYERS[self.mask], JUDGE), frozen, sent, local, clients)
+        return update_in_chunks(self, Nets(LAYERS[self.mask], DISCRIMINATOR), frozen, sent, local, clients)
 
     name = "faa-clip"
-    send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.adam, parts.uniform_mean, parts.no_adaptation

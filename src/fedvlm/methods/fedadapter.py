@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._head import first_head, head_traits
+from fedvlm.methods._head import head_traits, initial_head
 
 
 @register
@@ -29,14 +29,12 @@ class FedAdapter:
     head: Literal["text", "random"] = "text"
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        draw = torch.randn(
-            self.width, frozen.dim, generator=seeds.generator("adapter", frozen.seed)
-        )
+        draw = torch.randn(self.width, frozen.dim, generator=seeds.generator("adapter", frozen.seed))
         local = {
             "down": draw * frozen.dim**-0.5,  # V
             "up": torch.zeros(frozen.dim, self.width),  # U, zero so that an unseen client has I
         }
-        return {"head": first_head(self.head, frozen)}, local
+        return {"head": initial_head(self.head, frozen)}, local
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         turned = x + torch.relu(x @ local["down"].mT) @ local["up"].mT
@@ -45,4 +43,4 @@ class FedAdapter:
     name = "fedadapter"
     traits = head_traits()
     loss = parts.cross_entropy
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation

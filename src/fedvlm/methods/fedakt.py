@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, register
-from fedvlm.methods._head import first_head, head_traits
+from fedvlm.methods._head import head_traits, initial_head
 
 
 @register
@@ -36,28 +36,23 @@ class FedAKT:
             "down": torch.randn(self.width, frozen.dim, generator=draw) * frozen.dim**-0.5,
             "up": torch.zeros(frozen.dim, self.width),  # at first the adapter is the identity
         }
-        return shared, {"head": first_head(self.head, frozen)}
+        return shared, {"head": initial_head(self.head, frozen)}
 
     def adapter(self, shared: Tensors, x: Tensor) -> Tensor:
         return normalize(x + torch.relu(x @ shared["down"].mT) @ shared["up"].mT, dim=-1)
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        both = (x + self.adapter(sent, x)) / 2
-        return frozen.scale * both @ local["head"].mT
+        mean_features = (x + self.adapter(sent, x)) / 2
+        return frozen.scale * mean_features @ local["head"].mT
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         x, y, real = batch.x, batch.y, batch.real
         turned = self.adapter(shared, x)
-        fits = [
-            parts.masked_cross_entropy(frozen.scale * view @ local["head"].mT, y, real)
-            for view in (x, turned)
-        ]
+        fits = [parts.masked_cross_entropy(frozen.scale * view @ local["head"].mT, y, real) for view in (x, turned)]
         # The features are frozen, so of the mutual distillation the adapter's half is left.
-        apart = torch.where(real, (turned - x).square().sum(1), 0.0).sum() / real.sum().clamp(min=1)
-        return fits[0] + fits[1] + self.distil * apart
+        distance = torch.where(real, (turned - x).square().sum(1), 0.0).sum() / real.sum().clamp(min=1)
+        return fits[0] + fits[1] + self.distil * distance
 
     name = "fedakt"
     traits = head_traits()
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation

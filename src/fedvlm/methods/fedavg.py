@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._head import first_head, head_traits
+from fedvlm.methods._head import head_traits, initial_head
 
 
 @register
@@ -26,7 +26,7 @@ class FedAvg:
     head: Literal["text", "random"] = "text"
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        return {"head": first_head(self.head, frozen)}, {}
+        return {"head": initial_head(self.head, frozen)}, {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return frozen.scale * x @ sent["head"].mT
@@ -35,4 +35,4 @@ class FedAvg:
     traits = head_traits()
     loss = parts.cross_entropy
     update_many = parts.head_sgd
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._tower import by_text, sizes, tower_of
+from fedvlm.methods._tower import count_parameters, text_logits, tower_of
 
 
 @register
@@ -30,12 +30,12 @@ class FedAvgTower:
         return {key: tower.weights[key] for key in tower.last(self.blocks)}, {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        return by_text(frozen, tower_of(frozen)(sent, x))
+        return text_logits(frozen, tower_of(frozen)(sent, x))
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        return sizes(frozen, sum(value.numel() for value in sent.values()))
+        return count_parameters(frozen, sum(value.numel() for value in sent.values()))
 
     name = "fedavg-tower"
     traits = Traits(needs=frozenset({"image tower", "text"}))
     loss = parts.cross_entropy
-    send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.adam, parts.mean, parts.no_adaptation

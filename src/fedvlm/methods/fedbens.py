@@ -14,22 +14,20 @@ from torch.func import vmap
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import COUNT, POSITIVE, check_ranges, within
+from fedvlm.core.schema import COUNT, POSITIVE, check_ranges, ranged_field
 from fedvlm.errors import SettingsError
-from fedvlm.maths.curvature import mode
-from fedvlm.methods._prompt import Start, class_features, first_prompt
-from fedvlm.methods.fedlpa import FedLPA, samples
+from fedvlm.maths.curvature import find_mode
+from fedvlm.methods._prompt import Start, class_features, initial_prompt
+from fedvlm.methods.fedlpa import FedLPA, fisher_samples
 
-SHARPEST = 1e6  # a variance is 1e-6 at least
+MAX_PRECISION = 1e6  # a variance is 1e-6 at least
 
 
 @register
 @dataclass(frozen=True)
 class FedBEns:
-    prompts_per_client: int = within(
-        3, COUNT
-    )  # M': prompts a client trains, each from its own start
-    prior: float = within(10.0, POSITIVE)  # precision of the prior N(0, 1/prior) of every number
+    prompts_per_client: int = ranged_field(3, COUNT)  # M': prompts a client trains, each from its own start
+    prior: float = ranged_field(10.0, POSITIVE)  # precision of the prior N(0, 1/prior) of every number
     temperature: float = 0.1  # T: the Fisher information counts 1/T times
     iterations: int = 50  # of the server's climb
     n_ctx: int | None = None  # M: 16, or the template's
@@ -52,7 +50,7 @@ class FedBEns:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         purposes = ("prompt", *(f"prompt {run}" for run in range(1, self.prompts_per_client)))
-        starts = [first_prompt(self, frozen, purpose) for purpose in purposes]
+        starts = [initial_prompt(self, frozen, purpose) for purpose in purposes]
         return {"prompts": torch.stack(starts)}, {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -60,43 +58,34 @@ class FedBEns:
         # log of the mean probability over the runs, but for a constant
         return logits.log_softmax(dim=-1).logsumexp(dim=-3)
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         """The sum over the runs, which therefore know nothing of one another."""
         logits = frozen.scale * batch.x @ class_features(frozen, shared["prompts"]).mT
-        each = [
-            parts.masked_cross_entropy(one, batch.y, batch.real) for one in logits.unbind(dim=-3)
+        prompt_losses = [
+            parts.masked_cross_entropy(prompt_logits, batch.y, batch.real) for prompt_logits in logits.unbind(dim=-3)
         ]
-        return torch.stack(each).sum()
+        return torch.stack(prompt_losses).sum()
 
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]:
-        upload, own = parts.sgd(self, frozen, sent, local, client)
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
+        upload, new_local = parts.sgd(self, frozen, sent, local, client)
 
         def sharpness(prompt: Tensor) -> Tensor:
-            return (
-                torch.stack(samples(frozen, prompt, client)).square().sum(dim=0) / self.local_epochs
-            )
+            return torch.stack(fisher_samples(frozen, prompt, client)).square().sum(dim=0) / self.local_epochs
 
-        seen = vmap(sharpness)(upload["prompts"])
-        precision = (seen / self.temperature + self.prior).clamp(max=max(SHARPEST, self.prior))
-        return {"means": upload["prompts"], "precisions": precision}, own
+        fisher = vmap(sharpness)(upload["prompts"])
+        precision = (fisher / self.temperature + self.prior).clamp(max=max(MAX_PRECISION, self.prior))
+        return {"means": upload["prompts"], "precisions": precision}, new_local
 
-    def aggregate(
-        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
-    ) -> Tensors:
+    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         means, precisions = (
-            torch.stack([upload[key].double().flatten(1) for upload in uploads])
-            for key in ("means", "precisions")
+            torch.stack([upload[key].double().flatten(1) for upload in uploads]) for key in ("means", "precisions")
         )
         starts = means.median(dim=0).values  # (runs, numbers)
-        modes = [mode(means, precisions, self.prior, one, self.iterations) for one in starts]
+        modes = [find_mode(means, precisions, self.prior, start, self.iterations) for start in starts]
         like = shared["prompts"]
         return {"prompts": torch.stack(modes).reshape(like.shape).to(like.dtype)}
 
     name = "fedbens"
     traits = Traits(needs=frozenset({"image", "text tower"}))
     noise = FedLPA.noise
-    send, adapt = parts.everything, parts.nothing
+    send, adapt = parts.send_all, parts.no_adaptation

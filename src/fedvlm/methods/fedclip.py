@@ -11,8 +11,8 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
-from fedvlm.maths.contrast import contrastive
-from fedvlm.maths.layers import first_values, through
+from fedvlm.maths.contrast import contrastive_loss
+from fedvlm.maths.layers import apply_layers, initial_parameters
 from fedvlm.parts import fused
 
 LAYERS = ("linear", "tanh", "linear")  # before the softmax
@@ -35,25 +35,23 @@ class FedCLIP:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         draw = seeds.generator("mask", frozen.seed)
-        return first_values(LAYERS, "mask", [frozen.dim] * 3, draw), {}
+        return initial_parameters(LAYERS, "mask", [frozen.dim] * 3, draw), {}
 
-    def features(self, every: Tensors, x: Tensor) -> Tensor:
-        logits, _ = through(LAYERS, "mask", every, self.feature_norm * x)
+    def features(self, parameters: Tensors, x: Tensor) -> Tensor:
+        logits, _ = apply_layers(LAYERS, "mask", parameters, self.feature_norm * x)
         return normalize(logits.softmax(-1) * x, dim=-1)
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         assert frozen.text is not None  # promised by `needs`
         return frozen.scale * self.features(sent, x) @ frozen.text.mT
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         assert frozen.text is not None
         masked = self.features(shared, batch.x)
         duplicates = self.mask_duplicates
-        return contrastive(masked, frozen.text, batch.y, batch.real, frozen.scale, duplicates)
+        return contrastive_loss(masked, frozen.text, batch.y, batch.real, frozen.scale, duplicates)
 
     name = "fedclip"
     traits = Traits(needs=frozenset({"image", "text"}))
-    send, update, aggregate, adapt = parts.everything, parts.adam, parts.uniform, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.adam, parts.uniform_mean, parts.no_adaptation
     update_many = fused.adam

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths import cayley
-from fedvlm.methods._head import first_head, head_traits
+from fedvlm.methods._head import head_traits, initial_head
 
 
 @register
@@ -29,7 +29,7 @@ class FedLT:
     head: Literal["text", "random"] = "text"
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        return {"head": first_head(self.head, frozen)}, {"map": torch.eye(frozen.dim)}
+        return {"head": initial_head(self.head, frozen)}, {"map": torch.eye(frozen.dim)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return self.tau * normalize(x @ local["map"].mT, dim=-1) @ sent["head"].mT
@@ -49,4 +49,4 @@ class FedLT:
     name = "fedlt"
     traits = head_traits()
     loss = parts.cross_entropy
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation

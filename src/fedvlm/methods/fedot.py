@@ -13,8 +13,14 @@ from torch import Tensor
 from fedvlm import parts, tensors
 from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.maths import cayley, cayley_steps
-from fedvlm.methods._blocks import chosen, first_lanes, identity, one_by_one, race
-from fedvlm.methods._head import first_head, head_traits
+from fedvlm.methods._blocks import (
+    identity_skew,
+    initial_candidates,
+    selected_skew,
+    train_candidates,
+    update_sequentially,
+)
+from fedvlm.methods._head import head_traits, initial_head
 
 
 @register
@@ -31,43 +37,39 @@ class FedOT:
     head: Literal["text", "random"] = "text"  # text embeddings, or RandInit
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        shared = {"head": first_head(self.head, frozen)}
+        shared = {"head": initial_head(self.head, frozen)}
         if self.blocks != "auto":
-            return shared, {"skew": identity(frozen.dim, self.blocks)}
-        return shared, first_lanes(frozen.dim)
+            return shared, {"skew": identity_skew(frozen.dim, self.blocks)}
+        return shared, initial_candidates(frozen.dim)
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        every = {**sent, **local}  # the variants hold head and skew elsewhere
+        state = {**sent, **local}  # the variants hold head and skew elsewhere
         # W (Q h) = (W Q) h: turning the few rows of the head costs less than turning those of x.
-        return self.tau * x @ cayley.rotate(-chosen(every), every["head"]).mT
+        return self.tau * x @ cayley.rotate(-selected_skew(state), state["head"]).mT
 
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]:
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         if self.blocks != "auto":
             return parts.sgd(self, frozen, sent, local, client)
         alone = Client(*(value[None] for value in vars(client).values()))
-        both = (tensors.stack([sent]), tensors.stack([local]))
-        upload, own = race(self, frozen, *both, alone, one_by_one)
-        return tensors.select(upload, 0), tensors.select(own, 0)
+        stacked = (tensors.stack([sent]), tensors.stack([local]))
+        upload, new_local = train_candidates(self, frozen, *stacked, alone, update_sequentially)
+        return tensors.select(upload, 0), tensors.select(new_local, 0)
 
-    def update_many(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-    ) -> tuple[Tensors, Tensors]:
+    def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
         """`update` of many clients at once, by exact gradients; equal to it but for rounding."""
         if self.blocks == "auto":
-            return race(self, frozen, sent, local, clients, FedOT.update_many)
-        pace = cayley_steps.Pace(self.lr, self.momentum, self.weight_decay, self.tau)
-        every = {**sent, **local}
-        head, skew = cayley_steps.walk(every["head"], every["skew"], clients, pace)
+            return train_candidates(self, frozen, sent, local, clients, FedOT.update_many)
+        sgd = cayley_steps.SgdStep(self.lr, self.momentum, self.weight_decay, self.tau)
+        state = {**sent, **local}
+        head, skew = cayley_steps.train_clients(state["head"], state["skew"], clients, sgd)
         new = {"head": head, "skew": skew}
         return {key: new[key] for key in sent}, {key: new[key] for key in local}
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """The numbers of the paper's tables for one client's map."""
-        every = {**sent, **local}
-        turn = cayley.orthogonal(chosen(every))
-        blocks = int(every["leader"]) if "leader" in every else len(turn)
+        state = {**sent, **local}
+        turn = cayley.orthogonal(selected_skew(state))
+        blocks = int(state["leader"]) if "leader" in state else len(turn)
         return {
             "blocks": blocks,
             "condition number": cayley.condition_number(turn),
@@ -82,4 +84,4 @@ class FedOT:
     name = "fedot"
     traits = head_traits(memory=frozenset({"leader", "age"}))
     loss = parts.cross_entropy
-    send, aggregate, adapt = parts.everything, parts.uniform, parts.nothing
+    send, aggregate, adapt = parts.send_all, parts.uniform_mean, parts.no_adaptation

@@ -33,5 +33,5 @@ class FedOTAllLocal:
     name = "fedot-all-local"
     traits = head_traits()
     predict, loss, describe = FedOT.predict, FedOT.loss, FedOT.describe
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation
     update_many = FedOT.update_many

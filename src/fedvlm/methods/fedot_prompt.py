@@ -12,8 +12,8 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.maths import cayley
-from fedvlm.methods._blocks import identity
-from fedvlm.methods._prompt import Start, class_features, first_prompt, sgd_together
+from fedvlm.methods._blocks import identity_skew
+from fedvlm.methods._prompt import Start, class_features, initial_prompt, sgd_stacked
 from fedvlm.methods.fedot import FedOT
 from fedvlm.methods.promptfl import PromptFL
 
@@ -32,8 +32,8 @@ class FedOTPrompt:
     rounds: int = 50  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        prompt = first_prompt(self, frozen)
-        return {"prompt": prompt}, {"skew": identity(frozen.dim, self.blocks)}
+        prompt = initial_prompt(self, frozen)
+        return {"prompt": prompt}, {"skew": identity_skew(frozen.dim, self.blocks)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         head = class_features(frozen, sent["prompt"])
@@ -42,5 +42,5 @@ class FedOTPrompt:
     name = "fedot-prompt"
     traits = Traits(needs=frozenset({"image", "text tower"}))
     loss, describe = PromptFL.loss, FedOT.describe
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
-    update_many = sgd_together
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation
+    update_many = sgd_stacked

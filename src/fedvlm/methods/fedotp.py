@@ -13,14 +13,14 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.maths.transport import Kind, check_plan, plan
-from fedvlm.methods._prompt import Start, features_of_both, first_prompt, sgd_together
+from fedvlm.maths.transport import TransportKind, check_plan, transport_plan
+from fedvlm.methods._prompt import Start, features_of_pair, initial_prompt, sgd_stacked
 
 
 @register
 @dataclass(frozen=True)
 class FedOTP:
-    transport: Kind = "unbalanced"  # of patches to prompts
+    transport: TransportKind = "unbalanced"  # of patches to prompts
     gamma: float = 0.8  # γ: the share of an image's patches that prompts take, if unbalanced
     entropy_reg: float = 0.1  # λ of the entropy
     n_ctx: int | None = None  # s of each prompt: 16, or the template's
@@ -36,20 +36,20 @@ class FedOTP:
         check_plan(self.gamma, self.entropy_reg)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        shared = {"prompt": first_prompt(self, frozen)}
-        return shared, {"own": first_prompt(self, frozen, "local prompt")}
+        shared = {"prompt": initial_prompt(self, frozen)}
+        return shared, {"own": initial_prompt(self, frozen, "local prompt")}
 
     def similarity(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         """(rows, classes, 2, patches) cosines with the shared and the local prompt's features."""
-        both = features_of_both(frozen, sent["prompt"], local["own"])
-        text = both.transpose(-3, -2).flatten(-3, -2)  # (classes and, for each, 2 prompts, dim)
+        features = features_of_pair(frozen, sent["prompt"], local["own"])
+        text = features.transpose(-3, -2).flatten(-3, -2)  # (classes and, for each, 2 prompts, dim)
         patches = normalize(x, dim=-1)  # (rows, patches, dim)
         return torch.unflatten(text.unsqueeze(-3) @ patches.mT, -2, (-1, 2))
 
     def match(self, similarity: Tensor) -> Tensor:
         """T of the same shape; it stays fixed while the prompts move."""
         with torch.no_grad():
-            return plan(similarity.detach(), self.transport, self.gamma, self.entropy_reg)
+            return transport_plan(similarity.detach(), self.transport, self.gamma, self.entropy_reg)
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         similarity = self.similarity(frozen, sent, local, x)
@@ -57,12 +57,12 @@ class FedOTP:
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """γ as it acts, and how far the two prompts have parted."""
-        both = sent["prompt"].flatten(), local["own"].flatten()
-        share = self.gamma if self.transport == "unbalanced" else 1.0
-        return {"gamma": share, "cosine of the prompts": float(cosine_similarity(*both, dim=0))}
+        prompts = sent["prompt"].flatten(), local["own"].flatten()
+        mass = self.gamma if self.transport == "unbalanced" else 1.0
+        return {"gamma": mass, "cosine of the prompts": float(cosine_similarity(*prompts, dim=0))}
 
     name = "fedotp"
     traits = Traits(needs=frozenset({"patches", "text tower"}))
     loss = parts.cross_entropy
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
-    update_many = sgd_together
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
+    update_many = sgd_stacked

@@ -26,9 +26,7 @@ class FedProx:
     rounds: int = 50  # T
     head: Literal["text", "random"] = "text"
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         logits = FedAvg.predict(FedAvg(), frozen, shared, local, batch.x)
         fit = parts.masked_cross_entropy(logits, batch.y, batch.real)
         return fit + self.mu / 2 * (shared["head"] - start["head"]).square().sum()
@@ -38,6 +36,6 @@ class FedProx:
 
     name = "fedprox"
     traits = head_traits()
-    update_many = parts.pulled_sgd
+    update_many = parts.regularised_head_sgd
     init, predict = FedAvg.init, FedAvg.predict
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
-from fedvlm.methods._tower import by_text, tower_of
+from fedvlm.methods._tower import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
 
@@ -27,17 +27,15 @@ class FedProxTower:
     local_epochs: int = 1  # E
     rounds: int = 50  # T
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
-        logits = by_text(frozen, tower_of(frozen)(shared, batch.x))
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
+        logits = text_logits(frozen, tower_of(frozen)(shared, batch.x))
         fit = parts.masked_cross_entropy(logits, batch.y, batch.real)
         if self.mu == 0:
             return fit
-        away = sum(((shared[key] - start[key]).square().sum() for key in shared), start=0.0 * fit)
-        return fit + self.mu / 2 * away
+        distance = sum(((shared[key] - start[key]).square().sum() for key in shared), start=0.0 * fit)
+        return fit + self.mu / 2 * distance
 
     name = "fedprox-tower"
     traits = Traits(needs=frozenset({"image tower", "text"}))
     init, predict, describe = FedAvgTower.init, FedAvgTower.predict, FedAvgTower.describe
-    send, update, aggregate, adapt = parts.everything, parts.adam, parts.mean, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.adam, parts.mean, parts.no_adaptation

@@ -12,17 +12,15 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.core.schema import AMOUNT, EPOCHS, check_range, check_ranges, within
-from fedvlm.methods._head import first_head, head_traits
+from fedvlm.core.schema import EPOCHS, NON_NEGATIVE, check_range, check_ranges, ranged_field
+from fedvlm.methods._head import head_traits, initial_head
 
 
 @register
 @dataclass(frozen=True)
 class FedRep:
-    head_epochs: int = within(
-        10, AMOUNT
-    )  # τ of a round: first the head, with the map that was sent
-    map_epochs: int = within(1, AMOUNT)  # then the map, with that head
+    head_epochs: int = ranged_field(10, NON_NEGATIVE)  # τ of a round: first the head, with the map that was sent
+    map_epochs: int = ranged_field(1, NON_NEGATIVE)  # then the map, with that head
     lr: float = 1e-3  # α
     momentum: float = 0.0
     weight_decay: float = 5e-4  # weight decay
@@ -39,7 +37,7 @@ class FedRep:
         return self.head_epochs + self.map_epochs
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        return {"map": torch.eye(frozen.dim)}, {"head": first_head(self.head, frozen)}
+        return {"map": torch.eye(frozen.dim)}, {"head": initial_head(self.head, frozen)}
 
     def in_turn(self, key: str, epoch: Tensor) -> Tensor:
         return epoch < self.head_epochs if key == "head" else epoch >= self.head_epochs
@@ -51,4 +49,4 @@ class FedRep:
     traits = head_traits()
     loss = parts.cross_entropy
     update_many = parts.map_sgd
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedvlm import parts, seeds
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._tower import by_text, sizes, tower_of
+from fedvlm.methods._tower import count_parameters, text_logits, tower_of
 
 
 @register
@@ -62,17 +62,15 @@ class LoRA:
         keys = sorted(tower.matrices(self.targets))
         weights = {key: tower.weights[key] for key in keys}
         if "change" in sent:
-            pieces = torch.split(sent["change"], [weights[key].numel() for key in keys])
-            for key, piece in zip(keys, pieces, strict=True):
-                weights[key] = weights[key] + piece.reshape(weights[key].shape)
+            changes = torch.split(sent["change"], [weights[key].numel() for key in keys])
+            for key, change in zip(keys, changes, strict=True):
+                weights[key] = weights[key] + change.reshape(weights[key].shape)
         for key in keys:
             if f"{key} A" in sent:
                 weights[key] = weights[key] + sent[f"{key} B"] @ sent[f"{key} A"]
-        return by_text(frozen, tower(weights, x))
+        return text_logits(frozen, tower(weights, x))
 
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]:
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         if self.rank == 0:
             return sent, local
         if self.average == "factors":
@@ -80,24 +78,25 @@ class LoRA:
         upload, _ = parts.adam(self, frozen, {**sent, **self.factors(frozen)}, local, client)
         return {key: value for key, value in upload.items() if key != "change"}, local
 
-    def aggregate(
-        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
-    ) -> Tensors:
+    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         if self.average == "factors":
             return parts.mean(self, shared, uploads, weights, ids)
-        share = weights.double() / weights.double().sum()
+        client_weights = weights.double() / weights.double().sum()
         change = []
         for key in sorted(key[:-2] for key in uploads[0] if key.endswith(" A")):
             products = (one[f"{key} B"].double() @ one[f"{key} A"].double() for one in uploads)
-            total = sum(w * one for w, one in zip(share, products, strict=True))
+            total = sum(w * one for w, one in zip(client_weights, products, strict=True))
             change.append(torch.as_tensor(total, dtype=torch.float32).reshape(-1))
         return {"change": shared["change"] + torch.cat(change)}
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        each = [tower_of(frozen).weights[key] for key in tower_of(frozen).matrices(self.targets)]
-        return {**sizes(frozen, self.rank * sum(sum(one.shape) for one in each)), "rank": self.rank}
+        matrices = [tower_of(frozen).weights[key] for key in tower_of(frozen).matrices(self.targets)]
+        return {
+            **count_parameters(frozen, self.rank * sum(sum(matrix.shape) for matrix in matrices)),
+            "rank": self.rank,
+        }
 
     name = "lora"
     traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"change"}))
     loss = parts.cross_entropy
-    send, adapt = parts.everything, parts.nothing
+    send, adapt = parts.send_all, parts.no_adaptation

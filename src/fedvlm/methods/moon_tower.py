@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, softplus
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._tower import by_text, tower_of
+from fedvlm.methods._tower import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
 
@@ -35,47 +35,40 @@ class MoonTower:
         count = sum(value.numel() for value in shared.values())
         return shared, {"previous": torch.zeros(count, dtype=torch.float16)}
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         tower = tower_of(frozen)
         features = tower(shared, batch.x)
-        fit = parts.masked_cross_entropy(by_text(frozen, features), batch.y, batch.real)
+        fit = parts.masked_cross_entropy(text_logits(frozen, features), batch.y, batch.real)
         if self.mu == 0:
             return fit
-        near = cosine_similarity(features, tower(start, batch.x))
-        own = tower(restored(frozen, shared, local["previous"]), batch.x)
-        far = cosine_similarity(features, own)
+        shared_similarity = cosine_similarity(features, tower(start, batch.x))
+        previous_features = tower(restore_weights(frozen, shared, local["previous"]), batch.x)
+        previous_similarity = cosine_similarity(features, previous_features)
         # -log of e^a / (e^a + e^b) is softplus(b - a)
-        contrast = softplus((far - near) / self.temperature)
+        contrast = softplus((previous_similarity - shared_similarity) / self.temperature)
         real = torch.where(batch.real, contrast, 0.0).sum() / batch.real.sum().clamp(min=1)
         return fit + self.mu * real
 
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]:
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         upload, _ = parts.adam(self, frozen, sent, local, client)
-        return upload, {"previous": moved(frozen, upload)}
+        return upload, {"previous": flatten_change(frozen, upload)}
 
     name = "moon-tower"
     traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"previous"}))
     predict, describe = FedAvgTower.predict, FedAvgTower.describe
-    send, aggregate, adapt = parts.everything, parts.mean, parts.nothing
+    send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation
 
 
 # The model of the round before is kept as what it differs by from the encoder's own weights, in
 # half precision: half the memory of every client, and nothing at all before the first round.
 
 
-def moved(frozen: Frozen, weights: Tensors) -> Tensor:
+def flatten_change(frozen: Frozen, weights: Tensors) -> Tensor:
     first = tower_of(frozen).weights
     return torch.cat([(weights[key] - first[key]).reshape(-1).half() for key in sorted(weights)])
 
 
-def restored(frozen: Frozen, like: Tensors, away: Tensor) -> Tensors:
+def restore_weights(frozen: Frozen, like: Tensors, flat_change: Tensor) -> Tensors:
     first, keys = tower_of(frozen).weights, sorted(like)
-    pieces = torch.split(away, [first[key].numel() for key in keys])
-    return {
-        key: first[key] + piece.reshape(first[key].shape)
-        for key, piece in zip(keys, pieces, strict=True)
-    }
+    changes = torch.split(flat_change, [first[key].numel() for key in keys])
+    return {key: first[key] + change.reshape(first[key].shape) for key, change in zip(keys, changes, strict=True)}

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, sgd_together
+from fedvlm.methods._prompt import Start, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 WEIGHTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # a, as parts of the logit scale
@@ -40,12 +40,10 @@ class PFedPrompt:
         return shared, {**empty, "weight": torch.tensor(0.0), "sharpness": torch.tensor(1.0)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        votes = vote(frozen, local, x @ local["features"].mT, local["sharpness"])
+        votes = cache_votes(frozen, local, x @ local["features"].mT, local["sharpness"])
         return PromptFL.predict(PromptFL(), frozen, sent, {}, x) + local["weight"] * votes
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         return PromptFL.loss(PromptFL(), frozen, shared, {}, batch, start)
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
@@ -53,34 +51,34 @@ class PFedPrompt:
 
         A client without validation rows asks each training row what the others say of it.
         """
-        mine = client.y >= 0
-        cache = {**local, "features": client.x[mine].float(), "labels": client.y[mine]}
-        held = client.held_y >= 0
-        x, y = client.held_x[held].float(), client.held_y[held]
-        near = x @ cache["features"].mT
+        is_real = client.y >= 0
+        cache = {**local, "features": client.x[is_real].float(), "labels": client.y[is_real]}
+        held = client.val_y >= 0
+        x, y = client.val_x[held].float(), client.val_y[held]
+        similarity = x @ cache["features"].mT
         if not len(y):
             x, y = cache["features"], cache["labels"]
-            near = (x @ x.mT).fill_diagonal_(-torch.inf)  # exp(-inf): no vote for itself
+            similarity = (x @ x.mT).fill_diagonal_(-torch.inf)  # exp(-inf): no vote for itself
         plain = PromptFL.predict(PromptFL(), frozen, sent, {}, x)
-        least = torch.tensor(torch.inf)
+        best_loss = torch.tensor(torch.inf)
         for part, b in product(WEIGHTS, SHARPNESS):
             a, sharp = torch.tensor(part * frozen.scale), torch.tensor(b)
-            loss = cross_entropy(plain + a * vote(frozen, cache, near, sharp), y)
-            if loss < least:  # the first, hence the least weight, of equals
-                least, cache = loss, {**cache, "weight": a, "sharpness": sharp}
+            loss = cross_entropy(plain + a * cache_votes(frozen, cache, similarity, sharp), y)
+            if loss < best_loss:  # the first, hence the least weight, of equals
+                best_loss, cache = loss, {**cache, "weight": a, "sharpness": sharp}
         return cache
 
     name = "pfedprompt"
     traits = Traits(
         needs=frozenset({"image", "text tower"}),
         memory=frozenset({"features", "labels", "weight", "sharpness"}),
-        closed=True,
+        fixed_classes=True,
     )
-    send, update, aggregate = parts.everything, parts.sgd, parts.mean
-    update_many = sgd_together
+    send, update, aggregate = parts.send_all, parts.sgd, parts.mean
+    update_many = sgd_stacked
 
 
-def vote(frozen: Frozen, cache: Tensors, near: Tensor, sharpness: Tensor) -> Tensor:
+def cache_votes(frozen: Frozen, cache: Tensors, similarity: Tensor, sharpness: Tensor) -> Tensor:
     """(rows, classes): exp(-b (1 - f Fᵀ)) Y, from the cosines of the rows and the cache."""
-    said = cache["labels"][:, None] == torch.arange(len(frozen.classes))
-    return torch.exp(sharpness * (near - 1)) @ said.to(near.dtype)
+    is_class = cache["labels"][:, None] == torch.arange(len(frozen.classes))
+    return torch.exp(sharpness * (similarity - 1)) @ is_class.to(similarity.dtype)

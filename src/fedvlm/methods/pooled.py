@@ -11,7 +11,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.maths import gaussian, probe
-from fedvlm.methods.alone import own_path
+from fedvlm.methods.alone import fit_local_path
 
 
 @register
@@ -24,15 +24,13 @@ class Pooled:
         head = {"weight": torch.zeros(classes, frozen.dim), "bias": torch.zeros(classes)}
         return {**head, "slope": torch.zeros(())}, {}
 
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]:
-        ridges, path, there = own_path(frozen, client)
-        best = probe.chosen(path, ridges, client.held_x, client.held_y)[None]
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
+        ridges, path, has_samples = fit_local_path(frozen, client)
+        best = probe.select_ridge(path, ridges, client.val_x, client.val_y)[None]
         weight, bias = (part.index_select(0, best)[0] for part in path.heads)
-        never = torch.where(there, bias, gaussian.NEVER)
-        slope = path.slope.index_select(0, best)[0]
-        head = {"weight": weight, "bias": never, "slope": slope}
+        never = torch.where(has_samples, bias, gaussian.ABSENT_CLASS_LOGIT)
+        max_gradient = path.max_gradient.index_select(0, best)[0]
+        head = {"weight": weight, "bias": never, "slope": max_gradient}
         return {key: value.float() for key, value in head.items()}, local
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -43,4 +41,4 @@ class Pooled:
 
     name = "pooled"
     traits = Traits(needs=frozenset({"image"}), centralised=True)
-    send, aggregate, adapt = parts.everything, parts.mean, parts.nothing
+    send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation

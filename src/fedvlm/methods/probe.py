@@ -12,28 +12,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import POSITIVE, check_ranges, within
+from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core.schema import POSITIVE, check_ranges, ranged_field
 from fedvlm.maths import gaussian, probe, quasi
 from fedvlm.methods import _probe
-from fedvlm.methods.alone import own_path
+from fedvlm.methods.alone import fit_local_path
 
 
 @register
 @dataclass(frozen=True)
 class Probe:
-    ridge: float = within(1e-4, POSITIVE)  # of the shared head, per row
+    ridge: float = ranged_field(1e-4, POSITIVE)  # of the shared head, per row
     local_head: bool = True  # False: every client uses the shared head
-    min_class_samples: int = SMALLEST  # rows a client must have to say anything of them
+    min_class_samples: int = MIN_CLASS_SAMPLES  # rows a client must have to say anything of them
     rounds: int = 20
 
     def __post_init__(self) -> None:
         check_ranges("probe", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        anchor = _probe.anchor_of(frozen)
+        anchor = _probe.zero_shot_head(frozen)
         dim = frozen.dim + 1
-        shared = {**_probe.keep(quasi.begin(anchor)), "walk anchor": anchor}
+        shared = {**_probe.state_to_tensors(quasi.start_state(anchor)), "walk anchor": anchor}
         shared["walk round"] = torch.zeros((), dtype=torch.int64)
         local = {"weight change": torch.zeros(len(anchor), frozen.dim)} if self.local_head else {}
         local |= {"bias change": torch.zeros(len(anchor))} if self.local_head else {}
@@ -42,26 +42,22 @@ class Probe:
     def send(self, shared: Tensors, id: str) -> Tensors:
         if "walk round" not in shared:  # a site's classifier holds what was sent in the end
             return shared
-        begun = {"begun": torch.ones(())} if shared["walk round"] else {}
-        return {"weight": shared["weight"], "bias": shared["bias"], **begun}
+        started = {"begun": torch.ones(())} if shared["walk round"] else {}
+        return {"weight": shared["weight"], "bias": shared["bias"], **started}
 
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]:
-        upload = _probe.answer(sent, client, self.min_class_samples)
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
+        upload = _probe.local_statistics(sent, client, self.min_class_samples)
         if "begun" not in sent:
-            upload["gram"] = _probe.second(client, self.min_class_samples)
+            upload["gram"] = _probe.packed_gram(client, self.min_class_samples)
         return upload, local
 
-    def aggregate(
-        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
-    ) -> Tensors:
-        total = _probe.summed(uploads)
+    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
+        total = _probe.sum_uploads(uploads)
         gram = total["gram"].float() if "gram" in total else shared["walk gram"]
         anchor, done = shared["walk anchor"], shared["walk round"] + 1
-        out = _probe.step(shared, total, gram, anchor, self.ridge)
+        out = _probe.take_server_step(shared, total, gram, anchor, self.ridge)
         if done >= self.rounds:  # nobody would say whether a last step is a good one
-            out |= _probe.head(out["walk base"])
+            out |= _probe.head_tensors(out["walk base"])
         return {**out, "walk anchor": anchor, "walk gram": gram, "walk round": done}
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
@@ -69,14 +65,14 @@ class Probe:
         if not self.local_head:
             return local
         shared = probe.Head(sent["weight"].double(), sent["bias"].double())
-        ridges, own, there = own_path(frozen, client)
-        near = probe.fit(client.x, client.y, ridges, shared, torch.ones_like(there)).heads
-        off = torch.where(there, own.heads.bias, gaussian.NEVER)
+        ridges, local_path, has_samples = fit_local_path(frozen, client)
+        nearby_heads = probe.fit_ridge_path(client.x, client.y, ridges, shared, torch.ones_like(has_samples)).heads
+        off = torch.where(has_samples, local_path.heads.bias, gaussian.ABSENT_CLASS_LOGIT)
         heads = probe.Head(
-            torch.cat([shared.weight[None], near.weight, own.heads.weight]),
-            torch.cat([shared.bias[None], near.bias, off]),
+            torch.cat([shared.weight[None], nearby_heads.weight, local_path.heads.weight]),
+            torch.cat([shared.bias[None], nearby_heads.bias, off]),
         )
-        best = probe.losses(heads.logits(client.held_x.double()), client.held_y).argmin()
+        best = probe.summed_cross_entropy(heads.logits(client.val_x.double()), client.val_y).argmin()
         change = heads.weight[best] - shared.weight, heads.bias[best] - shared.bias
         return dict(zip(("weight change", "bias change"), (c.float() for c in change), strict=True))
 
@@ -87,4 +83,4 @@ class Probe:
         return x @ weight.mT + bias
 
     name = "probe"
-    traits = Traits(needs=frozenset({"image"}), sums="total")
+    traits = Traits(needs=frozenset({"image"}), upload_sum="total")

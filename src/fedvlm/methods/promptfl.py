@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, class_features, first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, class_features, initial_prompt, sgd_stacked
 
 
 @register
@@ -26,7 +26,7 @@ class PromptFL:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        return {"prompt": first_prompt(self, frozen)}, {}
+        return {"prompt": initial_prompt(self, frozen)}, {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         prompt = {**sent, **local}["prompt"]  # CoOp holds it locally
@@ -35,5 +35,5 @@ class PromptFL:
     name = "promptfl"
     traits = Traits(needs=frozenset({"image", "text tower"}))
     loss = parts.cross_entropy
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
-    update_many = sgd_together
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
+    update_many = sgd_stacked

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._prompt import USUAL, Start, first_prompt, sgd_together
+from fedvlm.methods._prompt import DEFAULT_N_CTX, Start, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -30,30 +30,27 @@ class PromptFLFedPer:
     rounds: int = 10  # T
 
     def __post_init__(self) -> None:
-        usual = (
-            USUAL if self.ctx_init == "random" else self.local_vectors + 1
-        )  # the template is not known yet
+        usual = DEFAULT_N_CTX if self.ctx_init == "random" else self.local_vectors + 1  # the template is not known yet
         self.check(usual if self.n_ctx is None else self.n_ctx)
 
     def check(self, vectors: int) -> None:
         if not 0 <= self.local_vectors < vectors:
             raise SettingsError(
-                f"local_vectors = {self.local_vectors} of n_ctx = {vectors}; "
-                "keep 0 or more and share at least 1"
+                f"local_vectors = {self.local_vectors} of n_ctx = {vectors}; keep 0 or more and share at least 1"
             )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        prompt = first_prompt(self, frozen)
+        prompt = initial_prompt(self, frozen)
         self.check(len(prompt))
         cut = len(prompt) - self.local_vectors
         return {"prompt": prompt[:cut]}, {"own": prompt[cut:]} if self.local_vectors else {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        whole = torch.cat([sent["prompt"], *local.values()], dim=-2)
-        return PromptFL.predict(PromptFL(), frozen, {"prompt": whole}, {}, x)
+        prompt = torch.cat([sent["prompt"], *local.values()], dim=-2)
+        return PromptFL.predict(PromptFL(), frozen, {"prompt": prompt}, {}, x)
 
     name = "promptfl-fedper"
     traits = Traits(needs=frozenset({"image", "text tower"}))
     loss = PromptFL.loss
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
-    update_many = sgd_together
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
+    update_many = sgd_stacked

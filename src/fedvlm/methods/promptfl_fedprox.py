@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, sgd_together
+from fedvlm.methods._prompt import Start, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -27,14 +27,12 @@ class PromptFLFedProx:
     local_epochs: int = 5  # E
     rounds: int = 10  # T
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         fit = PromptFL.loss(PromptFL(), frozen, shared, local, batch, start)
         return fit + self.mu / 2 * (shared["prompt"] - start["prompt"]).square().sum()
 
     name = "promptfl-fedprox"
     traits = Traits(needs=frozenset({"image", "text tower"}))
     init, predict = PromptFL.init, PromptFL.predict
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
-    update_many = sgd_together
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
+    update_many = sgd_stacked

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, first_prompt, sgd_together
+from fedvlm.methods._prompt import Start, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -27,7 +27,7 @@ class PromptFLFT:
     rounds: int = 10  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        prompt = first_prompt(self, frozen)
+        prompt = initial_prompt(self, frozen)
         return {"prompt": prompt}, {"offset": torch.zeros_like(prompt)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -41,5 +41,5 @@ class PromptFLFT:
     name = "promptfl-ft"
     traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"offset"}))
     loss = PromptFL.loss
-    send, update, aggregate = parts.everything, parts.sgd, parts.mean
-    update_many = sgd_together
+    send, update, aggregate = parts.send_all, parts.sgd, parts.mean
+    update_many = sgd_stacked

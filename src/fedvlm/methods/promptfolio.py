@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.core.schema import UNIT, check_ranges, within
-from fedvlm.methods._prompt import Start, features_of_both, first_prompt, sgd_together
+from fedvlm.core.schema import UNIT, check_ranges, ranged_field
+from fedvlm.methods._prompt import Start, features_of_pair, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 VECTORS = 8  # M of the paper's code
@@ -20,7 +20,7 @@ VECTORS = 8  # M of the paper's code
 @register
 @dataclass(frozen=True)
 class PromptFolio:
-    mix: float = within(0.4, UNIT)  # θ: the share of the local prompt's features
+    mix: float = ranged_field(0.4, UNIT)  # θ: the share of the local prompt's features
     n_ctx: int | None = None  # M: 8, or the template's
     ctx_init: Start = "random"  # or the template's words
     lr: float = 2e-3  # η
@@ -34,16 +34,16 @@ class PromptFolio:
         check_ranges("promptfolio", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        shared = {"prompt": first_prompt(self, frozen, usual=VECTORS)}
-        return shared, {"own": first_prompt(self, frozen, "local prompt", VECTORS)}
+        shared = {"prompt": initial_prompt(self, frozen, default=VECTORS)}
+        return shared, {"own": initial_prompt(self, frozen, "local prompt", VECTORS)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        common, own = features_of_both(frozen, sent["prompt"], local["own"]).unbind(-3)
+        shared_features, local_features = features_of_pair(frozen, sent["prompt"], local["own"]).unbind(-3)
         # each of unit norm before the mix and not normalised after it, as in the paper's code
-        return frozen.scale * x @ ((1 - self.mix) * common + self.mix * own).mT
+        return frozen.scale * x @ ((1 - self.mix) * shared_features + self.mix * local_features).mT
 
     name = "promptfolio"
     traits = Traits(needs=frozenset({"image", "text tower"}))
     loss = PromptFL.loss
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.mean, parts.nothing
-    update_many = sgd_together
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
+    update_many = sgd_stacked

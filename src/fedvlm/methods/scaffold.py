@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, register
-from fedvlm.methods._head import first_head, head_traits
+from fedvlm.methods._head import head_traits, initial_head
 from fedvlm.methods.fedavg import FedAvg
 
 
@@ -29,13 +29,11 @@ class Scaffold:
     head: Literal["text", "random"] = "text"
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        head = first_head(self.head, frozen)
+        head = initial_head(self.head, frozen)
         zero = torch.zeros_like(head)
         return {"head": head, "variate": zero, "clients": torch.ones(())}, {"own variate": zero}
 
-    def loss(
-        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-    ) -> Tensor:
+    def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         turn = (self.pull(shared, local, shared["head"]) * shared["head"]).sum()
         return parts.cross_entropy(self, frozen, shared, local, batch, start) + turn
 
@@ -43,23 +41,21 @@ class Scaffold:
         return sent["variate"] - local["own variate"]
 
     def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client, walk: Any = parts.sgd
+        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client, train: Any = parts.sgd
     ) -> tuple[Tensors, Tensors]:
-        head = walk(self, frozen, sent, local, client)[0]["head"]
+        head = train(self, frozen, sent, local, client)[0]["head"]
         steps = (client.order >= 0).any(dim=-1).sum(-1).clamp(min=1)[..., None, None]  # K
         change = (sent["head"] - head) / (steps * self.lr) - sent["variate"]  # option II
-        own = {"own variate": local["own variate"] + change}
-        return {"head": head, "variate change": change}, own
+        new_local = {"own variate": local["own variate"] + change}
+        return {"head": head, "variate change": change}, new_local
 
-    def aggregate(
-        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
-    ) -> Tensors:
-        mean = parts.uniform(self, uploads[0], uploads, weights, ids)
+    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
+        mean = parts.uniform_mean(self, uploads[0], uploads, weights, ids)
         head = torch.lerp(shared["head"], mean["head"], self.server_lr)
         variate = shared["variate"] + len(uploads) / shared["clients"] * mean["variate change"]
         return {**shared, "head": head, "variate": variate}
 
     name = "scaffold"
     traits = head_traits(memory=frozenset({"variate", "own variate", "clients"}), clients="clients")
-    update_many = partialmethod(update, walk=parts.pulled_sgd)
-    predict, send, adapt = FedAvg.predict, parts.everything, parts.nothing
+    update_many = partialmethod(update, train=parts.regularised_head_sgd)
+    predict, send, adapt = FedAvg.predict, parts.send_all, parts.no_adaptation

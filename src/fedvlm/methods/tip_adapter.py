@@ -30,19 +30,19 @@ class TipAdapter:
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         """Keeps the rows, and takes the pair that is right most often on validation rows."""
-        one_hot = gaussian.members(client.y, len(frozen.classes)).float()
+        one_hot = gaussian.class_membership(client.y, len(frozen.classes)).float()
         out = [{"rows": client.x, "labels": one_hot, "pair": torch.tensor(pair)} for pair in PAIRS]
-        if not len(client.held_y):
+        if not len(client.val_y):
             return out[0]
-        logits = [self.predict(frozen, sent, one, client.held_x) for one in out]
-        hits = torch.stack([(one.argmax(1) == client.held_y).sum() for one in logits])
-        return {**out[0], "pair": torch.tensor(PAIRS)[hits.argmax()]}
+        logits = [self.predict(frozen, sent, one, client.val_x) for one in out]
+        n_correct = torch.stack([(one.argmax(1) == client.val_y).sum() for one in logits])
+        return {**out[0], "pair": torch.tensor(PAIRS)[n_correct.argmax()]}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        share, sharpness = local["pair"].unbind()
-        near: Tensor = (-sharpness * (1 - x @ local["rows"].mT)).exp() @ local["labels"]
-        return zero_shot(frozen, x) + share * near
+        alpha, sharpness = local["pair"].unbind()
+        cache_logits: Tensor = (-sharpness * (1 - x @ local["rows"].mT)).exp() @ local["labels"]
+        return zero_shot(frozen, x) + alpha * cache_logits
 
     name = "tip-adapter"
     traits = Traits(needs=frozenset({"image", "text"}))
-    send, update, aggregate = parts.everything, parts.idle, parts.mean
+    send, update, aggregate = parts.send_all, parts.no_update, parts.mean

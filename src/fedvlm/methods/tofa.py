@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, tensors
-from fedvlm.core import SMALLEST, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import COUNT, UNIT, check_ranges, within
+from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core.schema import COUNT, UNIT, check_ranges, ranged_field
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths import calibration, gaussian, prototypes
 from fedvlm.maths.accounting import spent
 from fedvlm.methods import _statistics, _totals
-from fedvlm.methods._texts import aligned, first_weights, gathered, prompts, scores
+from fedvlm.methods._texts import align_texts, class_texts, gather_texts, initial_weights, score_texts
 
 
 def open_classes(sent: Tensors, classes: int) -> Tensor:
@@ -40,18 +40,16 @@ class TOFA:
     visual: bool = True  # the three parts of the paper's ablation
     text: bool = True  # False: the visual classifier alone
     fusion: bool = True  # False: both modalities weigh the same, as they are
-    alpha: float = within(1.0, UNIT)  # α of the power prior: 0 trusts own rows only
+    alpha: float = ranged_field(1.0, UNIT)  # α of the power prior: 0 trusts own rows only
     shrinkage: float = 1.0  # λ of the ridge λ tr(S)/(ν - 1); the paper says only "small"
     sharpness: float = 100.0  # s_t of eq. 5, which prints none: with 1 all texts weigh the same
     temperature: float = 0.5  # τ_t of eq. 7
     # which rows say how sure each modality is: own ones by leaving out, or validation rows
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
     # rows a client may have; the fixed point of uploads is made for them
-    max_samples: int = within(4096, COUNT)
-    min_class_samples: int = SMALLEST  # rows a class must have at a client to be uploaded
-    min_class_clients: int = (
-        1  # clients it must have then; above 1 an exchange before all counts them
-    )
+    max_samples: int = ranged_field(4096, COUNT)
+    min_class_samples: int = MIN_CLASS_SAMPLES  # rows a class must have at a client to be uploaded
+    min_class_clients: int = 1  # clients it must have then; above 1 an exchange before all counts them
     noise_multiplier: float = 0.0  # of the noise in what is uploaded, by what one row can change
     delta: float = 1e-5  # δ at which ε is counted
     rounds: int = 1  # 2: clients' own texts go round first, and are scored in a second exchange
@@ -62,9 +60,7 @@ class TOFA:
             raise SettingsError("tofa.visual and tofa.text must not both be false; set one to true")
         spent(self.noise_multiplier, 1, self.delta)  # a missing library is found now
         if self.exchanges not in (1, 2):
-            raise SettingsError(
-                f"tofa: rounds = {self.rounds}; 1, 2 for own texts, one more if contributors > 1"
-            )
+            raise SettingsError(f"tofa: rounds = {self.rounds}; 1, 2 for own texts, one more if contributors > 1")
 
     @property
     def exchanges(self) -> int:  # without the one that counts contributors
@@ -74,8 +70,8 @@ class TOFA:
     def traits(self) -> Traits:
         return Traits(
             needs=frozenset({"image"}),
-            sums=None if self.text and self.exchanges == 2 else "total",  # texts have none
-            uneven=frozenset({"texts"}),  # of clients that bring more or fewer
+            upload_sum=None if self.text and self.exchanges == 2 else "total",  # texts have none
+            ragged_uploads=frozenset({"texts"}),  # of clients that bring more or fewer
             min_class_samples=self.min_class_samples,
             min_class_clients=self.min_class_clients,
         )
@@ -86,96 +82,94 @@ class TOFA:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, local = len(frozen.classes), dict[str, Tensor]()
-        shared = first_weights(frozen, self.exchanges == 2) if self.text else {}
+        shared = initial_weights(frozen, self.exchanges == 2) if self.text else {}
         if self.visual:
             # A client has the change of the prior's rule: one that has not adapted predicts by it.
-            shared |= prototypes.unknown(classes, frozen.dim)
+            shared |= prototypes.empty_prior(classes, frozen.dim)
             local |= {f"{key} change": torch.zeros_like(shared[key]) for key in ("weight", "bias")}
         if self.visual and self.text and self.fusion:
             local["heat"] = torch.zeros(2)  # log τ of the visual and of the text classifier
             local["row weight"] = torch.ones(classes)  # 1 + α once the prior has the rows too
         return shared, local
 
-    def update(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-    ) -> tuple[Tensors, Tensors]:
+    def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         rows, first = client.x.shape[0], "texts" not in sent
         if rows > self.max_samples:
-            raise SettingsError(
-                f"tofa: a client has {rows} rows; set max_samples = {rows} or higher"
-            )
+            raise SettingsError(f"tofa: a client has {rows} rows; set max_samples = {rows} or higher")
         if self.text and client.texts.shape[1] and self.exchanges == 1:
             raise SettingsError("tofa: clients bring texts of their own; set rounds = 2")
         allowed = open_classes(sent, len(frozen.classes))
         limits = allowed, self.min_class_samples, self.noise_multiplier, client.noise[:1].flatten()
-        counts, sums, second = prototypes.released(client.x, client.y, *limits)
+        counts, sums, second = prototypes.released_class_sums(client.x, client.y, *limits)
         if self.min_class_clients > 1 and "open" not in sent:
             return {"holders": (counts > 0).to(torch.int32)}, local
         upload: Tensors = {}
         if self.visual and first:
-            upload |= prototypes.packed(counts, sums, second, self.max_samples)
+            upload |= prototypes.pack_statistics(counts, sums, second, self.max_samples)
             if "row weight" in local:
                 local = {**local, "row weight": 1 + self.alpha * (counts > 0).float()}
         if self.text and first and self.exchanges == 2:
             upload["texts"] = client.texts
         elif self.text:
-            upload |= scores(frozen, sent, counts, sums, self.sharpness)
+            upload |= score_texts(frozen, sent, counts, sums, self.sharpness)
         return upload, local
 
-    def update_many(
-        self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-    ) -> tuple[Tensors, Tensors]:
+    def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
         """One after the other: a client's products fill a core, and it leaves out what it has not.
 
         Stacked, classes that a client has no rows of would be multiplied too.
         """
         done = []
         for i in range(len(clients.y)):
-            one = Client(*(part[i] for part in vars(clients).values()))
-            given, own = ({k: value[i] for k, value in both.items()} for both in (sent, local))
-            done.append(self.update(frozen, given, own, one))
+            client = Client(*(part[i] for part in vars(clients).values()))
+            client_sent, client_local = ({k: value[i] for k, value in stacked.items()} for stacked in (sent, local))
+            done.append(self.update(frozen, client_sent, client_local, client))
         uploads, locals_ = zip(*done, strict=True)
         return tensors.stack(uploads), tensors.stack(locals_)
 
-    def aggregate(
-        self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
-    ) -> Tensors:
+    def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         """Sums alone matter, so they may come from a secure sum; texts are brought together."""
-        total = prototypes.added(uploads, uploads[0].keys() - {"texts"})
+        total = prototypes.add_uploads(uploads, uploads[0].keys() - {"texts"})
         out = {key: value for key, value in shared.items() if key != "texts"}
         if "holders" in total:
             out["open"] = (total["holders"] >= self.min_class_clients).double()
         if "moments" in total:
-            out |= prototypes.prior(total, self.max_samples, self.shrinkage)
+            out |= prototypes.pooled_prior(total, self.max_samples, self.shrinkage)
         if "scores" in total:
-            out |= aligned(shared, total, self.temperature)
-        return out | ({"texts": gathered(uploads, ids)} if "texts" in uploads[0] else {})
+            out |= align_texts(shared, total, self.temperature)
+        return out | ({"texts": gather_texts(uploads, ids)} if "texts" in uploads[0] else {})
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:
             return local
-        own = prototypes.own(sent, client.x, client.y, self.alpha, self.shrinkage)
-        x, y, out = client.x, client.y, prototypes.change(own, sent)
+        discriminant = prototypes.fit_client_discriminant(sent, client.x, client.y, self.alpha, self.shrinkage)
+        x, y, out = client.x, client.y, prototypes.discriminant_change(discriminant, sent)
         if self.text and self.fusion:
-            if self.calibration == "held-out" and client.held_x.shape[0]:
-                x, y = client.held_x, client.held_y
-                seen = x @ own.weight.mT + own.bias
+            if self.calibration == "held-out" and client.val_x.shape[0]:
+                x, y = client.val_x, client.val_y
+                visual_logits = x @ discriminant.weight.mT + discriminant.bias
             else:
                 weight = local["row weight"][y.clamp(min=0)]
-                seen = gaussian.without_each(own.apart, own.counts, y, weight, x.shape[1])
-            words = frozen.scale * x @ prompts(frozen, sent).mT
-            out["heat"] = calibration.heat(torch.stack([seen, words]), y)
+                visual_logits = gaussian.leave_one_out_from_products(
+                    discriminant.products, discriminant.counts, y, weight, x.shape[1]
+                )
+            words = frozen.scale * x @ class_texts(frozen, sent).mT
+            out["heat"] = calibration.fit_log_temperature(torch.stack([visual_logits, words]), y)
         return {**local, **out}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        said = frozen.scale * x @ prompts(frozen, sent).mT if self.text else None
-        if not self.visual and said is not None:
-            return said
+        text_logits = frozen.scale * x @ class_texts(frozen, sent).mT if self.text else None
+        if not self.visual and text_logits is not None:
+            return text_logits
         weight = sent["weight"] + local["weight change"]
-        seen = x @ weight.mT + sent["bias"] + local["bias change"]
-        return seen if said is None else calibration.both(seen, said, local.get("heat"))
+        visual_logits = x @ weight.mT + sent["bias"] + local["bias change"]
+        return (
+            visual_logits
+            if text_logits is None
+            else calibration.combine_logits(visual_logits, text_logits, local.get("heat"))
+        )
 
-    name, send = "tofa", parts.everything
+    name, send = "tofa", parts.send_all
     noise, covers, means = _statistics.noise, _statistics.covers, _statistics.means
     describe, first_head = _statistics.describe, _statistics.first_head
-    per_row, whole = _totals.per_row, _totals.whole
+    per_row, from_means = _totals.per_row, _totals.from_means

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._tower import sizes, tower_of
+from fedvlm.methods._tower import count_parameters, tower_of
 
 
 @register
@@ -43,9 +43,7 @@ class VPT:
             return shared, {}
         patch = next(value for value in tower.weights.values() if value.ndim == 4)
         bound = (6 / (prod(patch.shape[1:]) + tower.width)) ** 0.5  # the authors' first prompts
-        draw = torch.rand(
-            self.depth, self.prompts, tower.width, generator=seeds.generator("vpt", frozen.seed)
-        )
+        draw = torch.rand(self.depth, self.prompts, tower.width, generator=seeds.generator("vpt", frozen.seed))
         return shared, {"prompts": bound * (2 * draw - 1)}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
@@ -53,9 +51,9 @@ class VPT:
         return self.tau * normalize(features, dim=-1) @ sent["head"].mT
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        return sizes(frozen, sum(value.numel() for value in (*sent.values(), *local.values())))
+        return count_parameters(frozen, sum(value.numel() for value in (*sent.values(), *local.values())))
 
     name = "vpt"
     traits = Traits(needs=frozenset({"image tower", "text"}))
     loss = parts.cross_entropy
-    send, update, aggregate, adapt = parts.everything, parts.sgd, parts.uniform, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.uniform_mean, parts.no_adaptation

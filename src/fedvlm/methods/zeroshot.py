@@ -25,4 +25,4 @@ class ZeroShot:
 
     name = "zero-shot"
     traits = Traits(needs=frozenset({"image", "text"}))
-    send, update, aggregate, adapt = parts.everything, parts.idle, parts.mean, parts.nothing
+    send, update, aggregate, adapt = parts.send_all, parts.no_update, parts.mean, parts.no_adaptation

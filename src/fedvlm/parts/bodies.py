@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvlm.core import Batch, Client, Frozen, Method, Tensors, a_sum_of
-from fedvlm.maths.gaussian import withheld
-from fedvlm.tensors import full
+from fedvlm.core import Batch, Client, Frozen, Method, Tensors, sums_uploads
+from fedvlm.maths.gaussian import suppress_small_classes
+from fedvlm.tensors import to_float32
 
 
 def masked_cross_entropy(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
@@ -18,13 +18,11 @@ def masked_cross_entropy(logits: Tensor, y: Tensor, real: Tensor) -> Tensor:
     With a leading axis of clients it is the sum of theirs, so that each has its own gradient.
     """
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
-    kept = torch.where(real, losses.reshape(y.shape), 0.0).sum(dim=-1)
-    return (kept / real.sum(dim=-1).clamp(min=1)).sum()
+    loss_sums = torch.where(real, losses.reshape(y.shape), 0.0).sum(dim=-1)
+    return (loss_sums / real.sum(dim=-1).clamp(min=1)).sum()
 
 
-def cross_entropy(
-    self: Any, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
-) -> Tensor:
+def cross_entropy(self: Any, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
     """loss: the cross-entropy of what the method predicts."""
     return masked_cross_entropy(self.predict(frozen, shared, local, batch.x), batch.y, batch.real)
 
@@ -33,61 +31,57 @@ def minibatch(client: Client, step: int) -> Batch:
     rows = client.order[step]
     real = rows >= 0
     rows = rows.clamp(min=0)
-    others = client.reference_order[step].clamp(min=0)
+    reference_rows = client.reference_order[step].clamp(min=0)
     return Batch(
-        full(client.x[rows]), client.y[rows].clamp(min=0), real, full(client.reference[others])
+        to_float32(client.x[rows]), client.y[rows].clamp(min=0), real, to_float32(client.reference[reference_rows])
     )
 
 
-def withhold(client: Client, counts: Tensor, smallest: int) -> Client:
+def suppress_client_classes(client: Client, counts: Tensor, smallest: int) -> Client:
     """The client without the rows of classes whose `counts` are below `smallest`.
 
     Sums over the rows that are left say nothing of the others, and clients' sums add up to those
     over all rows that were left.
     """
-    return replace(client, y=withheld(client.y, counts, smallest))
+    return replace(client, y=suppress_small_classes(client.y, counts, smallest))
 
 
-def everything(self: Any, shared: Tensors, id: str) -> Tensors:
+def send_all(self: Any, shared: Tensors, id: str) -> Tensors:
     """send: every client gets all that is shared."""
     return shared
 
 
-def nothing(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
+def no_adaptation(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
     """adapt: what the rounds taught is kept as it is."""
     return local
 
 
 def adapts(method: Method) -> bool:
     """Whether a method does anything after the rounds."""
-    return type(method).adapt is not nothing
+    return type(method).adapt is not no_adaptation
 
 
-@a_sum_of("rows")
-def mean(
-    self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
-) -> Tensors:
+@sums_uploads("rows")
+def mean(self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
     """aggregate: the mean of the uploads, each client weighing as many as it has rows."""
-    share = weights.double() / weights.double().sum()
+    fractions = weights.double() / weights.double().sum()
     return {
         key: sum(
-            (w * upload[key].double() for w, upload in zip(share, uploads, strict=True)),
+            (w * upload[key].double() for w, upload in zip(fractions, uploads, strict=True)),
             start=torch.zeros((), dtype=torch.float64),
         ).to(value.dtype)
         for key, value in shared.items()
     }
 
 
-@a_sum_of("clients")
-def uniform(
+@sums_uploads("clients")
+def uniform_mean(
     self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]
 ) -> Tensors:
     """aggregate: the mean of the uploads, every client weighing the same."""
     return mean(self, shared, uploads, torch.ones_like(weights), ids)
 
 
-def idle(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client
-) -> tuple[Tensors, Tensors]:
+def no_update(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
     """update: nothing is trained (methods with rounds = 0)."""
     return sent, local

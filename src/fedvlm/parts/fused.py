@@ -12,45 +12,43 @@ from torch.optim.adam import adam as fused_step
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, Schedule, Tensors, schedule
-from fedvlm.parts.walk import Move, States, descend, moments, split_state
+from fedvlm.parts.walk import Move, States, adam_moments, split_state, train_minibatches
 
 
-def adam(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def adam(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
     """update_many: every client's `parts.adam`."""
     done = []
     for i in range(len(clients.y)):
         client = Client(*(value[i] for value in vars(clients).values()))
-        given, own = ({key: value[i] for key, value in one.items()} for one in (sent, local))
-        done.append(descend(self, frozen, given, own, client, in_place(self), eager=True))
-    return tensors.stack([upload for upload, _ in done]), tensors.stack([own for _, own in done])
+        client_sent, client_local = ({key: value[i] for key, value in stacked.items()} for stacked in (sent, local))
+        done.append(train_minibatches(self, frozen, client_sent, client_local, client, fused_move(self), eager=True))
+    return tensors.stack([upload for upload, _ in done]), tensors.stack([client_local for _, client_local in done])
 
 
-def in_place(self: Any) -> Move:
+def fused_move(self: Any) -> Move:
     """Steps on copies that are made before the first."""
-    pace = schedule(self)
-    begun = False
+    settings = schedule(self)
+    is_started = False
 
     @torch.no_grad()
-    def move(trained: Tensors, slopes: Tensors, states: States, turns: Tensors) -> None:
-        nonlocal begun
-        if not begun:
+    def move(trained: Tensors, gradients: Tensors, states: States, turns: Tensors) -> None:
+        nonlocal is_started
+        if not is_started:
             trained |= tensors.copy(trained)
-            fresh = split_state(moments(trained))[1]
-            states |= {key: tensors.copy(states[key] or fresh[key]) for key in trained}
-            begun = True
+            initial_states = split_state(adam_moments(trained))[1]
+            states |= {key: tensors.copy(states[key] or initial_states[key]) for key in trained}
+            is_started = True
         names = [key for key in trained if turns[key]]
-        kept = ([states[key][name] for key in names] for name in ("mean", "square", "count"))
-        adam_step(pace, [trained[key] for key in names], [slopes[key] for key in names], *kept)
+        optimizer_state = ([states[key][name] for key in names] for name in ("mean", "square", "count"))
+        adam_step(settings, [trained[key] for key in names], [gradients[key] for key in names], *optimizer_state)
 
     return move
 
 
 def adam_step(
-    pace: Schedule,
+    settings: Schedule,
     values: list[Tensor],
-    slopes: list[Tensor],
+    gradients: list[Tensor],
     means: list[Tensor],
     squares: list[Tensor],
     counts: list[Tensor],
@@ -58,17 +56,17 @@ def adam_step(
     """One step of Adam on all values, in place."""
     fused_step(
         values,
-        slopes,
+        gradients,
         means,
         squares,
         [],
         counts,
         fused=True,
         amsgrad=False,
-        beta1=pace.betas[0],
-        beta2=pace.betas[1],
-        lr=pace.lr,
-        weight_decay=pace.weight_decay,
-        eps=pace.eps,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
         maximize=False,
     )

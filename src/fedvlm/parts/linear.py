@@ -9,17 +9,17 @@ from torch import Tensor
 
 from fedvlm.core import Client, Frozen, Tensors, schedule
 from fedvlm.parts.walk import epoch_of
-from fedvlm.tensors import full
+from fedvlm.tensors import to_float32
 
 # (clients, classes, dim) heads -> what is added to their gradients
-Pull = Callable[[Tensor], Tensor | float]
+ExtraGradient = Callable[[Tensor], Tensor | float]
 
 
 # (clients, batch, dim) scaled rows, (clients, batch, 1) labels and weights, (clients, 1, 1) going
-Step = tuple[Tensor, Tensor, Tensor, Tensor]
+LinearBatch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def steps(scale: float, clients: Client) -> Iterator[Step]:
+def iterate_batches(scale: float, clients: Client) -> Iterator[LinearBatch]:
     """The minibatches in which anyone has a row."""
     rows_of, labels = clients.x.flatten(0, 1), clients.y.clamp(min=0).flatten()
     first = torch.arange(len(clients.y))[:, None] * clients.y.shape[1]
@@ -29,85 +29,85 @@ def steps(scale: float, clients: Client) -> Iterator[Step]:
         if not count.any():
             continue
         index = (rows.clamp(min=0) + first).flatten()
-        batch = full(rows_of.index_select(0, index)).reshape(*rows.shape, -1)
-        own = labels.index_select(0, index).reshape(*rows.shape, 1)
-        share = (real / count.clamp(min=1)[:, None])[..., None]
+        batch = to_float32(rows_of.index_select(0, index)).reshape(*rows.shape, -1)
+        batch_labels = labels.index_select(0, index).reshape(*rows.shape, 1)
+        sample_weights = (real / count.clamp(min=1)[:, None])[..., None]
         # scaled in autograd's order: the same rounding
-        yield batch.mul_(scale), own, share, (count > 0)[:, None, None]
+        yield batch.mul_(scale), batch_labels, sample_weights, (count > 0)[:, None, None]
 
 
-def slope_of(head: Tensor, batch: Tensor, own: Tensor, share: Tensor) -> Tensor:
+def head_gradient(head: Tensor, batch: Tensor, batch_labels: Tensor, sample_weights: Tensor) -> Tensor:
     """(clients, classes, dim) the gradient of each client's mean cross-entropy."""
-    off = torch.bmm(batch, head.mT).log_softmax(2).exp_()
-    off.scatter_(2, own, off.gather(2, own) - 1)
-    return torch.bmm(off.mul_(share).mT, batch)
+    errors = torch.bmm(batch, head.mT).log_softmax(2).exp_()
+    errors.scatter_(2, batch_labels, errors.gather(2, batch_labels) - 1)
+    return torch.bmm(errors.mul_(sample_weights).mT, batch)
 
 
 @torch.no_grad()
-def heads(self: Any, scale: float, head: Tensor, clients: Client, pull: Pull) -> Tensor:
+def train_heads(self: Any, scale: float, head: Tensor, clients: Client, extra_gradient: ExtraGradient) -> Tensor:
     """(clients, classes, dim) after the steps of `parts.sgd` on `scale * x @ head.mT`'s loss."""
-    pace = schedule(self)
+    settings = schedule(self)
     head = head.clone()
-    speed = torch.zeros_like(head)
-    for batch, own, share, going in steps(scale, clients):
-        slope = slope_of(head, batch, own, share)
-        slope = (slope + pull(head)).add_(head, alpha=pace.weight_decay)
+    velocity = torch.zeros_like(head)
+    for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients):
+        gradient = head_gradient(head, batch, batch_labels, sample_weights)
+        gradient = (gradient + extra_gradient(head)).add_(head, alpha=settings.weight_decay)
         # A client without rows in this step keeps its head and its speed.
-        speed = torch.where(going, pace.momentum * speed + slope, speed) if pace.momentum else slope
-        head.sub_(torch.where(going, speed, 0.0), alpha=pace.lr)
+        velocity = (
+            torch.where(is_active, settings.momentum * velocity + gradient, velocity) if settings.momentum else gradient
+        )
+        head.sub_(torch.where(is_active, velocity, 0.0), alpha=settings.lr)
     return head
 
 
 @torch.no_grad()
-def maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Client) -> Tensor:
+def train_maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Client) -> Tensor:
     """(clients, dim, dim) after the steps of `parts.sgd` on `scale * x @ map.mT @ head.mT`'s loss.
 
     A gradient is headᵀ times one of the classes' rows, so that the map is a part of the first one
     and headᵀ times what was added: each step costs as much as one of a head.
     """
-    pace = schedule(self)
-    begun, square = torch.bmm(head, first), torch.bmm(head, head.mT)
-    part = begun.new_ones(len(head), 1, 1)  # of the first map that is left
+    settings = schedule(self)
+    initial_logit_map, square = torch.bmm(head, first), torch.bmm(head, head.mT)
+    part = initial_logit_map.new_ones(len(head), 1, 1)  # of the first map that is left
     added, part_speed, added_speed = torch.zeros_like(head), 0 * part, torch.zeros_like(head)
-    for batch, own, share, going in steps(scale, clients):
-        slope = slope_of(part * begun + torch.bmm(square, added), batch, own, share)
-        faster = pace.momentum * part_speed + pace.weight_decay * part
-        part_speed = torch.where(going, faster, part_speed)
-        faster = pace.momentum * added_speed + slope + pace.weight_decay * added
-        added_speed = torch.where(going, faster, added_speed)
-        far = pace.lr * going
-        part, added = part - far * part_speed, added - far * added_speed
+    for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients):
+        gradient = head_gradient(
+            part * initial_logit_map + torch.bmm(square, added), batch, batch_labels, sample_weights
+        )
+        faster = settings.momentum * part_speed + settings.weight_decay * part
+        part_speed = torch.where(is_active, faster, part_speed)
+        faster = settings.momentum * added_speed + gradient + settings.weight_decay * added
+        added_speed = torch.where(is_active, faster, added_speed)
+        step_size = settings.lr * is_active
+        part, added = part - step_size * part_speed, added - step_size * added_speed
     return torch.baddbmm(part * first, head.mT, added)
 
 
-def map_sgd(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def map_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
     """update_many: every client's `parts.sgd` of a local `head` over a shared `map`, in turns."""
     epochs = epoch_of(self, clients.order)
 
     def turn(key: str) -> Client:
-        mine = self.in_turn(key, epochs)[..., None]
-        return replace(clients, order=torch.where(mine, clients.order, -1))
+        is_trained = self.in_turn(key, epochs)[..., None]
+        return replace(clients, order=torch.where(is_trained, clients.order, -1))
 
-    seen = torch.bmm(full(clients.x), sent["map"].mT)
-    head = heads(self, frozen.scale, local["head"], replace(turn("head"), x=seen), lambda _: 0.0)
-    return {"map": maps(self, frozen.scale, sent["map"], head, turn("map"))}, {"head": head}
+    mapped = torch.bmm(to_float32(clients.x), sent["map"].mT)
+    head = train_heads(self, frozen.scale, local["head"], replace(turn("head"), x=mapped), lambda _: 0.0)
+    return {"map": train_maps(self, frozen.scale, sent["map"], head, turn("map"))}, {"head": head}
 
 
-def head_sgd(
-    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
+def head_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
     """update_many: every client's `parts.sgd` where a shared `head` is all that is trained."""
-    return {"head": heads(self, frozen.scale, sent["head"], clients, lambda head: 0.0)}, local
+    return {"head": train_heads(self, frozen.scale, sent["head"], clients, lambda head: 0.0)}, local
 
 
-def pulled_sgd(
+def regularised_head_sgd(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
 ) -> tuple[Tensors, Tensors]:
     """update_many: as `head_sgd`, where the loss has another part, whose gradient is `pull`."""
 
-    def pull(head: Tensor) -> Tensor:
+    def extra_gradient(head: Tensor) -> Tensor:
         return torch.as_tensor(self.pull(sent, local, head))
 
-    return {"head": heads(self, frozen.scale, sent["head"], clients, pull)}, local
+    return {"head": train_heads(self, frozen.scale, sent["head"], clients, extra_gradient)}, local

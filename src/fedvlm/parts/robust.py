@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-TRIMMED = 0.3  # of the clients, cut off at either end
-STEPS = 100  # of Weiszfeld's walk to the geometric median
-NEAR = 1e-9  # distances below it count as this much, relative to the middle one
+TRIM_FRACTION = 0.3  # of the clients, cut off at either end
+WEISZFELD_STEPS = 100  # of Weiszfeld's walk to the geometric median
+MIN_RELATIVE_DISTANCE = 1e-9  # distances below it count as this much, relative to the middle one
 
 
 def mean(x: Tensor) -> Tensor:
@@ -25,53 +25,53 @@ def median(x: Tensor) -> Tensor:
     return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
 
 
-def trimmed(x: Tensor) -> Tensor:
+def trimmed_mean(x: Tensor) -> Tensor:
     """Number by number, without the largest and the smallest 30 % of the clients."""
-    cut = int(TRIMMED * len(x))
+    cut = int(TRIM_FRACTION * len(x))
     return x.sort(dim=0).values[cut : len(x) - cut].mean(dim=0)
 
 
 def krum(x: Tensor) -> Tensor:
     """The upload that is nearest to its neighbours, of as many as are sure to be honest."""
-    return by_shares(krum_shares, x)
+    return weighted_mean(krum_weights, x)
 
 
 def geometric_median(x: Tensor) -> Tensor:
     """The point of the least sum of distances to all uploads."""
-    return by_shares(geometric_shares, x)
+    return weighted_mean(geometric_median_weights, x)
 
 
-def by_shares(shares: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def weighted_mean(weights_from_dots: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     origin = median(x)
-    moved = (x - origin).double()
-    return origin + (shares(moved @ moved.mT) @ moved).to(x.dtype)
+    centred = (x - origin).double()
+    return origin + (weights_from_dots(centred @ centred.mT) @ centred).to(x.dtype)
 
 
-def krum_shares(dots: Tensor) -> Tensor:
+def krum_weights(dots: Tensor) -> Tensor:
     """(clients,) 1 for the chosen one; with fewer than three there is nobody to compare with."""
     count = len(dots)
     if count < 3:
         return torch.full((count,), 1 / count, dtype=dots.dtype)
     attackers = (count - 3) // 2  # as many as the rule can stand
-    near = distances(dots).sort(dim=1).values[:, 1 : count - attackers - 1]
-    scores = near.square().sum(dim=1)
+    neighbour_distances = distances(dots).sort(dim=1).values[:, 1 : count - attackers - 1]
+    scores = neighbour_distances.square().sum(dim=1)
     best = (scores == scores.min()).to(dots.dtype)  # of equals the mean, whatever their order
     return best / best.sum()
 
 
-def geometric_shares(dots: Tensor) -> Tensor:
+def geometric_median_weights(dots: Tensor) -> Tensor:
     """(clients,) by Weiszfeld's walk, begun among the half that is nearest to the others."""
-    apart = distances(dots)
-    closeness = apart.median(dim=1).values
-    share = (closeness <= closeness.median()).to(dots.dtype)
-    share = share / share.sum()
-    least = max(NEAR * float(apart.median()), 1e-100)
-    for _ in range(STEPS):
-        pull = dots @ share
-        square = dots.diagonal() - 2 * pull + share @ pull
-        share = 1 / square.clamp(min=0).sqrt().clamp(min=least)
-        share = share / share.sum()
-    return share
+    pairwise = distances(dots)
+    closeness = pairwise.median(dim=1).values
+    weights = (closeness <= closeness.median()).to(dots.dtype)
+    weights = weights / weights.sum()
+    min_distance = max(MIN_RELATIVE_DISTANCE * float(pairwise.median()), 1e-100)
+    for _ in range(WEISZFELD_STEPS):
+        projections = dots @ weights
+        square = dots.diagonal() - 2 * projections + weights @ projections
+        weights = 1 / square.clamp(min=0).sqrt().clamp(min=min_distance)
+        weights = weights / weights.sum()
+    return weights
 
 
 def distances(dots: Tensor) -> Tensor:
@@ -80,11 +80,11 @@ def distances(dots: Tensor) -> Tensor:
     return (size[:, None] + size - 2 * dots).clamp(min=0).fill_diagonal_(0).sqrt()
 
 
-RULES: dict[str, Callable[[Tensor], Tensor]] = {
+ROBUST_MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": mean,
     "median": median,
-    "trimmed": trimmed,
+    "trimmed": trimmed_mean,
     "krum": krum,
     "geometric-median": geometric_median,
 }
-SHARES = {"krum": krum_shares, "geometric-median": geometric_shares}
+WEIGHTS_FROM_DOTS = {"krum": krum_weights, "geometric-median": geometric_median_weights}

@@ -2,31 +2,31 @@
 
 from typing import Any
 
-from fedvlm.record import AUDIT, Record
-from fedvlm.report.tables import render
+from fedvlm.record import AUDIT_FILE, Record
+from fedvlm.report.tables import render_table
 from fedvlm.runner.audit import Line
 from fedvlm.storage.sealed import read_json, write_json
 
 
-def keep(result: Record, lines: list[Line]) -> None:
+def write_audit(result: Record, lines: list[Line]) -> None:
     """In the run's folder, in the place of an audit that was kept before."""
-    write_json(result.folder / AUDIT, {"lines": lines})
+    write_json(result.folder / AUDIT_FILE, {"lines": lines})
 
 
-def kept(result: Record) -> list[Line]:
+def read_audit(result: Record) -> list[Line]:
     """The audit that was kept, if one was."""
-    path = result.folder / AUDIT
+    path = result.folder / AUDIT_FILE
     return list(read_json(path)["lines"]) if path.exists() else []
 
 
-def table(lines: list[Line], form: str = "text") -> str:
+def audit_table(lines: list[Line], form: str = "text") -> str:
     """The lines for a person: what is in an upload, then client by client what it says."""
     if not lines:
         return "nothing is uploaded\n"
-    fields = {(line["exchange"], key): one for line in lines for key, one in line["fields"].items()}
+    fields = {(line["exchange"], key): field for line in lines for key, field in line["fields"].items()}
     first = [
-        [which, key, f"{one['dtype']} {tuple(one['shape'])}", f"{one['bytes']}"]
-        for (which, key), one in fields.items()
+        [exchange, key, f"{field['dtype']} {tuple(field['shape'])}", f"{field['bytes']}"]
+        for (exchange, key), field in fields.items()
     ]
     names = ["client", "exchange", "bytes", "classes", "smallest class"]
     areas = ["AUC upload", "AUC shared", "AUC personal"]
@@ -43,7 +43,7 @@ def table(lines: list[Line], form: str = "text") -> str:
     ]
     return "\n".join(
         [
-            render(["exchange", "field", "what", "bytes"], first, form, words=True),
-            render([*names, *areas, "ε"], body, form),
+            render_table(["exchange", "field", "what", "bytes"], first, form, align_left=True),
+            render_table([*names, *areas, "ε"], body, form),
         ]
     )

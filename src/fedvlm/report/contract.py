@@ -9,7 +9,7 @@ from inspect import getdoc, isfunction, signature
 from pathlib import Path
 from typing import Any
 
-from fedvlm.core import OPTIONAL, Schedule, Traits
+from fedvlm.core import OPTIONAL_PROTOCOLS, Schedule, Traits
 from fedvlm.core.schema import range_of
 
 OPENING = """# What a method may say
@@ -22,19 +22,17 @@ nearly one of these.
 
 def contract_page() -> str:
     """Three tables: traits, settings that engines read, and optional verbs."""
-    traits = [
-        (f"`{one.name}`", _value(one.default), one.metadata["says"]) for one in fields(Traits)
-    ]
+    traits = [(f"`{field.name}`", _value(field.default), field.metadata["doc"]) for field in fields(Traits)]
     settings = [
         (
-            f"`{one.name}`",
-            _value(one.default),
-            str(range_of(one) or ""),
-            one.metadata["says"],
+            f"`{field.name}`",
+            _value(field.default),
+            str(range_of(field) or ""),
+            field.metadata["doc"],
         )
-        for one in fields(Schedule)
+        for field in fields(Schedule)
     ]
-    verbs = [(_asked(kind), (getdoc(kind) or "").replace("\n", " ")) for kind in OPTIONAL]
+    verbs = [(_describe_protocol(kind), (getdoc(kind) or "").replace("\n", " ")) for kind in OPTIONAL_PROTOCOLS]
     return "\n".join(
         [
             OPENING,
@@ -56,17 +54,17 @@ def _value(default: Any) -> str:
     return "-" if default is None or default == frozenset() else f"`{default}`"
 
 
-def _asked(kind: type) -> str:
+def _describe_protocol(kind: type) -> str:
     """What a protocol asks for: verbs with their arguments, settings by name."""
-    own = [(name, one) for name, one in vars(kind).items() if not name.startswith("_")]
-    verbs = [(name, list(signature(one).parameters)[1:]) for name, one in own if isfunction(one)]
-    said = [f"`{name}({', '.join(words)})`" for name, words in verbs]
-    return ", ".join(said + [f"`{name}`" for name, one in own if isinstance(one, property)])
+    members = [(name, member) for name, member in vars(kind).items() if not name.startswith("_")]
+    verbs = [(name, list(signature(member).parameters)[1:]) for name, member in members if isfunction(member)]
+    signatures = [f"`{name}({', '.join(words)})`" for name, words in verbs]
+    return ", ".join(signatures + [f"`{name}`" for name, member in members if isinstance(member, property)])
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
     lines = [head, ("---",) * len(head), *rows]
-    return [f"| {' | '.join(one)} |" for one in lines]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 if __name__ == "__main__":

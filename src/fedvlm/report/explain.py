@@ -11,18 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.classifier.personalised import of_client, reopen
+from fedvlm.classifier.personalised import client_classifier, reopen_encoder
 from fedvlm.core import Matching, make
 from fedvlm.data.superclasses import superclasses
 from fedvlm.encoders.cache.decode import decode
 from fedvlm.encoders.preprocess import Pixels
-from fedvlm.errors import DataError, EncoderError, SettingsError, unknown
-from fedvlm.maths.transport import plan
+from fedvlm.errors import DataError, EncoderError, SettingsError, unknown_name
+from fedvlm.maths.transport import transport_plan
 from fedvlm.maths.tsne import tsne
 from fedvlm.record import Record
 
 GAMMAS = (0.2, 0.5, 0.8, 1.0)
-FEWEST = 4  # local prompts that make an image
+MIN_PROMPTS = 4  # local prompts that make an image
 Floats = NDArray[np.float64]
 
 
@@ -32,7 +32,7 @@ class Explanation:
 
     client: str
     name: str  # of the class
-    chance: float  # that the client gives this class
+    probability: float  # that the client gives this class
     likeliest: str  # the class the client would answer
     image: NDArray[np.uint8]  # (height, width, 3) as the encoder sees it
     similarity: Floats  # (2, rows, columns) cosines of patches and the class's two features
@@ -61,51 +61,49 @@ def explain(
             f"{result.folder} is a run of {method.name}, which moves nothing between patches and "
             "prompts; explain a run of fedotp"
         )
-    pixels_of = read(Path(image))
-    classifier = of_client(result, client or next(iter(result.local(seed=seed))), seed)
-    encoder, frozen = reopen(classifier.encoder), classifier.frozen
+    pixels_of = read_image(Path(image))
+    classifier = client_classifier(result, client or next(iter(result.local(seed=seed))), seed)
+    encoder, frozen = reopen_encoder(classifier.encoder), classifier.frozen
     assert isinstance(encoder.preprocess, Pixels)  # no other encoder has a text tower
     pixels = encoder.preprocess(pixels_of)
     patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()
-    chances = classifier.logits(patches)[0].softmax(0)
+    probabilities = classifier.logits(patches)[0].softmax(0)
     if name is not None and name not in frozen.classes:
-        raise unknown("class", name, frozen.classes)
-    number = frozen.classes.index(name) if name is not None else int(chances.argmax())
-    both = (method.send(classifier.shared, classifier.client), classifier.local)
-    cosines = method.similarity(frozen, *both, patches)[0, number]  # (2, patches)
+        raise unknown_name("class", name, frozen.classes)
+    number = frozen.classes.index(name) if name is not None else int(probabilities.argmax())
+    sent_and_local = (method.send(classifier.shared, classifier.client), classifier.local)
+    cosines = method.similarity(frozen, *sent_and_local, patches)[0, number]  # (2, patches)
     count = cosines.shape[1]
-    shape = (2, *grid(count, *pixels.shape[1:]))
+    shape = (2, *patch_grid(count, *pixels.shape[1:]))
     trained = method.gamma if method.transport == "unbalanced" else None
-    wanted = set(gammas or GAMMAS) | ({trained} if trained is not None and not gammas else set())
-    shares = {
-        gamma: count * plan(cosines, "unbalanced", gamma, method.entropy_reg)
-        for gamma in sorted(wanted)
+    gamma_values = set(gammas or GAMMAS) | ({trained} if trained is not None and not gammas else set())
+    transport_plans = {
+        gamma: count * transport_plan(cosines, "unbalanced", gamma, method.entropy_reg)
+        for gamma in sorted(gamma_values)
     }
     return Explanation(
         client=classifier.client,
         name=frozen.classes[number],
-        chance=float(chances[number]),
-        likeliest=frozen.classes[int(chances.argmax())],
+        probability=float(probabilities[number]),
+        likeliest=frozen.classes[int(probabilities.argmax())],
         image=encoder.preprocess.undo(pixels),
         similarity=cosines.double().numpy().reshape(shape),
-        plans={gamma: one.double().numpy().reshape(shape) for gamma, one in shares.items()},
+        plans={gamma: fractions.double().numpy().reshape(shape) for gamma, fractions in transport_plans.items()},
         trained=trained,
     )
 
 
-def read(path: Path) -> Any:
+def read_image(path: Path) -> Any:
     """A decoded image; an error names the file."""
     try:
         return decode(path.read_bytes())
     except OSError as error:
-        raise DataError(
-            f"the image {path} cannot be read ({error.strerror}); name a file"
-        ) from error
+        raise DataError(f"the image {path} cannot be read ({error.strerror}); name a file") from error
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
 
-def grid(patches: int, height: int, width: int) -> tuple[int, int]:
+def patch_grid(patches: int, height: int, width: int) -> tuple[int, int]:
     """Rows and columns of square patches that fill an image."""
     rows = max(1, round(sqrt(patches * height / width)))
     if patches % rows or abs(height / rows - width * rows / patches) > 1:
@@ -128,8 +126,8 @@ class PromptMap:
 
 def local_prompts(result: Record, seed: int | None = None) -> dict[str, Tensor]:
     """What the clients of a run's first training have learnt for themselves, if it is a prompt."""
-    found = {id: one.get("own", one.get("prompt")) for id, one in result.local(seed=seed).items()}
-    return {id: one for id, one in found.items() if one is not None and one.ndim == 2}
+    prompts = {id: prompt.get("own", prompt.get("prompt")) for id, prompt in result.local(seed=seed).items()}
+    return {id: prompt for id, prompt in prompts.items() if prompt is not None and prompt.ndim == 2}
 
 
 def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
@@ -142,16 +140,16 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
             f"{result.folder} is a run of {identity['method']['name']}, whose clients keep no "
             "prompt; show a run of fedotp, dp-fpl, promptfolio, promptfl-fedper or coop"
         )
-    if len(local) < FEWEST:
+    if len(local) < MIN_PROMPTS:
         raise SettingsError(
             f"{result.folder} has {len(local)} local prompts, too few for a map; show a run with "
-            f"{FEWEST} clients or more, as clients.partition = 'dirichlet' makes them"
+            f"{MIN_PROMPTS} clients or more, as clients.partition = 'dirichlet' makes them"
         )
     return PromptMap(
         title=f"local prompts of {identity['method']['name']} on {result.manifest['data']}",
         clients=tuple(local),
         groups=tuple(_group(result, id) for id in local),
-        places=tsne(np.stack([one.double().numpy() for one in local.values()])),
+        places=tsne(np.stack([prompt.double().numpy() for prompt in local.values()])),
     )
 
 
@@ -159,6 +157,6 @@ def _group(result: Record, id: str) -> str:
     """What a client is coloured by: its superclass or its domain, if it shares them, or itself."""
     by = result.manifest["identity"]["clients"]["by"]
     if by == "coarse":
-        mine = zip(result.manifest["classes"], result.manifest["counts"][id], strict=True)
-        return ", ".join(sorted(set(superclasses([name for name, rows in mine if rows]))))
+        class_counts = zip(result.manifest["classes"], result.manifest["counts"][id], strict=True)
+        return ", ".join(sorted(set(superclasses([name for name, rows in class_counts if rows]))))
     return id.rsplit("-", 1)[0] if by == "domain-dirichlet" else id

@@ -6,9 +6,9 @@ from typing import Any
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import scores
 from fedvlm.record import Record
-from fedvlm.report.columns import on_demand, settings_of, split
-from fedvlm.report.long import clients
-from fedvlm.report.names import label
+from fedvlm.report.columns import compute_columns, settings_of, split_requested
+from fedvlm.report.long import client_scores
+from fedvlm.report.names import run_label
 
 
 def _pandas() -> Any:
@@ -19,13 +19,13 @@ def _pandas() -> Any:
     return pandas
 
 
-def frame(result: Record) -> Any:
+def scores_frame(result: Record) -> Any:
     """One row per seed, training and client that has test rows, a column per metric."""
     pandas = _pandas()
-    return pandas.DataFrame(list(clients(result)))
+    return pandas.DataFrame(list(client_scores(result)))
 
 
-def compared(results: Sequence[Record], asked: Sequence[str] = ()) -> Any:
+def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> Any:
     """One row per run: the mean over seeds of every column, and its deviation beside it.
 
     `asked` are further columns and settings, as `compare --columns` takes them.
@@ -33,13 +33,13 @@ def compared(results: Sequence[Record], asked: Sequence[str] = ()) -> Any:
     pandas = _pandas()
     if not results:
         raise SettingsError("no run is named; give one or more runs")
-    names, settings = split(results, asked)
+    names, settings = split_requested(results, extra_columns)
     rows = []
     for result in results:
-        row: dict[str, Any] = {"method": label(result, settings)}
+        row: dict[str, Any] = {"method": run_label(result, settings)}
         row |= settings_of(result, settings) | {"seeds": len(result.tables)}
-        both = scores.spread(result.tables) | scores.spread(on_demand(result, names))
-        for key, (mean, deviation) in both.items():
+        column_statistics = scores.mean_and_std(result.tables) | scores.mean_and_std(compute_columns(result, names))
+        for key, (mean, deviation) in column_statistics.items():
             row |= {key: mean, f"{key} deviation": deviation}
         exchanges, moved = result.traffic
         rows.append({**row, "exchanges": exchanges, "kB per client": moved / 1000})

@@ -15,8 +15,8 @@ def list_methods() -> list[Row]:
         {
             "method": name,
             "needs": ", ".join(sorted(kind().traits.needs)),
-            "what": _line(getmodule(kind)),
-            "settings": ", ".join(f"{one.name}={one.default}" for one in fields(kind)),
+            "what": _first_sentence(getmodule(kind)),
+            "settings": ", ".join(f"{field.name}={field.default}" for field in fields(kind)),
         }
         for name, kind in methods().items()
     ]
@@ -26,8 +26,7 @@ def list_encoders() -> list[Row]:
     from fedvlm.encoders import encoders
 
     return [
-        {"encoder": kind.form, "offers": ", ".join(kind.offers), "what": kind.what}
-        for kind in encoders().values()
+        {"encoder": kind.form, "offers": ", ".join(kind.offers), "what": kind.summary} for kind in encoders().values()
     ]
 
 
@@ -56,7 +55,7 @@ def list_data() -> list[Row]:
         {
             "data": f"{word}:PLACE",
             "options": ", ".join(list(signature(reader).parameters)[1:]),
-            "what": _line(reader),
+            "what": _first_sentence(reader),
         }
         for word, reader in kinds().items()
     ]
@@ -65,7 +64,7 @@ def list_data() -> list[Row]:
 def list_metrics() -> list[Row]:
     from fedvlm.evaluate.metrics import metrics
 
-    return [{"metric": name, "what": _line(metric)} for name, metric in metrics().items()]
+    return [{"metric": name, "what": _first_sentence(metric)} for name, metric in metrics().items()]
 
 
 def list_protocols() -> list[Row]:
@@ -74,26 +73,23 @@ def list_protocols() -> list[Row]:
     return [
         {
             "protocol": name,
-            "settings": ", ".join(one.name for one in fields(rules)),
-            "what": rules.what,
+            "settings": ", ".join(field.name for field in fields(rules)),
+            "what": rules.summary,
         }
         for name, rules in protocols().items()
     ]
 
 
-def _line(one: object) -> str:
+def _first_sentence(documented: object) -> str:
     """The first sentence of what its docstring says."""
-    return (getdoc(one) or "").split("\n\n")[0].replace("\n", " ")
+    return (getdoc(documented) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def list_experiments() -> list[Row]:
     from fedvlm.runner.named import experiments
     from fedvlm.runner.settings import read_toml
 
-    return [
-        {"experiment": name, "title": read_toml(path).get("title", "")}
-        for name, path in experiments().items()
-    ]
+    return [{"experiment": name, "title": read_toml(path).get("title", "")} for name, path in experiments().items()]
 
 
 def list_papers() -> list[Row]:

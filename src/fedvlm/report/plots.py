@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.record import Record
 
 # What each shows; those of one run alone say so.
-KINDS = {
+PLOT_KINDS = {
     "rounds": "lines over the rounds, with bands over seeds",
     "sweep": "lines over a swept setting, or over the clients that train",
     "bars": "a bar for each run",
@@ -36,28 +36,28 @@ def draw_runs(
 ) -> Path:
     """A picture of some runs to a .png or .svg file; what a kind has no use for is refused."""
     from fedvlm.report import overlaid, portraits, several
-    from fedvlm.report.panels import Asked
-    from fedvlm.report.pictures import save
+    from fedvlm.report.panels import PlotOptions
+    from fedvlm.report.pictures import save_figure
 
-    if kind not in KINDS:
-        raise unknown("kind of picture", kind, KINDS)
+    if kind not in PLOT_KINDS:
+        raise unknown_name("kind of picture", kind, PLOT_KINDS)
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
-    useless = {"--columns": bool(columns) and kind not in ("rounds", "sweep", "bars")}
-    useless |= {"--over": bool(over) and kind not in ("sweep", "bars")}
-    useless |= {"--training": bool(training) and kind not in ("reliability", "roc", "decision")}
-    useless |= {"--image": image is not None and kind != "heat"}
-    for option, there in useless.items():
-        if there:
+    is_unused = {"--columns": bool(columns) and kind not in ("rounds", "sweep", "bars")}
+    is_unused |= {"--over": bool(over) and kind not in ("sweep", "bars")}
+    is_unused |= {"--training": bool(training) and kind not in ("reliability", "roc", "decision")}
+    is_unused |= {"--image": image is not None and kind != "heat"}
+    for option, is_given in is_unused.items():
+        if is_given:
             raise SettingsError(f"{option} has no use for a picture of kind {kind}; leave it out")
     if kind in ("rounds", "sweep", "bars", "reliability", "roc", "decision"):
         file = several if kind in ("rounds", "sweep", "bars") else overlaid
-        asked = Asked(tuple(columns), over, training, seed)
-        return save(getattr(file, kind)(results, asked), out)
+        options = PlotOptions(tuple(columns), over, training, seed)
+        return save_figure(getattr(file, kind)(results, options), out)
     if kind in ("partition", "kite"):
-        return portraits.partition(results, out, kite=kind == "kite")
+        return portraits.draw_partitions(results, out, kite=kind == "kite")
     if kind == "tsne":
-        return portraits.tsne(results, out, seed)
+        return portraits.draw_tsne(results, out, seed)
     if image is None:
         raise SettingsError("a heat map is of an image; give --image FILE")
-    return portraits.heat(results, out, image, name, client, seed)
+    return portraits.prompt_heatmaps(results, out, image, name, client, seed)

@@ -2,43 +2,43 @@
 
 from pathlib import Path
 
-from fedvlm.encoders.cache.folder import directory, ls, verify
+from fedvlm.encoders.cache.folder import cache_directory, list_entries, verify
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import DataError
 from fedvlm.record import Record
-from fedvlm.storage.sealed import INDEX, check_index, read_json, read_tensors
+from fedvlm.storage.sealed import INDEX_FILE, check_index, read_json, read_tensors
 
 Problems = list[tuple[str, str]]  # the name of a file or row, and what is wrong with it
 
 
-def examine(what: str) -> tuple[int, Problems]:
+def verify_files(target: str) -> tuple[int, Problems]:
     """How many files (rows, in the cache) were looked at, and what is wrong with which."""
-    path = Path(what).expanduser()
-    if what == "cache" and not path.exists():
-        return _cache(directory())
+    path = Path(target).expanduser()
+    if target == "cache" and not path.exists():
+        return _verify_cache(cache_directory())
     if path.is_file():
         open_store(path)  # refuses by name
         return 1, []
-    if (path / INDEX).exists():
-        found = check_index(path)
-        return len(read_json(path / INDEX)["files"]), list(found.items())
+    if (path / INDEX_FILE).exists():
+        problems = check_index(path)
+        return len(read_json(path / INDEX_FILE)["files"]), list(problems.items())
     if (path / "manifest.json").exists():
-        return _unfinished(path)
+        return _verify_unfinished(path)
     if (path / "locks").is_dir():
-        return _cache(path)
+        return _verify_cache(path)
     raise DataError(f"{path} is no run, export, store or cache of fedvlm; name one of these")
 
 
-def _cache(root: Path) -> tuple[int, Problems]:
-    bad = [
-        (f"{name[:16]} {one.table} row {one.row}", one.reason)
+def _verify_cache(root: Path) -> tuple[int, Problems]:
+    problems = [
+        (f"{name[:16]} {entry.table} row {entry.row}", entry.reason)
         for name, rows in verify(root).items()
-        for one in rows
+        for entry in rows
     ]
-    return sum(one.rows + one.patches for one in ls(root)), bad
+    return sum(entry.rows + entry.patches for entry in list_entries(root)), problems
 
 
-def _unfinished(folder: Path) -> tuple[int, Problems]:
+def _verify_unfinished(folder: Path) -> tuple[int, Problems]:
     """A run without an index yet: every file by its own seal."""
     problems: Problems = []
     names = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name[0] != "."]

@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds, tensors
-from fedvlm.channel.uploads import arrive, leave
-from fedvlm.core import Telling, Tensors
-from fedvlm.data.table import Embedded
-from fedvlm.engines.client import Task, Terms, World, predict
-from fedvlm.engines.loop import start
-from fedvlm.engines.single import Single
-from fedvlm.errors import DataError, SettingsError, unknown
+from fedvlm.channel.uploads import decode, encode
+from fedvlm.core import ClassStatistics, Tensors
+from fedvlm.data.table import EmbeddedTable
+from fedvlm.engines.client import Task, TrainingTerms, World, predict
+from fedvlm.engines.loop import initial_state
+from fedvlm.engines.single import Sequential
+from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols import Training
-from fedvlm.maths.membership import area_by_class, likeness
-from fedvlm.maths.noise import seeded
+from fedvlm.maths.membership import mean_similarities, roc_auc_by_class
+from fedvlm.maths.noise import seeded_normal
 from fedvlm.record import Record
 from fedvlm.runner import tune
-from fedvlm.runner.load import Progress, load, thin
+from fedvlm.runner.load import Progress, load, shrink_for_smoke
 from fedvlm.runner.prepare import Prepared, prepare
 from fedvlm.runner.settings import Settings, build
 
@@ -38,77 +38,70 @@ def audit(
     folder: str | Path,
     training: str | None = None,
     seed: int | None = None,
-    embedded: Embedded | None = None,
+    embedded: EmbeddedTable | None = None,
     progress: Progress | None = None,
 ) -> list[Line]:
     """One line per client and upload of a training (the first one if no `training` is named)."""
     result = Record(Path(folder))
-    settings, rows = reopen(result, embedded, progress or (lambda what, done, total: None))
+    settings, rows = reopen_run(result, embedded, progress or (lambda activity, done, total: None))
     seed = settings.seeds[0] if seed is None else seed
-    prepared = prepare(tune.settled(settings, result.manifest, seed), rows, seed)
+    prepared = prepare(tune.with_tuned(settings, result.manifest, seed), rows, seed)
     chosen = _training(prepared, training)
     shared, local = result.outcome(chosen.name, seed)
     world = prepared.world(chosen)
-    fresh = start(world)[1]
+    initial_local = initial_state(world)[1]
     spent = _epsilons(result, chosen.name, seed)
     lines = []
-    for which, at, number, before, own in exchanges(prepared, chosen, shared, local):
-        blank = start(at)[1]
-        tasks = [
-            Task(id, at.method.send(before, id), own.get(id, blank), True)
-            for id in sorted(chosen.train)
-        ]
-        done = Single(at).round(number, tasks).done
-        seen = {task.id: passed(at, number, task, done[task.id].upload or {}) for task in tasks}
+    for phase, at, number, before, local_before in replay_exchanges(prepared, chosen, shared, local):
+        blank = initial_state(at)[1]
+        tasks = [Task(id, at.method.send(before, id), local_before.get(id, blank), True) for id in sorted(chosen.train)]
+        done = Sequential(at).round(number, tasks).replies
+        received = {task.id: as_received(at, number, task, done[task.id].upload or {}) for task in tasks}
         for task in tasks:
             sent = world.method.send(shared, task.id)
-            line: Line = {"training": chosen.name, "client": task.id, "exchange": which}
-            line |= contents(at, task.id, seen)
-            line["AUC upload"] = upload_auc(at, task, seen, blank)
-            line["AUC shared"] = loss_auc(world, sent, fresh, task.id)
+            line: Line = {"training": chosen.name, "client": task.id, "exchange": phase}
+            line |= describe_upload(at, task.id, received)
+            line["AUC upload"] = upload_auc(at, task, received, blank)
+            line["AUC shared"] = loss_auc(world, sent, initial_local, task.id)
             line["AUC personal"] = loss_auc(world, sent, local[task.id], task.id)
             lines.append({**line, "epsilon": spent.get(task.id)})
     return lines
 
 
 def _training(prepared: Prepared, name: str | None) -> Training:
-    known = {one.name: one for one in prepared.trainings}
-    if name is not None and name not in known:
-        raise unknown("training of this run", name, known)
-    return prepared.trainings[0] if name is None else known[name]
+    trainings = {training.name: training for training in prepared.trainings}
+    if name is not None and name not in trainings:
+        raise unknown_name("training of this run", name, trainings)
+    return prepared.trainings[0] if name is None else trainings[name]
 
 
-Exchange = tuple[str, World, int, Tensors, Mapping[str, Tensors]]
+ReplayedExchange = tuple[str, World, int, Tensors, Mapping[str, Tensors]]
 
 
-def exchanges(
+def replay_exchanges(
     prepared: Prepared, training: Training, shared: Tensors, local: Mapping[str, Tensors]
-) -> Iterator[Exchange]:
+) -> Iterator[ReplayedExchange]:
     """Which, where, its number, and the shared and local tensors that it started from."""
     world = prepared.world(training)
     if prepared.settings.warm_start is not None:
         at = prepared.warm_world(training)
-        yield "warm start", at, 0, start(at)[0].shared, {}
+        yield "warm start", at, 0, initial_state(at)[0].shared, {}
     elif world.method.rounds:
-        yield "first", world, 0, start(world)[0].shared, {}
+        yield "first", world, 0, initial_state(world)[0].shared, {}
     if world.method.rounds > 1:
         yield "next", world, world.method.rounds, shared, local
 
 
-def reopen(
-    result: Record, embedded: Embedded | None, progress: Progress
-) -> tuple[Settings, Embedded]:
+def reopen_run(result: Record, embedded: EmbeddedTable | None, progress: Progress) -> tuple[Settings, EmbeddedTable]:
     """The settings and the very rows of a finished run."""
     about = result.manifest
     _ = result.tables  # refuses a run that is not finished
     settings = build(about["identity"])
     if about["memory"] and embedded is None:
-        raise SettingsError(
-            f"{result.folder} took its rows from memory; call fedvlm.runner.audit.audit with them"
-        )
+        raise SettingsError(f"{result.folder} took its rows from memory; call fedvlm.runner.audit.audit with them")
     rows = embedded if embedded is not None else load(settings, progress)[0]
     if settings.smoke:
-        settings, rows = thin(settings, rows)
+        settings, rows = shrink_for_smoke(settings, rows)
     if rows.fingerprint != about["rows"]:
         raise DataError(
             f"{result.folder} is of the rows {about['rows'][:12]}, but there are now "
@@ -120,26 +113,26 @@ def reopen(
 def _epsilons(result: Record, training: str, seed: int) -> dict[str, float]:
     """ε by client as the record has it, from the method or from the channel; no noise, no entry."""
     maps = result.trainings(seed)[training]["maps"]
-    out = {id: float(one["epsilon"]) for id, one in maps.items() if "epsilon" in one}
-    mine = result.path_of(training, seed, "json").stem
-    noised = [one for one in result.lines() if one["training"] == mine and "epsilon" in one]
+    out = {id: float(entry["epsilon"]) for id, entry in maps.items() if "epsilon" in entry}
+    stem = result.path_of(training, seed, "json").stem
+    noised = [entry for entry in result.lines() if entry["training"] == stem and "epsilon" in entry]
     return out or ({id: float(noised[-1]["epsilon"]) for id in maps} if noised else {})
 
 
-def passed(terms: Terms, number: int, task: Task, upload: Tensors) -> Tensors:
+def as_received(terms: TrainingTerms, number: int, task: Task, upload: Tensors) -> Tensors:
     """An upload as the server has it, behind the channel; a secure sum would hide it."""
-    draw = seeded(seeds.generator("channel noise", terms.seed, task.id, number))
-    travels, _ = leave(terms.channel, upload, task.sent, {}, draw)
-    return arrive(terms.channel, travels, task.sent)
+    draw = seeded_normal(seeds.generator("channel noise", terms.seed, task.id, number))
+    travels, _ = encode(terms.channel, upload, task.sent, {}, draw)
+    return decode(terms.channel, travels, task.sent)
 
 
-def contents(world: World, id: str, seen: Mapping[str, Tensors]) -> Line:
+def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> Line:
     """The fields of an upload, its bytes, and the rows of the smallest class it tells of."""
-    upload = seen[id]
+    upload = received[id]
     labels = world.y[torch.from_numpy(world.members[id].train)]
     counts = torch.bincount(labels, minlength=len(world.frozen.classes))
     covered = counts > 0
-    if isinstance(world.method, Telling):
+    if isinstance(world.method, ClassStatistics):
         covered &= world.method.covers(upload)
     return {
         "fields": {
@@ -156,40 +149,36 @@ def contents(world: World, id: str, seen: Mapping[str, Tensors]) -> Line:
     }
 
 
-def upload_auc(
-    world: World, task: Task, seen: Mapping[str, Tensors], fresh: Tensors
-) -> float | None:
+def upload_auc(world: World, task: Task, received: Mapping[str, Tensors], initial_local: Tensors) -> float | None:
     """By the upload alone: likeness to its class means, or the loss of the model that it is."""
-    upload = seen[task.id]
+    upload = received[task.id]
     means = {}
-    if isinstance(world.method, Telling):
-        means = {id: world.method.means(one) for id, one in seen.items()}
-    if (mine := means.get(task.id)) is not None:
-        rest = [one for id, one in means.items() if id != task.id and one is not None]
-        others = torch.stack(rest or [0 * mine])
-        there = (others != 0).any(dim=2)
-        known = others.sum(dim=0) / there.sum(dim=0).clamp(min=1)[:, None]
-        return _means_auc(world, task.id, mine, known)
+    if isinstance(world.method, ClassStatistics):
+        means = {id: world.method.means(entry) for id, entry in received.items()}
+    if (own_means := means.get(task.id)) is not None:
+        rest = [entry for id, entry in means.items() if id != task.id and entry is not None]
+        other_means = torch.stack(rest or [0 * own_means])
+        has_class = (other_means != 0).any(dim=2)
+        mean_of_others = other_means.sum(dim=0) / has_class.sum(dim=0).clamp(min=1)[:, None]
+        return _means_auc(world, task.id, own_means, mean_of_others)
     if upload and upload.keys() == task.sent.keys():
-        return loss_auc(world, upload, fresh, task.id)
+        return loss_auc(world, upload, initial_local, task.id)
     return None
 
 
-def _means_auc(world: World, id: str, mine: Tensor, known: Tensor) -> float | None:
-    there = (mine != 0).any(dim=1)
+def _means_auc(world: World, id: str, own_means: Tensor, mean_of_others: Tensor) -> float | None:
+    has_class = (own_means != 0).any(dim=1)
 
     def scores(rows: NDArray[np.int64]) -> tuple[tuple[Tensor, Tensor], Tensor]:
         index = torch.from_numpy(rows)
-        index = index[there[world.y[index]]]
-        x, y = tensors.full(world.x[index]), world.y[index]
-        return likeness(x, y, mine.float(), known.float()), y
+        index = index[has_class[world.y[index]]]
+        x, y = tensors.to_float32(world.x[index]), world.y[index]
+        return mean_similarities(x, y, own_means.float(), mean_of_others.float()), y
 
     member = world.members[id]
     (inside, labels), (outside, other_labels) = scores(member.train), scores(member.test)
-    areas = [
-        area_by_class(a, labels, b, other_labels) for a, b in zip(inside, outside, strict=True)
-    ]
-    return max((one for one in areas if one is not None), default=None)
+    areas = [roc_auc_by_class(a, labels, b, other_labels) for a, b in zip(inside, outside, strict=True)]
+    return max((area for area in areas if area is not None), default=None)
 
 
 def loss_auc(world: World, sent: Tensors, local: Tensors, id: str) -> float | None:
@@ -203,4 +192,4 @@ def loss_auc(world: World, sent: Tensors, local: Tensors, id: str) -> float | No
 
     if not len(member.train) or not len(member.test):
         return None
-    return area_by_class(*scores(member.train), *scores(member.test))
+    return roc_auc_by_class(*scores(member.train), *scores(member.test))

@@ -13,10 +13,10 @@ from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
 from fedvlm.runner.settings import Settings
 
-BARS = ("zero-shot", "alone", "pooled")
+BASELINES = ("zero-shot", "alone", "pooled")
 
 
-def wants_bars(values: Mapping[str, Any]) -> bool:
+def wants_baselines(values: Mapping[str, Any]) -> bool:
     """As `baselines` says; without it, unless an experiment stands beside a paper's own table."""
     if "baselines" in values:
         check_type("baselines", values["baselines"], bool)
@@ -24,17 +24,17 @@ def wants_bars(values: Mapping[str, Any]) -> bool:
     return not (values.get("reproduces") or values.get("paper"))
 
 
-def bars(settings: Sequence[Settings], done: Record) -> list[Settings]:
+def missing_baselines(settings: Sequence[Settings], done: Record) -> list[Settings]:
     """The bars that runs of one data set lack; `done` is one of these runs.
 
     Nothing of a method's own (channel, descriptions, …) is in them, so that they are the same runs
     whatever they stand beside.
     """
-    there = {one.method.name for one in settings}
+    existing = {run_settings.method.name for run_settings in settings}
     if done.manifest["text"] is None:
-        there.add("zero-shot")
+        existing.add("zero-shot")
     if settings[0].protocol == BaseToNew.name:
-        there |= {"alone", "pooled"}  # they know no new class
+        existing |= {"alone", "pooled"}  # they know no new class
     plain = replace(
         settings[0],
         warm_start=None,
@@ -49,4 +49,4 @@ def bars(settings: Sequence[Settings], done: Record) -> list[Settings]:
         attack="none",
         reproduces=(),
     )
-    return [replace(plain, method=make(name)) for name in BARS if name not in there]
+    return [replace(plain, method=make(name)) for name in BASELINES if name not in existing]

@@ -25,45 +25,45 @@ def calibration(world: World, sent: Tensors, local: Tensors, id: str) -> Calibra
     return calibrate(*parts)
 
 
-def place(record: Record, name: str) -> Path:
+def calibration_path(record: Record, name: str) -> Path:
     return record.folder / "trainings" / f"{name}.calibration.json"
 
 
-def keep(record: Record, name: str, training: str, seed: int, world: World) -> None:
+def save_calibrations(record: Record, name: str, training: str, seed: int, world: World) -> None:
     """Writes what the classifiers of a training need beside its outcome, unless it is there.
 
     The clients of a crowd have too few rows to be calibrated by.
     """
-    if place(record, name).exists() or world.crowded:
+    if calibration_path(record, name).exists() or world.has_many_clients:
         return
     shared, local = record.outcome(training, seed)
     send = world.method.send
-    found = {
-        id: as_json(calibration(world, send(shared, id), own, id))
-        for id, own in local.items()
+    calibrations = {
+        id: to_json(calibration(world, send(shared, id), client_local, id))
+        for id, client_local in local.items()
         if id in world.members
     }
-    write_json(place(record, name), found)
+    write_json(calibration_path(record, name), calibrations)
 
 
-def as_json(one: Calibration) -> dict[str, Any]:
+def to_json(fit: Calibration) -> dict[str, Any]:
     """A calibration as JSON holds it."""
     return {
-        "log_heat": one.log_heat,
-        "rows": one.rows,
-        "scores": one.scores.tolist(),
-        "labels": one.labels.tolist(),
+        "log_heat": fit.log_heat,
+        "rows": fit.rows,
+        "scores": fit.scores.tolist(),
+        "labels": fit.labels.tolist(),
     }
 
 
-def read(words: Mapping[str, Any]) -> Calibration:
-    scores = torch.tensor(words["scores"], dtype=torch.float64)
-    labels = torch.tensor(words["labels"], dtype=torch.int64)
-    return Calibration(float(words["log_heat"]), int(words["rows"]), scores, labels)
+def from_json(payload: Mapping[str, Any]) -> Calibration:
+    scores = torch.tensor(payload["scores"], dtype=torch.float64)
+    labels = torch.tensor(payload["labels"], dtype=torch.int64)
+    return Calibration(float(payload["log_heat"]), int(payload["rows"]), scores, labels)
 
 
-def kept(record: Record, name: str, id: str) -> Calibration | None:
+def read_calibration(record: Record, name: str, id: str) -> Calibration | None:
     """None where a run is older than calibration, or its rows were never here."""
-    path = place(record, name)
-    found = read_json(path).get(id) if path.exists() else None
-    return None if found is None else read(found)
+    path = calibration_path(record, name)
+    payload = read_json(path).get(id) if path.exists() else None
+    return None if payload is None else from_json(payload)

@@ -19,169 +19,169 @@ from typing import Any
 from urllib.parse import urlsplit
 from warnings import catch_warnings, filterwarnings
 
-from fedvlm.data.table import Embedded
+from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.single import one_thread
 from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
-from fedvlm.machine import cores
-from fedvlm.record import AWAY, Record, read_manifest
+from fedvlm.machine import count_cores
+from fedvlm.record import CLUSTER_FOLDER, Record, read_manifest
 from fedvlm.runner.prepare import prepare
-from fedvlm.runner.schedule import Order, Piece, here, named
+from fedvlm.runner.schedule import Job, JobSpec, run_inline, with_job_name
 from fedvlm.runner.settings import Settings
-from fedvlm.runner.sight import Place, apart, sees, whole
+from fedvlm.runner.sight import SampleLocation, load_samples, path_exists, strip_samples
 from fedvlm.runner.train import train
 from fedvlm.runner.training import file_name
-from fedvlm.storage.files import busy, slug, write
+from fedvlm.storage.files import is_locked, slug, write_file
 from fedvlm.storage.sealed import write_json
 
-LOCAL = "127.0.0.1"
-FORMS = "dask (on this machine), dask://HOST:PORT, or tcp://127.0.0.1:PORT without TLS"
+LOCALHOST = "127.0.0.1"
+ADDRESS_FORMS = "dask (on this machine), dask://HOST:PORT, or tcp://127.0.0.1:PORT without TLS"
 
 
-def carry(pieces: Sequence[Piece], on: str) -> None:
+def run_jobs(jobs: Sequence[Job], on: str) -> None:
     """All of them, the longest first; one that fails is told as such, and the others go on."""
-    several = len(pieces) > 1
-    away = [piece for piece in pieces if piece.cost and _portable(piece)]
-    for piece in pieces:
-        if not piece.cost:  # it is done already
-            here(piece, several)
-    staying = [piece for piece in pieces if piece.cost and not _portable(piece)]
-    if not away:
-        _stay(staying, several)
+    several = len(jobs) > 1
+    remote_jobs = [job for job in jobs if job.cost and _portable(job)]
+    for job in jobs:
+        if not job.cost:  # it is done already
+            run_inline(job, several)
+    staying = [job for job in jobs if job.cost and not _portable(job)]
+    if not remote_jobs:
+        _run_locally(staying, several)
         return
     with _client(on) as client, catch_warnings():
         from distributed import as_completed
 
         filterwarnings("ignore", message="Sending large graph")
 
-        offers: dict[int, _Offer] = {}
-        for piece in away:
-            assert piece.order is not None
-            if id(piece.order.rows) not in offers:
-                offers[id(piece.order.rows)] = _Offer(client, piece, piece.order)
-        asked = {_submit(client, piece, offers): piece for piece in away}
-        _stay(staying, several)
-        done = as_completed(list(asked))
+        offers: dict[int, _SampleOffer] = {}
+        for job in remote_jobs:
+            assert job.spec is not None
+            if id(job.spec.rows) not in offers:
+                offers[id(job.spec.rows)] = _SampleOffer(client, job, job.spec)
+        job_of_future = {_submit(client, job, offers): job for job in remote_jobs}
+        _run_locally(staying, several)
+        done = as_completed(list(job_of_future))
         for future in done:
-            piece = asked[future]
-            found: Any = future.exception()
-            if isinstance(found, Unseen):
-                assert piece.order is not None
-                offers[id(piece.order.rows)].place = None
-                again = _submit(client, piece, offers)
-                asked[again] = piece
+            job = job_of_future[future]
+            outcome: Any = future.exception()
+            if isinstance(outcome, SamplesNotVisible):
+                assert job.spec is not None
+                offers[id(job.spec.rows)].place = None
+                again = _submit(client, job, offers)
+                job_of_future[again] = job
                 done.add(again)
                 continue
-            if found is None:
-                found = _take(piece, *future.result())
-            elif not isinstance(found, FedVLMError):
-                found = FederationError(f"on the cluster: {type(found).__name__}: {found}")
-            failed = isinstance(found, FedVLMError) and several
-            piece.done(named(piece, found) if failed else found)
+            if outcome is None:
+                outcome = _store_result(job, *future.result())
+            elif not isinstance(outcome, FedVLMError):
+                outcome = FederationError(f"on the cluster: {type(outcome).__name__}: {outcome}")
+            failed = isinstance(outcome, FedVLMError) and several
+            job.on_done(with_job_name(job, outcome) if failed else outcome)
 
 
-def _portable(piece: Piece) -> bool:
+def _portable(job: Job) -> bool:
     """Images that are decoded on demand stay where they are, and so does who trains on them."""
-    return piece.order is not None and piece.order.rows.images is None
+    return job.spec is not None and job.spec.rows.images is None
 
 
-def _stay(pieces: Sequence[Piece], several: bool) -> None:
-    for piece in pieces:
-        here(piece, several)
+def _run_locally(jobs: Sequence[Job], several: bool) -> None:
+    for job in jobs:
+        run_inline(job, several)
 
 
-class Unseen(Exception):
+class SamplesNotVisible(Exception):
     """A worker does not see the rows where they were said to be."""
 
 
-class _Offer:
+class _SampleOffer:
     """The rows of some trainings: where workers find them, or they themselves, sent once."""
 
-    def __init__(self, client: Any, piece: Piece, order: Order) -> None:
+    def __init__(self, client: Any, job: Job, order: JobSpec) -> None:
         self.client, self.rows = client, order.rows
-        self.bare, found = apart(order.settings, order.rows)
-        in_files = not piece.record.manifest["memory"]
-        seen = in_files and all(client.run(sees, found).values())
-        self.place = found if seen else None
+        self.metadata, location = strip_samples(order.settings, order.rows)
+        in_files = not job.record.manifest["memory"]
+        is_visible = in_files and all(client.run(path_exists, location).values())
+        self.place = location if is_visible else None
 
     @cached_property
-    def thin(self) -> Any:
-        return self.client.submit(_same, self.bare, pure=False)
+    def metadata_future(self) -> Any:
+        return self.client.submit(_identity, self.metadata, pure=False)
 
     @cached_property
-    def thick(self) -> Any:
+    def samples_future(self) -> Any:
         # rows as the result of a task: those of a lost worker are made again, unlike scattered ones
-        return self.client.submit(_same, self.rows, pure=False)
+        return self.client.submit(_identity, self.rows, pure=False)
 
 
-def _submit(client: Any, piece: Piece, offers: Mapping[int, _Offer]) -> Any:
-    order = piece.order
+def _submit(client: Any, job: Job, offers: Mapping[int, _SampleOffer]) -> Any:
+    order = job.spec
     assert order is not None
     offer = offers[id(order.rows)]
-    rows = offer.thick if offer.place is None else offer.thin
-    given = (order.settings, rows, offer.place, order.seed, order.training)
-    record = (piece.record.folder.absolute(), piece.record.manifest, _begun(piece))
-    return client.submit(there, *given, *record, pure=False, priority=piece.cost)
+    rows = offer.samples_future if offer.place is None else offer.metadata_future
+    job_args = (order.settings, rows, offer.place, order.seed, order.training)
+    record = (job.record.folder.absolute(), job.record.manifest, _saved_progress(job))
+    return client.submit(run_on_worker, *job_args, *record, pure=False, priority=job.cost)
 
 
-def _same(rows: Embedded) -> Embedded:
+def _identity(rows: EmbeddedTable) -> EmbeddedTable:
     return rows
 
 
-Left = tuple[list[dict[str, Any]], dict[str, bytes]]  # lines and files of a training
+TrainingFiles = tuple[list[dict[str, Any]], dict[str, bytes]]  # lines and files of a training
 
 
-def _begun(piece: Piece) -> Left:
+def _saved_progress(job: Job) -> TrainingFiles:
     """What there is of a training that was stopped: its lines, and its checkpoint."""
-    assert piece.order is not None
-    name = f"{piece.order.seed}-{slug(piece.order.training)}"
-    folder = piece.record.folder / "trainings"
+    assert job.spec is not None
+    name = f"{job.spec.seed}-{slug(job.spec.training)}"
+    folder = job.record.folder / "trainings"
     file = folder / f"{name}.checkpoint"
     if not file.exists() or (folder / f"{name}.local").exists():  # too much to be sent
         return [], {}
-    lines = [line for line in piece.record.lines() if line["training"] == name]
+    lines = [line for line in job.record.lines() if line["training"] == name]
     return lines, {file.name: file.read_bytes()}
 
 
-def there(
+def run_on_worker(
     settings: Settings,
-    rows: Embedded,
-    place: Place | None,
+    rows: EmbeddedTable,
+    place: SampleLocation | None,
     seed: int,
     name: str,
     run: Path,  # its folder, where the command is
     manifest: Mapping[str, Any],
-    begun: Left,
+    progress: TrainingFiles,
 ) -> tuple[list[dict[str, Any]], dict[str, bytes], Any]:
     """What a worker does: a training in a folder of its own, given back as lines and files."""
     if place is not None:
-        seen = whole(rows, place)
-        if seen is None:
-            raise Unseen
-        rows = seen
+        loaded = load_samples(rows, place)
+        if loaded is None:
+            raise SamplesNotVisible
+        rows = loaded
     prepared = prepare(replace(settings, workers=1), rows, seed)
-    (training,) = (one for one in prepared.trainings if one.name == name)
-    called = file_name(training, seed)
-    with _desk(run, called, manifest) as record, one_thread():
+    (training,) = (candidate for candidate in prepared.trainings if candidate.name == name)
+    name_on_disk = file_name(training, seed)
+    with _worker_record(run, name_on_disk, manifest) as record, one_thread():
         folder = record.folder / "trainings"
-        if not (folder / f"{called}.checkpoint").exists():
-            for line in begun[0]:
+        if not (folder / f"{name_on_disk}.checkpoint").exists():
+            for line in progress[0]:
                 record.add_line(line)
-            for file, data in begun[1].items():
-                write(folder / file, data)
-        found = train(prepared, training, record, lambda rounds: None)
-        left = folder.glob(f"{called}.*")
-        return record.lines(), {path.name: path.read_bytes() for path in left}, found
+            for file, data in progress[1].items():
+                write_file(folder / file, data)
+        scores = train(prepared, training, record, lambda rounds: None)
+        paths = folder.glob(f"{name_on_disk}.*")
+        return record.lines(), {path.name: path.read_bytes() for path in paths}, scores
 
 
 @contextmanager
-def _desk(run: Path, name: str, manifest: Mapping[str, Any]) -> Iterator[Record]:
+def _worker_record(run: Path, name: str, manifest: Mapping[str, Any]) -> Iterator[Record]:
     """A record for one training: in the run's folder if it is seen from here, so that it outlives
     this worker; else, or if another worker is at it still, in a folder that goes with it."""
     with ExitStack() as stack:
         try:
             if read_manifest(run) != manifest:
                 raise DataError("another run")
-            record = Record(run / AWAY / name)
+            record = Record(run / CLUSTER_FOLDER / name)
             stack.enter_context(record.lock())
         except (FedVLMError, OSError):
             record = Record(Path(stack.enter_context(TemporaryDirectory(prefix="fedvlm-"))))
@@ -189,47 +189,45 @@ def _desk(run: Path, name: str, manifest: Mapping[str, Any]) -> Iterator[Record]
         yield record
 
 
-def collect(record: Record) -> None:
+def collect_lost_trainings(record: Record) -> None:
     """Takes into a record what lost trainings of an earlier cluster have left in its folder."""
-    for folder in sorted((record.folder / AWAY).glob("*")):
-        if busy(folder / ".lock"):  # a worker that nobody waits for any more
+    for folder in sorted((record.folder / CLUSTER_FOLDER).glob("*")):
+        if is_locked(folder / ".lock"):  # a worker that nobody waits for any more
             continue
-        left, trainings = folder / "trainings", record.folder / "trainings"
+        worker_folder, trainings = folder / "trainings", record.folder / "trainings"
         checkpoint = f"{folder.name}.checkpoint"
-        if (left / checkpoint).exists() and not (trainings / f"{folder.name}.json").exists():
-            record.keep_lines(folder.name, 0)
+        if (worker_folder / checkpoint).exists() and not (trainings / f"{folder.name}.json").exists():
+            record.drop_lines_after(folder.name, 0)
             for line in Record(folder).lines():
                 record.add_line(line)
             trainings.mkdir(exist_ok=True)
-            for file in (left / f"{folder.name}.local", left / checkpoint):
+            for file in (worker_folder / f"{folder.name}.local", worker_folder / checkpoint):
                 if file.exists():
                     file.replace(trainings / file.name)
         rmtree(folder, ignore_errors=True)
 
 
-def _take(
-    piece: Piece, lines: Sequence[Mapping[str, Any]], files: Mapping[str, bytes], found: Any
-) -> Any:
+def _store_result(job: Job, lines: Sequence[Mapping[str, Any]], files: Mapping[str, bytes], outcome: Any) -> Any:
     """Writes what came back; the outcome goes last, for it says that a training is done."""
-    assert piece.order is not None
-    name = f"{piece.order.seed}-{slug(piece.order.training)}"
-    folder = piece.record.folder / "trainings"
+    assert job.spec is not None
+    name = f"{job.spec.seed}-{slug(job.spec.training)}"
+    folder = job.record.folder / "trainings"
     try:
-        have = [line for line in piece.record.lines() if line["training"] == name]
+        have = [line for line in job.record.lines() if line["training"] == name]
         same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(have, lines, strict=False))))
-        piece.record.keep_lines(name, same)  # and tells nobody twice of what was there before
+        job.record.drop_lines_after(name, same)  # and tells nobody twice of what was there before
         for line in lines[same:]:
-            piece.record.add_line(line)
-        for file in sorted(files, key=lambda one: one == f"{name}.json"):
-            write(folder / file, files[file])
+            job.record.add_line(line)
+        for file in sorted(files, key=lambda path_name: path_name == f"{name}.json"):
+            write_file(folder / file, files[file])
         for end in ("checkpoint", "local"):  # of an earlier run, on one machine
             (folder / f"{name}.{end}").unlink(missing_ok=True)
-        rmtree(piece.record.folder / AWAY / name, ignore_errors=True)
+        rmtree(job.record.folder / CLUSTER_FOLDER / name, ignore_errors=True)
         with suppress(OSError):  # others are there still, or it never was
-            (piece.record.folder / AWAY).rmdir()
+            (job.record.folder / CLUSTER_FOLDER).rmdir()
     except FedVLMError as error:
         return error
-    return found
+    return outcome
 
 
 @contextmanager
@@ -238,14 +236,12 @@ def _client(on: str) -> Iterator[Any]:
     try:
         from distributed import Client, LocalCluster, Security
     except ImportError as error:
-        raise SettingsError(
-            f"--on {on} needs Dask; install it by pip install 'fedvlm[cluster]'"
-        ) from error
+        raise SettingsError(f"--on {on} needs Dask; install it by pip install 'fedvlm[cluster]'") from error
     if on == "dask":
         security = Security.temporary()
-        options = {"n_workers": cores(), "threads_per_worker": 1, "dashboard_address": None}
+        options = {"n_workers": count_cores(), "threads_per_worker": 1, "dashboard_address": None}
         with (
-            LocalCluster(host=LOCAL, protocol="tls", security=security, **options) as cluster,
+            LocalCluster(host=LOCALHOST, protocol="tls", security=security, **options) as cluster,
             Client(cluster, security=security) as client,
         ):
             yield client
@@ -270,6 +266,6 @@ def _address(on: str) -> str:
     place = urlsplit(on)
     if place.scheme in ("dask", "tls") and place.netloc:
         return f"tls://{place.netloc}"
-    if place.scheme == "tcp" and place.hostname in (LOCAL, "localhost"):
+    if place.scheme == "tcp" and place.hostname in (LOCALHOST, "localhost"):
         return on
-    raise SettingsError(f"--on {on!r}: name {FORMS}")
+    raise SettingsError(f"--on {on!r}: name {ADDRESS_FORMS}")

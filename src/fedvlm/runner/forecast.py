@@ -10,44 +10,44 @@ from fedvlm.core import schedule
 from fedvlm.data.catalogue import Entry, catalogue
 from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
-from fedvlm.evaluate.protocols.source_target import EACH as EVERY_TARGET
-from fedvlm.runner.load import FEW_CLIENTS, FEW_OF_CLASS, FEW_ROUNDS, FEW_ROWS
+from fedvlm.evaluate.protocols.source_target import EVERY_DOMAIN as EVERY_TARGET
+from fedvlm.runner.load import SMOKE_CLIENTS, SMOKE_ROUNDS, SMOKE_SAMPLES, SMOKE_SAMPLES_PER_CLASS
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
 
 # Of CLIP's image towers: tokens, width, layers.
-TOWERS = {
+TOWER_SHAPES = {
     "demo": (37, 128, 3),
     "clip-vit-base-patch32": (50, 768, 12),
     "clip-vit-base-patch16": (197, 768, 12),
     "clip-vit-large-patch14": (257, 1024, 24),
     "clip-vit-large-patch14-336": (577, 1024, 24),
 }
-RESNETS = {"RN50": 1.22e10, "RN101": 1.95e10, "RN50x4": 4.26e10}  # operations of an image, counted
-TEXT, DEMO_TEXT = (20, 512, 12), (10, 128, 2)  # tokens of a usual prompt with its class name
-BACK = 3  # a step forward and back, against one forward
+RESNET_FLOPS = {"RN50": 1.22e10, "RN101": 1.95e10, "RN50x4": 4.26e10}  # operations of an image, counted
+TEXT_TOWER_SHAPE, DEMO_TEXT_SHAPE = (20, 512, 12), (10, 128, 2)  # tokens of a usual prompt with its class name
+BACKWARD_FACTOR = 3  # a step forward and back, against one forward
 # Seconds beside the operations of towers; docs/papers/results-speed.md says how they were measured.
-RUN = 1.0  # of opening data and encoder, and of writing a record
-ROUND = 0.015
-STEP = 0.0006  # of a minibatch
-REFERENCE = 8  # times that, of one that adapts to a reference set
-PROMPT = 0.002  # more of it, if it goes through a text tower: many small products
+RUN_SECONDS = 1.0  # of opening data and encoder, and of writing a record
+ROUND_SECONDS = 0.015
+STEP_SECONDS = 0.0006  # of a minibatch
+REFERENCE_FACTOR = 8  # times that, of one that adapts to a reference set
+PROMPT_STEP_SECONDS = 0.002  # more of it, if it goes through a text tower: many small products
 # Of a training on cached embeddings: seconds of a client in a round and of a step beside its
 # products, operations of a step for each row and number that is trained, and a core's operations.
-CLIENT, BARE, EACH, SPEED = 1e-3, 2e-4, 10, 5e10
-SIDE, TRIES = 1024, 5  # of the matrices that this machine's speed is taken from
+CLIENT_SECONDS, BARE_STEP_SECONDS, FLOPS_PER_PARAMETER, CORE_FLOPS_PER_SECOND = 1e-3, 2e-4, 10, 5e10
+MATRIX_SIDE, SPEED_TRIALS = 1024, 5  # of the matrices that this machine's speed is taken from
 
 
-def needs(settings: Sequence[Settings]) -> list[str]:
+def describe_requirements(settings: Sequence[Settings]) -> list[str]:
     """A line for each data set and encoder, and one for the time that all of it takes."""
     lines = []
-    known = catalogue()
+    entries = catalogue()
     for name, root in dict.fromkeys(
-        (one.data, str(one.source.get("root", ""))) for one in settings
+        (run_settings.data, str(run_settings.source.get("root", ""))) for run_settings in settings
     ):
-        if name in known:
-            lines.append(_data(known[name], root))
-    for encoder in dict.fromkeys(one.encoder for one in settings):
+        if name in entries:
+            lines.append(_describe_data(entries[name], root))
+    for encoder in dict.fromkeys(run_settings.encoder for run_settings in settings):
         kind, _, place = encoder.partition(":")
         if kind == "openai" and not Path(place).exists():
             lines.append(
@@ -56,12 +56,15 @@ def needs(settings: Sequence[Settings]) -> list[str]:
             )
         if kind == "hf" and not Path(place).is_dir():
             lines.append(f"encoder {encoder}: from the Hub, or a copy on disk by --encoder hf:DIR")
-    trainings = sum(len(one.seeds) * _trainings(one, known.get(one.data)) for one in settings)
-    lines.append(f"{len(settings)} runs, {trainings} trainings: {_time(settings, known)}")
+    trainings = sum(
+        len(run_settings.seeds) * _n_trainings(run_settings, entries.get(run_settings.data))
+        for run_settings in settings
+    )
+    lines.append(f"{len(settings)} runs, {trainings} trainings: {_describe_time(settings, entries)}")
     return lines
 
 
-def _data(entry: Entry, root: str) -> str:
+def _describe_data(entry: Entry, root: str) -> str:
     if root.startswith("hub:"):
         return f"data {entry.name}: {root} is downloaded"
     if not root:
@@ -71,113 +74,117 @@ def _data(entry: Entry, root: str) -> str:
     return f"data {entry.name}: {root} is NOT there; put {entry.shape} (from {entry.home})"
 
 
-def _trainings(one: Settings, entry: Entry | None) -> int:
-    if one.protocol == "leave-one-domain-out" or one.target == (EVERY_TARGET,):
+def _n_trainings(settings: Settings, entry: Entry | None) -> int:
+    if settings.protocol == "leave-one-domain-out" or settings.target == (EVERY_TARGET,):
         return max(1, len(entry.domains)) if entry else 1
-    return max(1, len(one.counts))
+    return max(1, len(settings.counts))
 
 
-def _time(settings: Sequence[Settings], known: dict[str, Entry]) -> str:
-    able = [one for one in settings if _image(one) and (e := known.get(one.data)) and e.total]
+def _describe_time(settings: Sequence[Settings], entries: dict[str, Entry]) -> str:
+    able = [
+        run_settings
+        for run_settings in settings
+        if _flops_per_image(run_settings) and (e := entries.get(run_settings.data)) and e.total
+    ]
     if not able:
         return "how long is not known for these data and this encoder"
-    seconds = foreseen(able, known, _speed())
-    left = sorted({one.data for one in settings} - {one.data for one in able})
-    more = f", and more for {', '.join(left)}" if left else ""
-    return (
-        f"roughly {span(seconds)}{more} (operations counted, at this machine's speed; not measured)"
+    seconds = estimate_seconds(able, entries, _measure_speed())
+    unknown_data = sorted(
+        {run_settings.data for run_settings in settings} - {run_settings.data for run_settings in able}
     )
+    suffix = f", and more for {', '.join(unknown_data)}" if unknown_data else ""
+    return f"roughly {format_duration(seconds)}{suffix} (operations counted, at this machine's speed; not measured)"
 
 
-def foreseen(settings: Sequence[Settings], known: Mapping[str, Entry], speed: float) -> float:
+def estimate_seconds(settings: Sequence[Settings], entries: Mapping[str, Entry], speed: float) -> float:
     """Seconds that runs take together; speed is in operations a second."""
     encoded: set[tuple[str, str]] = set()
     seconds = 0.0
-    for one in settings:
-        entry = known[one.data]
-        seconds += RUN
-        if (one.data, one.encoder) not in encoded:
-            encoded.add((one.data, one.encoder))
-            seconds += _rows(one, entry) * _image(one) / speed
-        times = min(one.method.rounds, FEW_ROUNDS) if one.smoke else one.method.rounds
-        every = len(one.seeds) * _trainings(one, entry)
-        seconds += every * times * _round(one, entry, speed)
+    for run_settings in settings:
+        entry = entries[run_settings.data]
+        seconds += RUN_SECONDS
+        if (run_settings.data, run_settings.encoder) not in encoded:
+            encoded.add((run_settings.data, run_settings.encoder))
+            seconds += _n_samples(run_settings, entry) * _flops_per_image(run_settings) / speed
+        times = min(run_settings.method.rounds, SMOKE_ROUNDS) if run_settings.smoke else run_settings.method.rounds
+        n_trainings = len(run_settings.seeds) * _n_trainings(run_settings, entry)
+        seconds += n_trainings * times * _round_seconds(run_settings, entry, speed)
     return seconds
 
 
-def _image(one: Settings) -> float:
+def _flops_per_image(settings: Settings) -> float:
     """Operations of an image's way through the encoder; 0 if they are not known."""
-    name = one.encoder.partition(":")[2].rstrip("/").rpartition("/")[2] or one.encoder
+    name = settings.encoder.partition(":")[2].rstrip("/").rpartition("/")[2] or settings.encoder
     name = name.removesuffix(".safetensors")
-    return RESNETS.get(name) or (_forward(TOWERS[name]) if name in TOWERS else 0.0)
+    return RESNET_FLOPS.get(name) or (_forward_flops(TOWER_SHAPES[name]) if name in TOWER_SHAPES else 0.0)
 
 
-def _rows(one: Settings, entry: Entry) -> int:
-    few = max(FEW_ROWS, FEW_OF_CLASS * len(entry.classes))
-    return min(few, entry.total) if one.smoke else entry.total
+def _n_samples(settings: Settings, entry: Entry) -> int:
+    smoke_size = max(SMOKE_SAMPLES, SMOKE_SAMPLES_PER_CLASS * len(entry.classes))
+    return min(smoke_size, entry.total) if settings.smoke else entry.total
 
 
-def _round(one: Settings, entry: Entry, speed: float) -> float:
+def _round_seconds(settings: Settings, entry: Entry, speed: float) -> float:
     """Seconds of a round: its steps, and passes through towers."""
-    half = 2 if one.protocol == BaseToNew.name else 1  # of the classes
-    classes = max(1, len(entry.classes) // half)
-    train = one.clients.ratios[0] * _rows(one, entry) / half
-    if one.clients.shots:
-        each = 1 if one.clients.partition == "pathological" else max(1, len(entry.domains))
-        train = min(train, one.clients.shots * classes * each)
-    plan = schedule(one.method)
-    visits = one.fraction * plan.local_epochs * train
+    divisor = 2 if settings.protocol == BaseToNew.name else 1  # of the classes
+    classes = max(1, len(entry.classes) // divisor)
+    train = settings.clients.ratios[0] * _n_samples(settings, entry) / divisor
+    if settings.clients.shots:
+        n_domains = 1 if settings.clients.partition == "pathological" else max(1, len(entry.domains))
+        train = min(train, settings.clients.shots * classes * n_domains)
+    plan = schedule(settings.method)
+    visits = settings.fraction * plan.local_epochs * train
     # a client of few rows has steps of few rows
-    steps = max(visits / plan.batch_size, one.fraction * plan.local_epochs * _clients(one, entry))
-    step = STEP * (REFERENCE if one.method.traits.reference else 1)
-    seconds, needs = ROUND + step * steps, one.method.traits.needs
+    steps = max(visits / plan.batch_size, settings.fraction * plan.local_epochs * _n_clients(settings, entry))
+    step = STEP_SECONDS * (REFERENCE_FACTOR if settings.method.traits.reference else 1)
+    seconds, needs = ROUND_SECONDS + step * steps, settings.method.traits.needs
     if "image tower" in needs:
-        seconds += BACK * visits * _image(one) / speed
+        seconds += BACKWARD_FACTOR * visits * _flops_per_image(settings) / speed
     if "text tower" in needs:
-        text = _forward(DEMO_TEXT if one.encoder == "demo" else TEXT)
-        seconds += steps * (PROMPT + BACK * classes * text / speed)
+        text = _forward_flops(DEMO_TEXT_SHAPE if settings.encoder == "demo" else TEXT_TOWER_SHAPE)
+        seconds += steps * (PROMPT_STEP_SECONDS + BACKWARD_FACTOR * classes * text / speed)
     return seconds
 
 
-def _clients(one: Settings, entry: Entry) -> int:
-    if one.clients.partition == "domain":
+def _n_clients(settings: Settings, entry: Entry) -> int:
+    if settings.clients.partition == "domain":
         return max(1, len(entry.domains))
-    return min(one.clients.count, FEW_CLIENTS) if one.smoke else one.clients.count
+    return min(settings.clients.count, SMOKE_CLIENTS) if settings.smoke else settings.clients.count
 
 
 def training_time(prepared: Prepared, training: Training) -> float:
     """Seconds that a training takes on one core, roughly: to know long from short needs no more."""
     settings, method = prepared.settings, prepared.settings.method
-    pace = schedule(method)
-    rows = [len(prepared.division.members[id].train) for id in training.train]
-    steps = sum(pace.local_epochs * -(-count // pace.batch_size) for count in rows)
+    plan = schedule(method)
+    rows = [len(prepared.partition.clients[id].train) for id in training.train]
+    steps = sum(plan.local_epochs * -(-count // plan.batch_size) for count in rows)
     shared, local = method.init(prepared.frozen)
-    numbers = sum(one.numel() for one in (*shared.values(), *local.values()))
-    work = float(EACH * pace.batch_size * numbers)
+    numbers = sum(tensor.numel() for tensor in (*shared.values(), *local.values()))
+    work = float(FLOPS_PER_PARAMETER * plan.batch_size * numbers)
     if "text tower" in method.traits.needs:
-        work += BACK * len(prepared.frozen.classes) * _forward(TEXT)
-    each = len(rows) * CLIENT + steps * (BARE + work / SPEED)
-    return CLIENT + max(1, method.rounds) * settings.fraction * each
+        work += BACKWARD_FACTOR * len(prepared.frozen.classes) * _forward_flops(TEXT_TOWER_SHAPE)
+    round_seconds = len(rows) * CLIENT_SECONDS + steps * (BARE_STEP_SECONDS + work / CORE_FLOPS_PER_SECOND)
+    return CLIENT_SECONDS + max(1, method.rounds) * settings.fraction * round_seconds
 
 
-def _forward(tower: tuple[int, int, int]) -> float:
+def _forward_flops(tower: tuple[int, int, int]) -> float:
     """Operations of one pass through a transformer."""
     tokens, width, layers = tower
     return 2.0 * layers * (12 * tokens * width**2 + 2 * tokens**2 * width)
 
 
-def _speed() -> float:
+def _measure_speed() -> float:
     """Operations a second of a matrix product, the best of a few."""
-    one = torch.ones(SIDE, SIDE)
+    matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE)
     best = float("inf")
-    for _ in range(TRIES):
-        begin = perf_counter()
-        one @ one
-        best = min(best, perf_counter() - begin)
-    return 2 * SIDE**3 / best
+    for _ in range(SPEED_TRIALS):
+        started = perf_counter()
+        matrix @ matrix
+        best = min(best, perf_counter() - started)
+    return 2 * MATRIX_SIDE**3 / best
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time in its largest unit."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 1.5 * size:

@@ -14,31 +14,31 @@ from numpy.typing import NDArray
 
 from fedvlm.core import Frozen, Method
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import Division, Listing
-from fedvlm.data.members import Member
-from fedvlm.data.table import Embedded, ranks
+from fedvlm.data.federation import Partition, SampleList
+from fedvlm.data.members import ClientSplit
+from fedvlm.data.table import EmbeddedTable, rank_digests
 from fedvlm.engines.client import World, measure
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.evaluate.protocols.base_to_new import NEW
+from fedvlm.evaluate.protocols.base_to_new import NEW_PREFIX
 from fedvlm.record import Record
 
 Ints = NDArray[np.int64]
-FEWEST = 4  # classes: two in each half, or there is nothing to tell apart
+MIN_CLASSES = 4  # classes: two in each half, or there is nothing to tell apart
 
 
-def halves(rows: Embedded) -> tuple[Embedded, Embedded]:
+def split_classes(rows: EmbeddedTable) -> tuple[EmbeddedTable, EmbeddedTable]:
     """The same rows twice, each with the labels of one half and -1 for rows of the other."""
     count = len(rows.classes)
-    if count < FEWEST:
+    if count < MIN_CLASSES:
         raise DataError(
-            f"base-to-new takes {FEWEST} classes or more, and {rows.name} has {count}; take "
+            f"base-to-new takes {MIN_CLASSES} classes or more, and {rows.name} has {count}; take "
             "protocol = 'own-test', or data with more classes"
         )
     middle = -(-count // 2)
-    return _of(rows, 0, middle), _of(rows, middle, count)
+    return _half(rows, 0, middle), _half(rows, middle, count)
 
 
-def _of(rows: Embedded, first: int, last: int) -> Embedded:
+def _half(rows: EmbeddedTable, first: int, last: int) -> EmbeddedTable:
     part = slice(first, last)
     labels = rows.labels
     return replace(
@@ -48,7 +48,7 @@ def _of(rows: Embedded, first: int, last: int) -> Embedded:
         text=None if rows.text is None else rows.text[part],
         text_tower=_tower(rows.text_tower, part),
         descriptions=None if rows.descriptions is None else rows.descriptions[part],
-        texts={id: one[part] for id, one in rows.texts.items()},
+        texts={id: client_texts[part] for id, client_texts in rows.texts.items()},
     )
 
 
@@ -59,61 +59,61 @@ def _tower(tower: Any, part: slice) -> Any:
     return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], known={})
 
 
-def listing(rows: Embedded) -> tuple[Listing, Ints]:
+def half_table(rows: EmbeddedTable) -> tuple[SampleList, Ints]:
     """The rows of a half as they are dealt, and their places in the whole table."""
-    mine = np.flatnonzero(rows.labels >= 0)
+    indices = np.flatnonzero(rows.labels >= 0)
     names = ("labels", "domains", "clients", "splits")
-    columns = {key: getattr(rows, key)[mine] for key in names}
-    groups = None if rows.groups is None else rows.groups[mine]
-    content = [rows.content[row] for row in mine.tolist()]
-    return Listing(rows.classes, **columns, content=content, groups=groups), mine
+    columns = {key: getattr(rows, key)[indices] for key in names}
+    groups = None if rows.groups is None else rows.groups[indices]
+    content = [rows.content[row] for row in indices.tolist()]
+    return SampleList(rows.classes, **columns, content=content, groups=groups), indices
 
 
-def placed(found: Division, mine: Ints) -> Division:
+def to_full_indices(division: Partition, indices: Ints) -> Partition:
     """A half's division by the numbers that its rows have in the whole table."""
     parts = ("train", "validation", "test", "calibration")
     members = {
-        id: replace(one, **{part: mine[getattr(one, part)] for part in parts})
-        for id, one in found.members.items()
+        id: replace(member, **{part: indices[getattr(member, part)] for part in parts})
+        for id, member in division.clients.items()
     }
-    return Division(members, found.dropped, mine[found.public])
+    return Partition(members, division.dropped, indices[division.public])
 
 
-def plain(clients: Clients) -> Clients:
+def new_half_clients(clients: Clients) -> Clients:
     """How the new half is dealt: nobody trains on it, so no shots and no public share of it."""
     return replace(clients, shots=0, min_samples=1, calibration_ratio=None, public_ratio=0.0)
 
 
-def tested(base: Embedded, new: Division, ids: Collection[str]) -> dict[str, Member]:
+def new_test_members(base: EmbeddedTable, new: Partition, ids: Collection[str]) -> dict[str, ClientSplit]:
     """The new half's test rows of each client; no image of the base half is among them."""
-    content = ranks(base.content)
-    known = np.unique(content[base.labels >= 0])
+    content = rank_digests(base.content)
+    base_content = np.unique(content[base.labels >= 0])
     none = np.zeros(0, np.int64)
-    found = {}
-    for id, one in new.members.items():
+    members = {}
+    for id, member in new.clients.items():
         if id in ids:
-            test = one.test[~np.isin(content[one.test], known)]
-            found[id] = Member(id, one.domain, none, none, test)
-    return found
+            test = member.test[~np.isin(content[member.test], base_content)]
+            members[id] = ClientSplit(id, member.domain, none, none, test)
+    return members
 
 
-def check(method: Method, frozen: Frozen) -> None:
+def check_new_classes(method: Method, frozen: Frozen) -> None:
     """Refuses a method that cannot name a class it was not trained on."""
-    made = [method.init(_less(frozen, classes)) for classes in (2, 3)]
-    shapes = [{key: one.shape for part in both for key, one in part.items()} for both in made]
+    made = [method.init(_with_classes(frozen, classes)) for classes in (2, 3)]
+    shapes = [{key: tensor.shape for part in tensor_pair for key, tensor in part.items()} for tensor_pair in made]
     held = sorted(key for key in shapes[0] if shapes[0][key] != shapes[1].get(key))
-    why = f"its {held[0]!r} has a place for each class" if held else ""
-    if method.traits.closed:
-        why = "it keeps labels of its rows"
-    if why:
+    reason = f"its {held[0]!r} has a place for each class" if held else ""
+    if method.traits.fixed_classes:
+        reason = "it keeps labels of its rows"
+    if reason:
         raise SettingsError(
             f"protocol = 'base-to-new' tests on classes nobody trained on, and {method.name} knows "
-            f"only those it was trained on ({why}); take a method whose classes come from text "
+            f"only those it was trained on ({reason}); take a method whose classes come from text "
             "alone, as zero-shot, promptfl, fedotp or fedclip"
         )
 
 
-def _less(frozen: Frozen, classes: int) -> Frozen:
+def _with_classes(frozen: Frozen, classes: int) -> Frozen:
     part = slice(classes)
     return replace(
         frozen,
@@ -124,12 +124,12 @@ def _less(frozen: Frozen, classes: int) -> Frozen:
     )
 
 
-def scored(world: World, record: Record, training: str) -> dict[str, dict[str, int]]:
+def score_new_classes(world: World, record: Record, training: str) -> dict[str, dict[str, int]]:
     """Rows and hits of each client's new classes, by what a training ended with."""
     shared, local = record.outcome(training, world.seed)
-    fresh = world.method.init(world.frozen)[1]
+    initial_local = world.method.init(world.frozen)[1]
     out = {}
     for id in world.members:
-        found = measure(world, world.method.send(shared, id), local.get(id, fresh), id)
-        out[NEW + id] = {key: found[key] for key in ("test_rows", "test_hits")}
+        scores = measure(world, world.method.send(shared, id), local.get(id, initial_local), id)
+        out[NEW_PREFIX + id] = {key: scores[key] for key in ("test_rows", "test_hits")}
     return out

@@ -9,13 +9,13 @@ import torch
 
 from fedvlm.core import Method
 from fedvlm.data import open_dataset
-from fedvlm.data.arrays import MEMORY
-from fedvlm.data.sources import Chosen
-from fedvlm.data.table import Dataset, Embedded
+from fedvlm.data.arrays import IN_MEMORY
+from fedvlm.data.sources import SourceSubset
+from fedvlm.data.table import Dataset, EmbeddedTable
 from fedvlm.encoders import encoders, fingerprint, open_encoder
-from fedvlm.encoders.cache.embed import Outcome, Precision, embed
-from fedvlm.encoders.cache.stream import stream
-from fedvlm.encoders.descriptions import describe_rows
+from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
+from fedvlm.encoders.cache.stream import stream_images
+from fedvlm.encoders.descriptions import add_descriptions
 from fedvlm.encoders.interface import Encoder
 from fedvlm.encoders.store import Store
 from fedvlm.errors import SettingsError
@@ -26,61 +26,61 @@ if TYPE_CHECKING:
     from fedvlm.maths.towers import ImageTower
 
 Progress = Callable[[str, int, int], None]  # what is going on, done, total
-FEW_ROWS = 600  # of a smoke run
-FEW_OF_CLASS = 12  # at least, on average: so that every class has some to train on
-FEW_ROUNDS = 3
-FEW_CLIENTS = 10
-FEWEST = 1  # training rows a Dirichlet client has at least: few rows cannot give it more
+SMOKE_SAMPLES = 600  # of a smoke run
+SMOKE_SAMPLES_PER_CLASS = 12  # at least, on average: so that every class has some to train on
+SMOKE_ROUNDS = 3
+SMOKE_CLIENTS = 10
+SMOKE_MIN_SAMPLES = 1  # training rows a Dirichlet client has at least: few rows cannot give it more
 
 
-def load(settings: Settings, progress: Progress) -> tuple[Embedded, list[str]]:
+def load(settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[str]]:
     """The rows of a run, and what its owner should know of them; a store has them already."""
-    said = (settings.descriptions, settings.texts)
+    text_files = (settings.descriptions, settings.texts)
     if settings.encoder.startswith("store:"):
         store = open_encoder(settings.encoder, **settings.source)
         assert isinstance(store, Store)
-        return describe_rows(store.embedded, store, *said), []
+        return add_descriptions(store.embedded, store, *text_files), []
     dataset = open_data(settings.data, settings.source)
     if settings.smoke:
-        dataset = sample(dataset)
-    encoder, notes = reach(settings.encoder, settings.access)
-    rows, more = embedded(settings, dataset, encoder, progress)
-    return rows, [*dataset.notes, *notes, *more]
+        dataset = smoke_dataset(dataset)
+    encoder, notes = open_encoder_with_notes(settings.encoder, settings.access)
+    rows, extra_notes = embed_dataset(settings, dataset, encoder, progress)
+    return rows, [*dataset.notes, *notes, *extra_notes]
 
 
 class Loader:
     """Reads the rows of several runs, once for all that have the same."""
 
     def __init__(self) -> None:
-        self.known: dict[str, tuple[Embedded, list[str]]] = {}
+        self.known: dict[str, tuple[EmbeddedTable, list[str]]] = {}
 
-    def __call__(self, settings: Settings, progress: Progress) -> tuple[Embedded, list[str]]:
+    def __call__(self, settings: Settings, progress: Progress) -> tuple[EmbeddedTable, list[str]]:
         names = ("data", "source", "encoder", "access", "precision", "descriptions", "texts")
-        asked = [getattr(settings, name) for name in names]
-        key = repr([*asked, settings.smoke, sorted(settings.method.traits.needs)])
+        key_values = [getattr(settings, name) for name in names]
+        key = repr([*key_values, settings.smoke, sorted(settings.method.traits.needs)])
         if key not in self.known:
             self.known[key] = load(settings, progress)
         return self.known[key]
 
 
-def embedded(
+def embed_dataset(
     settings: Settings, dataset: Dataset, encoder: Encoder, progress: Progress
-) -> tuple[Embedded, list[str]]:
+) -> tuple[EmbeddedTable, list[str]]:
     """A data set through an encoder, with all that a method needs of it."""
     method = settings.method
-    meet(method, encoder.name, encoder.offers)
+    check_needs(method, encoder.name, encoder.offers)
     done = encode(dataset, encoder, "patches" in method.traits.needs, settings.precision, progress)
-    text, image = towers(encoder, dataset.classes, dataset.templates[0], method.traits.needs)
+    text, image = open_towers(encoder, dataset.classes, dataset.templates[0], method.traits.needs)
     images = None
     if image is not None:
         content = done.embedded.content
-        images = stream(dataset.source, done.rows, content, encoder.preprocess)
+        images = stream_images(dataset.source, done.rows, content, encoder.preprocess)
     rows = replace(done.embedded, text_tower=text, image_tower=image, images=images)
-    rows = describe_rows(rows, encoder, settings.descriptions, settings.texts)
-    return rows, skipped(done)
+    rows = add_descriptions(rows, encoder, settings.descriptions, settings.texts)
+    return rows, skipped_messages(done)
 
 
-def towers(
+def open_towers(
     encoder: Encoder, classes: Sequence[str], template: str, needs: Collection[str]
 ) -> "tuple[TextTower | None, ImageTower | None]":
     """What a method needs of an open encoder beyond embeddings."""
@@ -91,18 +91,16 @@ def towers(
     )
 
 
-def meet(method: Method, encoder: str, offered: Collection[str]) -> None:
+def check_needs(method: Method, encoder: str, offered: Collection[str]) -> None:
     """Refuses a method that asks more of an encoder than it offers."""
     if missing := sorted(method.traits.needs - set(offered)):
         able = ", ".join(
-            kind.form
-            for name, kind in encoders().items()
-            if missing[0] in kind.offers and not encoder.startswith(name)
+            kind.form for name, kind in encoders().items() if missing[0] in kind.offers and not encoder.startswith(name)
         )
         use = f"use one of {able}"
-        if missing[0] == "text" and encoder == MEMORY:
+        if missing[0] == "text" and encoder == IN_MEMORY:
             use = "give text=, (classes, dim) of the class names"
-        headed = missing[0] == "text" and "head" in {one.name for one in fields(method)}
+        headed = missing[0] == "text" and "head" in {field.name for field in fields(method)}
         raise SettingsError(
             f"{method.name} needs {missing[0]} of the encoder, which {encoder} does not offer; "
             f"{use}" + (", or set head = 'random'" if headed else "")
@@ -116,25 +114,27 @@ def open_data(data: str, source: Mapping[str, Any]) -> Dataset:
     dataset = open_dataset(data, **options)
     if templates is None:
         return dataset
-    many = [templates] if isinstance(templates, str) else templates
-    if not isinstance(many, list | tuple) or not many or any("{}" not in str(one) for one in many):
+    sentences = [templates] if isinstance(templates, str) else templates
+    if (
+        not isinstance(sentences, list | tuple)
+        or not sentences
+        or any("{}" not in str(sentence) for sentence in sentences)
+    ):
         raise SettingsError(
             f"source.templates = {templates!r} does not fit; it takes sentences with {{}} in the "
             "place of the class name, as ['a photo of a {}.']"
         )
-    return replace(dataset, templates=tuple(map(str, many)))
+    return replace(dataset, templates=tuple(map(str, sentences)))
 
 
-def reach(encoder: str, access: Mapping[str, Any]) -> tuple[Encoder, list[str]]:
+def open_encoder_with_notes(encoder: str, access: Mapping[str, Any]) -> tuple[Encoder, list[str]]:
     """An encoder by name, and a list that it adds to when it drifts."""
     notes: list[str] = []
     box = {"warn": notes.append} if encoder.startswith("http") else {}
     return open_encoder(encoder, **access, **box), notes
 
 
-def encode(
-    dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, progress: Progress
-) -> Outcome:
+def encode(dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, progress: Progress) -> EmbedResult:
     return embed(
         dataset,
         encoder,
@@ -145,48 +145,50 @@ def encode(
     )
 
 
-def skipped(done: Outcome) -> list[str]:
+def skipped_messages(done: EmbedResult) -> list[str]:
     return [f"skipped {name}: {reason}" for name, reason in done.skipped]
 
 
-def columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
+def select_columns(rows: Any, keep: np.ndarray[Any, Any]) -> dict[str, Any]:
     names = ("labels", "domains", "clients", "splits", "groups")
     return {key: getattr(rows, key)[keep] for key in names if getattr(rows, key) is not None}
 
 
-def few(rows: Dataset | Embedded) -> np.ndarray[Any, Any]:
+def smoke_subset(rows: Dataset | EmbeddedTable) -> np.ndarray[Any, Any]:
     """Row numbers of a small sample that keeps every class, domain and client in proportion."""
     count = len(rows.labels)
     order = np.lexsort((rows.labels, rows.clients, rows.domains))
-    most = max(FEW_ROWS, FEW_OF_CLASS * len(rows.classes))
-    step = max(1, -(-count // most))
-    kept = order[::step]
+    max_samples = max(SMOKE_SAMPLES, SMOKE_SAMPLES_PER_CLASS * len(rows.classes))
+    step = max(1, -(-count // max_samples))
+    chosen = order[::step]
     # Where classes take turns, a step may always miss some.
-    left = order[~np.isin(rows.labels[order], rows.labels[kept])]
-    return np.sort(np.concatenate([kept, left[::step]]))
+    missed = order[~np.isin(rows.labels[order], rows.labels[chosen])]
+    return np.sort(np.concatenate([chosen, missed[::step]]))
 
 
-def sample(dataset: Dataset) -> Dataset:
-    keep = few(dataset)
-    return replace(dataset, source=Chosen(dataset.source, keep), **columns(dataset, keep))
+def smoke_dataset(dataset: Dataset) -> Dataset:
+    keep = smoke_subset(dataset)
+    return replace(dataset, source=SourceSubset(dataset.source, keep), **select_columns(dataset, keep))
 
 
-def thin(settings: Settings, rows: Embedded) -> tuple[Settings, Embedded]:
+def shrink_for_smoke(settings: Settings, rows: EmbeddedTable) -> tuple[Settings, EmbeddedTable]:
     """A smoke run's settings and rows: everything is exercised, nothing takes long."""
-    keep = few(rows)
+    keep = smoke_subset(rows)
     small = replace(
         rows,
         x=rows.x[keep],
         content=[rows.content[i] for i in keep],
         patches=None if rows.patches is None else rows.patches[keep],
         images=None if rows.images is None else rows.images.take(torch.from_numpy(keep)),
-        **columns(rows, keep),
+        **select_columns(rows, keep),
     )
     method = settings.method
-    if "rounds" in {one.name for one in fields(method)}:
-        method = replace(method, rounds=min(method.rounds, FEW_ROUNDS))
-    few_of = settings.clients
+    if "rounds" in {field.name for field in fields(method)}:
+        method = replace(method, rounds=min(method.rounds, SMOKE_ROUNDS))
+    client_settings = settings.clients
     clients = replace(
-        few_of, count=min(few_of.count, FEW_CLIENTS), min_samples=min(few_of.min_samples, FEWEST)
+        client_settings,
+        count=min(client_settings.count, SMOKE_CLIENTS),
+        min_samples=min(client_settings.min_samples, SMOKE_MIN_SAMPLES),
     )
     return replace(settings, method=method, clients=clients), small

@@ -5,43 +5,43 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from fedvlm.data.federation import Division
-from fedvlm.data.members import Member
-from fedvlm.data.table import Embedded
-from fedvlm.errors import listing
+from fedvlm.data.federation import Partition
+from fedvlm.data.members import ClientSplit
+from fedvlm.data.table import EmbeddedTable
+from fedvlm.errors import join_names
 
-FEW = 10  # validation rows that choose badly
-ALIKE = 0.85  # of two names that may be one
+MIN_VALIDATION_SAMPLES = 10  # validation rows that choose badly
+SIMILAR_NAME_CUTOFF = 0.85  # of two names that may be one
 
 
-def look(rows: Embedded, division: Division) -> list[str]:
+def data_warnings(rows: EmbeddedTable, partition: Partition) -> list[str]:
     """Sites of one class or of few validation rows, and classes that only one site has."""
-    held = {id: _classes(rows, one) for id, one in division.members.items()}
+    classes_of = {id: _classes(rows, member) for id, member in partition.clients.items()}
     notes = [
-        f"client {id!r} has one class only, {rows.classes[min(own)]!r}"
-        for id, own in held.items()
-        if len(own) == 1
+        f"client {id!r} has one class only, {rows.classes[min(class_ids)]!r}"
+        for id, class_ids in classes_of.items()
+        if len(class_ids) == 1
     ]
-    few = {id: len(one.validation) for id, one in division.members.items()}
-    if short := [f"{id} ({count})" for id, count in few.items() if count <= FEW]:
-        notes.append(f"{FEW} or fewer validation rows to choose by at {listing(short)}")
-    return [*notes, *_rare(rows, held)] if len(held) > 1 else notes
+    n_validation = {id: len(member.validation) for id, member in partition.clients.items()}
+    if short := [f"{id} ({count})" for id, count in n_validation.items() if count <= MIN_VALIDATION_SAMPLES]:
+        notes.append(f"{MIN_VALIDATION_SAMPLES} or fewer validation rows to choose by at {join_names(short)}")
+    return [*notes, *_single_client_classes(rows, classes_of)] if len(classes_of) > 1 else notes
 
 
-def _classes(rows: Embedded, one: Member) -> set[int]:
-    parts = (one.train, one.validation, one.test, one.calibration)
+def _classes(rows: EmbeddedTable, member: ClientSplit) -> set[int]:
+    parts = (member.train, member.validation, member.test, member.calibration)
     return set(rows.labels[np.concatenate(parts)].tolist())
 
 
-def _rare(rows: Embedded, held: Mapping[str, set[int]]) -> list[str]:
+def _single_client_classes(rows: EmbeddedTable, classes_of: Mapping[str, set[int]]) -> list[str]:
     notes = []
     for label, name in enumerate(rows.classes):
-        at = [id for id, own in held.items() if label in own]
+        at = [id for id, class_ids in classes_of.items() if label in class_ids]
         if len(at) != 1:
             continue
         # a name that is nearly another, which this very site lacks, may be the same class
-        others = [one for i, one in enumerate(rows.classes) if i not in held[at[0]]]
-        near = get_close_matches(name, others, n=1, cutoff=ALIKE)
-        ask = f"; is it the {near[0]!r} of others? then give both one name" if near else ""
-        notes.append(f"class {name!r} is only at client {at[0]!r}{ask}")
+        other_names = [class_name for i, class_name in enumerate(rows.classes) if i not in classes_of[at[0]]]
+        similar = get_close_matches(name, other_names, n=1, cutoff=SIMILAR_NAME_CUTOFF)
+        hint = f"; is it the {similar[0]!r} of others? then give both one name" if similar else ""
+        notes.append(f"class {name!r} is only at client {at[0]!r}{hint}")
     return notes

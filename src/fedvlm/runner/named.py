@@ -2,28 +2,28 @@
 
 from pathlib import Path
 
-from fedvlm.errors import unknown
+from fedvlm.errors import unknown_name
 
 
-def folders() -> list[Path]:
+def experiment_folders() -> list[Path]:
     """In an installed package they lie inside it, in a checkout beside `src`."""
     package = Path(__file__).resolve().parents[1]
     return [package / "experiment_files", package.parents[1] / "experiments"]
 
 
 def experiments() -> dict[str, Path]:
-    for folder in folders():
+    for folder in experiment_folders():
         if files := sorted(folder.glob("*.toml")):
             return {path.stem: path for path in files}
     return {}
 
 
-def find(name: str) -> Path:
+def find_experiment(name: str) -> Path:
     """A TOML file by its path, or an experiment by its name."""
     path = Path(name)
     if path.suffix == ".toml":
         return path
-    known = experiments()
-    if name not in known:
-        raise unknown("experiment", name, known)
-    return known[name]
+    paths = experiments()
+    if name not in paths:
+        raise unknown_name("experiment", name, paths)
+    return paths[name]

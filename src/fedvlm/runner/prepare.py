@@ -15,31 +15,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import Frozen
-from fedvlm.data.arrays import MEMORY
+from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
-from fedvlm.data.descriptions import dealt
-from fedvlm.data.federation import Division, Listing, divide
-from fedvlm.data.members import Member
-from fedvlm.data.table import Embedded
-from fedvlm.engines.attack import mislabelled
-from fedvlm.engines.client import Terms, World, own_world
-from fedvlm.engines.placed import on
-from fedvlm.engines.state import POOLED
+from fedvlm.data.descriptions import texts_by_client
+from fedvlm.data.federation import Partition, SampleList, make_partition
+from fedvlm.data.members import ClientSplit
+from fedvlm.data.table import EmbeddedTable
+from fedvlm.engines.attack import flip_labels
+from fedvlm.engines.client import TrainingTerms, World, client_world
+from fedvlm.engines.placed import with_device
+from fedvlm.engines.state import POOLED_CLIENT
 from fedvlm.errors import DataError
 from fedvlm.evaluate import reference
 from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.evaluate.protocols.own_test import EVERYONE
-from fedvlm.evaluate.protocols.source_target import EACH
-from fedvlm.machine import give_back
+from fedvlm.evaluate.protocols.source_target import EVERY_DOMAIN
+from fedvlm.machine import release_memory
 from fedvlm.runner import halves, warm
-from fedvlm.runner.load import meet
+from fedvlm.runner.load import check_needs
 from fedvlm.runner.settings import Settings, attack_of
-from fedvlm.storage.paged import stretches
+from fedvlm.storage.paged import iterate_chunks
 
 Ints = NDArray[np.int64]
-THIRD = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by
+CALIBRATION_RATIO = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,21 @@ class Prepared:
     """One seed of a run before anything is trained."""
 
     settings: Settings
-    rows: Embedded
+    rows: EmbeddedTable
     seed: int
-    division: Division
+    partition: Partition
     frozen: Frozen
-    new: "New | None" = None  # base-to-new: the classes nobody trains on
-    every: Embedded | None = None  # base-to-new: the rows of all classes, as they were given
+    new: "NewClasses | None" = None  # base-to-new: the classes nobody trains on
+    all_class_samples: EmbeddedTable | None = None  # base-to-new: the rows of all classes, as they were given
 
     @property
-    def given(self) -> Embedded:
+    def source_samples(self) -> EmbeddedTable:
         """The rows it was prepared from."""
-        return self.rows if self.every is None else self.every
+        return self.rows if self.all_class_samples is None else self.all_class_samples
 
     @cached_property
     def trainings(self) -> Sequence[Training]:
-        return trainings_of(self.settings, self.division.domains, self.seed)
+        return trainings_of(self.settings, self.partition.domains, self.seed)
 
     @cached_property
     def generalises(self) -> bool:
@@ -71,52 +71,52 @@ class Prepared:
 
     def check(self) -> None:
         """Refuses clients and reference rows that the method cannot work with."""
-        for one in self.trainings:
-            reference.check(self.settings.method, self.rows, self.division, one)
+        for training in self.trainings:
+            reference.check_training_data(self.settings.method, self.rows, self.partition, training)
 
     def reference(self, training: Training) -> Ints:
         """The unlabelled rows that the method adapts to in a training, if it does."""
-        return reference.reference(self.settings.method, self.division, training)
+        return reference.reference_samples(self.settings.method, self.partition, training)
 
     def world(self, training: Training) -> World:
         """All that one training works on."""
         members = self._members(training)
-        texts = dealt(self.rows.texts, self.division.members)
+        texts = texts_by_client(self.rows.texts, self.partition.clients)
         world = self._world(members, texts, self.reference(training))
-        return mislabelled(world, training.train)
+        return flip_labels(world, training.train)
 
-    def _members(self, training: Training) -> Mapping[str, Member]:
-        everyone = self.division.members
+    def _members(self, training: Training) -> Mapping[str, ClientSplit]:
+        everyone = self.partition.clients
         plain = not (training.unseen or self.centralised)
         if plain and len(training.train) == len(everyone):
             return everyone  # which many clients take no memory in
         train = set(training.train)
-        members = {id: one for id, one in everyone.items() if id in train}
+        members = {id: member for id, member in everyone.items() if id in train}
         members |= {id: self._unseen(id) for id in training.unseen}
         if self.centralised:
-            members[POOLED] = pooled([members[id] for id in training.train])
+            members[POOLED_CLIENT] = pool_members([members[id] for id in training.train])
         return members
 
     def new_world(self) -> World:
         """What the test rows of new classes are measured on, when all training is over."""
         assert self.new is not None
-        other = replace(self, rows=self.new.rows, frozen=self.new.frozen)
-        return other._world(self.new.members, {}, np.zeros(0, np.int64))
+        new_prepared = replace(self, rows=self.new.rows, frozen=self.new.frozen)
+        return new_prepared._world(self.new.members, {}, np.zeros(0, np.int64))
 
-    def _unseen(self, id: str) -> Member:
-        members = self.division.members
-        return everyone(list(members.values())) if id == EVERYONE else members[id]
+    def _unseen(self, id: str) -> ClientSplit:
+        members = self.partition.clients
+        return merge_test_samples(list(members.values())) if id == EVERYONE else members[id]
 
     @property
     def centralised(self) -> bool:
         """Whether the run is no federation: one client with the rows of all that train."""
         return self.settings.centralised or self.settings.method.traits.centralised
 
-    def taught(self, training: Training) -> Training:
+    def measured_training(self, training: Training) -> Training:
         """Who trains and who is only measured: if rows are pooled, all clients are."""
         if not self.centralised:
             return training
-        return replace(training, train=(POOLED,), unseen=(*training.train, *training.unseen))
+        return replace(training, train=(POOLED_CLIENT,), unseen=(*training.train, *training.unseen))
 
     def warm_world(self, training: Training) -> World:
         """The same as the one-shot method that gives the first head sees it."""
@@ -124,27 +124,25 @@ class Prepared:
         assert first is not None
         return replace(
             self.world(training),
-            method=on(first, self.settings.device),
+            method=with_device(first, self.settings.device),
             x=self.rows.view(first.traits.needs),
         )
 
     def own_world(self, id: str, name: str = "", entropy: bool = False) -> World:
         """What one client works on, without a row of another; `name` is what it is called there."""
         name = name or id
-        texts = dealt(self.rows.texts, self.division.members)
+        texts = texts_by_client(self.rows.texts, self.partition.clients)
         world = self._world(
-            {name: self.division.members[id]},
+            {name: self.partition.clients[id]},
             {name: texts[id]} if texts else {},
             np.zeros(0, np.int64),
         )
-        return replace(own_world(world, name), entropy=entropy, details=False)
+        return replace(client_world(world, name), secret_noise=entropy, details=False)
 
-    def _world(
-        self, members: Mapping[str, Member], texts: Mapping[str, Tensor], reference: Ints
-    ) -> World:
+    def _world(self, members: Mapping[str, ClientSplit], texts: Mapping[str, Tensor], reference: Ints) -> World:
         terms = terms_of(self.settings, self.frozen, self.seed)
         return World(
-            **{**vars(terms), "method": on(terms.method, self.settings.device)},
+            **{**vars(terms), "method": with_device(terms.method, self.settings.device)},
             x=self.rows.view(self.settings.method.traits.needs),
             y=torch.from_numpy(self.rows.labels),
             members=members,
@@ -155,33 +153,33 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class New:
+class NewClasses:
     """The other half of the classes, and each client's test rows of them."""
 
-    rows: Embedded
+    rows: EmbeddedTable
     frozen: Frozen
-    members: Mapping[str, Member]
+    members: Mapping[str, ClientSplit]
 
 
-def prepare(settings: Settings, rows: Embedded, seed: int) -> Prepared:
+def prepare(settings: Settings, rows: EmbeddedTable, seed: int) -> Prepared:
     clients = settings.clients
-    if rows.encoder == MEMORY or own_data(settings):
-        clients = set_aside(clients)
+    if rows.encoder == IN_MEMORY or own_data(settings):
+        clients = with_calibration(clients)
     if settings.protocol == BaseToNew.name:
-        base, other = halves.halves(rows)
-        division = _half(base, clients, seed, whole(settings))
-        dealt_new = _half(other, halves.plain(clients), seed, ())
-        members = halves.tested(base, dealt_new, division.members)
-        new = New(other, frozen_of(other, seed), members)
-        return Prepared(settings, base, seed, division, frozen_of(base, seed), new, rows)
-    division = divide(rows, clients, seed, whole(settings))
-    give_back()  # of many rows, what dealing them took
-    return Prepared(settings, rows, seed, division, frozen_of(rows, seed))
+        base, new_half = halves.split_classes(rows)
+        partition = _partition_half(base, clients, seed, undivided_targets(settings))
+        dealt_new = _partition_half(new_half, halves.new_half_clients(clients), seed, ())
+        members = halves.new_test_members(base, dealt_new, partition.clients)
+        new = NewClasses(new_half, frozen_of(new_half, seed), members)
+        return Prepared(settings, base, seed, partition, frozen_of(base, seed), new, rows)
+    partition = make_partition(rows, clients, seed, undivided_targets(settings))
+    release_memory()  # of many rows, what dealing them took
+    return Prepared(settings, rows, seed, partition, frozen_of(rows, seed))
 
 
-def _half(rows: Embedded, clients: Clients, seed: int, together: Sequence[str]) -> Division:
-    table, mine = halves.listing(rows)
-    return halves.placed(divide(table, clients, seed, together), mine)
+def _partition_half(rows: EmbeddedTable, clients: Clients, seed: int, undivided: Sequence[str]) -> Partition:
+    table, indices = halves.half_table(rows)
+    return halves.to_full_indices(make_partition(table, clients, seed, undivided), indices)
 
 
 def own_data(settings: Settings) -> bool:
@@ -189,45 +187,40 @@ def own_data(settings: Settings) -> bool:
     return not settings.encoder.startswith("store:") and settings.data not in catalogue()
 
 
-def set_aside(clients: Clients) -> Clients:
+def with_calibration(clients: Clients) -> Clients:
     """A third of the validation rows, unless a share is named."""
-    return (
-        clients
-        if clients.calibration_ratio is not None
-        else replace(clients, calibration_ratio=THIRD)
-    )
+    return clients if clients.calibration_ratio is not None else replace(clients, calibration_ratio=CALIBRATION_RATIO)
 
 
-def pooled(members: Sequence[Member]) -> Member:
+def pool_members(members: Sequence[ClientSplit]) -> ClientSplit:
     """All their training and validation rows as those of one client; nobody tests it."""
     train, validation = (
-        np.sort(np.concatenate([getattr(one, part) for one in members]))
-        for part in ("train", "validation")
+        np.sort(np.concatenate([getattr(member, part) for member in members])) for part in ("train", "validation")
     )
-    return Member(POOLED, "", train, validation, np.zeros(0, np.int64))
+    return ClientSplit(POOLED_CLIENT, "", train, validation, np.zeros(0, np.int64))
 
 
-def everyone(members: Sequence[Member]) -> Member:
+def merge_test_samples(members: Sequence[ClientSplit]) -> ClientSplit:
     """A client of all their test rows, and no others."""
     none = np.zeros(0, np.int64)
-    return Member(EVERYONE, "", none, none, np.sort(np.concatenate([m.test for m in members])))
+    return ClientSplit(EVERYONE, "", none, none, np.sort(np.concatenate([m.test for m in members])))
 
 
-def whole(settings: Settings) -> tuple[str, ...]:
+def undivided_targets(settings: Settings) -> tuple[str, ...]:
     """What stays together however rows are dealt: the targets, if they are named."""
-    return () if settings.target == (EACH,) else settings.target
+    return () if settings.target == (EVERY_DOMAIN,) else settings.target
 
 
-def prepare_one(
-    settings: Settings, rows: Embedded, id: str, seed: int, frozen: Frozen | None = None
+def prepare_client(
+    settings: Settings, rows: EmbeddedTable, id: str, seed: int, frozen: Frozen | None = None
 ) -> Prepared:
     """The same for a client with rows of its own, which need not be of every class."""
     present, labels = np.unique(rows.labels, return_inverse=True)
     classes = tuple(rows.classes[i] for i in present)
-    mine = np.full(len(labels), id)
-    table = Listing(classes, labels, rows.domains, mine, rows.splits, rows.content, rows.groups)
-    division = divide(table, replace(settings.clients, partition="own"), seed)
-    return Prepared(settings, rows, seed, division, frozen or frozen_of(rows, seed))
+    client_column = np.full(len(labels), id)
+    table = SampleList(classes, labels, rows.domains, client_column, rows.splits, rows.content, rows.groups)
+    partition = make_partition(table, replace(settings.clients, partition="own"), seed)
+    return Prepared(settings, rows, seed, partition, frozen or frozen_of(rows, seed))
 
 
 def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> list[Training]:
@@ -235,13 +228,13 @@ def trainings_of(settings: Settings, domains: Mapping[str, str], seed: int) -> l
     return settings.rules().trainings(domains, seed)
 
 
-def terms_of(settings: Settings, frozen: Frozen, seed: int) -> Terms:
-    every = settings.rules().every_round
+def terms_of(settings: Settings, frozen: Frozen, seed: int) -> TrainingTerms:
+    metrics = settings.rules().every_round
     attack = attack_of(settings)
-    return Terms(settings.method, frozen, seed, settings.channel, metrics=every, attack=attack)
+    return TrainingTerms(settings.method, frozen, seed, settings.channel, metrics=metrics, attack=attack)
 
 
-def frozen_of(rows: Embedded, seed: int) -> Frozen:
+def frozen_of(rows: EmbeddedTable, seed: int) -> Frozen:
     return Frozen(
         rows.classes,
         rows.x.shape[1],
@@ -254,24 +247,22 @@ def frozen_of(rows: Embedded, seed: int) -> Frozen:
     )
 
 
-def frozen_from(
-    about: Mapping[str, Any], text: Tensor | None, seed: int, descriptions: Tensor | None = None
-) -> Frozen:
+def frozen_from(about: Mapping[str, Any], text: Tensor | None, seed: int, descriptions: Tensor | None = None) -> Frozen:
     """What a manifest, a saved classifier or a site tells of classes and encoder; no towers."""
     classes = tuple(about["classes"])
     scale = float(about["scale"])
     return Frozen(classes, int(about["dim"]), scale, text, seed, descriptions=descriptions)
 
 
-def template_of(rows: Frozen | Embedded) -> dict[str, str]:
+def template_of(rows: Frozen | EmbeddedTable) -> dict[str, str]:
     """What a manifest, a saved classifier and a site tell of the words around a prompt."""
     return {} if rows.text_tower is None else {"template": rows.text_tower.template}
 
 
-def check_rows(settings: Settings, rows: Embedded) -> None:
+def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     """Refuses rows no method can use, before any work."""
     # A sum is finite only if all its numbers are, and takes no second copy of the rows.
-    sums = torch.cat([part.sum(dim=1) for _, part in stretches(rows.x)])
+    sums = torch.cat([part.sum(dim=1) for _, part in iterate_chunks(rows.x)])
     bad = (~sums.isfinite()).nonzero().flatten().tolist()
     if bad:
         raise DataError(
@@ -279,21 +270,19 @@ def check_rows(settings: Settings, rows: Embedded) -> None:
             "encode them again, or leave those rows out"
         )
     if len(rows.classes) < 2:
-        raise DataError(
-            f"there is one class only, {rows.classes[0]!r}; a classifier takes two or more"
-        )
+        raise DataError(f"there is one class only, {rows.classes[0]!r}; a classifier takes two or more")
     outside = [i for i in np.unique(rows.labels).tolist() if not 0 <= i < len(rows.classes)]
     if outside:
         raise DataError(
             f"label {outside[0]} is outside the {len(rows.classes)} classes (0 to "
             f"{len(rows.classes) - 1}); correct the labels, or name every class"
         )
-    meet(settings.method, rows.encoder, rows.offers())
+    check_needs(settings.method, rows.encoder, rows.offers())
     ready = frozen_of(rows, settings.seeds[0])
     settings.method.init(ready)  # a method may refuse the dimension
     if settings.protocol == BaseToNew.name:
-        halves.halves(rows)
-        halves.check(settings.method, ready)
+        halves.split_classes(rows)
+        halves.check_new_classes(settings.method, ready)
     if settings.warm_start is not None:
-        meet(settings.warm_start, rows.encoder, rows.offers())
-        warm.check(settings.warm_start, settings.method, ready)
+        check_needs(settings.warm_start, rows.encoder, rows.offers())
+        warm.check_warm_start(settings.warm_start, settings.method, ready)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, make
-from fedvlm.devices import Device, choose, described, repeatable
+from fedvlm.devices import Device, choose_device, describe_device, set_deterministic
 from fedvlm.runner.settings import Settings
 
 ON_DEVICE = ("demo", "hf", "openai")  # encoders that have access.device
@@ -30,24 +30,24 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def places(settings: Settings, memory: bool) -> dict[str, Any]:
+def device_info(settings: Settings, memory: bool) -> dict[str, Any]:
     """Where a run computes and by which flags, and in which precision its images are encoded."""
     out = {"training": device_of(settings.device)}
     if not memory and settings.encoder.partition(":")[0] in ON_DEVICE:
-        found = device_of(settings.access.get("device", "cpu"))
-        half = found["device"] != "cpu"
-        out["encoding"] = found | {"precision": "float16" if half else "float32"}
+        description = device_of(settings.access.get("device", "cpu"))
+        is_half_precision = description["device"] != "cpu"
+        out["encoding"] = description | {"precision": "float16" if is_half_precision else "float32"}
     return out
 
 
 def device_of(name: Device) -> dict[str, Any]:
-    device = choose(name)
+    device = choose_device(name)
     if device.type != "cpu":
-        repeatable()
-    return described(device)
+        set_deterministic()
+    return describe_device(device)
 
 
-def usual(method: Method) -> dict[str, Any]:
+def default_values(method: Method) -> dict[str, Any]:
     """What a table says of a run only where it is otherwise, so that it can do without the code."""
     plain = {"method": asdict(make(method.name)), "channel": asdict(Channel())}
     traits = {"centralised": method.traits.centralised, "reference": method.traits.reference}
@@ -58,9 +58,9 @@ def commit() -> dict[str, Any]:
     """The commit of this code and whether it was changed since; nothing if it is not a checkout."""
 
     def git(*words: str) -> str:
-        here = Path(__file__).parents[1]
+        package_folder = Path(__file__).parents[1]
         return subprocess.run(
-            ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=5
+            ["git", *words], cwd=package_folder, capture_output=True, text=True, check=True, timeout=5
         ).stdout.strip()
 
     try:

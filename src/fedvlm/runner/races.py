@@ -4,89 +4,89 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedvlm.engines.state import pack, unpack
+from fedvlm.engines.state import pack_state, unpack_state
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.forecast import training_time
 from fedvlm.runner.load import Progress
 from fedvlm.runner.prepare import Prepared
-from fedvlm.runner.schedule import Piece, Tally, carry, stays
-from fedvlm.storage.sealed import seal, unseal
+from fedvlm.runner.schedule import Job, ProgressTotal, must_run_alone, run_jobs
+from fedvlm.storage.sealed import decode_tensors, encode_tensors
 
-Heats = Generator[list[tune.Leg], None, dict[str, Any]]
+Rungs = Generator[list[tune.TrialStep], None, dict[str, Any]]
 
 
-def races(seeds: Sequence[Prepared], record: Record, report: Progress) -> dict[int, dict[str, Any]]:
+def tune_seeds(seeds: Sequence[Prepared], record: Record, report: Progress) -> dict[int, dict[str, Any]]:
     """What each seed's race chose, and the record of it."""
-    tally, found = Tally(report), {}
-    open_: dict[int, Heats] = {one.seed: tune.heats(one.settings) for one in seeds}
-    tells = {one.seed: tally.place("tuning", tune.total(one.settings)) for one in seeds}
-    run: dict[int, list[tune.Trial]] = {one.seed: [] for one in seeds}
-    while open_:
-        pieces, failed = [], list[Exception]()
-        for prepared in (one for one in seeds if one.seed in open_):
+    tally, results = ProgressTotal(report), {}
+    open_searches: dict[int, Rungs] = {prepared.seed: tune.halving_rungs(prepared.settings) for prepared in seeds}
+    callbacks = {prepared.seed: tally.add("tuning", tune.total_rounds(prepared.settings)) for prepared in seeds}
+    trials_by_seed: dict[int, list[tune.Trial]] = {prepared.seed: [] for prepared in seeds}
+    while open_searches:
+        jobs, failed = [], list[Exception]()
+        for prepared in (prepared for prepared in seeds if prepared.seed in open_searches):
             try:
-                legs = next(open_[prepared.seed])
+                steps = next(open_searches[prepared.seed])
             except StopIteration as over:
-                found[prepared.seed] = over.value
-                del open_[prepared.seed]
+                results[prepared.seed] = over.value
+                del open_searches[prepared.seed]
                 continue
-            mine = run[prepared.seed] = run[prepared.seed] or [leg.trial for leg in legs]
-            for leg in legs:
-                heard = _heard(leg, mine, tells[prepared.seed], failed)
-                pieces.append(_piece(prepared, leg, record, heard))
-        carry(pieces)
+            trials = trials_by_seed[prepared.seed] = trials_by_seed[prepared.seed] or [step.trial for step in steps]
+            for step in steps:
+                on_done = _done_callback(step, trials, callbacks[prepared.seed], failed)
+                jobs.append(_job(prepared, step, record, on_done))
+        run_jobs(jobs)
         if failed:
             raise failed[0]
-    return found
+    return results
 
 
-def _heard(
-    leg: tune.Leg,
+def _done_callback(
+    step: tune.TrialStep,
     trials: Sequence[tune.Trial],
-    tell: Callable[[int], None],
+    report_rounds: Callable[[int], None],
     failed: list[Exception],
 ) -> Callable[[Any], None]:
-    def done(came: Any) -> None:
-        if isinstance(came, Exception):
-            failed.append(came)
+    def done(outcome: Any) -> None:
+        if isinstance(outcome, Exception):
+            failed.append(outcome)
             return
-        if came is not None:
-            _take(leg.trial, *came)
-        leg.trial.rounds = leg.until
-        tell(sum(one.rounds for one in trials))
+        if outcome is not None:
+            _unpack_trial(step.trial, *outcome)
+        step.trial.rounds = step.until
+        report_rounds(sum(trial.rounds for trial in trials))
 
     return done
 
 
-def _piece(prepared: Prepared, leg: tune.Leg, record: Record, done: Callable[[Any], None]) -> Piece:
-    settings, alone = prepared.settings, stays(prepared.settings)
-    share = (leg.until - leg.trial.rounds) / max(1, settings.method.rounds)
+def _job(prepared: Prepared, step: tune.TrialStep, record: Record, done: Callable[[Any], None]) -> Job:
+    settings, alone = prepared.settings, must_run_alone(prepared.settings)
+    fraction = (step.until - step.trial.rounds) / max(1, settings.method.rounds)
 
-    def work(record: Record, workers: int, tell: Callable[[int], None]) -> Any:
-        here = replace(prepared, settings=replace(settings, workers=workers))
-        tune.advance(here, leg.trial, leg.until)
-        return None if alone else _given(leg.trial)  # it may be another process's trial
+    def work(record: Record, workers: int, report_rounds: Callable[[int], None]) -> Any:
+        worker_prepared = replace(prepared, settings=replace(settings, workers=workers))
+        tune.advance_trial(worker_prepared, step.trial, step.until)
+        return None if alone else _pack_trial(step.trial)  # it may be another process's trial
 
-    said = ", ".join(f"{name} = {value:g}" for name, value in leg.trial.values.items())
-    return Piece(
-        name=f"{settings.method.name}, tuning of seed {prepared.seed}, {said}",
+    values_text = ", ".join(f"{name} = {value:g}" for name, value in step.trial.values.items())
+    return Job(
+        name=f"{settings.method.name}, tuning of seed {prepared.seed}, {values_text}",
         record=record,
-        cost=share * sum(training_time(prepared, one) for one in prepared.trainings),
+        cost=fraction * sum(training_time(prepared, training) for training in prepared.trainings),
         workers=settings.workers,
-        alone=alone,
+        is_exclusive=alone,
         work=work,
-        tell=lambda rounds: None,
-        done=done,
+        report_rounds=lambda rounds: None,
+        on_done=done,
     )
 
 
-def _given(trial: tune.Trial) -> tuple[float, int, dict[str, bytes]]:
+def _pack_trial(trial: tune.Trial) -> tuple[float, int, dict[str, bytes]]:
     """A trial as it goes from one process to another."""
-    states = {name: seal(*pack(state)) for name, state in trial.states.items()}
+    states = {name: encode_tensors(*pack_state(state)) for name, state in trial.states.items()}
     return trial.score, trial.updates, states
 
 
-def _take(trial: tune.Trial, score: float, updates: int, states: Mapping[str, bytes]) -> None:
+def _unpack_trial(trial: tune.Trial, score: float, updates: int, states: Mapping[str, bytes]) -> None:
     trial.score, trial.updates = score, updates
-    trial.states = {name: unpack(*unseal(one)) for name, one in states.items()}
+    trial.states = {name: unpack_state(*decode_tensors(payload)) for name, payload in states.items()}

@@ -25,46 +25,46 @@ from typing import Any
 
 import torch
 
-from fedvlm.data.table import Embedded
-from fedvlm.devices import on_cpu
+from fedvlm.data.table import EmbeddedTable
+from fedvlm.devices import is_cpu
 from fedvlm.engines.single import one_thread
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.machine import cores
+from fedvlm.machine import count_cores
 from fedvlm.record import Record
 from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings
 
-SHORT = 4.0  # seconds of work that stay in one process, by forecast and by the clock
-FORKS = sys.platform == "linux"
-DIE = 1  # PR_SET_PDEATHSIG of Linux: a signal when the parent is gone
+INLINE_SECONDS = 4.0  # seconds of work that stay in one process, by forecast and by the clock
+CAN_FORK = sys.platform == "linux"
+PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG of Linux: a signal when the parent is gone
 
 
 @dataclass(frozen=True)
-class Order:
+class JobSpec:
     """A training by the settings and rows of its run; whoever has them prepares it alike."""
 
     settings: Settings
-    rows: Embedded
+    rows: EmbeddedTable
     seed: int
     training: str
 
 
 @dataclass(frozen=True)
-class Piece:
+class Job:
     """One training that is to be done, and whom to tell of it."""
 
     name: str
     record: Record
     cost: float  # seconds on one core, roughly
     workers: int  # processes that are asked for; 0: as many as cores, if it is worth it
-    alone: bool  # not beside another: it is done already, or fills the memory by itself
+    is_exclusive: bool  # not beside another: it is done already, or fills the memory by itself
     work: Callable[[Record, int, Callable[[int], None]], Any]  # record, processes, rounds done
-    tell: Callable[[int], None]  # rounds done
-    done: Callable[[Any], None]  # what came of it, or the error that did
-    order: Order | None = None  # the same in words, for a machine that is not this one
+    report_rounds: Callable[[int], None]  # rounds done
+    on_done: Callable[[Any], None]  # what came of it, or the error that did
+    spec: JobSpec | None = None  # the same in words, for a machine that is not this one
 
 
-class Tally:
+class ProgressTotal:
     """Rounds that are done, over all runs of a method: they may be side by side."""
 
     def __init__(self, report: Progress) -> None:
@@ -72,82 +72,82 @@ class Tally:
         self.done: dict[str, list[int]] = {}
         self.total: dict[str, int] = {}
 
-    def place(self, name: str, rounds: int) -> Callable[[int], None]:
-        mine = self.done.setdefault(name, [])
-        number = len(mine)
-        mine.append(0)
+    def add(self, name: str, rounds: int) -> Callable[[int], None]:
+        counts = self.done.setdefault(name, [])
+        number = len(counts)
+        counts.append(0)
         self.total[name] = self.total.get(name, 0) + rounds
 
-        def tell(finished: int) -> None:
-            mine[number] = finished
-            self.report(name, sum(mine), self.total[name])
+        def update(finished: int) -> None:
+            counts[number] = finished
+            self.report(name, sum(counts), self.total[name])
 
-        return tell
+        return update
 
 
-def stays(settings: Settings) -> bool:
+def must_run_alone(settings: Settings) -> bool:
     """Whether a training is not beside another: a tower fills the memory, Flower has threads, a
     GPU cannot be used in a forked process, and only Linux forks one safely."""
     tower = "image tower" in settings.method.traits.needs
-    return tower or settings.engine == "flower" or not on_cpu(settings.device) or not FORKS
+    return tower or settings.engine == "flower" or not is_cpu(settings.device) or not CAN_FORK
 
 
-def carry(pieces: Sequence[Piece]) -> None:
+def run_jobs(jobs: Sequence[Job]) -> None:
     """All of them; one that fails is told as such, and the others go on."""
-    several = len(pieces) > 1
-    beside = sorted((one for one in pieces if not one.alone), key=lambda one: -one.cost)
-    asked = max((one.workers for one in beside), default=1)
-    processes = asked or cores()
-    for piece in pieces:
-        if piece.alone:
-            here(piece, several)
-    begin = perf_counter()
-    while beside:
-        left = sum(one.cost for one in beside) + perf_counter() - begin
-        if len(beside) > 1 and processes > 1 and (asked or left > SHORT):
-            _side_by_side(beside, processes, several)
+    several = len(jobs) > 1
+    parallel_jobs = sorted((job for job in jobs if not job.is_exclusive), key=lambda job: -job.cost)
+    n_requested = max((job.workers for job in parallel_jobs), default=1)
+    processes = n_requested or count_cores()
+    for job in jobs:
+        if job.is_exclusive:
+            run_inline(job, several)
+    started = perf_counter()
+    while parallel_jobs:
+        remaining = sum(job.cost for job in parallel_jobs) + perf_counter() - started
+        if len(parallel_jobs) > 1 and processes > 1 and (n_requested or remaining > INLINE_SECONDS):
+            _run_parallel(parallel_jobs, processes, several)
             return
-        here(beside.pop(0), several)
+        run_inline(parallel_jobs.pop(0), several)
 
 
-def here(piece: Piece, several: bool) -> None:
+def run_inline(job: Job, several: bool) -> None:
     try:
         with one_thread():  # as in a process of its own
-            found = piece.work(piece.record, piece.workers, piece.tell)
+            outcome = job.work(job.record, job.workers, job.report_rounds)
     except FedVLMError as error:
-        found = named(piece, error) if several else error
-    piece.done(found)
+        outcome = with_job_name(job, error) if several else error
+    job.on_done(outcome)
 
 
-def named(piece: Piece, error: FedVLMError) -> FedVLMError:
-    named = type(error)(f"{piece.name}: {error}")
-    named.__cause__ = error
-    return named
+def with_job_name(job: Job, error: FedVLMError) -> FedVLMError:
+    renamed = type(error)(f"{job.name}: {error}")
+    renamed.__cause__ = error
+    return renamed
 
 
-def _side_by_side(pieces: Sequence[Piece], processes: int, several: bool) -> None:
-    waiting = list(pieces)
+def _run_parallel(jobs: Sequence[Job], processes: int, several: bool) -> None:
+    waiting = list(jobs)
     # clients of one training only share what the trainings leave over
-    each = max(1, processes // len(pieces))
-    busy: dict[Connection[Any, Any], tuple[Piece, BaseProcess]] = {}
+    workers_per_job = max(1, processes // len(jobs))
+    busy: dict[Connection[Any, Any], tuple[Job, BaseProcess]] = {}
     try:
         while waiting or busy:
             while waiting and len(busy) < processes:
-                piece = waiting.pop(0)
-                connection, process = _start(piece, each, list(busy))
-                busy[connection] = piece, process
-            for one in wait(list(busy)):
-                assert isinstance(one, Connection)
-                piece, process = busy[one]
-                answer = _hear(one, piece)
+                job = waiting.pop(0)
+                connection, process = _start(job, workers_per_job, list(busy))
+                busy[connection] = job, process
+            for ready_connection in wait(list(busy)):
+                assert isinstance(ready_connection, Connection)
+                job, process = busy[ready_connection]
+                answer = _handle_message(ready_connection, job)
                 if answer is None:
                     continue
-                del busy[one]
-                one.close()
+                del busy[ready_connection]
+                ready_connection.close()
                 process.join()
-                (found,) = answer
-                failed = isinstance(found, FedVLMError) and several
-                piece.done(named(piece, found) if failed else found)
+                (outcome,) = answer
+                failed = isinstance(outcome, FedVLMError) and several
+                job.on_done(with_job_name(job, outcome) if failed else outcome)
     finally:
         for connection, (_, process) in busy.items():
             process.kill()
@@ -156,33 +156,33 @@ def _side_by_side(pieces: Sequence[Piece], processes: int, several: bool) -> Non
 
 
 def _start(
-    piece: Piece, workers: int, others: "Sequence[Connection[Any, Any]]"
+    job: Job, workers: int, other_connections: "Sequence[Connection[Any, Any]]"
 ) -> "tuple[Connection[Any, Any], BaseProcess]":
     context = get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, [*others, ours], piece, workers))
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=_serve, args=(child_end, [*other_connections, parent_end], job, workers))
     with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
-    theirs.close()
-    return ours, process
+    child_end.close()
+    return parent_end, process
 
 
-def _hear(connection: "Connection[Any, Any]", piece: Piece) -> tuple[Any] | None:
+def _handle_message(connection: "Connection[Any, Any]", job: Job) -> tuple[Any] | None:
     """Takes in what a process says; its outcome, once that is what it says."""
     try:
-        kind, *given = connection.recv()
+        kind, *payload = connection.recv()
     except (EOFError, OSError):
         lost = "its process ended without an answer (killed, or out of memory); nothing is lost: "
         return (FederationError(f"{lost}resume the run, with workers = 1 if memory is short"),)
     if kind == "done":
-        return (given[0],)
+        return (payload[0],)
     if kind == "tell":
-        piece.tell(*given)
+        job.report_rounds(*payload)
         return None
     answer = None
     try:
-        getattr(piece.record, kind)(*given)
+        getattr(job.record, kind)(*payload)
     except FedVLMError as error:  # a full disk is the training's misfortune
         answer = error
     with suppress(OSError):  # it may have been killed meanwhile, which is heard next
@@ -190,7 +190,7 @@ def _hear(connection: "Connection[Any, Any]", piece: Piece) -> tuple[Any] | None
     return None
 
 
-class _Apart(Record):
+class _RemoteRecord(Record):
     """A record as such a process has it: others write its lines, and it waits until they have."""
 
     def __init__(self, folder: Path, connection: "Connection[Any, Any]") -> None:
@@ -198,40 +198,40 @@ class _Apart(Record):
         self.connection = connection
 
     def add_line(self, line: Mapping[str, Any]) -> None:
-        self._ask("add_line", line)
+        self._request("add_line", line)
 
     def keep_lines(self, training: str, rounds: int) -> None:
-        self._ask("keep_lines", training, rounds)
+        self._request("keep_lines", training, rounds)
 
-    def _ask(self, *asked: Any) -> None:
-        self.connection.send(asked)
+    def _request(self, *request: Any) -> None:
+        self.connection.send(request)
         if (error := self.connection.recv()) is not None:
             raise error
 
 
 def _serve(
     connection: "Connection[Any, Any]",
-    others: "Sequence[Connection[Any, Any]]",
-    piece: Piece,
+    other_connections: "Sequence[Connection[Any, Any]]",
+    job: Job,
     workers: int,
 ) -> None:
     """The life of a process: one training, and what came of it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who began the run is interrupted, and ends it
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIE, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if (parent := parent_process()) is None or os.getppid() != parent.pid:
         return  # it was gone before
-    for other in others:  # inherited ends would keep a pipe open after its owner is gone
-        other.close()
+    for other_connection in other_connections:  # inherited ends would keep a pipe open after its owner is gone
+        other_connection.close()
     torch.set_num_threads(1)
-    found: Any
+    outcome: Any
     try:
-        record = _Apart(piece.record.folder, connection)
-        found = piece.work(record, workers, lambda rounds: connection.send(("tell", rounds)))
+        record = _RemoteRecord(job.record.folder, connection)
+        outcome = job.work(record, workers, lambda rounds: connection.send(("tell", rounds)))
     except FedVLMError as error:
-        found = error
+        outcome = error
     except Exception:
-        found = FederationError(traceback.format_exc())
+        outcome = FederationError(traceback.format_exc())
     with suppress(OSError):  # nobody may be there to be told
-        connection.send(("done", found))
+        connection.send(("done", outcome))
     os._exit(0)  # no exit of Python's: a thread of the parent may have held the lock of a stream

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel
-from fedvlm.core import FEWEST, SMALLEST, Method, is_method, make
-from fedvlm.core.schema import AMOUNT, PART, check_ranges, read_table, several, within
+from fedvlm.core import MIN_CLASS_CLIENTS, MIN_CLASS_SAMPLES, Method, is_method, make
+from fedvlm.core.schema import NON_NEGATIVE, POSITIVE_FRACTION, check_ranges, list_field, ranged_field, read_table
 from fedvlm.data.clients import Clients
 from fedvlm.engines.attackers import Attack, Kind
-from fedvlm.errors import SettingsError, nearest, renamed, unknown
+from fedvlm.errors import SettingsError, renamed, suggest_path, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -33,93 +33,91 @@ class Settings:
     protocol: str = "leave-one-domain-out"
     selection: Literal["last", "validation", "oracle"] = "last"
     seeds: tuple[int, ...] = (0,)
-    tune: tuple[str, ...] = several()  # the method's settings to choose on validation rows, as lr
-    fraction: float = within(1.0, PART)  # of the clients that take part in a round
-    counts: tuple[int, ...] = several()  # cross-device: how many clients train
+    tune: tuple[str, ...] = list_field()  # the method's settings to choose on validation rows, as lr
+    fraction: float = ranged_field(1.0, POSITIVE_FRACTION)  # of the clients that take part in a round
+    counts: tuple[int, ...] = list_field()  # cross-device: how many clients train
     unseen: int = 0  # cross-device: how many clients are only tested on
-    target: tuple[str, ...] = several()  # source-target: domains or clients that are only tested on
+    target: tuple[str, ...] = list_field()  # source-target: domains or clients that are only tested on
     global_test: bool = False  # own-test: what is shared is also tested on all test rows
     centralised: bool = False  # all rows of the clients that train at one, and no federation
     engine: Literal["batched", "single", "flower"] = "batched"
     device: Literal["auto", "cpu", "cuda", "mps"] = "cpu"  # where a method's verbs are worked out
-    workers: int = within(0, AMOUNT)  # processes; 0 is as many as cores, if the run is long enough
+    workers: int = ranged_field(0, NON_NEGATIVE)  # processes; 0 is as many as cores, if the run is long enough
     allow_small: bool = False  # class statistics of few rows may be uploaded too
     smoke: bool = False  # a short run on few rows, to see that everything works
     channel: Channel = field(default_factory=Channel)  # what an upload goes through
     attack: Kind = "none"  # by some clients, to see what it does; simulations only
     attacker_fraction: float = 0.1  # share of the training clients that attack, drawn by seed
     attack_strength: float = 0.0  # of the attack; 0: the usual one
-    reproduces: tuple[str, ...] = (
-        several()
-    )  # tables and figures of papers, as fedot-v1/T1; only noted
+    reproduces: tuple[str, ...] = list_field()  # tables and figures of papers, as fedot-v1/T1; only noted
 
     def rules(self) -> Rules:
         """The protocol with its knobs, which are settings of the run."""
         knobs = {"counts": self.counts, "unseen": self.unseen, "target": self.target}
         knobs |= {"global_test": self.global_test}
-        return protocols.make(self.protocol, **knobs)
+        return protocols.make_protocol(self.protocol, **knobs)
 
     def identity(self) -> dict[str, Any]:
         """What decides the numbers; two runs of the same identity are the same run."""
-        whole = asdict(self)
+        values = asdict(self)
         idle = ["workers", "access", "reproduces"]
         idle += ["device"] if self.device == "cpu" else []
         idle += ["attack", "attacker_fraction", "attack_strength"] if self.attack == "none" else []
-        both = [one for one in (self.method, self.warm_start) if one is not None]
-        if not (self.allow_small and any(one.traits.min_class_samples for one in both)):
+        used_methods = [method for method in (self.method, self.warm_start) if method is not None]
+        if not (self.allow_small and any(method.traits.min_class_samples for method in used_methods)):
             idle.append("allow_small")
         for key in idle:
-            del whole[key]
+            del values[key]
         for key in ("method", "warm_start"):
-            one = getattr(self, key)
-            whole[key] = None if one is None else {"name": one.name, **asdict(one)}
-        return whole
+            method = getattr(self, key)
+            values[key] = None if method is None else {"name": method.name, **asdict(method)}
+        return values
 
 
 def build(values: Mapping[str, Any]) -> Settings:
     """Settings from nested values; every unknown name and misfit is refused."""
-    known = {one.name for one in fields(Settings)}
-    for key in sorted(values.keys() - known):
-        _refuse(key, values.get("method"), known)
+    setting_names = {setting.name for setting in fields(Settings)}
+    for key in sorted(values.keys() - setting_names):
+        _refuse_unknown(key, values.get("method"), setting_names)
     if "method" not in values:
         raise SettingsError('no method is chosen; add method = "fedot" (`fedvlm list methods`)')
     _check_seeds(values.get("seeds"))
-    inner = {key: read(values[key]) for key, read in INNER.items() if key in values}
-    plain = {key: value for key, value in values.items() if key not in INNER}
-    return _checked(read_table(Settings, "", plain, **inner))
+    inner = {key: read(values[key]) for key, read in NESTED_READERS.items() if key in values}
+    plain = {key: value for key, value in values.items() if key not in NESTED_READERS}
+    return _check_combination(read_table(Settings, "", plain, **inner))
 
 
-def _refuse(key: str, method: Any, known: Iterable[str]) -> None:
+def _refuse_unknown(key: str, method: Any, setting_names: Iterable[str]) -> None:
     """A name that no run has: it may be one of its method's."""
     if method is not None:
-        whole = _method(method)
-        mine = {one.name for one in fields(whole)}
+        chosen = read_method(method)
+        mine = {setting.name for setting in fields(chosen)}
         name = key if key in mine else renamed(key, mine)
-        if name and not renamed(key, known):
+        if name and not renamed(key, setting_names):
             called = "" if name == key else f"{key!r} is called {name!r}: "
             raise SettingsError(
-                f"{called}{name} is a setting of the method {whole.name}: write it in [method], or "
+                f"{called}{name} is a setting of the method {chosen.name}: write it in [method], or "
                 f"--set method.{name}=…"
             )
-    raise unknown("setting", key, known)
+    raise unknown_name("setting", key, setting_names)
 
 
 def with_method(method: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of a run with its method, which takes those that are the method's own settings."""
-    whole = _method(method)
-    known = {one.name for one in fields(Settings)}
-    mine = {one.name for one in fields(whole)} - known
-    own = {key: value for key, value in values.items() if key in mine}
-    rest = {key: value for key, value in values.items() if key not in mine}
+    chosen = read_method(method)
+    setting_names = {setting.name for setting in fields(Settings)}
+    method_names = {setting.name for setting in fields(chosen)} - setting_names
+    method_values = {key: value for key, value in values.items() if key in method_names}
+    rest = {key: value for key, value in values.items() if key not in method_names}
     for key in rest:
-        if key not in known:
-            raise unknown(f"setting of a run or of {whole.name}", key, known | mine)
-    if own:
-        whole = make(whole.name, **{**asdict(whole), **own})
-    return {"method": whole, **rest}
+        if key not in setting_names:
+            raise unknown_name(f"setting of a run or of {chosen.name}", key, setting_names | method_names)
+    if method_values:
+        chosen = make(chosen.name, **{**asdict(chosen), **method_values})
+    return {"method": chosen, **rest}
 
 
-def _checked(settings: Settings) -> Settings:
+def _check_combination(settings: Settings) -> Settings:
     """What no single value shows: whether the settings fit each other."""
     settings.rules()
     if not settings.seeds or len(set(settings.seeds)) < len(settings.seeds):
@@ -139,8 +137,8 @@ def _checked(settings: Settings) -> Settings:
     first = settings.warm_start
     settings = replace(
         settings,
-        method=_guarded(settings.method, settings),
-        warm_start=None if first is None else _guarded(first, settings),
+        method=_with_privacy_guard(settings.method, settings),
+        warm_start=None if first is None else _with_privacy_guard(first, settings),
     )
     if settings.smoke:
         settings = replace(settings, seeds=settings.seeds[:1])
@@ -168,7 +166,7 @@ def _check_attack(settings: Settings) -> None:
         )
 
 
-def _method(value: Any) -> Method:
+def read_method(value: Any) -> Method:
     if isinstance(value, str):
         return make(value)
     if is_method(value):
@@ -179,49 +177,48 @@ def _method(value: Any) -> Method:
     raise SettingsError(f'method = {value!r} has no name; write [method] with name = "fedot"')
 
 
-def _guarded(method: Method, settings: Settings) -> Method:
+def _with_privacy_guard(method: Method, settings: Settings) -> Method:
     """A method that uploads class statistics, held to those of enough rows and enough clients."""
     smallest, contributors = method.traits.min_class_samples, method.traits.min_class_clients
     if settings.allow_small:
         return method if smallest is None else replace(method, min_class_samples=1)
-    if smallest is not None and smallest < SMALLEST:
+    if smallest is not None and smallest < MIN_CLASS_SAMPLES:
         raise SettingsError(
             f"{method.name}.min_class_samples = {smallest}: the statistics of a class of fewer "
-            f"than {SMALLEST} rows give its rows away; set allow_small = true (--allow-small) if "
+            f"than {MIN_CLASS_SAMPLES} rows give its rows away; set allow_small = true (--allow-small) if "
             "they may be uploaded all the same"
         )
-    if not settings.channel.secure or contributors is None or contributors >= FEWEST:
+    if not settings.channel.secure or contributors is None or contributors >= MIN_CLASS_CLIENTS:
         return method
-    return replace(method, min_class_clients=FEWEST, rounds=method.rounds + (contributors == 1))
+    return replace(method, min_class_clients=MIN_CLASS_CLIENTS, rounds=method.rounds + (contributors == 1))
 
 
-def clients_of(value: Any) -> Clients:
+def read_clients(value: Any) -> Clients:
     """How rows become clients, from a table of settings or just the word for `partition`."""
     if isinstance(value, Clients):
         return value
     return read_table(Clients, "clients", {"partition": value} if isinstance(value, str) else value)
 
 
-def channel_of(value: Any) -> Channel:
+def read_channel(value: Any) -> Channel:
     return value if isinstance(value, Channel) else read_table(Channel, "channel", value)
 
 
-INNER: Mapping[str, Callable[[Any], Any]] = {  # settings that are tables of their own
-    "method": _method,
-    "warm_start": lambda value: None if value is None else _method(value),
-    "clients": clients_of,
-    "channel": channel_of,
+NESTED_READERS: Mapping[str, Callable[[Any], Any]] = {  # settings that are tables of their own
+    "method": read_method,
+    "warm_start": lambda value: None if value is None else read_method(value),
+    "clients": read_clients,
+    "channel": read_channel,
 }
 
 
 def _check_seeds(value: Any) -> None:
     if type(value) is not int:
         return
-    many = list(range(value)) if 0 < value < 10 else [0, 1, 2]
-    count = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(len(many), f"{len(many)} seeds")
+    seeds = list(range(value)) if 0 < value < 10 else [0, 1, 2]
+    count = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(len(seeds), f"{len(seeds)} seeds")
     raise SettingsError(
-        f"seeds = {value} may mean two things; write {many} for {count}, [{value}] for the "
-        f"seed {value}"
+        f"seeds = {value} may mean two things; write {seeds} for {count}, [{value}] for the seed {value}"
     )
 
 
@@ -230,13 +227,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise SettingsError(
-            f"there is no settings file {path}; {nearest(path)}name a .toml file, or an experiment "
+            f"there is no settings file {path}; {suggest_path(path)}name a .toml file, or an experiment "
             "(`fedvlm list experiments`)"
         ) from error
     except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be read ({error.strerror}); name a .toml file that can"
-        ) from error
+        raise SettingsError(f"{path} cannot be read ({error.strerror}); name a .toml file that can") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not valid TOML: {error}") from error
 
@@ -248,11 +243,11 @@ def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str,
         path, equals, raw = text.partition("=")
         if not equals:
             raise SettingsError(f"--set {text!r} is not of the form a.b=value")
-        out = laid(out, path.strip(), value_of(raw), f"--set {text!r}")
+        out = set_value(out, path.strip(), parse_value(raw), f"--set {text!r}")
     return out
 
 
-def value_of(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A value on the command line: TOML, or else a plain word."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -260,16 +255,16 @@ def value_of(text: str) -> Any:
         return text.strip()
 
 
-def laid(values: Mapping[str, Any], path: str, value: Any, said: str = "") -> dict[str, Any]:
+def set_value(values: Mapping[str, Any], path: str, value: Any, prefix: str = "") -> dict[str, Any]:
     """A copy of values with one at a dotted name; `said` is what a refusal begins with."""
-    out, keys, said = dict(values), path.split("."), said or f"{path} = {value!r}"
+    out, keys, prefix = dict(values), path.split("."), prefix or f"{path} = {value!r}"
     if not all(keys) or len(keys) > 2:
-        raise SettingsError(f"{said} is not of the form a.b=value")
+        raise SettingsError(f"{prefix} is not of the form a.b=value")
     if len(keys) == 1:
         return {**out, path: value}
     table = out.get(keys[0], {})
     if isinstance(table, str):  # method = "fedot" given as a word
         table = {"partition" if keys[0] == "clients" else "name": table}
     if not isinstance(table, Mapping):
-        raise SettingsError(f"{said}: {keys[0]} is {table!r}, which has no parts")
+        raise SettingsError(f"{prefix}: {keys[0]} is {table!r}, which has no parts")
     return {**out, keys[0]: {**table, keys[1]: value}}

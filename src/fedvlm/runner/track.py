@@ -6,7 +6,7 @@ A tracker that fails is left out from then on, with a note; it never stops a run
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from fedvlm.errors import SettingsError, unknown
+from fedvlm.errors import SettingsError, unknown_name
 
 Line = Mapping[str, Any]
 
@@ -56,8 +56,8 @@ class MLflow:
     def line(self, run: str, line: Line) -> None:
         name = f"{run}/{line['training']}"
         if name not in self.open:
-            found = self.client.get_experiment_by_name("fedvlm")
-            home = found.experiment_id if found else self.client.create_experiment("fedvlm")
+            experiment = self.client.get_experiment_by_name("fedvlm")
+            home = experiment.experiment_id if experiment else self.client.create_experiment("fedvlm")
             self.open[name] = self.client.create_run(home, run_name=name).info.run_id
         for key, value in numbers(line).items():
             self.client.log_metric(self.open[name], key, value, step=line["round"])
@@ -67,7 +67,7 @@ class MLflow:
             self.client.set_terminated(id)
 
 
-class Call:
+class CallbackTracker:
     """A function of the name of the run and the line, for all other trackers."""
 
     def __init__(self, function: Callable[[str, Line], None]) -> None:
@@ -77,48 +77,44 @@ class Call:
         pass
 
 
-KINDS: Mapping[str, Callable[[str], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+TRACKER_CLASSES: Mapping[str, Callable[[str], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 
 class Trackers:
     """Several at once; `notes` says which of them failed, and why."""
 
-    def __init__(self, asked: Sequence[str | Callable[[str, Line], None]]) -> None:
+    def __init__(self, targets: Sequence[str | Callable[[str, Line], None]]) -> None:
         self.notes: list[str] = []
         self.live: dict[str, Tracker] = {}
-        for place, one in enumerate(asked):
-            if callable(one):
-                self.live[f"callback {place + 1}"] = Call(one)
+        for place, target in enumerate(targets):
+            if callable(target):
+                self.live[f"callback {place + 1}"] = CallbackTracker(target)
                 continue
-            kind, _, where = one.partition(":")
-            if kind not in KINDS:
-                raise unknown("tracker", kind, KINDS)
-            if kind == "tensorboard" and not where:
+            kind, _, address = target.partition(":")
+            if kind not in TRACKER_CLASSES:
+                raise unknown_name("tracker", kind, TRACKER_CLASSES)
+            if kind == "tensorboard" and not address:
                 raise SettingsError("tensorboard needs a folder, as --track tensorboard:logs")
             try:
-                self.live[one] = KINDS[kind](where)
+                self.live[target] = TRACKER_CLASSES[kind](address)
             except ImportError as error:
-                raise SettingsError(
-                    f"{kind} cannot be imported ({error}); pip install 'fedvlm[track]'"
-                ) from error
+                raise SettingsError(f"{kind} cannot be imported ({error}); pip install 'fedvlm[track]'") from error
             except Exception as error:  # whatever a stranger's library makes of a bad address
-                self._failed(one, error)
+                self._note_failure(target, error)
 
     def __call__(self, run: str, line: Line) -> None:
-        self._each(lambda tracker: tracker.line(run, line))
+        self._call_all(lambda tracker: tracker.line(run, line))
 
     def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
+        self._call_all(lambda tracker: tracker.close())
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _call_all(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.live.items()):
             try:
                 act(tracker)
             except Exception as error:  # it is the run that counts
                 self.live.pop(name)
-                self._failed(name, error)
+                self._note_failure(name, error)
 
-    def _failed(self, name: str, error: Exception) -> None:
-        self.notes.append(
-            f"the tracker {name} failed and was left out ({type(error).__name__}: {error})"
-        )
+    def _note_failure(self, name: str, error: Exception) -> None:
+        self.notes.append(f"the tracker {name} failed and was left out ({type(error).__name__}: {error})")

@@ -7,65 +7,65 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from fedvlm.channel.uploads import Arrived
+from fedvlm.channel.uploads import DecodedUploads
 from fedvlm.core import Tensors
-from fedvlm.engines.client import Kept, Local, Terms, here
-from fedvlm.engines.loop import Engine, Outcome, finish, train, unheard
-from fedvlm.engines.state import Plan, State, after, pack, shelves, unpack
+from fedvlm.engines.client import Local, RemoteState, TrainingTerms, as_tensors
+from fedvlm.engines.loop import Engine, Outcome, finish_training, ignore_sum, run_rounds
+from fedvlm.engines.state import Plan, State, pack_state, stores_on_disk, unpack_state, update_local
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
-from fedvlm.record import PLACES, Record
+from fedvlm.record import PLACES_KEY, Record
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import slug
 from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
-from fedvlm.storage.shelf import Shelf
+from fedvlm.storage.shelf import ClientStateStore
 
-EVERY = 5.0  # seconds between checkpoints; a kill costs at most this much work
+CHECKPOINT_SECONDS = 5.0  # seconds between checkpoints; a kill costs at most this much work
 
 
-def carry_out(
+def run_training(
     settings: Settings,
     training: Training,
-    terms: Terms,
+    terms: TrainingTerms,
     engine: Engine,
     state: State,
-    fresh: Local,
+    initial_local: Local,
     record: Record,
-    tell: Callable[[int], None],
-    every: float | None = None,  # seconds between checkpoints
-    on_sum: Callable[[int, Tensors, Arrived], None] = unheard,
+    report_rounds: Callable[[int], None],
+    checkpoint_seconds: float | None = None,  # seconds between checkpoints
+    on_sum: Callable[[int, Tensors, DecodedUploads], None] = ignore_sum,
 ) -> scores.Results:
     """Trains on an engine; a checkpoint goes before the state that is given."""
-    every = EVERY if every is None else every
+    checkpoint_seconds = CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds
     name = file_name(training, terms.seed)
     plan = Plan(training.train, training.unseen, settings.fraction, settings.selection)
     checkpoint = _checkpoint(record, name)
-    shelf = None
-    if shelves(plan, fresh):
+    local_store = None
+    if stores_on_disk(plan, initial_local):
         place = checkpoint.with_suffix(".local")
-        shelf = Shelf(place, (*plan.train, *state.local), here(fresh))
-        state = replace(state, local=after(shelf, state.local))
+        local_store = ClientStateStore(place, (*plan.train, *state.local), as_tensors(initial_local))
+        state = replace(state, local=update_local(local_store, state.local))
     if checkpoint.exists():
-        state = unpack(*read_tensors(checkpoint), shelf)
-    record.keep_lines(name, state.round)
+        state = unpack_state(*read_tensors(checkpoint), local_store)
+    record.drop_lines_after(name, state.round)
     saved = monotonic()
-    tell(state.round)
+    report_rounds(state.round)
 
     def on_round(state: State, line: dict[str, Any]) -> None:
         nonlocal saved
         record.add_line({"training": name, **line})
-        if monotonic() - saved > every:
-            write_tensors(checkpoint, *pack(state))
+        if monotonic() - saved > checkpoint_seconds:
+            write_tensors(checkpoint, *pack_state(state))
             saved = monotonic()
-        tell(state.round)
+        report_rounds(state.round)
 
     with closing(engine):
-        state = train(terms, engine, plan, state, fresh, on_round, on_sum=on_sum)
-        outcome = finish(terms, engine, plan, state, fresh)
-    _save(record.folder / "trainings", name, training, outcome, fresh)
+        state = run_rounds(terms, engine, plan, state, initial_local, on_round, on_sum=on_sum)
+        outcome = finish_training(terms, engine, plan, state, initial_local)
+    _save_outcome(record.folder / "trainings", name, training, outcome, initial_local)
     checkpoint.unlink(missing_ok=True)
-    if shelf is not None:
-        shelf.close()
+    if local_store is not None:
+        local_store.close()
     return outcome.scores
 
 
@@ -82,27 +82,27 @@ def has_checkpoint(record: Record, name: str) -> bool:
     return _checkpoint(record, name).exists()
 
 
-def finished(record: Record, name: str) -> scores.Results | None:
+def finished_scores(record: Record, name: str) -> scores.Results | None:
     final = record.folder / "trainings" / f"{name}.json"
     return dict(read_json(final)["scores"]) if final.exists() else None
 
 
-def _save(folder: Path, name: str, training: Training, outcome: Outcome, fresh: Local) -> None:
+def _save_outcome(folder: Path, name: str, training: Training, outcome: Outcome, initial_local: Local) -> None:
     tensors = {f"shared/{key}": value for key, value in outcome.shared.items()}
-    if isinstance(outcome.local, Shelf):  # too many to be in memory at once
-        tensors[PLACES] = outcome.local.save(folder / f"{name}.clients", training.train)
-        tensors |= {f"fresh/{key}": value for key, value in here(fresh).items()}
+    if isinstance(outcome.local, ClientStateStore):  # too many to be in memory at once
+        tensors[PLACES_KEY] = outcome.local.save(folder / f"{name}.clients", training.train)
+        tensors |= {f"fresh/{key}": value for key, value in as_tensors(initial_local).items()}
     else:
-        tensors |= _numbered(training, outcome)
+        tensors |= _local_tensors(training, outcome)
     about = {"round": outcome.round, "train": training.train, "unseen": training.unseen}
     write_tensors(folder / f"{name}.safetensors", tensors, about)
-    write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.maps})
+    write_json(folder / f"{name}.json", {**about, "scores": outcome.scores, "maps": outcome.descriptions})
 
 
-def _numbered(training: Training, outcome: Outcome) -> Tensors:
+def _local_tensors(training: Training, outcome: Outcome) -> Tensors:
     tensors: Tensors = {}
     for number, id in enumerate(training.train):  # numbered, because an id may hold anything
-        own = outcome.local.get(id, {})  # none from a client that did not answer in the end
-        if not isinstance(own, Kept):
-            tensors |= {f"local/{number}/{key}": value for key, value in own.items()}
+        client_local = outcome.local.get(id, {})  # none from a client that did not answer in the end
+        if not isinstance(client_local, RemoteState):
+            tensors |= {f"local/{number}/{key}": value for key, value in client_local.items()}
     return tensors

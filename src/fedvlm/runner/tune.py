@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedvlm.channel.uploads import SPENT
-from fedvlm.core import Method, Noisy, Tensors, tunable
-from fedvlm.engines.client import Local, Scores, Terms
-from fedvlm.engines.loop import Engine, finish, open_engine, start, train
+from fedvlm.channel.uploads import SPENT_KEY
+from fedvlm.core import Method, Noisy, Tensors, tunable_settings
+from fedvlm.engines.client import Local, Scores, TrainingTerms
+from fedvlm.engines.loop import Engine, finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols import Training
@@ -27,9 +27,9 @@ from fedvlm.evaluate.scores import accuracy
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
 
-FACTORS = (1.0, 10.0, 0.1, 100.0)  # of a setting's value, nearest first: a tie is the first one's
-MOST = 3  # runs that a race may cost, in client updates; the run itself is one more
-FINALISTS = 2
+GRID_FACTORS = (1.0, 10.0, 0.1, 100.0)  # of a setting's value, nearest first: a tie is the first one's
+MAX_SEARCH_RUNS = 3  # runs that a race may cost, in client updates; the run itself is one more
+N_FINALISTS = 2
 
 
 @dataclass
@@ -44,20 +44,20 @@ class Trial:
     score: float = -1.0
 
 
-class Leg(NamedTuple):
+class TrialStep(NamedTuple):
     """A part of a race: one candidate on to a round."""
 
     trial: Trial
     until: int
 
 
-def check(settings: Settings) -> None:
+def check_tunable(settings: Settings) -> None:
     """Refuses, before any work, what cannot be raced."""
     method = settings.method
     for name in settings.tune:
-        if name not in tunable(method):
-            known = ", ".join(tunable(method)) or "nothing"
-            raise SettingsError(f"tune = {name!r}: {method.name} has {known} to tune")
+        if name not in tunable_settings(method):
+            names = ", ".join(tunable_settings(method)) or "nothing"
+            raise SettingsError(f"tune = {name!r}: {method.name} has {names} to tune")
     if isinstance(method, Noisy):
         raise SettingsError(
             f"tune: {method.name} counts the ε of its own noise for one run, and a race is "
@@ -67,106 +67,102 @@ def check(settings: Settings) -> None:
         raise SettingsError("tune and warm_start do not go together; leave one of them out")
 
 
-def by_default(settings: Settings, said: Collection[str]) -> Settings:
+def with_default_tuning(settings: Settings, assigned_keys: Collection[str]) -> Settings:
     """With a race for the rate where it costs little: embeddings are cached, no ε is spent."""
     method = settings.method
-    costly = (
-        bool(settings.channel.noise_multiplier)
-        or "image tower" in method.traits.needs
-        or settings.smoke
-    )
-    if "lr" not in tunable(method) or "method.lr" in said or not method.rounds or costly:
+    costly = bool(settings.channel.noise_multiplier) or "image tower" in method.traits.needs or settings.smoke
+    if "lr" not in tunable_settings(method) or "method.lr" in assigned_keys or not method.rounds or costly:
         return settings
     raced = replace(settings, tune=("lr",))
     try:
-        check(raced)
+        check_tunable(raced)
     except SettingsError:
         return settings
     return raced
 
 
-def plan(rounds: int, candidates: int) -> tuple[int, int]:
+def halving_schedule(rounds: int, candidates: int) -> tuple[int, int]:
     """How many candidates there may be, and after how many rounds most of them stop."""
     first = max(1, rounds // 4)
-    fits = [k for k in range(1, candidates + 1) if cost(rounds, k, first) <= MOST * rounds]
+    fits = [k for k in range(1, candidates + 1) if search_rounds(rounds, k, first) <= MAX_SEARCH_RUNS * rounds]
     return max(fits, default=1), first
 
 
-def cost(rounds: int, candidates: int, first: int) -> int:
+def search_rounds(rounds: int, candidates: int, first: int) -> int:
     """Rounds of all trials."""
-    return candidates * first + min(FINALISTS, candidates) * (rounds - first)
+    return candidates * first + min(N_FINALISTS, candidates) * (rounds - first)
 
 
-def total(settings: Settings) -> int:
+def total_rounds(settings: Settings) -> int:
     """Rounds of all trials of a race."""
-    trials, first = line_up(settings)
-    return cost(settings.method.rounds, len(trials), first)
+    trials, first = make_candidates(settings)
+    return search_rounds(settings.method.rounds, len(trials), first)
 
 
-def heats(settings: Settings) -> Generator[list[Leg], None, dict[str, Any]]:
+def halving_rungs(settings: Settings) -> Generator[list[TrialStep], None, dict[str, Any]]:
     """Who goes on to which round, as soon as those before have got there; the record in the end."""
     method = settings.method
-    trials, first = line_up(settings)
-    yield [Leg(one, first) for one in trials]
-    ahead = sorted(trials, key=lambda one: -one.score)[:FINALISTS]  # a stable order
-    yield [Leg(one, method.rounds) for one in ahead]
-    best = max(ahead, key=lambda one: one.score)
+    trials, first = make_candidates(settings)
+    yield [TrialStep(trial, first) for trial in trials]
+    finalists = sorted(trials, key=lambda trial: -trial.score)[:N_FINALISTS]  # a stable order
+    yield [TrialStep(trial, method.rounds) for trial in finalists]
+    best = max(finalists, key=lambda trial: trial.score)
     return {
         "asked": {name: asdict(method)[name] for name in settings.tune},
         "chosen": best.values,
         "trials": [
-            {"values": one.values, "rounds": one.rounds, "updates": one.updates, "score": one.score}
-            for one in trials
+            {"values": trial.values, "rounds": trial.rounds, "updates": trial.updates, "score": trial.score}
+            for trial in trials
         ],
-        "spent": _spent(trials),
+        "spent": _privacy_spend(trials),
     }
 
 
-def line_up(settings: Settings) -> tuple[list[Trial], int]:
+def make_candidates(settings: Settings) -> tuple[list[Trial], int]:
     """The candidates, and the round after which most of them stop."""
     method = settings.method
-    asked = {name: asdict(method)[name] for name in settings.tune}
-    grid = sorted(product(FACTORS, repeat=len(asked)), key=lambda f: sum(map(FACTORS.index, f)))
-    count, first = plan(method.rounds, min(len(grid), len(FACTORS)))
+    base_values = {name: asdict(method)[name] for name in settings.tune}
+    grid = sorted(product(GRID_FACTORS, repeat=len(base_values)), key=lambda f: sum(map(GRID_FACTORS.index, f)))
+    count, first = halving_schedule(method.rounds, min(len(grid), len(GRID_FACTORS)))
     trials = []
     for factors in grid[:count]:
-        values = {name: asked[name] * by for name, by in zip(asked, factors, strict=True)}
+        values = {name: base_values[name] * by for name, by in zip(base_values, factors, strict=True)}
         trials.append(Trial(replace(method, **values), values))
     return trials, first
 
 
-def advance(prepared: Prepared, trial: Trial, until: int) -> None:
+def advance_trial(prepared: Prepared, trial: Trial, until: int) -> None:
     """Trains a candidate on to a round in every training, and asks the validation rows."""
     settings = replace(prepared.settings, method=trial.method)
-    here = replace(prepared, settings=settings)
-    found = [_train(here, training, trial, until) for training in here.trainings]
-    trial.rounds, trial.score = until, fmean(found)
+    trial_prepared = replace(prepared, settings=settings)
+    accuracies = [_train(trial_prepared, training, trial, until) for training in trial_prepared.trainings]
+    trial.rounds, trial.score = until, fmean(accuracies)
 
 
 def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> float:
     settings, world = prepared.settings, prepared.world(training)
     # Where there are none an engine measures training rows instead, which say little of a rate.
-    judges = [id for id in training.train if len(world.members[id].validation)]
-    if not judges:
+    validation_clients = [id for id in training.train if len(world.members[id].validation)]
+    if not validation_clients:
         raise SettingsError(
             f"tune = {list(settings.tune)}: no client of training {training.name} has validation "
             "rows; give clients.ratios a share for them, or set --tune none"
         )
-    state, fresh = start(world)
+    state, initial_local = initial_state(world)
     trial.states.setdefault(training.name, state)
-    who = Plan(training.train, (), settings.fraction)
+    client_plan = Plan(training.train, (), settings.fraction)
     with closing(open_engine(settings.engine, world, settings.workers, until)) as engine:
-        scores = go_on(trial, training.name, world, engine, who, fresh, until)
-    return accuracy(scores, judges, "validation") or 0.0
+        scores = continue_trial(trial, training.name, world, engine, client_plan, initial_local, until)
+    return accuracy(scores, validation_clients, "validation") or 0.0
 
 
-def go_on(
+def continue_trial(
     trial: Trial,
     training: str,
-    terms: Terms,
+    terms: TrainingTerms,
     engine: Engine,
-    who: Plan,
-    fresh: Local,
+    client_plan: Plan,
+    initial_local: Local,
     until: int,
     keep: Callable[[State], None] = lambda state: None,  # after every round
 ) -> Mapping[str, Scores]:
@@ -176,51 +172,51 @@ def go_on(
         trial.updates += len(line["clients"])
         keep(state)
 
-    state = train(terms, engine, who, trial.states[training], fresh, count, until)
+    state = run_rounds(terms, engine, client_plan, trial.states[training], initial_local, count, until)
     trial.states[training] = state
-    return finish(terms, engine, who, state, fresh).scores
+    return finish_training(terms, engine, client_plan, state, initial_local).scores
 
 
-def _spent(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
+def _privacy_spend(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
     """Σ 1/z² of each client's releases in all trials, by training."""
     out: dict[str, dict[str, float]] = {}
     for trial in trials:
         for name, state in trial.states.items():
-            for id, kept in state.channel.items():
-                if SPENT in kept:
-                    mine = out.setdefault(name, {})
-                    mine[id] = mine.get(id, 0.0) + float(kept[SPENT])
+            for id, channel_state in state.channel.items():
+                if SPENT_KEY in channel_state:
+                    client_spend = out.setdefault(name, {})
+                    client_spend[id] = client_spend.get(id, 0.0) + float(channel_state[SPENT_KEY])
     return out
 
 
-def noted(races: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+def to_manifest(searches: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     """For the manifest: the race of the only seed, or the races by seed."""
-    if len(races) == 1:
-        return next(iter(races.values()))
-    asked = next(iter(races.values()))["asked"]
-    by = {f"{seed}": {k: v for k, v in one.items() if k != "asked"} for seed, one in races.items()}
-    return {"asked": asked, "seeds": by}
+    if len(searches) == 1:
+        return next(iter(searches.values()))
+    base_values = next(iter(searches.values()))["asked"]
+    by = {f"{seed}": {k: v for k, v in search.items() if k != "asked"} for seed, search in searches.items()}
+    return {"asked": base_values, "seeds": by}
 
 
-def of_seed(about: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+def seed_search(about: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
     """What a manifest has of a seed's race; nothing if there was none."""
     tuned: Mapping[str, Any] = about.get("tuned") or {}
     return tuned["seeds"].get(f"{seed}", {}) if "seeds" in tuned else tuned
 
 
-def settled(settings: Settings, about: Mapping[str, Any], seed: int) -> Settings:
+def with_tuned(settings: Settings, about: Mapping[str, Any], seed: int) -> Settings:
     """The settings with what the race of this seed chose."""
-    chosen = of_seed(about, seed).get("chosen", {}) if settings.tune else {}
+    chosen = seed_search(about, seed).get("chosen", {}) if settings.tune else {}
     return replace(settings, method=replace(settings.method, **chosen)) if chosen else settings
 
 
-def begun(about: Mapping[str, Any], training: str, seed: int) -> dict[str, Tensors]:
+def initial_spend(about: Mapping[str, Any], training: str, seed: int) -> dict[str, Tensors]:
     """What a training's channel starts with, so that the race counts in its ε."""
-    spent = of_seed(about, seed).get("spent", {}).get(training, {})
-    return {id: {SPENT: torch.tensor(one, dtype=torch.float64)} for id, one in spent.items()}
+    spent = seed_search(about, seed).get("spent", {}).get(training, {})
+    return {id: {SPENT_KEY: torch.tensor(amount, dtype=torch.float64)} for id, amount in spent.items()}
 
 
-def known(settings: Settings, about: Mapping[str, Any]) -> Settings:
+def reuse_tuned(settings: Settings, about: Mapping[str, Any]) -> Settings:
     """The settings with what an earlier race for them chose, if the record has one.
 
     A run of several seeds is known by what was asked, since each of them chose for itself.

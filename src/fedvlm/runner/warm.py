@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fedvlm.core import Frozen, Method, Starting, Tempered
+from fedvlm.core import Frozen, HeadProvider, Method, Tempered
 from fedvlm.engines.client import World
-from fedvlm.engines.loop import open_engine, start, train
+from fedvlm.engines.loop import initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols import Training
@@ -17,9 +17,9 @@ from fedvlm.runner.settings import Settings
 from fedvlm.runner.training import file_name, has_checkpoint
 
 
-def check(first: Method, method: Method, frozen: Frozen) -> None:
+def check_warm_start(first: Method, method: Method, frozen: Frozen) -> None:
     """Refuses a method that gives no head, and one that takes none."""
-    if not isinstance(first, Starting):
+    if not isinstance(first, HeadProvider):
         raise SettingsError(f"warm_start = {first.name!r} gives no head to start from; use 'tofa'")
     first.init(frozen)
     head = method.init(frozen)[0].get("head")
@@ -30,7 +30,7 @@ def check(first: Method, method: Method, frozen: Frozen) -> None:
         )
 
 
-def begin(
+def apply_warm_start(
     settings: Settings,
     training: Training,
     before: World,
@@ -43,12 +43,12 @@ def begin(
     `before` is the world as the one-shot method sees it. Its exchanges are rounds below 0.
     """
     first, name = before.method, file_name(training, world.seed)
-    assert isinstance(first, Starting)  # `check` has seen to it
+    assert isinstance(first, HeadProvider)  # `check` has seen to it
     if has_checkpoint(record, name):
         return state
-    record.keep_lines(name, -first.rounds)
+    record.drop_lines_after(name, -first.rounds)
     plan = Plan(training.train, training.unseen, settings.fraction)
-    done, fresh = start(before)
+    done, initial_local = initial_state(before)
 
     def on_round(_: State, line: dict[str, Any]) -> None:
         number = line["round"] - first.rounds
@@ -56,10 +56,10 @@ def begin(
 
     engine = open_engine(settings.engine, before, settings.workers, first.rounds)
     with closing(engine):
-        done = train(before, engine, plan, done, fresh, on_round)
+        done = run_rounds(before, engine, plan, done, initial_local, on_round)
     scale = world.frozen.scale
-    own = world.method.tau if isinstance(world.method, Tempered) else scale
-    head = scale / own * first.first_head(world.frozen, done.shared)
-    known = head.abs().amax(1, keepdim=True) > 0  # nobody may have told of a class
-    head = torch.where(known, head, state.shared["head"])
+    method_scale = world.method.tau if isinstance(world.method, Tempered) else scale
+    head = scale / method_scale * first.first_head(world.frozen, done.shared)
+    has_class = head.abs().amax(1, keepdim=True) > 0  # nobody may have told of a class
+    head = torch.where(has_class, head, state.shared["head"])
     return replace(state, shared={**state.shared, "head": head})

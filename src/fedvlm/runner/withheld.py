@@ -7,38 +7,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.core import Method, setting
-from fedvlm.errors import listing
+from fedvlm.errors import join_names
 
 
-def withheld(
+def suppressed_warnings(
     method: Method | None, members: Mapping[str, Any], labels: NDArray[np.int64], classes: int
 ) -> list[str]:
     """What stays at the clients because a class has too few rows there, for the run's owner."""
-    least = (method.traits.min_class_samples if method else None) or 1
-    if least <= 1:
+    min_samples = (method.traits.min_class_samples if method else None) or 1
+    if min_samples <= 1:
         return []
-    counts = {id: np.bincount(labels[one.train], minlength=classes) for id, one in members.items()}
-    small = {id: int(((one > 0) & (one < least)).sum()) for id, one in counts.items()}
-    held = sum(int((one > 0).sum()) for one in counts.values())
-    silent = [id for id, one in counts.items() if small[id] and (one < least).all()]
+    counts = {id: np.bincount(labels[entry.train], minlength=classes) for id, entry in members.items()}
+    small = {id: int(((entry > 0) & (entry < min_samples)).sum()) for id, entry in counts.items()}
+    n_statistics = sum(int((entry > 0).sum()) for entry in counts.values())
+    silent_clients = [id for id, entry in counts.items() if small[id] and (entry < min_samples).all()]
     if not sum(small.values()):
         return []
-    said = (
-        f"{sum(small.values())} of {held} class statistics are not uploaded: the client has fewer "
-        f"than {least} rows of the class"
+    message = (
+        f"{sum(small.values())} of {n_statistics} class statistics are not uploaded: the client has fewer "
+        f"than {min_samples} rows of the class"
     )
-    if silent:
-        said += f"; no class statistics at all come from {listing(silent, 5)}"
-    if 2 * sum(small.values()) <= held:
-        return [f"{said}; --allow-small uploads them"]
-    rows = sum(int(one.sum()) for one in counts.values())
-    lost = sum(int(one[one < least].sum()) for one in counts.values())
+    if silent_clients:
+        message += f"; no class statistics at all come from {join_names(silent_clients, 5)}"
+    if 2 * sum(small.values()) <= n_statistics:
+        return [f"{message}; --allow-small uploads them"]
+    rows = sum(int(entry.sum()) for entry in counts.values())
+    lost = sum(int(entry[entry < min_samples].sum()) for entry in counts.values())
     noise = (
         ", and with method.noise_multiplier = 1 besides under noise whose ε is counted"
         if method is not None and setting(method, "noise_multiplier") is not None
         else ""
     )
     return [
-        f"MOST IS WITHHELD: {said}; so {lost} of {rows} training rows ({lost / rows:.0%}) are in "
+        f"MOST IS WITHHELD: {message}; so {lost} of {rows} training rows ({lost / rows:.0%}) are in "
         f"no class statistic that is uploaded; --allow-small uploads them as they are{noise}"
     ]

@@ -15,7 +15,7 @@ from fedvlm.errors import DataError
 
 
 @contextmanager
-def disk(path: Path) -> Iterator[None]:
+def explain_os_errors(path: Path) -> Iterator[None]:
     """Turns what a disk can refuse into an error that says what to do."""
     try:
         yield
@@ -26,117 +26,115 @@ def disk(path: Path) -> Iterator[None]:
                 "what was finished is still there, and nothing is half-written"
             ) from error
         if isinstance(error, PermissionError | NotADirectoryError | FileExistsError):
-            raise DataError(
-                f"cannot write {path} ({error.strerror}); choose another place"
-            ) from error
+            raise DataError(f"cannot write {path} ({error.strerror}); choose another place") from error
         raise
 
 
 @contextmanager
-def draft(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A place beside a file to write it to; it takes the file's place when all went well.
 
     A reader finds the old file or the new one, also after a kill or a power cut.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with disk(path):
-        folder(path.parent)
+    draft_path = path.with_name(f".{path.name}.{os.getpid()}")
+    with explain_os_errors(path):
+        make_folder(path.parent)
         try:
-            yield beside
-            beside.chmod(stat.S_IMODE(beside.stat().st_mode) & _allowed(path.parent))
-            with open(beside, "rb") as file:
+            yield draft_path
+            draft_path.chmod(stat.S_IMODE(draft_path.stat().st_mode) & _folder_mode(path.parent))
+            with open(draft_path, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(draft_path, path)
         finally:
-            beside.unlink(missing_ok=True)
+            draft_path.unlink(missing_ok=True)
 
 
-def _allowed(place: Path) -> int:
+def _folder_mode(folder_path: Path) -> int:
     """What others may do in a folder, they may at most do with what is in it."""
-    return stat.S_IMODE(place.stat().st_mode) & 0o777
+    return stat.S_IMODE(folder_path.stat().st_mode) & 0o777
 
 
-def folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
     """A folder, and those above it, each as private as the one it is in."""
     if not path.is_dir():
-        folder(path.parent)
+        make_folder(path.parent)
         with suppress(FileExistsError):  # another process was as quick
-            path.mkdir(mode=_allowed(path.parent))
+            path.mkdir(mode=_folder_mode(path.parent))
 
 
-def private(path: Path) -> None:
+def make_private_folder(path: Path) -> None:
     """A folder that only its owner can enter; one that is there stays as its owner made it."""
-    with disk(path), suppress(FileExistsError):
-        folder(path.parent)
+    with explain_os_errors(path), suppress(FileExistsError):
+        make_folder(path.parent)
         path.mkdir(mode=0o700)
 
 
 @contextmanager
-def appending(path: Path) -> Iterator[IO[bytes]]:
+def open_for_append(path: Path) -> Iterator[IO[bytes]]:
     """A file that grows, to be read as well; as private as its folder."""
-    with disk(path):
-        folder(path.parent)
-        allowed = _allowed(path.parent) & 0o666
-        made = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, allowed)
-        with os.fdopen(made, "a+b") as file:
+    with explain_os_errors(path):
+        make_folder(path.parent)
+        mode = _folder_mode(path.parent) & 0o666
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "a+b") as file:
             yield file
 
 
-def write(path: Path, data: bytes, mode: int = 0o666) -> None:
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with draft(path) as beside, os.fdopen(os.open(beside, flags, mode), "wb") as file:
+    with atomic_write(path) as draft_path, os.fdopen(os.open(draft_path, flags, mode), "wb") as file:
         file.write(data)
 
 
-LARGEST = 256 << 20  # bytes of one image's file: above any the pixel limit lets through
-SPECIAL = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+MAX_IMAGE_BYTES = 256 << 20  # bytes of one image's file: above any the pixel limit lets through
+SPECIAL_FILE_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
 
 
-def read_regular(path: Path, most: int = LARGEST) -> bytes:
+def read_regular(path: Path, max_bytes: int = MAX_IMAGE_BYTES) -> bytes:
     """A file of at most so many bytes; what could wait for ever or act is told and not opened."""
-    _regular(path, os.stat(path).st_mode)
+    _require_regular(path, os.stat(path).st_mode)
     # another may have taken its place since: opening waits for nobody, and it is looked at again
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        _regular(path, found.st_mode)
-        data = file.read(most + 1) if found.st_size <= most else b""
-    if len(data) > most or found.st_size > most:
-        raise DataError(f"{path} has more than {most:,} bytes; make it smaller or leave it out")
+        status = os.fstat(file.fileno())
+        _require_regular(path, status.st_mode)
+        data = file.read(max_bytes + 1) if status.st_size <= max_bytes else b""
+    if len(data) > max_bytes or status.st_size > max_bytes:
+        raise DataError(f"{path} has more than {max_bytes:,} bytes; make it smaller or leave it out")
     return data
 
 
-class NoFile(DataError):
+class NotRegularFileError(DataError):
     """A FIFO, a socket, a device: nothing that was ever an image."""
 
 
-def _regular(path: Path, mode: int) -> None:
+def _require_regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        what = SPECIAL.get(stat.S_IFMT(mode), "a device")
-        raise NoFile(f"{path} is {what} and no file, and was not opened; remove it")
+        file_kind = SPECIAL_FILE_KINDS.get(stat.S_IFMT(mode), "a device")
+        raise NotRegularFileError(f"{path} is {file_kind} and no file, and was not opened; remove it")
 
 
-TRIES, MOMENT = 4, 0.02  # at a lock, and seconds between: `busy` has it while it looks
+LOCK_ATTEMPTS, LOCK_RETRY_SECONDS = 4, 0.02  # at a lock, and seconds between: `busy` has it while it looks
 
 
 @contextmanager
-def alone(lock: Path, busy: str) -> Iterator[None]:
+def exclusive_lock(lock: Path, busy_message: str) -> Iterator[None]:
     """One process at a time; `busy` is what another is told. The lock goes with the process."""
-    with appending(lock) as file:
-        for left in reversed(range(TRIES)):
+    with open_for_append(lock) as file:
+        for attempts_left in reversed(range(LOCK_ATTEMPTS)):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
-                if not left:
-                    raise DataError(busy) from error
-                sleep(MOMENT)
+                if not attempts_left:
+                    raise DataError(busy_message) from error
+                sleep(LOCK_RETRY_SECONDS)
         try:
             yield
         finally:  # also of a child process that has the file open still
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def busy(lock: Path) -> bool:
+def is_locked(lock: Path) -> bool:
     """Whether a process holds this lock now."""
     if not lock.exists():
         return False
@@ -156,5 +154,5 @@ def slug(name: str) -> str:
 
 def data_name(data: str, encoder: str) -> str:
     """What the rows of a run are called in the name of a folder."""
-    kind, _, place = encoder.partition(":")
-    return slug(Path(place).stem if kind == "store" else Path(data).name)
+    kind, _, location = encoder.partition(":")
+    return slug(Path(location).stem if kind == "store" else Path(data).name)

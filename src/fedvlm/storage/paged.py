@@ -21,26 +21,26 @@ from torch import Tensor
 from fedvlm.errors import DataError
 from fedvlm.storage import files
 
-LARGE = 256 << 20  # bytes of rows from which they are not all in memory
-GAP = 16 << 10  # bytes between two rows that are read over rather than left out
-STRETCH = 32 << 20  # bytes of a pass that are in memory at once
-MOST = 500  # pieces of one call; systems take a thousand
+MAX_IN_MEMORY_BYTES = 256 << 20  # bytes of rows from which they are not all in memory
+MAX_GAP_BYTES = 16 << 10  # bytes between two rows that are read over rather than left out
+CHUNK_BYTES = 32 << 20  # bytes of a pass that are in memory at once
+MAX_BUFFERS_PER_CALL = 500  # pieces of one call; systems take a thousand
 # Files without a name that are mapped: where the map begins, and a descriptor. An inode would not
 # tell them apart: two disks have the same ones.
-_unnamed: dict[int, int] = {}
+_descriptors: dict[int, int] = {}
 
 
-class Paged:
+class PagedRows:
     """(rows, width) in a file, as a mapped tensor has them."""
 
     def __init__(self, x: Tensor, file: int, place: int) -> None:
-        self.x, self.file, self.place = x, file, place
+        self.x, self.file, self.offset = x, file, place
         finalize(self, os.close, file)
 
     def take(self, index: NDArray[np.int64]) -> Tensor:
         """(index, width) a copy in memory."""
-        rows, where = np.unique(index, return_inverse=True)
-        return self.read(rows).index_select(0, torch.from_numpy(where.reshape(-1)))
+        rows, inverse = np.unique(index, return_inverse=True)
+        return self.read(rows).index_select(0, torch.from_numpy(inverse.reshape(-1)))
 
     def read(self, rows: NDArray[np.int64]) -> Tensor:
         """(rows, width) a copy in memory of rows in their order, none of them twice."""
@@ -48,52 +48,52 @@ class Paged:
         if not out.numel():
             return out
         size = out[0].nbytes
-        into = memoryview(out.view(torch.uint8).numpy().reshape(-1).data)
+        target = memoryview(out.view(torch.uint8).numpy().reshape(-1).data)
         starts = np.concatenate([[0], np.flatnonzero(np.diff(rows) > 1) + 1, [len(rows)]])
         gaps = np.diff(rows)[starts[1:-1] - 1] - 1
-        asked: list[memoryview] = []
-        place, junk = int(rows[0]) * size, memoryview(bytearray(GAP))
+        buffers: list[memoryview] = []
+        offset, discarded = int(rows[0]) * size, memoryview(bytearray(MAX_GAP_BYTES))
         for first, end, gap in zip(
             starts[:-1].tolist(),
             starts[1:].tolist(),
-            [*(gaps * size).tolist(), GAP + 1],
+            [*(gaps * size).tolist(), MAX_GAP_BYTES + 1],
             strict=True,
         ):
-            asked.append(into[first * size : end * size])
-            if gap <= GAP and len(asked) < MOST:
-                asked.append(junk[:gap])  # one call over a small gap is cheaper than two
+            buffers.append(target[first * size : end * size])
+            if gap <= MAX_GAP_BYTES and len(buffers) < MAX_BUFFERS_PER_CALL:
+                buffers.append(discarded[:gap])  # one call over a small gap is cheaper than two
                 continue
-            self._fill(asked, place)
-            place, asked = int(rows[end]) * size if end < len(rows) else 0, []
+            self._fill(buffers, offset)
+            offset, buffers = int(rows[end]) * size if end < len(rows) else 0, []
         return out
 
-    def _fill(self, asked: list[memoryview], place: int) -> None:
-        wanted = sum(map(len, asked))
-        count = os.preadv(self.file, asked, self.place + place)
-        if count == wanted:
+    def _fill(self, buffers: list[memoryview], offset: int) -> None:
+        expected_bytes = sum(map(len, buffers))
+        count = os.preadv(self.file, buffers, self.offset + offset)
+        if count == expected_bytes:
             return
         if not count:
             raise DataError("the file of these rows has become shorter; write it again")
-        while count >= len(asked[0]):  # a call may give less than is asked for
-            count, place = count - len(asked[0]), place + len(asked[0])
-            asked = asked[1:]
-        self._fill([asked[0][count:], *asked[1:]], place + count)
+        while count >= len(buffers[0]):  # a call may give less than is asked for
+            count, offset = count - len(buffers[0]), offset + len(buffers[0])
+            buffers = buffers[1:]
+        self._fill([buffers[0][count:], *buffers[1:]], offset + count)
 
 
-def paged(x: object) -> Paged | None:
+def page_rows(x: object) -> PagedRows | None:
     """How to read the rows of a large tensor that is a private map of a file; None for others."""
     if not isinstance(x, Tensor) or x.device.type != "cpu" or x.ndim != 2:
         return None
-    if x.nbytes <= LARGE or not x.is_contiguous():
+    if x.nbytes <= MAX_IN_MEMORY_BYTES or not x.is_contiguous():
         return None
-    for first, end, offset, inode, path in _maps():
+    for first, end, offset, inode, path in _memory_maps():
         if first <= x.data_ptr() and x.data_ptr() + x.nbytes <= end:
-            file = os.dup(_unnamed[first]) if first in _unnamed else _opened(inode, path)
-            return None if file is None else Paged(x, file, offset + x.data_ptr() - first)
+            file = os.dup(_descriptors[first]) if first in _descriptors else _reopen_file(inode, path)
+            return None if file is None else PagedRows(x, file, offset + x.data_ptr() - first)
     return None
 
 
-def _maps() -> Iterator[tuple[int, int, int, int, str]]:
+def _memory_maps() -> Iterator[tuple[int, int, int, int, str]]:
     """From, to, place in the file, its inode and its name: all private maps of files."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -101,12 +101,12 @@ def _maps() -> Iterator[tuple[int, int, int, int, str]]:
         return
     for line in lines:
         span, rights, offset, _, inode, *name = line.split(maxsplit=5)
-        first, end = (int(one, 16) for one in span.split("-"))
+        first, end = (int(bound, 16) for bound in span.split("-"))
         if rights[3] == "p" and int(inode):
             yield first, end, int(offset, 16), int(inode), "".join(name)
 
 
-def _opened(inode: int, path: str) -> int | None:
+def _reopen_file(inode: int, path: str) -> int | None:
     """A descriptor of the very file that is mapped, if it is to be had still."""
     try:
         file = os.open(path, os.O_RDONLY)
@@ -118,53 +118,53 @@ def _opened(inode: int, path: str) -> int | None:
     return None
 
 
-def stretches(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+def iterate_chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
     """A pass over all rows, some of them at a time: the first's number, and they."""
-    pages = _pages(x) if x.nbytes > STRETCH else None
-    size = max(1, STRETCH // max(1, x[:1].nbytes))
+    pages = _pages(x) if x.nbytes > CHUNK_BYTES else None
+    size = max(1, CHUNK_BYTES // max(1, x[:1].nbytes))
     for first in range(0, len(x), size):
         yield first, x[first : first + size]
         if pages is not None:
-            let_go(pages)
+            release_pages(pages)
 
 
 def _pages(x: Tensor) -> tuple[int, int] | None:
     place = x.data_ptr()
-    for first, end, *_ in _maps():
+    for first, end, *_ in _memory_maps():
         if first <= place and place + x.nbytes <= end and x.is_contiguous():
             low = place // mmap.PAGESIZE * mmap.PAGESIZE
             return low, -(-(place + x.nbytes - low) // mmap.PAGESIZE) * mmap.PAGESIZE
     return None
 
 
-def let_go(pages: tuple[int, int]) -> None:
+def release_pages(pages: tuple[int, int]) -> None:
     """Takes pages that nobody has written to out of this process: the file has them still."""
     advise = getattr(ctypes.CDLL(None), "madvise", None)
     if advise is not None and hasattr(mmap, "MADV_DONTNEED"):
         advise(ctypes.c_void_p(pages[0]), ctypes.c_size_t(pages[1]), mmap.MADV_DONTNEED)
 
 
-def gathered(folder: Path, shape: tuple[int, int], parts: Iterable[Tensor]) -> Tensor:
+def concatenate_rows(folder: Path, shape: tuple[int, int], parts: Iterable[Tensor]) -> Tensor:
     """Float32 rows as one tensor; many of them in a file without a name, which goes with it."""
-    if 4 * prod(shape) <= LARGE:
+    if 4 * prod(shape) <= MAX_IN_MEMORY_BYTES:
         return torch.cat(list(parts))
-    with files.disk(folder):
-        files.folder(folder)
-        return _written(folder, shape, parts)
+    with files.explain_os_errors(folder):
+        files.make_folder(folder)
+        return _write_unnamed_file(folder, shape, parts)
 
 
-def _written(folder: Path, shape: tuple[int, int], parts: Iterable[Tensor]) -> Tensor:
+def _write_unnamed_file(folder: Path, shape: tuple[int, int], parts: Iterable[Tensor]) -> Tensor:
     with tempfile.TemporaryFile(dir=folder) as file:
         for part in parts:
             file.write(part.contiguous().view(torch.uint8).numpy().data)
         file.flush()
         array = np.memmap(file, np.float32, "c", shape=shape)
-        own = os.dup(file.fileno())
-    begin = array.ctypes.data
-    _unnamed[begin] = own
-    finalize(array, _close, begin)
+        descriptor = os.dup(file.fileno())
+    address = array.ctypes.data
+    _descriptors[address] = descriptor
+    finalize(array, _close, address)
     return torch.from_numpy(array)
 
 
-def _close(begin: int) -> None:
-    os.close(_unnamed.pop(begin))
+def _close(address: int) -> None:
+    os.close(_descriptors.pop(address))

@@ -9,9 +9,9 @@ import torch
 
 from fedvlm.core import Client, Frozen, Method, schedule
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.client import Part, World
-from fedvlm.engines.loop import Outcome, finish, start, train
-from fedvlm.engines.single import Single
+from fedvlm.engines.client import ClientRows, World
+from fedvlm.engines.loop import Outcome, finish_training, initial_state, run_rounds
+from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.maths.prompts import Affine, Layer, TextTower
 from fedvlm.maths.towers import ImageTower
@@ -31,9 +31,7 @@ def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int =
         x.append(unit(text[labels] + shift + noise, dim=1))
         y.append(labels)
         index = np.arange(first, first + rows)
-        members[f"client-{number}"] = Part(
-            index[:size], index[size : size + 10], index[size + 10 :]
-        )
+        members[f"client-{number}"] = ClientRows(index[:size], index[size : size + 10], index[size + 10 :])
         first += rows
     classes = ("ant", "bee", "cat", "dog")
     needs = method.traits.needs
@@ -46,18 +44,18 @@ def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int =
         image_tower=toy_image_tower(dim) if "image tower" in needs else None,
         descriptions=unit(text[:, None] + 0.2 * torch.randn(4, 3, dim, generator=draw), dim=2),
     )
-    seen = torch.cat(x)
+    inputs = torch.cat(x)
     if "image tower" in needs:
-        seen = (seen @ torch.randn(dim, 3 * 64, generator=draw)).reshape(-1, 3, 8, 8)
+        inputs = (inputs @ torch.randn(dim, 3 * 64, generator=draw)).reshape(-1, 3, 8, 8)
     elif "patches" in needs:
-        patches = seen[:, None] + 0.3 * torch.randn(len(seen), 6, dim, generator=draw)
-        seen = (3.0 * patches).half()
+        patches = inputs[:, None] + 0.3 * torch.randn(len(inputs), 6, dim, generator=draw)
+        inputs = (3.0 * patches).half()
     last = members[f"client-{len(sizes) - 1}"]
     reference = last.train if method.traits.reference else last.train[:0]
-    return World(method, frozen, 3, x=seen, y=torch.cat(y), members=members, reference=reference)
+    return World(method, frozen, 3, x=inputs, y=torch.cat(y), members=members, reference=reference)
 
 
-def bare(
+def make_test_client(
     x: torch.Tensor,
     y: torch.Tensor,
     order: torch.Tensor,
@@ -77,9 +75,7 @@ def toy_text_tower(classes: int, dim: int, width: int = 8) -> TextTower:
     draw = torch.Generator().manual_seed(11)
 
     def affine(out: int, into: int) -> Affine:
-        return Affine(
-            torch.randn(out, into, generator=draw) / into**0.5, torch.randn(out, generator=draw) / 9
-        )
+        return Affine(torch.randn(out, into, generator=draw) / into**0.5, torch.randn(out, generator=draw) / 9)
 
     norm = Affine(torch.ones(width), torch.zeros(width))
     return TextTower(
@@ -129,21 +125,21 @@ def toy_image_tower(dim: int) -> ImageTower:
     return ImageTower(model, lambda pixels: model(pixel_values=pixels).image_embeds)
 
 
-def learn(world: World, engine: str = "batched", workers: int = 1, **plan: Any) -> Outcome:
+def train_toy(world: World, engine: str = "batched", workers: int = 1, **plan: Any) -> Outcome:
     """Trains on all clients but the last, which stays unseen."""
     ids = sorted(world.members)
-    whole = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
-    runner = Single(world) if engine == "single" else Batched(world, workers)
-    state, fresh = start(world)
+    full_plan = Plan(tuple(ids[:-1]), (ids[-1],), **plan)
+    runner = Sequential(world) if engine == "single" else Batched(world, workers)
+    state, initial_local = initial_state(world)
     try:
-        state = train(world, runner, whole, state, fresh, lambda state, line: None)
-        return finish(world, runner, whole, state, fresh)
+        state = run_rounds(world, runner, full_plan, state, initial_local, lambda state, line: None)
+        return finish_training(world, runner, full_plan, state, initial_local)
     finally:
         runner.close()
 
 
-def short(method: Method) -> Method:
+def shorten(method: Method) -> Method:
     """The method with two rounds and two epochs at most: enough to see every verb at work."""
-    names = {one.name for one in fields(method)}
+    names = {setting.name for setting in fields(method)}
     now = {"rounds": method.rounds, "local_epochs": schedule(method).local_epochs}
     return replace(method, **{key: min(value, 2) for key, value in now.items() if key in names})

@@ -36,9 +36,7 @@ def huge_png(width: int, height: int) -> bytes:
     squeeze, row = zlib.compressobj(9), bytes(1 + (width + 7) // 8)
     body = b"".join(squeeze.compress(row) for _ in range(height)) + squeeze.flush()
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-    )
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -96,9 +94,9 @@ def test_numbers_of_32_bits_are_refused(mode: str) -> None:
 
 def test_alpha_is_laid_on_white() -> None:
     clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
-    half = Image.new("RGBA", (4, 4), (0, 0, 0, 128))
+    transparent = Image.new("RGBA", (4, 4), (0, 0, 0, 128))
     assert decode(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
-    assert decode(encoded(half)).getpixel((0, 0)) == (127, 127, 127)
+    assert decode(encoded(transparent)).getpixel((0, 0)) == (127, 127, 127)
 
 
 @pytest.mark.parametrize("format", ["PNG", "GIF"])
@@ -140,11 +138,11 @@ def test_first_frame_of_an_animation_is_read() -> None:
 
 
 @pytest.mark.parametrize("format", [*FORMATS])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_truncated_pictures_are_refused(format: str, share: float) -> None:
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
+def test_truncated_pictures_are_refused(format: str, fraction: float) -> None:
     data = encoded(noise(), format)
     with pytest.raises(DataError, match=r"remove it|begins with"):
-        decode(data[: int(share * len(data))])
+        decode(data[: int(fraction * len(data))])
 
 
 def test_zero_bytes_are_refused() -> None:

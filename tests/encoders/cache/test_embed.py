@@ -34,9 +34,9 @@ def test_embeddings_have_unit_norm_and_the_rows_of_the_data(tmp_path: Path) -> N
     outcome = run(data, encoder, tmp_path)
     got = outcome.embedded
     raw = encoder.embed([np.array([n, 0, 77], dtype=np.float32) for n in range(70)], False).pooled
-    wanted = torch.nn.functional.normalize(torch.tensor(raw), dim=1)
+    expected = torch.nn.functional.normalize(torch.tensor(raw), dim=1)
     assert (outcome.encoded, outcome.skipped) == (70, [])
-    assert torch.allclose(got.x, wanted, atol=1e-6)
+    assert torch.allclose(got.x, expected, atol=1e-6)
     assert torch.allclose(got.x.norm(dim=1), torch.ones(70), atol=1e-6)
     assert got.labels.tolist() == data.labels.tolist()
     assert (got.domains == data.domains).all()
@@ -49,12 +49,12 @@ def test_an_encoder_may_say_how_many_pictures_it_takes_at_once(tmp_path: Path) -
     class Large(Counting):
         batch = 50
 
-    told: list[int] = []
+    progress_counts: list[int] = []
     for number, encoder in enumerate((Counting(), Large())):
-        told.clear()
-        more = {"progress": lambda done, total: told.append(done)}
-        run(numbered(70), encoder, tmp_path / str(number), **more)
-        assert sorted(set(told)) == ([0, 50, 70] if number else [0, 32, 64, 70])
+        progress_counts.clear()
+        options = {"progress": lambda done, total: progress_counts.append(done)}
+        run(numbered(70), encoder, tmp_path / str(number), **options)
+        assert sorted(set(progress_counts)) == ([0, 50, 70] if number else [0, 32, 64, 70])
 
 
 def test_second_run_encodes_nothing(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_same_picture_twice_is_encoded_once(tmp_path: Path) -> None:
 def test_another_fingerprint_encodes_anew(tmp_path: Path) -> None:
     run(numbered(4), Counting(), tmp_path)
     assert run(numbered(4), Counting(), tmp_path, fingerprint="f" * 64).encoded == 4
-    assert [one.rows for one in cache.ls(tmp_path)] == [4, 4]
+    assert [entry.rows for entry in cache.list_entries(tmp_path)] == [4, 4]
 
 
 def test_encoder_without_preprocess_gets_the_bytes_of_sound_images(tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def test_unreadable_pictures_are_named_and_their_rows_are_gone(tmp_path: Path) -
     images[3], images[7] = BROKEN, b""
     data = dataset(*images)
     outcome = run(data, Counting(), tmp_path)
-    got, left = outcome.embedded, [row for row in range(40) if row not in (3, 7)]
+    got, remaining = outcome.embedded, [row for row in range(40) if row not in (3, 7)]
     assert [name for name, _ in outcome.skipped] == ["image-3.png", "image-7.png"]
     assert "begins with b'words" in outcome.skipped[0][1]
     assert "0 bytes" in outcome.skipped[1][1]
-    assert got.domains.tolist() == [f"domain-{row}" for row in left]
-    assert got.clients.tolist() == [f"client-{row}" for row in left]
-    assert got.labels.tolist() == [row % 2 for row in left]
+    assert got.domains.tolist() == [f"domain-{row}" for row in remaining]
+    assert got.clients.tolist() == [f"client-{row}" for row in remaining]
+    assert got.labels.tolist() == [row % 2 for row in remaining]
     assert len(got.x) == len(got.content) == len(got.splits) == 38
 
 
@@ -155,9 +155,7 @@ def test_data_without_pictures_is_an_error(tmp_path: Path) -> None:
         run(dataset(), Counting(), tmp_path)
 
 
-def test_full_disk_stops_and_keeps_what_was_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_stops_and_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, writes = os.pwrite, [0]
 
     def full(file: int, data: memoryview, place: int) -> int:
@@ -176,12 +174,12 @@ def test_full_disk_stops_and_keeps_what_was_done(
 
 def test_float16_keeps_three_digits_in_half_the_bytes(tmp_path: Path) -> None:
     full = run(numbered(40), Counting(), tmp_path).embedded
-    half = run(numbered(40), Counting(), tmp_path, precision="float16").embedded
+    float16 = run(numbered(40), Counting(), tmp_path, precision="float16").embedded
     again = run(numbered(40), Counting(), tmp_path, precision="float16")
     assert again.encoded == 0
-    assert half.x.dtype == torch.float32
-    assert torch.allclose(half.x, full.x, atol=1e-3)
-    assert not torch.equal(half.x, full.x)
+    assert float16.x.dtype == torch.float32
+    assert torch.allclose(float16.x, full.x, atol=1e-3)
+    assert not torch.equal(float16.x, full.x)
     folder = tmp_path / FINGERPRINT
     sizes = [(folder / f"pooled.float{bits}.rows").stat().st_size for bits in (16, 32)]
     assert sizes == [40 * DIM * 2, 40 * DIM * 4]
@@ -201,7 +199,7 @@ def test_patches_are_half_precision_in_the_order_of_the_rows(tmp_path: Path) -> 
     assert torch.equal(turned.patches, got.patches[[7, 3, 7, 12]])
     expected = encoder.embed([first_pixel(Image.new("RGB", (1, 1), (5, 0, 77)))], True).patches
     assert torch.equal(got.patches[5], torch.tensor(expected)[0])
-    assert cache.ls(tmp_path)[0].patches == 20
+    assert cache.list_entries(tmp_path)[0].patches == 20
 
 
 def test_patches_are_not_asked_of_an_encoder_without_them(tmp_path: Path) -> None:
@@ -211,7 +209,7 @@ def test_patches_are_not_asked_of_an_encoder_without_them(tmp_path: Path) -> Non
 
 def test_fingerprint_covers_pictures_labels_classes_templates_and_domains(tmp_path: Path) -> None:
     data = numbered(4)
-    others = [
+    variants = [
         data,
         dataset(png(0), png(1), png(2), png(4)),
         dataset(*map(png, range(4)), labels=[0, 1, 1, 0]),
@@ -221,32 +219,28 @@ def test_fingerprint_covers_pictures_labels_classes_templates_and_domains(tmp_pa
         replace(data, clients=np.array(["a", "b", "c", "d"])),
         replace(data, splits=np.array(["train", "train", "train", "test"])),
     ]
-    seen = {run(one, Counting(), tmp_path).embedded.fingerprint for one in others}
-    assert len(seen) == len(others)
+    fingerprints = {run(variant, Counting(), tmp_path).embedded.fingerprint for variant in variants}
+    assert len(fingerprints) == len(variants)
 
 
-def test_few_bytes_are_decoded_without_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    real = embed.Decoders
+def test_few_bytes_are_decoded_without_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_counts: list[int] = []
+    real = embed.DecoderPool
 
-    def decoders(preprocess: Any, workers: int, ahead: int) -> Any:
-        asked.append(workers)
-        return real(preprocess, 0, ahead)
+    def decoders(preprocess: Any, workers: int, prefetch: int) -> Any:
+        worker_counts.append(workers)
+        return real(preprocess, 0, prefetch)
 
-    monkeypatch.setattr(embed, "Decoders", decoders)
+    monkeypatch.setattr(embed, "DecoderPool", decoders)
     run(numbered(10), Counting(), tmp_path, workers=None)
-    monkeypatch.setattr(embed, "FEW_BYTES", 100)
+    monkeypatch.setattr(embed, "MAX_INLINE_BYTES", 100)
     run(numbered(10), Counting(), tmp_path, workers=None)  # all cached
     run(numbered(20), Counting(), tmp_path, workers=None)
-    assert asked[:2] == [0, 0]
-    assert asked[2] >= 1
+    assert worker_counts[:2] == [0, 0]
+    assert worker_counts[2] >= 1
 
 
-def test_default_directory_is_used_without_a_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_directory_is_used_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDVLM_CACHE", str(tmp_path / "mine"))
     embed.embed(numbered(4), Counting(), fingerprint=FINGERPRINT)
-    assert cache.ls(tmp_path / "mine")[0].rows == 4
+    assert cache.list_entries(tmp_path / "mine")[0].rows == 4

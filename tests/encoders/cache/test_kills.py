@@ -17,64 +17,64 @@ from counting import (
     DIM,
     FINGERPRINT,
     Counting,
+    append_line,
     dataset,
     first_pixel,
-    note,
-    noted,
     numbered,
     png,
+    read_counts,
     run,
 )
 from numpy.random import default_rng
 from PIL import Image
 
 from fedvlm.encoders.cache import folder as cache
-from fedvlm.encoders.cache.locks import held
+from fedvlm.encoders.cache.locks import file_lock
 from fedvlm.errors import DataError
 
 
 def embed_in_child(count: int, log: Path, cache: Path, done: Path) -> None:
     def finished(images: int, total: int) -> None:
-        note(done, f"{images}\n")
+        append_line(done, f"{images}\n")
 
     run(numbered(count), Counting(log, 0.03), cache, progress=finished)
 
 
-def wait_for(what: Any, seconds: float = 60) -> None:
+def wait_for(condition: Any, seconds: float = 60) -> None:
     end = monotonic() + seconds
-    while not what():
+    while not condition():
         assert monotonic() < end, "waited in vain"
         sleep(0.005)
 
 
-def kept(place: Path, count: int) -> set[int]:
-    with cache.use(place, FINGERPRINT, "counting") as (entry, _):
-        table = entry.need("pooled.float32", "float32", (DIM,))
+def cached_rows(place: Path, count: int) -> set[int]:
+    with cache.lock_entry(place, FINGERPRINT, "counting") as (entry, _):
+        table = entry.ensure_table("pooled.float32", "float32", (DIM,))
         return {n for n in range(count) if sha256(png(n)).digest() in table}
 
 
 def test_kill_at_any_moment_neither_loses_nor_repeats_a_finished_batch(tmp_path: Path) -> None:
     log, place, rng, kills, exitcode = tmp_path / "log", tmp_path / "cache", default_rng(5), 0, None
     while exitcode != 0:
-        before, asked, done = kept(place, 200), len(noted(log)), tmp_path / f"done-{kills}"
+        before, n_logged, done = cached_rows(place, 200), len(read_counts(log)), tmp_path / f"done-{kills}"
         child = CHILDREN.Process(target=embed_in_child, args=(200, log, place, done))
         child.start()
-        wait_for(lambda a=asked, c=child: len(noted(log)) > a or not c.is_alive())
+        wait_for(lambda a=n_logged, c=child: len(read_counts(log)) > a or not c.is_alive())
         sleep(rng.uniform(0, 0.12))
         child.kill()
         child.join()
         exitcode = child.exitcode
         assert cache.verify(place) == {FINGERPRINT: []}
-        assert not before & set(noted(log)[asked:])  # nothing finished is repeated
-        assert before <= kept(place, 200)
-        assert len(kept(place, 200)) >= len(before) + noted(done)[-1]  # nothing finished is lost
+        assert not before & set(read_counts(log)[n_logged:])  # nothing finished is repeated
+        assert before <= cached_rows(place, 200)
+        assert len(cached_rows(place, 200)) >= len(before) + read_counts(done)[-1]  # nothing finished is lost
         kills += exitcode != 0
     assert kills >= 3
-    assert len(noted(log)) <= 200 + 32 * kills  # at most the batch a kill fell into
+    assert len(read_counts(log)) <= 200 + 32 * kills  # at most the batch a kill fell into
     again = Counting()
-    whole = run(numbered(200), again, place).embedded
+    complete = run(numbered(200), again, place).embedded
     assert again.images == []
-    assert torch.equal(whole.x, run(numbered(200), Counting(), tmp_path / "whole").embedded.x)
+    assert torch.equal(complete.x, run(numbered(200), Counting(), tmp_path / "whole").embedded.x)
 
 
 def test_killed_process_leaves_no_worker_behind(tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ def test_killed_process_leaves_no_worker_behind(tmp_path: Path) -> None:
     wait_for(lambda: is_held(alive))
     child.kill()
     child.join()
-    with held(alive):  # the system frees it when the last worker is gone; the timeout watches
+    with file_lock(alive):  # the system frees it when the last worker is gone; the timeout watches
         pass
 
 
 def is_held(path: Path) -> bool:
     try:
-        with held(path, wait=False):
+        with file_lock(path, wait=False):
             return False
     except BlockingIOError:
         return True
@@ -105,7 +105,7 @@ class Marked:
 
     def __call__(self, image: Image.Image) -> Any:
         if self.mark is None and os.getpid() != self.owner:
-            self.mark = held(self.path, shared=True)
+            self.mark = file_lock(self.path, shared=True)
             self.mark.__enter__()
         return first_pixel(image)
 
@@ -125,31 +125,29 @@ def test_two_processes_at_once_share_the_work_and_agree(tmp_path: Path) -> None:
     for child in children:
         child.join()
     assert [child.exitcode for child in children] == [0, 0]
-    assert Counter(noted(log)) == Counter(range(400))  # each image by one of them
+    assert Counter(read_counts(log)) == Counter(range(400))  # each image by one of them
     assert cache.verify(tmp_path / "cache") == {FINGERPRINT: []}
     again = Counting()
-    both = run(numbered(400), again, tmp_path / "cache").embedded
+    combined = run(numbered(400), again, tmp_path / "cache").embedded
     assert again.images == []
-    assert torch.equal(both.x, run(numbered(400), Counting(), tmp_path / "alone").embedded.x)
+    assert torch.equal(combined.x, run(numbered(400), Counting(), tmp_path / "alone").embedded.x)
 
 
 def test_work_of_a_killed_process_is_taken_over_by_the_one_that_waits(tmp_path: Path) -> None:
     log, place = tmp_path / "log", tmp_path / "cache"
     slow = CHILDREN.Process(target=embed_slowly, args=(log, place))
     slow.start()
-    wait_for(lambda: noted(log))  # it holds claims on its first batch and sleeps
+    wait_for(lambda: read_counts(log))  # it holds claims on its first batch and sleeps
     encoder = Counting()
-    other = CHILDREN.Process(
-        target=embed_in_child, args=(40, tmp_path / "other", place, tmp_path / "done")
-    )
-    other.start()
-    wait_for(lambda: len(noted(tmp_path / "other")) == 8)  # what the first has not claimed
+    waiting_process = CHILDREN.Process(target=embed_in_child, args=(40, tmp_path / "other", place, tmp_path / "done"))
+    waiting_process.start()
+    wait_for(lambda: len(read_counts(tmp_path / "other")) == 8)  # what the first has not claimed
     sleep(0.1)
-    assert other.is_alive()
+    assert waiting_process.is_alive()
     slow.kill()
     slow.join()
-    other.join()
-    assert other.exitcode == 0
+    waiting_process.join()
+    assert waiting_process.exitcode == 0
     assert run(numbered(40), encoder, place).encoded == 0
 
 
@@ -181,9 +179,7 @@ def test_script_without_a_guard_is_told_so_and_does_not_hang(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     path = sys.path
     script.write_text(UNGUARDED.format(path=path, cache=str(tmp_path / "cache")))
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, timeout=100
-    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 1
     assert "DataError: a decoding process died" in done.stderr
     assert 'put what it does under `if __name__ == "__main__":`' in done.stderr
@@ -193,11 +189,11 @@ def test_worker_processes_give_the_same_as_none(tmp_path: Path) -> None:
     images = [png(number) for number in range(99)] + [b"no image"]
     data = dataset(*images)
     steps: list[tuple[int, int]] = []
-    many = run(data, Counting(), tmp_path / "a", workers=2, progress=lambda *s: steps.append(s))
-    one = run(data, Counting(), tmp_path / "b")
-    assert torch.equal(many.embedded.x, one.embedded.x)
-    assert many.embedded.fingerprint == one.embedded.fingerprint
-    assert many.skipped == one.skipped
+    with_workers = run(data, Counting(), tmp_path / "a", workers=2, progress=lambda *s: steps.append(s))
+    without_workers = run(data, Counting(), tmp_path / "b")
+    assert torch.equal(with_workers.embedded.x, without_workers.embedded.x)
+    assert with_workers.embedded.fingerprint == without_workers.embedded.fingerprint
+    assert with_workers.skipped == without_workers.skipped
     assert steps[0] == (0, 100)
     assert steps[-1] == (100, 100)
     assert steps == sorted(steps)

@@ -11,7 +11,7 @@ from counting import Counting, dataset, numbered, png, run
 from fedvlm.core import make
 from fedvlm.encoders.cache import mapped
 from fedvlm.errors import DataError
-from fedvlm.testing import check_same, learn, toy_world
+from fedvlm.testing import check_same, toy_world, train_toy
 
 
 def sums(values):
@@ -20,22 +20,20 @@ def sums(values):
 
 @pytest.mark.parametrize("large", [1, 1 << 30])
 @pytest.mark.parametrize("order", ["of the file", "another"])
-def test_flipped_bit_of_patches_is_refused_when_its_row_is_read(
-    tmp_path, monkeypatch, large, order
-):
+def test_flipped_bit_of_patches_is_refused_when_its_row_is_read(tmp_path, monkeypatch, large, order):
     monkeypatch.setattr(mapped, "LARGE", large)
     encoder, count = Counting(), 6
     run(numbered(count), encoder, tmp_path, patches=True)
     data = numbered(count) if order == "of the file" else dataset(*map(png, (4, 1, 5, 0, 2, 3)))
     (file,) = tmp_path.glob("*/patches*.rows")
-    whole = file.read_bytes()
-    for place in range(0, len(whole), len(whole) // 12):
-        spoilt = bytearray(whole)
+    content = file.read_bytes()
+    for place in range(0, len(content), len(content) // 12):
+        spoilt = bytearray(content)
         spoilt[place] ^= 1
         file.write_bytes(spoilt)
         with pytest.raises(DataError, match="is damaged"):
             run(data, encoder, tmp_path, patches=True).embedded.patches[np.arange(count)]
-    file.write_bytes(whole)
+    file.write_bytes(content)
     assert len(run(data, encoder, tmp_path, patches=True).embedded.patches[np.arange(count)]) == 6
 
 
@@ -43,22 +41,22 @@ def test_row_that_is_not_read_is_not_checked_and_one_is_checked_once(tmp_path, m
     values = np.ones((4, 8), np.float16)
     values.tofile(tmp_path / "rows")
     monkeypatch.setattr(mapped, "LARGE", 1)
-    asked = []
-    monkeypatch.setattr(mapped, "check_sums", lambda rows, *rest: asked.append(len(rows)))
+    checked_counts = []
+    monkeypatch.setattr(mapped, "check_sums", lambda rows, *rest: checked_counts.append(len(rows)))
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
-    rows = mapped.checked(array, sums(values), "rows")
+    rows = mapped.check_and_map(array, sums(values), "rows")
     for index in ([0, 1], [1, 2], [0, 1, 2]):
         rows.take(np.array(index))[slice(None)]
-    assert asked == [2, 1, 0]
+    assert checked_counts == [2, 1, 0]
 
 
 def test_rows_on_demand_are_those_of_the_file(tmp_path, monkeypatch):
     values = np.random.default_rng(0).standard_normal((50, 3, 4)).astype(np.float16)
     values.tofile(tmp_path / "rows")
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
-    assert isinstance(mapped.checked(array, sums(values), "rows"), torch.Tensor)
+    assert isinstance(mapped.check_and_map(array, sums(values), "rows"), torch.Tensor)
     monkeypatch.setattr(mapped, "LARGE", 1)
-    rows = mapped.checked(array, sums(values), "rows")
+    rows = mapped.check_and_map(array, sums(values), "rows")
     assert not isinstance(rows, torch.Tensor) and rows.shape == (50, 3, 4) and len(rows) == 50
     for index in (
         torch.tensor([3, 3, 49]),
@@ -66,8 +64,8 @@ def test_rows_on_demand_are_those_of_the_file(tmp_path, monkeypatch):
         slice(None),
         torch.tensor([], dtype=int),
     ):
-        where = index.numpy() if isinstance(index, torch.Tensor) else index
-        assert np.array_equal(rows[index].numpy(), values[where])
+        numbers = index.numpy() if isinstance(index, torch.Tensor) else index
+        assert np.array_equal(rows[index].numpy(), values[numbers])
     some = rows.take(torch.tensor([10, 20, 30]))
     assert np.array_equal(some[torch.tensor([2, 0])].numpy(), values[[30, 10]])
     assert np.array_equal(rows[torch.arange(50)].numpy(), values)  # also after they were let go
@@ -78,5 +76,5 @@ def test_training_on_rows_on_demand_is_training_on_a_tensor(tmp_path, monkeypatc
     world.x.numpy().tofile(tmp_path / "rows")
     monkeypatch.setattr(mapped, "LARGE", 1)
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=tuple(world.x.shape))
-    lazy = mapped.checked(array, sums(world.x.numpy()), "rows")
-    check_same(learn(replace(world, x=lazy)), learn(world), 1e-5, "the way of reading matters")
+    lazy = mapped.check_and_map(array, sums(world.x.numpy()), "rows")
+    check_same(train_toy(replace(world, x=lazy)), train_toy(world), 1e-5, "the way of reading matters")

@@ -13,12 +13,12 @@ import torch
 
 from fedvlm.data.sources import Archive
 from fedvlm.encoders.cache.decode import decode
-from fedvlm.encoders.cache.stream import stream
+from fedvlm.encoders.cache.stream import stream_images
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.errors import DataError, EncoderError
 
 CUT = Pixels(size=(6, 5), crop=None)
-EACH = 3 * 6 * 5
+IMAGE_BYTES = 3 * 6 * 5
 
 
 class Read:
@@ -39,13 +39,13 @@ class Read:
 
 
 def digests(images) -> list[str]:
-    return [sha256(one).hexdigest() for one in images]
+    return [sha256(image).hexdigest() for image in images]
 
 
-def opened(source, rows=None, **more):
+def opened(source, rows=None, **options):
     numbers = np.arange(len(source)) if rows is None else np.array(rows)
     content = digests([source.images[i] for i in numbers])
-    return stream(source, numbers, content, CUT, **more)
+    return stream_images(source, numbers, content, CUT, **options)
 
 
 def test_pixels_are_what_the_encoder_is_given():
@@ -72,7 +72,7 @@ def test_taken_rows_are_the_rows_of_the_embedder():
 
 def test_a_picture_is_decoded_once_while_it_fits():
     source = Read(*map(counting.png, (1, 2, 3, 1)))
-    roomy, tight = opened(source), opened(source, budget=2 * EACH)
+    roomy, tight = opened(source), opened(source, budget=2 * IMAGE_BYTES)
     everything = torch.arange(4)
     first = roomy[everything]
     assert source.count == 3, "rows 0 and 3 are one image"
@@ -99,9 +99,9 @@ def test_an_encoder_without_a_size_is_refused():
     source = Read(counting.png(1))
     content = digests(source.images)
     with pytest.raises(EncoderError, match="crop_size"):
-        stream(source, np.arange(1), content, Pixels(size=8, crop=None))
+        stream_images(source, np.arange(1), content, Pixels(size=8, crop=None))
     with pytest.raises(EncoderError, match="makes none"):
-        stream(source, np.arange(1), content, None)
+        stream_images(source, np.arange(1), content, None)
 
 
 def total(rows, times, answer):
@@ -115,20 +115,20 @@ def test_forked_processes_read_the_same_archive_side_by_side(tmp_path):
         for row, data in enumerate(images):
             archive.writestr(f"{row}.png", data)
     source = Archive(path, [f"{row}.png" for row in range(60)])
-    rows = stream(source, np.arange(60), digests(images), CUT, budget=20 * EACH)
-    wanted = float(rows[:].double().sum())
+    rows = stream_images(source, np.arange(60), digests(images), CUT, budget=20 * IMAGE_BYTES)
+    expected = float(rows[:].double().sum())
     context = get_context("fork")
     ends = []
     for _ in range(2):
-        ours, theirs = context.Pipe(duplex=False)
+        receiver, theirs = context.Pipe(duplex=False)
         process = context.Process(target=total, args=(rows, 5, theirs))
         with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
-        ends.append((ours, process))
-    for ours, process in ends:
-        assert ours.recv() == pytest.approx(5 * wanted)
+        ends.append((receiver, process))
+    for receiver, process in ends:
+        assert receiver.recv() == pytest.approx(5 * expected)
         process.join()
         assert process.exitcode == 0
     assert source._owner == os.getpid()

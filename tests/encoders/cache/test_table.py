@@ -15,7 +15,7 @@ import pytest
 import torch
 from counting import CHILDREN, digests, filled, table, values
 
-from fedvlm.encoders.cache.locks import Claims, held
+from fedvlm.encoders.cache.locks import Claims, file_lock
 from fedvlm.encoders.cache.table import RECORD
 from fedvlm.errors import DataError
 
@@ -35,13 +35,13 @@ def test_a_row_is_kept_once_and_its_first_value_stays(tmp_path: Path) -> None:
 
 
 def test_append_of_one_is_seen_by_another_after_refresh(tmp_path: Path) -> None:
-    mine, other = table(tmp_path), table(tmp_path)
-    mine.append(digests(1), values(1))
-    other.refresh()
-    assert digests(1)[0] in other
-    other.append(digests(2), values(2))
-    mine.append(digests(3), values(3))
-    assert np.array_equal(mine.read(digests(1, 2, 3)), values(1, 2, 3))
+    writer, reader = table(tmp_path), table(tmp_path)
+    writer.append(digests(1), values(1))
+    reader.refresh()
+    assert digests(1)[0] in reader
+    reader.append(digests(2), values(2))
+    writer.append(digests(3), values(3))
+    assert np.array_equal(writer.read(digests(1, 2, 3)), values(1, 2, 3))
 
 
 def test_mapped_rows_can_be_written_to_without_touching_the_file(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_torn_end_of_the_index_is_dropped_and_written_over(tmp_path: Path, cut: 
     index = tmp_path / "pooled.float32.index"
     os.truncate(index, 3 * RECORD.size - cut)
     rows = table(tmp_path)
-    kept = [1, 2, 3][: (3 * RECORD.size - cut) // RECORD.size]
-    assert len(rows) == len(kept)
+    surviving = [1, 2, 3][: (3 * RECORD.size - cut) // RECORD.size]
+    assert len(rows) == len(surviving)
     rows.append(digests(4, 5), values(4, 5))
     again = table(tmp_path)
-    assert np.array_equal(again.read(digests(*kept, 4, 5)), values(*kept, 4, 5))
+    assert np.array_equal(again.read(digests(*surviving, 4, 5)), values(*surviving, 4, 5))
     assert list(again.verify()) == []
 
 
@@ -120,11 +120,11 @@ def test_full_disk_is_a_data_error_and_leaves_no_trace(
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     real, inode = getattr(os, call), (tmp_path / f"pooled.float32.{victim}").stat().st_ino
 
-    def full(file: int, *what: Any) -> Any:
+    def full(file: int, *args: Any) -> Any:
         if os.fstat(file).st_ino != inode:
-            return real(file, *what)
+            return real(file, *args)
         if call == "pwrite":
-            real(file, what[0][:5], what[1])
+            real(file, args[0][:5], args[1])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
@@ -145,16 +145,16 @@ def in_child(action: Callable[..., None], *arguments: Any) -> int | None:
 
 def append_and_die(folder: Path, step: int) -> None:
     """Two appends, killed at a write or fsync, which for a write is half done."""
-    left, real = [step], {"pwrite": os.pwrite, "fsync": os.fsync}
+    remaining, real = [step], {"pwrite": os.pwrite, "fsync": os.fsync}
 
     def dying(name: str) -> Callable[..., Any]:
-        def call(file: int, *what: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
+        def call(file: int, *args: Any) -> Any:
+            remaining[0] -= 1
+            if remaining[0] == 0:
                 if name == "pwrite":
-                    real[name](file, what[0][: len(what[0]) // 2 + 1], what[1])
+                    real[name](file, args[0][: len(args[0]) // 2 + 1], args[1])
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real[name](file, *what)
+            return real[name](file, *args)
 
         return call
 
@@ -202,8 +202,8 @@ def test_processes_appending_the_same_rows_at_once_keep_each_row_once(tmp_path: 
 
 def take_what_is_taken(path: Path) -> None:
     claims = Claims(path)
-    taken, free = digests(1, 2)
-    sys.exit(10 * claims.take(taken) + claims.take(free))
+    claimed, free = digests(1, 2)
+    sys.exit(10 * claims.take(claimed) + claims.take(free))
 
 
 def test_a_claim_holds_against_other_processes_until_released(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_claim_holds_against_other_processes_until_released(tmp_path: Path) ->
 
 
 def test_lock_that_cannot_be_made_is_a_data_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot lock"), held(tmp_path / "no" / "folder"):
+    with pytest.raises(DataError, match="cannot lock"), file_lock(tmp_path / "no" / "folder"):
         pass
 
 
@@ -235,7 +235,7 @@ def test_ten_thousand_rows_are_read_quickly(tmp_path: Path) -> None:
     times = []
     for _ in range(5):
         start = process_time()  # not the clock: other processes may be busy
-        found = torch.from_numpy(table(tmp_path, dim=512).read(names))
+        stored = torch.from_numpy(table(tmp_path, dim=512).read(names))
         times.append(process_time() - start)
-    assert torch.equal(found, torch.from_numpy(x))
+    assert torch.equal(stored, torch.from_numpy(x))
     assert min(times) < 0.1

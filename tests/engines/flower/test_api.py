@@ -11,38 +11,38 @@ import fedvlm
 from fedvlm.engines.flower import api
 
 ROOT = Path(fedvlm.__file__).parent
-LISTED = {*((module, name) for name, module in api.NAMES.items()), *api.INNER}
+LISTED = {*((module, name) for name, module in api.PUBLIC_NAMES.items()), *api.INTERNAL_NAMES}
 
 
 def touched(path: Path) -> set[str]:
     """Every module of Flower that a file imports, also by a name in a string."""
-    found = set()
+    touched_names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {one.name for one in node.names}
+            touched_names |= {node_name.name for node_name in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
+            touched_names.add(node.module or "")
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
-            found |= {one.value for one in node.args if isinstance(one, ast.Constant)}
-    return {one for one in found if one.split(".")[0] == "flwr"}
+            touched_names |= {node_name.value for node_name in node.args if isinstance(node_name, ast.Constant)}
+    return {node_name for node_name in touched_names if node_name.split(".")[0] == "flwr"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Flower's own
-@pytest.mark.parametrize(("module", "name"), sorted(LISTED), ids=lambda one: one)
+@pytest.mark.parametrize(("module", "name"), sorted(LISTED), ids=lambda value_id: value_id)
 def test_this_version_of_flower_has(module, name):
-    api.flower()
+    api.import_flower()
     attrgetter(name)(import_module(module))
 
 
 def test_only_two_places_import_flower_and_their_modules_are_listed():
-    known = {module for module, _ in LISTED} | {"flwr.app"}
+    modules = {module for module, _ in LISTED} | {"flwr.app"}
     places = {path: touched(path) for path in ROOT.rglob("*.py")}
-    places = {path: found for path, found in places.items() if found}
+    places = {path: modules_found for path, modules_found in places.items() if modules_found}
     assert places
-    for path, found in places.items():
+    for path, modules_found in places.items():
         inside = path.relative_to(ROOT).as_posix()
         assert inside == "engines/flower/api.py" or inside.startswith("deploy/flower/"), inside
-        assert found <= known, f"{inside}: {sorted(found - known)} is not in api.INNER"
+        assert modules_found <= modules, f"{inside}: {sorted(modules_found - modules)} is not in api.INNER"
 
 
 def test_a_name_that_is_not_listed_is_not_given():

@@ -15,33 +15,33 @@ from importlib import import_module
 from typing import Any
 
 from fedvlm.engines.flower import secure as flower_secure
-from fedvlm.engines.flower.api import flower
+from fedvlm.engines.flower.api import import_flower
 from fedvlm.engines.flower.wire import (
-    Parcel,
+    Message,
     from_bytes,
     from_records,
-    state_of,
+    read_context_state,
     to_bytes,
     to_records,
 )
 from fedvlm.errors import FederationError
 
-DESK = "FEDVLM_DESK"  # the variable that names the socket of the site's process
-SIZE = struct.Struct(">Q")
-TRIES = 3  # of a call to the SuperNode, which is on this machine
+SITE_SOCKET_VARIABLE = "FEDVLM_DESK"  # the variable that names the socket of the site's process
+LENGTH_PREFIX = struct.Struct(">Q")
+MAX_TRIES = 3  # of a call to the SuperNode, which is on this machine
 
 
-def send_all(stream: socket.socket, parcels: Sequence[Parcel]) -> None:
-    for parcel in parcels:
-        data = to_bytes(parcel)
-        stream.sendall(SIZE.pack(len(data)) + data)
+def send_messages(stream: socket.socket, parcels: Sequence[Message]) -> None:
+    for message in parcels:
+        data = to_bytes(message)
+        stream.sendall(LENGTH_PREFIX.pack(len(data)) + data)
 
 
-def receive(stream: socket.socket) -> Parcel:
-    return from_bytes(_exactly(stream, SIZE.unpack(_exactly(stream, SIZE.size))[0]))
+def receive_message(stream: socket.socket) -> Message:
+    return from_bytes(_receive_bytes(stream, LENGTH_PREFIX.unpack(_receive_bytes(stream, LENGTH_PREFIX.size))[0]))
 
 
-def _exactly(stream: socket.socket, count: int) -> bytes:
+def _receive_bytes(stream: socket.socket, count: int) -> bytes:
     parts = bytearray()
     while len(parts) < count:
         part = stream.recv(min(1 << 20, count - len(parts)))
@@ -51,41 +51,41 @@ def _exactly(stream: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def ask(request: Parcel, state: Parcel) -> tuple[Parcel, Parcel]:
+def query_site(request: Message, state: Message) -> tuple[Message, Message]:
     """The site's answer and its new state."""
     with socket.socket(socket.AF_UNIX) as stream:
-        stream.connect(os.environ[DESK])
-        send_all(stream, [request, state])
-        return receive(stream), receive(stream)
+        stream.connect(os.environ[SITE_SOCKET_VARIABLE])
+        send_messages(stream, [request, state])
+        return receive_message(stream), receive_message(stream)
 
 
-def client_app() -> Any:
-    app = flower()
+def create_client_app() -> Any:
+    app = import_flower()
     from flwr.clientapp import ClientApp
 
-    client = ClientApp(mods=[flower_secure.mask])
+    client = ClientApp(mods=[flower_secure.mask_upload])
 
-    def hand_on(message: Any, context: Any) -> Any:
+    def handle(message: Any, context: Any) -> Any:
         try:
-            return hand(message, context)
+            return forward(message, context)
         except FederationError:
             raise
         except Exception as error:  # Flower tells the server what an exception says
             raise FederationError("the site did not answer; its own log says why") from error
 
-    def hand(message: Any, context: Any) -> Any:
-        state = state_of(context, "the state of this site")
-        hidden = flower_secure.request(message.content)
-        reply, after = ask(hidden or from_records(message.content, "the request"), state)
+    def forward(message: Any, context: Any) -> Any:
+        state = read_context_state(context, "the state of this site")
+        hidden = flower_secure.unwrap_request(message.content)
+        reply, after = query_site(hidden or from_records(message.content, "the request"), state)
         context.state = to_records(after)
-        return app.Message(flower_secure.records(reply, hidden is not None), reply_to=message)
+        return app.Message(flower_secure.wrap_reply(reply, hidden is not None), reply_to=message)
 
-    client.train()(hand_on)
-    client.query()(hand_on)
+    client.train()(handle)
+    client.query()(handle)
     return client
 
 
-def work(client: Any, app: Any) -> None:
+def run_task(client: Any, app: Any) -> None:
     """One task: its message to the app, and the answer back; what came with the run stays unread.
 
     An error of the app is an answer, as in a process of its own.
@@ -94,24 +94,24 @@ def work(client: Any, app: Any) -> None:
     from flwr.common.constant import ErrorCode, SubStatus
 
     runtime: Any = import_module("flwr.supernode.runtime.run_clientapp")
-    context, ended, why = None, SubStatus.FAILED, "it was not taken"
-    with beating(client):
+    context, ended, details = None, SubStatus.FAILED, "it was not taken"
+    with task_heartbeat(client):
         try:
             message, context, _, _ = runtime.pull_task_input(client)
             try:
                 reply = app(message, context)
             except Exception as error:
-                said = f"{type(error)}:<'{error}'>"
-                failed = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, said)
+                error_text = f"{type(error)}:<'{error}'>"
+                failed = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, error_text)
                 reply = Message(failed, reply_to=message)
             runtime.push_message(client, reply, context)
-            ended, why = SubStatus.COMPLETED, ""  # one that failed would be answered once more
+            ended, details = SubStatus.COMPLETED, ""  # one that failed would be answered once more
         finally:
-            runtime.push_task_output(client, context, ended, why)
+            runtime.push_task_output(client, context, ended, details)
 
 
 @contextmanager
-def beating(client: Any) -> Iterator[None]:
+def task_heartbeat(client: Any) -> Iterator[None]:
     """Tells the SuperNode that the task is in hand; one that is no more needs no heartbeat."""
     import httpx
     from flwr.proto.runtime_pb2 import SendTaskHeartbeatRequest
@@ -130,13 +130,13 @@ def beating(client: Any) -> Iterator[None]:
         sender.stop()
 
 
-def refused(error: Exception) -> bool:
+def is_refused(error: Exception) -> bool:
     """Whether a SuperNode has answered, and with a no; Flower ends the process by a signal then."""
     answer = getattr(error, "response", None)
     return answer is not None and answer.status_code < 500
 
 
-def launch(app: Any, spec: Any) -> None:
+def run_assigned_task(app: Any, spec: Any) -> None:
     """A task that the SuperNode gave away, by the token that is for it alone."""
     from flwr.supercore.interceptors import (
         RuntimeTokenHttpInterceptor,
@@ -146,8 +146,8 @@ def launch(app: Any, spec: Any) -> None:
     from flwr.supercore.runtime import RuntimeHttpClient
 
     again = make_simple_http_retry_invoker()
-    again.max_tries = TRIES  # else this process outlives its SuperNode, and asks for ever
-    again.should_giveup = refused
+    again.max_tries = MAX_TRIES  # else this process outlives its SuperNode, and asks for ever
+    again.should_giveup = is_refused
     client = RuntimeHttpClient.from_server_address(
         server_address=spec.runtime_api_address,
         insecure=spec.insecure,
@@ -159,6 +159,6 @@ def launch(app: Any, spec: Any) -> None:
         retry_invoker=again,
     )
     try:
-        work(client, app)
+        run_task(client, app)
     finally:
         client.close()

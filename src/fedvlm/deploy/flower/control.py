@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from fedvlm.deploy.flower.gate import carry
-from fedvlm.engines.flower.api import flower
+from fedvlm.deploy.flower.gate import attach_token
+from fedvlm.engines.flower.api import import_flower
 
 if __name__ == "__main__":
-    flower()
-    carry()
+    import_flower()
+    attach_token()
     import_module("flwr.cli.app").app()

@@ -19,18 +19,18 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from fedvlm.deploy.keys import Signer, public_key
-from fedvlm.deploy.membership import SITES as CERTIFICATES
-from fedvlm.deploy.membership import Membership, member, sites
+from fedvlm.deploy.keys import Signer, load_public_key
+from fedvlm.deploy.membership import SITES_FOLDER as CERTIFICATES
+from fedvlm.deploy.membership import SiteCertificate, admitted_sites, current_certificate
 from fedvlm.errors import FedVLMError, SettingsError
 
-PASS = "FEDVLM_PASS"  # the variable that names the folder with the secret
-NAME = "control.key"  # the secret's file there
-HEADER = "fedvlm-pass"
-OWN = ("/v1/control/", "/v1/runtime/")  # for Flower's command line, SuperExec and apps
-SITES = frozenset(
-    f"/v1/fleet/{word}"
-    for word in (
+TOKEN_FOLDER_VARIABLE = "FEDVLM_PASS"  # the variable that names the folder with the secret
+SECRET_FILE = "control.key"  # the secret's file there
+TOKEN_HEADER = "fedvlm-pass"
+CONTROL_PREFIXES = ("/v1/control/", "/v1/runtime/")  # for Flower's command line, SuperExec and apps
+SITE_PATHS = frozenset(
+    f"/v1/fleet/{auth_token}"
+    for auth_token in (
         "activate-node",
         "deactivate-node",
         "send-node-heartbeat",
@@ -43,9 +43,9 @@ SITES = frozenset(
         "confirm-message-received",
     )
 )
-CLOSED, UNKNOWN = 403, 401  # Flower's SuperNode ends at once when it is told the second
-LONG = 413
-MOST = 64 << 20  # bytes of a site's call: Flower sends arrays in pieces of 5 MB
+FORBIDDEN, UNAUTHORIZED = 403, 401  # Flower's SuperNode ends at once when it is told the second
+TOO_LARGE = 413
+MAX_CALL_BYTES = 64 << 20  # bytes of a site's call: Flower sends arrays in pieces of 5 MB
 Scope = Mapping[str, Any]
 
 
@@ -53,38 +53,37 @@ def new_secret() -> bytes:
     return token_hex(32).encode()
 
 
-def word(folder: Path) -> str:
+def auth_token(folder: Path) -> str:
     """What kin show: not the secret itself, because Flower's SuperExec signs by that."""
     try:
-        secret = (folder / NAME).read_bytes()
+        secret = (folder / SECRET_FILE).read_bytes()
     except OSError as error:
         raise SettingsError(
-            f"{folder / NAME} cannot be read ({error}); only the user who owns the folder has a "
-            "say there"
+            f"{folder / SECRET_FILE} cannot be read ({error}); only the user who owns the folder has a say there"
         ) from error
     return hmac(secret, b"fedvlm pass", sha256).hexdigest()
 
 
-def carry() -> None:
+def attach_token() -> None:
     """From here on this process shows the word in each of its calls to Flower's other processes."""
     from flwr.supercore.protobuf.client import ProtobufClient
 
-    shown, send = word(Path(os.environ[PASS])), ProtobufClient._send
+    token, send = auth_token(Path(os.environ[TOKEN_FOLDER_VARIABLE])), ProtobufClient._send
 
     def showing(self: Any, context: Any, **options: Any) -> Any:
-        context.request.headers[HEADER] = shown
+        context.request.headers[TOKEN_HEADER] = token
         return send(self, context, **options)
 
     ProtobufClient._send = showing
 
 
-def only(scope: Scope, name: str) -> bytes:
+def single_header(scope: Scope, name: str) -> bytes:
     """The header of this name; nothing if there are two, as others might read the other one."""
     values = [value for key, value in scope["headers"] if key == name.encode()]
     return values[0] if len(values) == 1 else b""
 
 
-class Keys:
+class SiteKeys:
     """The certificates in `sites/` of the server's folder as they are now, without a restart.
 
     `enrol` is told of a key that is new here, `dismiss` of one that has ended.
@@ -93,13 +92,13 @@ class Keys:
     def __init__(
         self,
         folder: Path,
-        enrol: Callable[[Scope, bytes], None],
-        dismiss: Callable[[Scope, bytes], None] = lambda scope, key: None,
+        register_node: Callable[[Scope, bytes], None],
+        deactivate_node: Callable[[Scope, bytes], None] = lambda scope, key: None,
     ) -> None:
-        self.folder, self.enrol, self.dismiss = folder, enrol, dismiss
+        self.folder, self.register_node, self.deactivate_node = folder, register_node, deactivate_node
         self.server = Signer(folder / "signing.key").public
-        self.seen: Any = None
-        self.known: dict[bytes, tuple[Any, Membership]] = {}
+        self.snapshot: Any = None
+        self.certificates: dict[bytes, tuple[Any, SiteCertificate]] = {}
 
     def __call__(self, scope: Scope) -> bool:
         """Whether the holder of a known key made this call; how old it is, Flower looks at."""
@@ -109,92 +108,90 @@ class Keys:
 
         self.refresh(scope)
         try:
-            key, one = self.known[b64decode(only(scope, "flwr-public-key"), validate=True)]
-            signature = b64decode(only(scope, "flwr-signature"), validate=True)
-            key.verify(signature, only(scope, "flwr-timestamp"), ec.ECDSA(hashes.SHA256()))
+            key, certificate = self.certificates[b64decode(single_header(scope, "flwr-public-key"), validate=True)]
+            signature = b64decode(single_header(scope, "flwr-signature"), validate=True)
+            key.verify(signature, single_header(scope, "flwr-timestamp"), ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, KeyError, ValueError):
             return False
-        return not one.ended
+        return not certificate.invalid_reason
 
     def refresh(self, scope: Scope) -> None:
         """Reads the folder again if a file came, went or was replaced."""
         from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-        there = _files(self.folder / CERTIFICATES)
-        if there == self.seen:
+        snapshot = _folder_snapshot(self.folder / CERTIFICATES)
+        if snapshot == self.snapshot:
             return
-        known: dict[bytes, tuple[Any, Membership]] = {}
+        certificates: dict[bytes, tuple[Any, SiteCertificate]] = {}
         form = (Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)  # as Flower's SuperNode sends it
-        for name in sites(self.folder):
+        for name in admitted_sites(self.folder):
             try:
-                one = member(self.folder, name)
+                certificate = current_certificate(self.folder, name)
             except FedVLMError:  # it is being written, or went, or this server never signed it
                 continue
-            key = public_key(one.key.encode())
-            known[key.public_bytes(*form)] = (key, one)
-        for new in known.keys() - self.known.keys():
-            self.enrol(scope, new)
-        for old in self.known.keys() - known.keys():
-            self.dismiss(scope, old)
-        self.known, self.seen = known, there
+            key = load_public_key(certificate.key.encode())
+            certificates[key.public_bytes(*form)] = (key, certificate)
+        for new in certificates.keys() - self.certificates.keys():
+            self.register_node(scope, new)
+        for old in self.certificates.keys() - certificates.keys():
+            self.deactivate_node(scope, old)
+        self.certificates, self.snapshot = certificates, snapshot
 
 
-def _files(folder: Path) -> set[tuple[str, int, int, int]]:
+def _folder_snapshot(folder: Path) -> set[tuple[str, int, int, int]]:
     """What changes when any file does."""
-    found = set()
-    for one in os.scandir(folder):
+    snapshot = set()
+    for entry in os.scandir(folder):
         with suppress(FileNotFoundError):
-            about = one.stat()
-            found.add((one.name, about.st_ino, about.st_size, about.st_mtime_ns))
-    return found
+            about = entry.stat()
+            snapshot.add((entry.name, about.st_ino, about.st_size, about.st_mtime_ns))
+    return snapshot
 
 
-class Gate:
+class AccessMiddleware:
     """An ASGI application around another; of a call that does not pass, the body is not read."""
 
-    def __init__(
-        self, app: Any, word: str, signed: Callable[[Scope], bool] = lambda scope: False
-    ) -> None:
-        self.app, self.word, self.signed = app, word.encode(), signed
+    def __init__(self, app: Any, token: str, is_signed: Callable[[Scope], bool] = lambda scope: False) -> None:
+        self.app, self.token, self.is_signed = app, token.encode(), is_signed
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
-        elif status := self.refused(scope):
+        elif status := self.refusal_status(scope):
             headers = [(b"content-length", b"0"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body"})
         else:
-            limited = short(receive) if scope["path"] in SITES else receive
+            limited = limit_body(receive) if scope["path"] in SITE_PATHS else receive
             await self.app(scope, limited, send)
 
-    def refused(self, scope: Scope) -> int:
+    def refusal_status(self, scope: Scope) -> int:
         """The answer to a call that does not pass, 0 to one that does."""
         path = scope["path"]
-        if path in SITES:
-            if not self.signed(scope):
-                return UNKNOWN
-            return LONG if int(only(scope, "content-length") or 0) > MOST else 0
-        kin = compare_digest(only(scope, HEADER), self.word)
-        return 0 if path.startswith(OWN) and local(scope) and kin else CLOSED
+        if path in SITE_PATHS:
+            if not self.is_signed(scope):
+                return UNAUTHORIZED
+            return TOO_LARGE if int(single_header(scope, "content-length") or 0) > MAX_CALL_BYTES else 0
+        has_token = compare_digest(single_header(scope, TOKEN_HEADER), self.token)
+        return 0 if path.startswith(CONTROL_PREFIXES) and is_local(scope) and has_token else FORBIDDEN
 
 
-def short(receive: Any) -> Any:
+def limit_body(receive: Any) -> Any:
     """A body that does not say how long it is ends, too: all of it would be in memory."""
     read = 0
 
     async def part() -> Any:
         nonlocal read
-        one = await receive()
-        read += len(one.get("body", b""))
-        return one if read <= MOST else {"type": "http.disconnect"}
+        chunk = await receive()
+        read += len(chunk.get("body", b""))
+        return chunk if read <= MAX_CALL_BYTES else {"type": "http.disconnect"}
 
     return part
 
 
-def local(scope: Scope) -> bool:
+def is_local(scope: Scope) -> bool:
     """Whether the caller is on this machine, as far as can be seen."""
     try:
         return ip_address(scope["client"][0]).is_loopback

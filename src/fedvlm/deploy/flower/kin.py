@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import Any
 
-LEAVE = 5.0  # seconds in which all end that were asked to
-PAUSE = 3.0  # seconds at most until a server that is away is tried again, where Flower takes 20
-ENDED = "Flower's SuperExec, which does the work here, has ended"
+SHUTDOWN_SECONDS = 5.0  # seconds in which all end that were asked to
+MAX_RETRY_SECONDS = 3.0  # seconds at most until a server that is away is tried again, where Flower takes 20
+SUPEREXEC_ENDED = "Flower's SuperExec, which does the work here, has ended"
 
 
-class Kin:
+class LinkedSubprocess:
     """The module `subprocess`; whoever starts a SuperExec by it does not outlive it."""
 
     class Popen(subprocess.Popen[bytes]):
@@ -24,13 +24,13 @@ class Kin:
 
         def _end_with_it(self) -> None:
             code = self.wait()
-            time.sleep(LEAVE)  # where all were asked to stop, this process ends by itself
-            sys.stderr.write(f"{ENDED} (exit code {code})\n")
+            time.sleep(SHUTDOWN_SECONDS)  # where all were asked to stop, this process ends by itself
+            sys.stderr.write(f"{SUPEREXEC_ENDED} (exit code {code})\n")
             sys.stderr.flush()
             os._exit(1)
 
 
-def patient(make: Callable[[], Any], trouble: bool = True) -> Callable[[], Any]:
+def make_retrying(make: Callable[[], Any], retry_server_errors: bool = True) -> Callable[[], Any]:
     """What breaks on the way, also inside TLS, is tried again, and so is a server in `trouble`.
 
     Flower gives up at once: its SuperNode lives on deaf, and its SuperExec ends. A run that ended
@@ -41,7 +41,7 @@ def patient(make: Callable[[], Any], trouble: bool = True) -> Callable[[], Any]:
 
     def made() -> Any:
         again = make()
-        again.wait_gen_factory = lambda: exponential(max_delay=PAUSE)
+        again.wait_gen_factory = lambda: exponential(max_delay=MAX_RETRY_SECONDS)
         again.recoverable_exceptions = (httpx.TransportError, httpx.HTTPStatusError)
         flowers = again.should_giveup
 
@@ -49,7 +49,7 @@ def patient(make: Callable[[], Any], trouble: bool = True) -> Callable[[], Any]:
             if isinstance(error, httpx.TransportError):
                 return "certificate verify failed" in str(error)
             answer = getattr(error, "response", None)
-            if trouble and answer is not None and answer.status_code >= 500:
+            if retry_server_errors and answer is not None and answer.status_code >= 500:
                 return False
             return bool(flowers(error))
 

@@ -14,46 +14,46 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from fedvlm.deploy.flower.gate import CLOSED, NAME, PASS, new_secret
-from fedvlm.deploy.flower.supernode import NOTE
-from fedvlm.deploy.kits import ServerKit, SiteKit, secret
-from fedvlm.engines.flower.api import QUIET
+from fedvlm.deploy.flower.gate import FORBIDDEN, SECRET_FILE, TOKEN_FOLDER_VARIABLE, new_secret
+from fedvlm.deploy.flower.supernode import NODE_FILE_VARIABLE
+from fedvlm.deploy.kits import ServerKit, SiteKit, write_secret
+from fedvlm.engines.flower.api import QUIET_ENVIRONMENT
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.storage.files import appending, write
+from fedvlm.storage.files import open_for_append, write_file
 
-LINK = "fedvlm"  # the name of our connection in Flower's own settings
-POLL = "0.1"  # seconds between looks of a site's SuperExec for work, on its own machine
-SELDOM = "0.5"  # at the server, where work is a run
-TASKS = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
-MORE_PORTS = "FLWR_INTERNAL_GRPC_"
-DATABASE = "superlink.db"  # Flower's own, in the server's folder
-ANSWER = 120.0  # seconds that Flower's command line has
-START = 60.0  # seconds a SuperLink has to come up
+CONNECTION_NAME = "fedvlm"  # the name of our connection in Flower's own settings
+SITE_POLL_SECONDS = "0.1"  # seconds between looks of a site's SuperExec for work, on its own machine
+SERVER_POLL_SECONDS = "0.5"  # at the server, where work is a run
+POLL_VARIABLE = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
+PORT_VARIABLE_PREFIX = "FLWR_INTERNAL_GRPC_"
+DATABASE_FILE = "superlink.db"  # Flower's own, in the server's folder
+CLI_TIMEOUT_SECONDS = 120.0  # seconds that Flower's command line has
+START_TIMEOUT_SECONDS = 60.0  # seconds a SuperLink has to come up
 
 
-def environment(home: Path, first: Path | None = None) -> dict[str, str]:
+def flower_environment(home: Path, first: Path | None = None) -> dict[str, str]:
     """Flower's own folder, its telemetry off, and programs of `first` found before any others."""
-    own = {"FLWR_HOME": str(home.resolve()), TASKS: POLL}
+    overrides = {"FLWR_HOME": str(home.resolve()), POLL_VARIABLE: SITE_POLL_SECONDS}
     if first is not None:
-        own["PATH"] = os.pathsep.join([str(first), os.environ.get("PATH", "")])
+        overrides["PATH"] = os.pathsep.join([str(first), os.environ.get("PATH", "")])
     # With these Flower opens two more ports, and nobody watches them.
-    kept = {key: one for key, one in os.environ.items() if not key.startswith(MORE_PORTS)}
-    return {**kept, **QUIET, **own}
+    inherited = {key: setting for key, setting in os.environ.items() if not key.startswith(PORT_VARIABLE_PREFIX)}
+    return {**inherited, **QUIET_ENVIRONMENT, **overrides}
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Process:
     """A child with a log file, in a group of its own that ends with it."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str]):
-        self.name, self.log, self.asked = name, log, False
-        with appending(log) as file:
-            self.begin = file.seek(0, os.SEEK_END)
+        self.name, self.log, self.stop_requested = name, log, False
+        with open_for_append(log) as file:
+            self.log_start = file.seek(0, os.SEEK_END)
             self.child = subprocess.Popen(
                 list(command),
                 stdout=file,
@@ -77,12 +77,12 @@ class Process:
 
     def tail(self, lines: int = 12) -> str:
         """The end of what this process has logged, and no other before it."""
-        text = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def ask_to_stop(self) -> None:
-        if not self.asked:  # a second signal would disturb its leaving
-            self.asked = True
+        if not self.stop_requested:  # a second signal would disturb its leaving
+            self.stop_requested = True
             self._signal(signal.SIGTERM)
 
     def stop(self) -> None:
@@ -104,68 +104,68 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def superlink(kit: ServerKit) -> Process:
+def start_superlink(kit: ServerKit) -> Process:
     """Starts the server's SuperLink and waits until it answers; sites may connect from then on."""
     host, _, port = kit.address.rpartition(":")
     local = host in ("127.0.0.1", "localhost")
-    env = environment(home(kit)) | {TASKS: SELDOM}
-    if not (kit.folder / NAME).exists():  # of an `init` that made none
-        secret(kit.folder / NAME, new_secret())
+    env = flower_environment(flower_home(kit)) | {POLL_VARIABLE: SERVER_POLL_SECONDS}
+    if not (kit.folder / SECRET_FILE).exists():  # of an `init` that made none
+        write_secret(kit.folder / SECRET_FILE, new_secret())
     command = [
         *(sys.executable, "-m", "fedvlm.deploy.flower.superlink", str(kit.folder.resolve())),
         *("127.0.0.1" if local else "0.0.0.0", port),
     ]
-    connect(kit)
+    write_connection(kit)
     link = Process("superlink", command, kit.folder / "superlink.log", env)
     try:
-        _wait(kit, link)
+        _wait_until_up(kit, link)
     except BaseException:
         link.stop()
         raise
     return link
 
 
-def home(kit: ServerKit) -> Path:
+def flower_home(kit: ServerKit) -> Path:
     return kit.folder / "flwr"
 
 
-def connect(kit: ServerKit) -> None:
+def write_connection(kit: ServerKit) -> None:
     """How Flower's command line finds this server."""
     _, _, port = kit.address.rpartition(":")
     text = (
-        f'[superlink]\ndefault = "{LINK}"\n[superlink.{LINK}]\n'
+        f'[superlink]\ndefault = "{CONNECTION_NAME}"\n[superlink.{CONNECTION_NAME}]\n'
         f'address = "localhost:{port}"\nroot-certificates = "{kit.folder.resolve()}/ca.crt"\n'
     )
-    write(home(kit) / "config.toml", text.encode())
+    write_file(flower_home(kit) / "config.toml", text.encode())
 
 
-def answers(kit: ServerKit) -> bool:
+def is_server_up(kit: ServerKit) -> bool:
     """Whether the server of this folder is up, on this machine."""
     _, _, port = kit.address.rpartition(":")
     try:
-        knock(f"localhost:{port}", kit.folder / "ca.crt")
+        check_server(f"localhost:{port}", kit.folder / "ca.crt")
     except Unreachable:
         return False
     return True
 
 
-def _wait(kit: ServerKit, link: Process) -> None:
-    end = monotonic() + START
+def _wait_until_up(kit: ServerKit, link: Process) -> None:
+    end = monotonic() + START_TIMEOUT_SECONDS
     while monotonic() < end:
         if not link.alive:
-            raise FederationError(ending(link))
-        if answers(kit):
-            return _check_closed(kit)
+            raise FederationError(describe_exit(link))
+        if is_server_up(kit):
+            return _check_access_denied(kit)
         sleep(0.1)
-    raise FederationError(f"the SuperLink did not come up in {START:g} s:\n{link.tail()}")
+    raise FederationError(f"the SuperLink did not come up in {START_TIMEOUT_SECONDS:g} s:\n{link.tail()}")
 
 
-def ending(link: Process) -> str:
+def describe_exit(link: Process) -> str:
     """Why a SuperLink is no more, and what to do."""
     how = f", by {link.killed}" if link.killed else ""
     remedy = "start the server again"
     if "sqlite3.DatabaseError" in link.tail():
-        database = link.log.with_name(DATABASE)
+        database = link.log.with_name(DATABASE_FILE)
         remedy = (
             f"{database} is damaged: move it away, then start the server and the sites again (no "
             "record is in it; a run goes on by its own command)"
@@ -175,17 +175,17 @@ def ending(link: Process) -> str:
     return f"the SuperLink ended{how}; {remedy}. Its log ends with:\n{link.tail()}"
 
 
-def _check_closed(kit: ServerKit) -> None:
+def _check_access_denied(kit: ServerKit) -> None:
     """Tries what an outsider would: with another Flower the gate might stand beside the road."""
     port = int(kit.address.rpartition(":")[2])
-    context = trusting(kit.folder / "ca.crt")
-    call = HTTPSConnection("localhost", port, context=context, timeout=START)
+    context = tls_context(kit.folder / "ca.crt")
+    call = HTTPSConnection("localhost", port, context=context, timeout=START_TIMEOUT_SECONDS)
     with closing(call):
         call.request("POST", "/v1/control/list-runs")
         status = call.getresponse().status
-    if status != CLOSED:
+    if status != FORBIDDEN:
         raise FederationError(
-            f"the SuperLink answers outsiders ({status} instead of {CLOSED}), so it was stopped; "
+            f"the SuperLink answers outsiders ({status} instead of {FORBIDDEN}), so it was stopped; "
             "this Flower was not tested: pip install 'fedvlm[flower]' again"
         )
 
@@ -194,7 +194,7 @@ class Unreachable(FederationError):
     """Nobody answers there, yet."""
 
 
-def trusting(ca: Path) -> ssl.SSLContext:
+def tls_context(ca: Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=str(ca))
     except OSError as error:  # also where it is no certificate
@@ -203,20 +203,20 @@ def trusting(ca: Path) -> ssl.SSLContext:
         ) from error
 
 
-def hear(address: str, ca: Path) -> str:
+def server_date(address: str, ca: Path) -> str:
     """The time by the server's clock, as HTTP has it."""
     host, _, port = address.rpartition(":")
-    context = trusting(ca)
+    context = tls_context(ca)
     call = HTTPSConnection(host, int(port), context=context, timeout=5)
     with closing(call):
         call.request("GET", "/")
         return str(call.getresponse().headers["date"])
 
 
-def knock(address: str, ca: Path) -> None:
+def check_server(address: str, ca: Path) -> None:
     """Returns if our server is there; that somebody else is, or nobody, are different errors."""
     host, _, port = address.rpartition(":")
-    context = trusting(ca)
+    context = tls_context(ca)
     try:
         with (
             socket.create_connection((host, int(port)), 5) as plain,
@@ -224,17 +224,17 @@ def knock(address: str, ca: Path) -> None:
         ):
             return
     except ssl.SSLCertVerificationError as error:
-        said = error.verify_message
+        verify_error = error.verify_message
         remedy = (
             "it was made for another federation: ca.crt of this folder and the server's must be "
             "of the same `fedvlm deploy init`"
         )
-        if "expired" in said or "not yet valid" in said:
+        if "expired" in verify_error or "not yet valid" in verify_error:
             remedy = "look at the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
-        elif "match" in said:
+        elif "match" in verify_error:
             remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
         raise FederationError(
-            f"the certificate of the server at {address} is refused ({said}); {remedy}"
+            f"the certificate of the server at {address} is refused ({verify_error}); {remedy}"
         ) from error
     except ssl.SSLEOFError as error:  # as a proxy does whose server is down
         raise Unreachable(f"{address} ends the connection before it has begun") from error
@@ -247,29 +247,29 @@ def knock(address: str, ca: Path) -> None:
         raise Unreachable(f"nobody answers at {address} ({error})") from error
 
 
-def flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
+def run_flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
     """Flower's command line, answering in JSON."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "fedvlm.deploy.flower.control", *words, "--format", "json"],
-            cwd=home(kit),  # Flower takes the name of a connection for a folder of that name
-            env={**environment(home(kit)), PASS: str(kit.folder.resolve())},
+            cwd=flower_home(kit),  # Flower takes the name of a connection for a folder of that name
+            env={**flower_environment(flower_home(kit)), TOKEN_FOLDER_VARIABLE: str(kit.folder.resolve())},
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=ANSWER,
+            timeout=CLI_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return {"success": False, "error-message": f"the server did not answer in {ANSWER:g} s"}
-    said = done.stdout + done.stderr
+        return {"success": False, "error-message": f"the server did not answer in {CLI_TIMEOUT_SECONDS:g} s"}
+    output = done.stdout + done.stderr
     try:
         answer = json.loads(done.stdout[done.stdout.index("{") :])
     except ValueError:
-        answer = {"success": False, "error-message": said}
+        answer = {"success": False, "error-message": output}
     return dict(answer)
 
 
-def supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
+def start_supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
     """Starts a site's SuperNode; what it starts itself are programs of `bin`."""
     command = [
         *(sys.executable, "-m", "fedvlm.deploy.flower.supernode"),
@@ -279,5 +279,9 @@ def supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
         *("--host", "127.0.0.1"),
         *("--port", str(free_port())),
     ]
-    whole = {**environment(kit.folder / "flwr", bin), NOTE: str(kit.folder / ".node"), **env}
-    return Process("supernode", command, kit.folder / "supernode.log", whole)
+    full_environment = {
+        **flower_environment(kit.folder / "flwr", bin),
+        NODE_FILE_VARIABLE: str(kit.folder / ".node"),
+        **env,
+    }
+    return Process("supernode", command, kit.folder / "supernode.log", full_environment)

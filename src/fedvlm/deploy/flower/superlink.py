@@ -8,13 +8,13 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from fedvlm.deploy.flower import put
-from fedvlm.deploy.flower.gate import NAME, PASS, Gate, Keys, Scope, word
-from fedvlm.deploy.flower.kin import Kin
-from fedvlm.engines.flower.api import flower
+from fedvlm.deploy.flower import replace_attributes
+from fedvlm.deploy.flower.gate import SECRET_FILE, TOKEN_FOLDER_VARIABLE, AccessMiddleware, Scope, SiteKeys, auth_token
+from fedvlm.deploy.flower.kin import LinkedSubprocess
+from fedvlm.engines.flower.api import import_flower
 
 
-def enrol(scope: Scope, key: bytes) -> None:
+def register_node(scope: Scope, key: bytes) -> None:
     """Gives a site's key a node's number, by which Flower knows it."""
     from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 
@@ -23,27 +23,27 @@ def enrol(scope: Scope, key: bytes) -> None:
         state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, HEARTBEAT_DEFAULT_INTERVAL)
 
 
-def dismiss(scope: Scope, key: bytes) -> None:
+def deactivate_node(scope: Scope, key: bytes) -> None:
     """A node whose key has ended is off at once: nobody waits for it, or sends it anything."""
     state = scope["app"].state.linkstate_factory.state()
     if (node := state.get_node_id_by_public_key(key)) is not None:
         state.deactivate_node(node)
 
 
-def set_gate(folder: Path) -> None:
+def install_middleware(folder: Path) -> None:
     """Whatever app Flower makes from here on is behind the gate of this folder."""
-    flower()
+    import_flower()
     from starlette.middleware import Middleware
 
-    keys = Keys(folder, enrol, dismiss)
-    gate = Middleware(Gate, word(folder), keys)  # type: ignore[arg-type, unused-ignore]
-    put(import_module("flwr.superlink.extensions"), get_middleware=lambda: (gate,))
+    keys = SiteKeys(folder, register_node, deactivate_node)
+    middleware = Middleware(AccessMiddleware, auth_token(folder), keys)  # type: ignore[arg-type, unused-ignore]
+    replace_attributes(import_module("flwr.superlink.extensions"), get_middleware=lambda: (middleware,))
 
 
 def main() -> None:
     folder, host, port = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    set_gate(folder)
-    secret = ("--superexec-auth-secret-file", str(folder / NAME))
+    install_middleware(folder)
+    secret = ("--superexec-auth-secret-file", str(folder / SECRET_FILE))
     superexec = [
         *(sys.executable, "-m", "fedvlm.deploy.flower.superexec"),
         *("--root-certificates", str(folder / "ca.crt")),
@@ -51,7 +51,7 @@ def main() -> None:
         *("--parent-pid", str(os.getpid())),
         *secret,
     ]
-    Kin.Popen(superexec, env={**os.environ, PASS: str(folder)})
+    LinkedSubprocess.Popen(superexec, env={**os.environ, TOKEN_FOLDER_VARIABLE: str(folder)})
     sys.argv = [
         "flower-superlink",
         *("--ssl-ca-certfile", str(folder / "ca.crt")),

@@ -9,48 +9,48 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fedvlm.deploy.flower import put
-from fedvlm.deploy.flower.gate import PASS, Gate, word
-from fedvlm.deploy.flower.kin import Kin, patient
-from fedvlm.engines.flower.api import QUIET
+from fedvlm.deploy.flower import replace_attributes
+from fedvlm.deploy.flower.gate import TOKEN_FOLDER_VARIABLE, AccessMiddleware, auth_token
+from fedvlm.deploy.flower.kin import LinkedSubprocess, make_retrying
+from fedvlm.engines.flower.api import QUIET_ENVIRONMENT
 from fedvlm.errors import FederationError
-from fedvlm.storage.files import write
+from fedvlm.storage.files import write_file
 
-LOOK = 0.3  # seconds between looks, where Flower takes 3; one small request each
-NEAR = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
-LONG = 1.0  # Flower's naps above it are between requests to the server
-REST = 60.0  # seconds in which all of an answer of this machine has come in
-LOST = "its connection to the server has failed for good"
-NOTE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
+POLL_SECONDS = 0.3  # seconds between looks, where Flower takes 3; one small request each
+LOCAL_POLL_SECONDS = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
+SERVER_NAP_SECONDS = 1.0  # Flower's naps above it are between requests to the server
+REPLY_TIMEOUT_SECONDS = 60.0  # seconds in which all of an answer of this machine has come in
+CONNECTION_LOST = "its connection to the server has failed for good"
+NODE_FILE_VARIABLE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
 
-class Time:
+class FastTime:
     """The module `time` with shorter naps."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
 
     def sleep(self, seconds: float) -> None:
-        time.sleep(LOOK if seconds > LONG else NEAR)
+        time.sleep(POLL_SECONDS if seconds > SERVER_NAP_SECONDS else LOCAL_POLL_SECONDS)
 
 
-def returning(client: Any, note: Path) -> Any:
+def reconnecting_client(client: Any, node_file: Path) -> Any:
     """Closes what a killed process left open: for a minute it would keep its successor out."""
     from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 
     class Returning(client):  # type: ignore[misc, unused-ignore]
         def ActivateNode(self, request: Any) -> Any:
-            if note.exists():
+            if node_file.exists():
                 with suppress(Exception):  # it was closed, or is of another server
-                    self.DeactivateNode(DeactivateNodeRequest(node_id=int(note.read_text())))
+                    self.DeactivateNode(DeactivateNodeRequest(node_id=int(node_file.read_text())))
             answer = super().ActivateNode(request)
-            write(note, str(answer.node_id).encode())
+            write_file(node_file, str(answer.node_id).encode())
             return answer
 
     return Returning
 
 
-def steady(sender: Any) -> Any:
+def retrying_heartbeat(sender: Any) -> Any:
     """A heartbeat that fails is tried again, whatever it fails by: without any, a node is off."""
 
     class Steady(sender):  # type: ignore[misc, unused-ignore]
@@ -65,7 +65,7 @@ def steady(sender: Any) -> Any:
     return Steady
 
 
-def settled(pull: Callable[..., Any]) -> Callable[..., Any]:
+def handle_ended_run(pull: Callable[..., Any]) -> Callable[..., Any]:
     """A run that ends while its message comes in, as any other message that does not come in whole.
 
     Flower forgets to take such a one back, and the site would wait an hour for the rest of it.
@@ -73,22 +73,22 @@ def settled(pull: Callable[..., Any]) -> Callable[..., Any]:
     from flwr.supercore.run import RunNotRunningException
 
     def plain(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*given: Any) -> Any:
+        def called(*args: Any) -> Any:
             try:
-                return call(*given)
+                return call(*args)
             except RunNotRunningException as error:
                 raise FederationError("the run has ended meanwhile") from error
 
         return called
 
-    def pulled(*, pull_object: Any, confirm_message_received: Any, **given: Any) -> Any:
+    def pulled(*, pull_object: Any, confirm_message_received: Any, **options: Any) -> Any:
         confirm = plain(confirm_message_received)
-        return pull(pull_object=plain(pull_object), confirm_message_received=confirm, **given)
+        return pull(pull_object=plain(pull_object), confirm_message_received=confirm, **options)
 
     return pulled
 
 
-def answering(state: Any) -> Any:
+def answering_state(state: Any) -> Any:
     """A SuperNode asks for nothing else before it has an answer: a task that fails is one, too."""
     from flwr.common.constant import SubStatus
     from flwr.supernode.nodestate.in_memory_nodestate import CLIENT_APP_CRASHED_ERROR
@@ -97,7 +97,7 @@ def answering(state: Any) -> Any:
         def finish_task(self, task_id: int, sub_status: str, details: str) -> bool:
             finished = super().finish_task(task_id, sub_status, details)
             if finished and sub_status == SubStatus.FAILED:
-                runs = [one.run_id for one in self.get_tasks(task_ids=[task_id])]
+                runs = [task.run_id for task in self.get_tasks(task_ids=[task_id])]
                 self.get_messages_legacy(run_ids=runs, is_reply=False)  # as if it had been read
                 self._store_error_replies(set(runs), CLIENT_APP_CRASHED_ERROR)
             return bool(finished)
@@ -105,7 +105,7 @@ def answering(state: Any) -> Any:
     return Answering
 
 
-def bounded(store: Any) -> Any:
+def bounded_store(store: Any) -> Any:
     """Memory that is not asked for ever for what was announced: its sender may have failed."""
 
     class Bounded(store):  # type: ignore[misc, unused-ignore]
@@ -117,46 +117,46 @@ def bounded(store: Any) -> Any:
             content = super().get(object_id)
             if content != b"":
                 self.asked.pop(object_id, None)
-            elif time.monotonic() - self.asked.setdefault(object_id, time.monotonic()) > REST:
+            elif time.monotonic() - self.asked.setdefault(object_id, time.monotonic()) > REPLY_TIMEOUT_SECONDS:
                 del self.asked[object_id]
-                raise FederationError(f"the rest of an answer did not come in {REST:g} s")
+                raise FederationError(f"the rest of an answer did not come in {REPLY_TIMEOUT_SECONDS:g} s")
             return content
 
     return Bounded
 
 
-def behind_a_gate(make: Any) -> Any:
+def with_access_control(make: Any) -> Any:
     """A SuperNode gives its messages to whoever asks on this machine; ours to its own kin only."""
 
-    def made(**given: Any) -> Any:
-        app = make(**given)
-        app.add_middleware(Gate, word=word(Path(os.environ[PASS])))
+    def made(**options: Any) -> Any:
+        app = make(**options)
+        app.add_middleware(AccessMiddleware, token=auth_token(Path(os.environ[TOKEN_FOLDER_VARIABLE])))
         return app
 
     return made
 
 
 def main() -> None:
-    os.environ.update(QUIET)
+    os.environ.update(QUIET_ENVIRONMENT)
     internal: Any = import_module("flwr.supernode.start_client_internal")
-    pull = settled(internal._pull_and_store_message)
-    put(internal, time=Time(), subprocess=Kin(), _pull_and_store_message=pull)
+    pull = handle_ended_run(internal._pull_and_store_message)
+    replace_attributes(internal, time=FastTime(), subprocess=LinkedSubprocess(), _pull_and_store_message=pull)
     memory: Any = import_module("flwr.supernode.nodestate.nodestate_factory")
-    put(memory, InMemoryNodeState=answering(memory.InMemoryNodeState))
+    replace_attributes(memory, InMemoryNodeState=answering_state(memory.InMemoryNodeState))
     objects: Any = import_module("flwr.supercore.object_store.object_store_factory")
-    put(objects, InMemoryObjectStore=bounded(objects.InMemoryObjectStore))
+    replace_attributes(objects, InMemoryObjectStore=bounded_store(objects.InMemoryObjectStore))
     connection: Any = import_module("flwr.supernode.fleet_http_connection")
-    client = returning(connection.FleetHttpClient, Path(os.environ[NOTE]))
-    put(
+    client = reconnecting_client(connection.FleetHttpClient, Path(os.environ[NODE_FILE_VARIABLE]))
+    replace_attributes(
         connection,
         FleetHttpClient=client,
-        make_simple_http_retry_invoker=patient(connection.make_simple_http_retry_invoker),
-        HeartbeatSender=steady(connection.HeartbeatSender),
+        make_simple_http_retry_invoker=make_retrying(connection.make_simple_http_retry_invoker),
+        HeartbeatSender=retrying_heartbeat(connection.HeartbeatSender),
     )
     app: Any = import_module("flwr.supernode.main")
-    put(app, create_app=behind_a_gate(app.create_app))
+    replace_attributes(app, create_app=with_access_control(app.create_app))
     import_module("flwr.supernode.cli").flower_supernode()
-    sys.stderr.write(f"{LOST}\n")
+    sys.stderr.write(f"{CONNECTION_LOST}\n")
     sys.stderr.flush()
     os._exit(1)  # else Flower's own threads keep this process alive, deaf
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from fedvlm.deploy.consent import give_consent, refuse_consent
 from fedvlm.deploy.status import is_server, status
-from fedvlm.deploy.watch.page import page, report_of, view
+from fedvlm.deploy.watch.page import finished_record, live_page, live_view
 from fedvlm.errors import FedVLMError, SettingsError
 
-EVERY = 1.0  # seconds between looks
-MOST = 4096  # bytes of a person's answer
+POLL_SECONDS = 1.0  # seconds between looks
+MAX_ANSWER_BYTES = 4096  # bytes of a person's answer
 HEADERS = {
     "cache-control": "no-store",
     "referrer-policy": "no-referrer",
@@ -22,7 +22,7 @@ HEADERS = {
 }
 
 
-def app(folder: Path, token: str, hosts: set[str]) -> Any:
+def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
     """`hosts` are the names this service is known by: a request for another is a trick of DNS."""
     try:
         from fastapi import FastAPI, Request
@@ -34,17 +34,15 @@ def app(folder: Path, token: str, hosts: set[str]) -> Any:
     server = FastAPI(openapi_url=None)
 
     @server.middleware("http")
-    async def door(request: Request, call: Any) -> Response:
+    async def check_access(request: Request, call: Any) -> Response:
         refusal = _refusal(request, token, hosts)
-        reply: Response = (
-            JSONResponse({"detail": refusal[1]}, refusal[0]) if refusal else (await call(request))
-        )
-        reply.headers.update({key: one for key, one in HEADERS.items() if key not in reply.headers})
+        reply: Response = JSONResponse({"detail": refusal[1]}, refusal[0]) if refusal else (await call(request))
+        reply.headers.update({key: header for key, header in HEADERS.items() if key not in reply.headers})
         return reply
 
     @server.get("/")
     def live() -> HTMLResponse:
-        html, policy = page(folder)
+        html, policy = live_page(folder)
         return HTMLResponse(html, headers={"content-security-policy": policy})
 
     @server.get("/state")
@@ -57,13 +55,13 @@ def app(folder: Path, token: str, hosts: set[str]) -> Any:
 
     @server.get("/report")
     def report() -> HTMLResponse:
-        from fedvlm.report.page.gather import gather
-        from fedvlm.report.page.render import page as written
+        from fedvlm.report.page.gather import build_model
+        from fedvlm.report.page.render import render_page as written
 
-        record = report_of(status(folder))
+        record = finished_record(status(folder))
         if record is None:
             return HTMLResponse("no run has ended here", 404)
-        return HTMLResponse(written(gather([record])))
+        return HTMLResponse(written(build_model([record])))
 
     @server.get("/health")
     def health() -> JSONResponse:
@@ -72,7 +70,7 @@ def app(folder: Path, token: str, hosts: set[str]) -> Any:
 
     @server.get("/metrics")
     def numbers() -> PlainTextResponse:
-        return PlainTextResponse(metrics(folder))
+        return PlainTextResponse(prometheus_metrics(folder))
 
     @server.post("/consent")
     async def consent(request: Request) -> JSONResponse:
@@ -81,10 +79,10 @@ def app(folder: Path, token: str, hosts: set[str]) -> Any:
         raw = bytearray()
         async for part in request.stream():
             raw += part
-            if len(raw) > MOST:
+            if len(raw) > MAX_ANSWER_BYTES:
                 return JSONResponse({"detail": "the answer is too long"}, 413)
         try:
-            return JSONResponse({"detail": _answered(folder, json.loads(raw))})
+            return JSONResponse({"detail": _apply_consent(folder, json.loads(raw))})
         except (FedVLMError, ValueError, TypeError, AttributeError, KeyError) as error:
             return JSONResponse({"detail": str(error)[:300]}, 422)
 
@@ -99,13 +97,13 @@ def _refusal(request: Any, token: str, hosts: set[str]) -> tuple[int, str] | Non
         return 403, "another page asks"
     if request.method == "POST" and origin is None:
         return 403, "only this service's own page may answer"
-    given = request.query_params.get("token") or request.headers.get("authorization", "")
-    if not hmac.compare_digest(given.removeprefix("Bearer ").encode(), token.encode()):
+    credentials = request.query_params.get("token") or request.headers.get("authorization", "")
+    if not hmac.compare_digest(credentials.removeprefix("Bearer ").encode(), token.encode()):
         return 401, "the token is missing or wrong; use the address that the command printed"
     return None
 
 
-def _answered(folder: Path, words: dict[str, Any]) -> str:
+def _apply_consent(folder: Path, words: dict[str, Any]) -> str:
     by = str(words["by"])
     if words.get("refuse"):
         refuse_consent(folder, by, str(words.get("reason", "")))
@@ -118,15 +116,15 @@ async def _stream(folder: Path) -> AsyncIterator[str]:
     """The view, each time it has changed."""
     last = ""
     while True:
-        now = await asyncio.to_thread(view, folder)
+        now = await asyncio.to_thread(live_view, folder)
         text = json.dumps({**now, "time": ""}, ensure_ascii=False)
         if text != last:
             last = text
             yield f"data: {text}\n\n"
-        await asyncio.sleep(EVERY)
+        await asyncio.sleep(POLL_SECONDS)
 
 
-def metrics(folder: Path) -> str:
+def prometheus_metrics(folder: Path) -> str:
     """The numbers of the status, as Prometheus reads them."""
     state = status(folder)
     lines = ["# TYPE fedvlm_up gauge", f"fedvlm_up {int(state['up'])}"]
@@ -136,34 +134,32 @@ def metrics(folder: Path) -> str:
             if run.get(key) is not None:
                 lines += [f"# TYPE fedvlm_{name} gauge", f"fedvlm_{name} {run[key]}"]
         lines.append("# TYPE fedvlm_site_answers gauge")
-        for site, one in state["sites"].items():
-            well = int(one["state"] in ("answers", "connected"))
-            lines.append(f'fedvlm_site_answers{{site="{_label(site)}"}} {well}')
+        for site, site_state in state["sites"].items():
+            well = int(site_state["state"] in ("answers", "connected"))
+            lines.append(f'fedvlm_site_answers{{site="{_escape_label(site)}"}} {well}')
     else:
         lines += ["# TYPE fedvlm_bytes_out counter", f"fedvlm_bytes_out {state['bytes out']}"]
     return "\n".join(lines) + "\n"
 
 
-def _label(text: str) -> str:
+def _escape_label(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
 
 
-def serve(folder: Path, port: int, ready: Callable[[str], None]) -> None:
+def serve_live_page(folder: Path, port: int, ready: Callable[[str], None]) -> None:
     """Serves on this machine until it is interrupted; `ready` gets the address with its token."""
     from secrets import token_urlsafe
 
     import uvicorn
 
-    from fedvlm.encoders.serve import listening
+    from fedvlm.encoders.serve import open_socket
 
     token = token_urlsafe(24)
     is_server(folder)
-    with listening("127.0.0.1", port) as heard:
-        at = heard.getsockname()[1]
+    with open_socket("127.0.0.1", port) as listener:
+        at = listener.getsockname()[1]
         hosts = {f"127.0.0.1:{at}", f"localhost:{at}"}
-        made = app(folder, token, hosts)
-        config = uvicorn.Config(
-            made, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
-        )
+        made = create_app(folder, token, hosts)
+        config = uvicorn.Config(made, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1)
         ready(f"http://127.0.0.1:{at}/?token={token}")
-        uvicorn.Server(config).run(sockets=[heard])
+        uvicorn.Server(config).run(sockets=[listener])

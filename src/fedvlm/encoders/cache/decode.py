@@ -26,8 +26,7 @@ def decode(data: bytes) -> Image.Image:
             raise
         except Exception as error:  # Pillow's readers raise nearly every kind on broken bytes
             raise DataError(
-                f"the image is truncated or damaged ({type(error).__name__}: {error}); "
-                "replace or remove it"
+                f"the image is truncated or damaged ({type(error).__name__}: {error}); replace or remove it"
             ) from error
 
 
@@ -41,15 +40,11 @@ def open_checked(data: bytes) -> Image.Image:
         raise DataError(f"the image is too large ({error}); scale it down first") from error
     except UnidentifiedImageError as error:
         raise DataError(
-            f"not an image that can be read: it begins with {data[:12]!r}; "
-            f"the formats are {', '.join(FORMATS)}"
+            f"not an image that can be read: it begins with {data[:12]!r}; the formats are {', '.join(FORMATS)}"
         ) from error
     width, height = image.size
     if width * height > PIXEL_LIMIT:
-        raise DataError(
-            f"the image has {width} x {height} pixels, more than {PIXEL_LIMIT:,}; "
-            "scale it down first"
-        )
+        raise DataError(f"the image has {width} x {height} pixels, more than {PIXEL_LIMIT:,}; scale it down first")
     if max(width, height) > ASPECT_LIMIT * min(width, height):
         raise DataError(
             f"the image has {width} x {height} pixels, a sliver longer than {ASPECT_LIMIT} "

@@ -12,30 +12,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import Dataset, Digests, Embedded
-from fedvlm.encoders.cache.folder import Entry, directory, only, use
-from fedvlm.encoders.cache.images import Images
+from fedvlm.data.table import Dataset, Digests, EmbeddedTable
+from fedvlm.encoders.cache.folder import Entry, cache_directory, find_entry, lock_entry
+from fedvlm.encoders.cache.images import DatasetImages
 from fedvlm.encoders.cache.locks import Claims
-from fedvlm.encoders.cache.mapped import checked
+from fedvlm.encoders.cache.mapped import check_and_map
 from fedvlm.encoders.cache.table import RowFile
-from fedvlm.encoders.cache.workers import Decoders, Prepared, refuse_in_start
+from fedvlm.encoders.cache.workers import DecoderPool, Prepared, check_main_guard
 from fedvlm.encoders.interface import BATCH, Batching, Encoder, Vectors
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.errors import EncoderError
-from fedvlm.machine import cores
-from fedvlm.storage.paged import STRETCH, gathered
+from fedvlm.machine import count_cores
+from fedvlm.storage.paged import CHUNK_BYTES, concatenate_rows
 
-FEW_BYTES = 16_000_000  # of images; they are decoded before worker processes have started
+MAX_INLINE_BYTES = 16_000_000  # of images; they are decoded before worker processes have started
 
 Precision = Literal["float32", "float16"]
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EmbedResult:
     """The embeddings, and what it took to get them."""
 
-    embedded: Embedded
+    embedded: EmbeddedTable
     encoded: int  # images this run encoded; the others were in the cache
     skipped: list[tuple[str, str]]  # images that cannot be read: name and reason
     rows: NDArray[np.int64]  # those of the data set that were not skipped
@@ -51,38 +51,36 @@ def embed(
     precision: Precision = "float32",
     workers: int | None = None,
     progress: Progress | None = None,
-) -> Outcome:
+) -> EmbedResult:
     """Encodes what the cache lacks, then reads everything from it.
 
     `workers` processes decode (0: this one does); left out, it is one core less than there are, or
     0 for few images. `progress` is told how many of the images to encode are done.
     """
     if patches and "patches" not in encoder.offers:
-        raise EncoderError(
-            f"{encoder.name} has no patch embeddings; it offers {', '.join(sorted(encoder.offers))}"
-        )
-    refuse_in_start()
-    images = Images(dataset)
-    with use(cache or directory(), fingerprint, encoder.name) as (entry, claims):
+        raise EncoderError(f"{encoder.name} has no patch embeddings; it offers {', '.join(sorted(encoder.offers))}")
+    check_main_guard()
+    images = DatasetImages(dataset)
+    with lock_entry(cache or cache_directory(), fingerprint, encoder.name) as (entry, claims):
         tables = _Tables(entry, encoder, precision, patches)
         todo = [digest for digest in images.first if not tables.have(digest)]
         if workers is None:
-            few = images.size(todo) < FEW_BYTES
-            workers = 0 if few else min(8, max(1, cores() - 1))
+            is_small = images.size(todo) < MAX_INLINE_BYTES
+            workers = 0 if is_small else min(8, max(1, count_cores() - 1))
         batch = encoder.batch if todo and isinstance(encoder, Batching) else BATCH
         run = _Run(images, encoder, tables, claims, progress or (lambda done, total: None), batch)
-        with Decoders(encoder.preprocess, workers, ahead=2 * batch) as decoders:
-            run.all(todo, decoders)
-        rows, skipped = images.sound(), images.skipped()
+        with DecoderPool(encoder.preprocess, workers, prefetch=2 * batch) as decoders:
+            run.encode_all(todo, decoders)
+        rows, skipped = images.readable_rows(), images.skipped()
         content = [images.digests[row] for row in rows]
         grid, text = tables.patches, None
         if "text" in encoder.offers:
-            table = entry.need("text.float32", "float32", (encoder.dim,))
+            table = entry.ensure_table("text.float32", "float32", (encoder.dim,))
             text = class_embeddings(encoder, table, dataset.classes, dataset.templates)
-        embedded = Embedded(
+        embedded = EmbeddedTable(
             name=dataset.name,
             classes=dataset.classes,
-            x=_units(tables.pooled, content),
+            x=_unit_rows(tables.pooled, content),
             labels=dataset.labels[rows],
             domains=dataset.domains[rows],
             clients=dataset.clients[rows],
@@ -96,23 +94,23 @@ def embed(
             fingerprint="",
         )
     embedded = replace(embedded, fingerprint=_fingerprint(embedded, dataset.templates))
-    return Outcome(embedded, run.encoded, skipped, rows)
+    return EmbedResult(embedded, run.encoded, skipped, rows)
 
 
-def read_again(
+def read_cached(
     cache: Path, encoder: str, precision: Precision, patches: bool, content: Sequence[bytes]
 ) -> tuple[Tensor, Any]:
     """Rows that are in the cache, as `embed` gives them; an encoder by its fingerprint's beginning.
 
     Raises KeyError where one is missing.
     """
-    tables = only(cache, encoder).tables()
+    tables = find_entry(cache, encoder).tables()
     x = _unit(tables[f"pooled.{precision}"].read(content))
     return x, _grid(tables["patches.float16"], content) if patches else None
 
 
 def _grid(table: RowFile, content: Sequence[bytes]) -> Any:
-    return checked(table.mapped(content), table.sums(content), table.name)
+    return check_and_map(table.mapped(content), table.sums(content), table.name)
 
 
 class _Tables:
@@ -120,13 +118,13 @@ class _Tables:
 
     def __init__(self, entry: Entry, encoder: Encoder, precision: Precision, patches: bool) -> None:
         self._entry, self.wants_patches = entry, patches
-        self.pooled = entry.need(f"pooled.{precision}", precision, (encoder.dim,))
+        self.pooled = entry.ensure_table(f"pooled.{precision}", precision, (encoder.dim,))
         # how many patches there are is not known before the encoder's first answer
         self.patches = entry.table("patches.float16", "float16", None) if patches else None
 
     def have(self, digest: bytes) -> bool:
-        there = not self.wants_patches or (self.patches is not None and digest in self.patches)
-        return there and digest in self.pooled
+        has_patches = not self.wants_patches or (self.patches is not None and digest in self.patches)
+        return has_patches and digest in self.pooled
 
     def refresh(self) -> None:
         if self.wants_patches and self.patches is None:
@@ -139,7 +137,7 @@ class _Tables:
         if vectors.patches is not None and self.wants_patches:
             if self.patches is None:
                 shape = vectors.patches.shape[1:]
-                self.patches = self._entry.need("patches.float16", "float16", shape)
+                self.patches = self._entry.ensure_table("patches.float16", "float16", shape)
             self.patches.append(digests, vectors.patches)
         self.pooled.append(digests, vectors.pooled)
 
@@ -148,7 +146,7 @@ class _Tables:
 class _Run:
     """The images still to encode, on their way through decoders, encoder and cache."""
 
-    images: Images
+    images: DatasetImages
     encoder: Encoder
     tables: _Tables
     claims: Claims
@@ -157,29 +155,29 @@ class _Run:
     encoded: int = 0
     done: int = 0
 
-    def all(self, todo: list[bytes], decoders: Decoders) -> None:
+    def encode_all(self, todo: list[bytes], decoders: DecoderPool) -> None:
         total = len(todo)
         self.progress(0, total)
         while todo:
-            others: list[bytes] = []  # in the hands of other processes
-            prepared = decoders.stream(self._ask(todo, others))
+            claimed_elsewhere: list[bytes] = []  # in the hands of other processes
+            prepared = decoders.stream(self._claim_images(todo, claimed_elsewhere))
             while batch := list(islice(prepared, self.size)):
                 self._encode(batch)
-                self.claims.release(one.digest for one in batch)
+                self.claims.release(image.digest for image in batch)
                 self.done += len(batch)
                 self.progress(self.done, total)
-            if others:
-                self.claims.wait(others[0])
+            if claimed_elsewhere:
+                self.claims.wait(claimed_elsewhere[0])
                 self.tables.refresh()
-            todo = [digest for digest in others if not self.tables.have(digest)]
+            todo = [digest for digest in claimed_elsewhere if not self.tables.have(digest)]
             self.done = total - len(todo)
             self.progress(self.done, total)
 
-    def _ask(self, todo: Iterable[bytes], others: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    def _claim_images(self, todo: Iterable[bytes], claimed_elsewhere: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
         """Claims an image just before it is decoded, and passes over what others are at."""
         for digest in todo:
             if not self.claims.take(digest):
-                others.append(digest)
+                claimed_elsewhere.append(digest)
                 continue
             self.tables.refresh()
             if self.tables.have(digest):
@@ -189,28 +187,28 @@ class _Run:
                 yield digest, self.images.read(digest)
 
     def _encode(self, batch: list[Prepared]) -> None:
-        good: list[Any] = [one.image for one in batch if one.image is not None]
-        digests = [one.digest for one in batch if one.image is not None]
+        good: list[Any] = [prepared.image for prepared in batch if prepared.image is not None]
+        digests = [prepared.digest for prepared in batch if prepared.image is not None]
         if good:
             answer = self.encoder.embed(good, self.tables.wants_patches)
             self.tables.append(digests, self._checked(answer, digests))
             self.encoded += len(good)
-        for one in batch:
-            if one.image is None:
-                self.images.refuse(one.digest, one.reason)
+        for prepared in batch:
+            if prepared.image is None:
+                self.images.mark_unreadable(prepared.digest, prepared.reason)
 
     def _checked(self, answer: Vectors, digests: list[bytes]) -> Vectors:
         """As the cache will keep it: in its precision, of the right shape, finite and not zero."""
         with np.errstate(over="ignore"):
             pooled = np.asarray(answer.pooled).astype(self.tables.pooled.dtype)
             grid = None if answer.patches is None else answer.patches.astype(np.float16)
-        wanted = (len(digests), self.encoder.dim)
+        expected_shape = (len(digests), self.encoder.dim)
         shapes = [pooled.shape]
         if self.tables.wants_patches:
             shapes.append((len(grid), *grid.shape[2:]) if grid is not None else ())
         for shape in shapes:
-            if shape != wanted:
-                raise self._refuse(f"vectors of shape {shape} instead of {wanted}", digests[0])
+            if shape != expected_shape:
+                raise self._refuse(f"vectors of shape {shape} instead of {expected_shape}", digests[0])
         for row, digest in enumerate(digests):
             if not np.isfinite(pooled[row]).all():
                 raise self._refuse("NaN or inf", digest)
@@ -220,20 +218,20 @@ class _Run:
                 raise self._refuse("NaN or inf in a patch", digest)
         return Vectors(pooled, grid)
 
-    def _refuse(self, what: str, digest: bytes) -> EncoderError:
+    def _refuse(self, problem: str, digest: bytes) -> EncoderError:
         return EncoderError(
-            f"{self.encoder.name} answered with {what} for {self.images.name(digest)}; "
+            f"{self.encoder.name} answered with {problem} for {self.images.name(digest)}; "
             "the batches before it are kept: mend the encoder, or remove the image, and run again"
         )
 
 
-def _units(table: RowFile, content: list[bytes]) -> Tensor:
+def _unit_rows(table: RowFile, content: list[bytes]) -> Tensor:
     """(content, dim) of unit norm, each row checked; many are in a file, and not in memory."""
     (dim,) = table.shape
-    size = max(1, STRETCH // (4 * dim))
+    size = max(1, CHUNK_BYTES // (4 * dim))
     starts = range(0, max(1, len(content)), size)
     parts = (_unit(table.read(content[first : first + size])) for first in starts)
-    return gathered(table.folder, (len(content), dim), parts)
+    return concatenate_rows(table.folder, (len(content), dim), parts)
 
 
 def _unit(values: NDArray[Any]) -> Tensor:
@@ -242,7 +240,7 @@ def _unit(values: NDArray[Any]) -> Tensor:
     return x / lengths.float()
 
 
-def _fingerprint(embedded: Embedded, templates: tuple[str, ...]) -> str:
+def _fingerprint(embedded: EmbeddedTable, templates: tuple[str, ...]) -> str:
     """Covers all that a run on these rows can depend on, but for the encoder."""
     digest = sha256("\x1e".join(embedded.content).encode())
     columns = [embedded.domains, embedded.clients, embedded.splits]

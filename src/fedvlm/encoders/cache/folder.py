@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedvlm.encoders.cache.locks import Claims, held
-from fedvlm.encoders.cache.table import Bad, RowFile, writing
+from fedvlm.encoders.cache.locks import Claims, file_lock
+from fedvlm.encoders.cache.table import DamagedRow, RowFile, explain_write_errors
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.storage import files
 
 FORMAT = 1
 
 
-def directory() -> Path:
+def cache_directory() -> Path:
     """FEDVLM_CACHE, or `fedvlm` in the user's cache directory."""
-    if own := os.environ.get("FEDVLM_CACHE"):
-        return Path(own).expanduser()
+    if configured := os.environ.get("FEDVLM_CACHE"):
+        return Path(configured).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "fedvlm"
 
@@ -44,17 +44,14 @@ class Entry:
         try:
             meta = json.loads(path.read_text())
             tables = {str(k): (str(d), [int(n) for n in s]) for k, (d, s) in meta["tables"].items()}
-            found = {"encoder": str(meta["encoder"]), "tables": tables}
+            parsed = {"encoder": str(meta["encoder"]), "tables": tables}
             if meta["format"] == FORMAT:
-                return found
+                return parsed
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
         else:
             reason = f"format {meta['format']}, not {FORMAT}"
-        raise DataError(
-            f"cannot read {path} ({reason}); "
-            f"`fedvlm cache rm {self.fingerprint[:16]}` removes the entry"
-        )
+        raise DataError(f"cannot read {path} ({reason}); `fedvlm cache rm {self.fingerprint[:16]}` removes the entry")
 
     def tables(self) -> dict[str, RowFile]:
         return {
@@ -64,51 +61,49 @@ class Entry:
 
     def table(self, name: str, dtype: str, shape: tuple[int, ...] | None) -> RowFile | None:
         """A table by name, made if its shape is known; None if it is not there and not known."""
-        with held(self._lock):
+        with file_lock(self._lock):
             meta = self.meta()
             if name not in meta["tables"]:
                 if shape is None:
                     return None
                 meta["tables"][name] = dtype, list(shape)
                 self._write(meta)
-            found_dtype, found = meta["tables"][name]
-        if shape is not None and (found_dtype, tuple(found)) != (dtype, shape):
+            stored_dtype, stored_shape = meta["tables"][name]
+        if shape is not None and (stored_dtype, tuple(stored_shape)) != (dtype, shape):
             raise DataError(
-                f"the cache holds {name} of shape {tuple(found)} for {meta['encoder']}, which now "
+                f"the cache holds {name} of shape {tuple(stored_shape)} for {meta['encoder']}, which now "
                 f"says {shape}; remove it with `fedvlm cache rm {self.fingerprint[:16]}`"
             )
-        return RowFile(self.folder / name, self._lock, found_dtype, tuple(found))
+        return RowFile(self.folder / name, self._lock, stored_dtype, tuple(stored_shape))
 
-    def need(self, name: str, dtype: str, shape: tuple[int, ...]) -> RowFile:
+    def ensure_table(self, name: str, dtype: str, shape: tuple[int, ...]) -> RowFile:
         table = self.table(name, dtype, shape)
         assert table is not None  # its shape is known
         return table
 
     def make(self, encoder: str) -> None:
-        with held(self._lock):
+        with file_lock(self._lock):
             if not self.folder.exists():
-                with writing(self.folder):
+                with explain_write_errors(self.folder):
                     self.folder.mkdir(mode=0o700)
             if not (self.folder / "meta.json").exists():
                 self._write({"encoder": encoder, "tables": {}})
 
     def _write(self, meta: dict[str, Any]) -> None:
         text = json.dumps({"format": FORMAT, **meta}, indent=1)
-        files.write(self.folder / "meta.json", text.encode())
+        files.write_file(self.folder / "meta.json", text.encode())
 
 
 @contextmanager
-def use(root: Path, fingerprint: str, encoder: str) -> Iterator[tuple[Entry, Claims]]:
+def lock_entry(root: Path, fingerprint: str, encoder: str) -> Iterator[tuple[Entry, Claims]]:
     """An entry to read and append to, made if need be; it cannot be removed meanwhile."""
     if not re.fullmatch("[0-9a-f]{16,64}", fingerprint):
-        raise SettingsError(
-            f"{fingerprint!r} is no fingerprint of an encoder; it takes 16 to 64 hex digits"
-        )
-    files.private(root)
-    with writing(root):
+        raise SettingsError(f"{fingerprint!r} is no fingerprint of an encoder; it takes 16 to 64 hex digits")
+    files.make_private_folder(root)
+    with explain_write_errors(root):
         (root / "locks").mkdir(parents=True, exist_ok=True, mode=0o700)
     entry = Entry(root, fingerprint)
-    with held(_lock(root, fingerprint, "use"), shared=True):
+    with file_lock(_lock(root, fingerprint, "use"), shared=True):
         entry.make(encoder)
         claims = Claims(entry.claims_path)
         try:
@@ -118,7 +113,7 @@ def use(root: Path, fingerprint: str, encoder: str) -> Iterator[tuple[Entry, Cla
 
 
 @dataclass(frozen=True)
-class Listed:
+class EntrySummary:
     """One line of `fedvlm cache ls`."""
 
     encoder: str
@@ -129,27 +124,27 @@ class Listed:
     problem: str = ""  # why the entry cannot be used, if so
 
 
-def ls(root: Path) -> list[Listed]:
+def list_entries(root: Path) -> list[EntrySummary]:
     return [_listed(entry) for entry in _entries(root)]
 
 
-def _listed(entry: Entry) -> Listed:
+def _listed(entry: Entry) -> EntrySummary:
     size = sum(file.stat().st_size for file in entry.folder.iterdir() if file.is_file())
     try:
         name, tables = entry.meta()["encoder"], entry.tables()
     except DataError as error:
-        return Listed("?", entry.fingerprint, 0, 0, size, str(error))
+        return EntrySummary("?", entry.fingerprint, 0, 0, size, str(error))
     count = {name: len(table) for name, table in tables.items()}
     pooled = max((count.get(name, 0) for name in ("pooled.float32", "pooled.float16")), default=0)
-    return Listed(name, entry.fingerprint, pooled, count.get("patches.float16", 0), size)
+    return EntrySummary(name, entry.fingerprint, pooled, count.get("patches.float16", 0), size)
 
 
-def rm(root: Path, prefix: str) -> Listed:
+def remove_entry(root: Path, prefix: str) -> EntrySummary:
     """Removes the entry whose fingerprint begins so; says what it was."""
-    entry = only(root, prefix)
-    with _alone(root, entry):
+    entry = find_entry(root, prefix)
+    with _lock_exclusively(root, entry):
         listed = _listed(entry)
-        with writing(entry.folder):
+        with explain_write_errors(entry.folder):
             # renamed first: a kill halfway must not leave half an entry under its name
             entry.folder.rename(root / f".removed-{entry.fingerprint}-{os.getpid()}")
             for doomed in root.glob(".removed-*"):
@@ -157,51 +152,50 @@ def rm(root: Path, prefix: str) -> Listed:
     return listed
 
 
-def verify(root: Path, prefix: str = "", drop: bool = False) -> dict[str, list[Bad]]:
+def verify(root: Path, prefix: str = "", drop: bool = False) -> dict[str, list[DamagedRow]]:
     """The damaged rows of each entry whose fingerprint begins so; `drop` lets go of them."""
-    entries = [only(root, prefix)] if prefix else _entries(root)
+    entries = [find_entry(root, prefix)] if prefix else _entries(root)
     return {entry.fingerprint: _verify(root, entry, drop) for entry in entries}
 
 
-def _verify(root: Path, entry: Entry, drop: bool) -> list[Bad]:
-    found = []
+def _verify(root: Path, entry: Entry, drop: bool) -> list[DamagedRow]:
+    damaged = []
     for table in entry.tables().values():
         bad = list(table.verify())
         if bad and drop:
-            with _alone(root, entry):
+            with _lock_exclusively(root, entry):
                 table.refresh()
-                table.drop({bytes.fromhex(one.digest) for one in bad})
-        found += bad
-    return found
+                table.drop({bytes.fromhex(row.digest) for row in bad})
+        damaged += bad
+    return damaged
 
 
 def _entries(root: Path) -> list[Entry]:
     folders = sorted(root.iterdir()) if root.is_dir() else []
-    names = [one.name for one in folders if re.fullmatch("[0-9a-f]{16,64}", one.name)]
+    names = [folder.name for folder in folders if re.fullmatch("[0-9a-f]{16,64}", folder.name)]
     return [Entry(root, name) for name in names]
 
 
-def only(root: Path, prefix: str) -> Entry:
+def find_entry(root: Path, prefix: str) -> Entry:
     """The entry whose fingerprint begins so."""
-    found = [entry for entry in _entries(root) if entry.fingerprint.startswith(prefix)]
-    if len(found) != 1:
-        names = ", ".join(entry.fingerprint[:16] for entry in found or _entries(root)) or "none"
+    matches = [entry for entry in _entries(root) if entry.fingerprint.startswith(prefix)]
+    if len(matches) != 1:
+        names = ", ".join(entry.fingerprint[:16] for entry in matches or _entries(root)) or "none"
         raise DataError(
-            f"{len(found)} entries of the cache at {root} begin with {prefix!r}; "
+            f"{len(matches)} entries of the cache at {root} begin with {prefix!r}; "
             f"give enough of one fingerprint: {names}"
         )
-    return found[0]
+    return matches[0]
 
 
 @contextmanager
-def _alone(root: Path, entry: Entry) -> Iterator[None]:
+def _lock_exclusively(root: Path, entry: Entry) -> Iterator[None]:
     try:
-        with held(_lock(root, entry.fingerprint, "use"), wait=False):
+        with file_lock(_lock(root, entry.fingerprint, "use"), wait=False):
             yield
     except BlockingIOError:
         raise DataError(
-            f"the cache entry {entry.fingerprint[:16]} is in use by another process; "
-            "wait until it is done"
+            f"the cache entry {entry.fingerprint[:16]} is in use by another process; wait until it is done"
         ) from None
 
 

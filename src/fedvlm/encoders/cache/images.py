@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from fedvlm.data.table import Dataset
 from fedvlm.errors import DataError
-from fedvlm.storage.files import NoFile
+from fedvlm.storage.files import NotRegularFileError
 
-UNREADABLE = 0.05  # share of the rows above which the data is to blame and not an image
+MAX_UNREADABLE_FRACTION = 0.05  # share of the rows above which the data is to blame and not an image
 
 
-class Images:
+class DatasetImages:
     """Rows are found by the digest of their bytes; an image that is there twice is read once."""
 
     def __init__(self, dataset: Dataset) -> None:
@@ -30,7 +30,7 @@ class Images:
             except (OSError, DataError) as error:
                 self.digests.append(b"")
                 self._unread[row] = str(error) or type(error).__name__
-                none += isinstance(error, NoFile)  # skipped by name, but no image that is unsound
+                none += isinstance(error, NotRegularFileError)  # skipped by name, but no image that is unsound
                 continue
             self.digests.append(sha256(data).digest())
             self._sizes[self.digests[-1]] = len(data)
@@ -56,35 +56,34 @@ class Images:
         except (OSError, DataError):  # it could be read a moment ago: its digest will not fit
             return b""
 
-    def refuse(self, digest: bytes, reason: str) -> None:
+    def mark_unreadable(self, digest: bytes, reason: str) -> None:
         self._undecoded[digest] = reason
         self._lost += self._times[digest]
         self._stop_if_many()
 
     def skipped(self) -> list[tuple[str, str]]:
         reasons = (
-            (row, self._unread.get(row) or self._undecoded.get(digest))
-            for row, digest in enumerate(self.digests)
+            (row, self._unread.get(row) or self._undecoded.get(digest)) for row, digest in enumerate(self.digests)
         )
         return [(self._dataset.source.name(row), reason) for row, reason in reasons if reason]
 
     def _stop_if_many(self) -> None:
-        if self._lost > UNREADABLE * self._count:
+        if self._lost > MAX_UNREADABLE_FRACTION * self._count:
             some = "; ".join(f"{name}: {reason}" for name, reason in self.skipped()[:3])
             raise DataError(
                 f"at least {self._lost} of the {self._count} images of "
-                f"{self._dataset.name} cannot be read, more than {UNREADABLE:.0%}; "
+                f"{self._dataset.name} cannot be read, more than {MAX_UNREADABLE_FRACTION:.0%}; "
                 f"replace or remove them. The first: {some}"
             )
 
-    def sound(self) -> NDArray[np.int64]:
+    def readable_rows(self) -> NDArray[np.int64]:
         """The rows that can be read, if they still hold every class."""
         fine = [bool(d) and d not in self._undecoded for d in self.digests]
         rows = np.flatnonzero(np.array(fine))
-        gone = np.setdiff1d(self._dataset.labels, self._dataset.labels[rows])
-        if gone.size:
+        lost_classes = np.setdiff1d(self._dataset.labels, self._dataset.labels[rows])
+        if lost_classes.size:
             raise DataError(
-                f"no image of class {self._dataset.classes[int(gone[0])]!r} of "
+                f"no image of class {self._dataset.classes[int(lost_classes[0])]!r} of "
                 f"{self._dataset.name} can be read; replace the images or remove the class"
             )
         return rows

@@ -10,7 +10,7 @@ from fedvlm.errors import DataError
 
 
 @contextmanager
-def held(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
+def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
     """A whole-file lock; without `wait`, BlockingIOError if another process is in the way."""
     file = _open(path)
     try:

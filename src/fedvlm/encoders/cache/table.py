@@ -21,16 +21,16 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvlm.encoders.cache.locks import held
+from fedvlm.encoders.cache.locks import file_lock
 from fedvlm.errors import DataError
 from fedvlm.storage import files
 
 RECORD = struct.Struct("<32sQII")  # digest, row, checksum of the row, checksum of the record
-BODY = RECORD.size - 4  # what the record's own checksum covers
+RECORD_BODY_BYTES = RECORD.size - 4  # what the record's own checksum covers
 
 
 @dataclass(frozen=True)
-class Bad:
+class DamagedRow:
     """One damaged row, or one damaged record (which names no row)."""
 
     table: str
@@ -46,25 +46,25 @@ class RowFile:
         self.size = prod(shape) * self.dtype.itemsize  # bytes of one row
         self._rows, self._index = Path(f"{stem}.rows"), Path(f"{stem}.index")
         self._lock, self.folder = lock, stem.parent
-        self._known: dict[bytes, tuple[int, int]] = {}  # digest -> row, checksum of the row
+        self._rows_by_digest: dict[bytes, tuple[int, int]] = {}  # digest -> row, checksum of the row
         self._read = 0  # bytes of the index that are in `_known`
         self._end = 0  # one past the last row of a record
         self.damaged: list[int] = []  # numbers of the records whose checksum is wrong
         self.refresh()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._rows_by_digest)
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._known
+        return digest in self._rows_by_digest
 
     def refresh(self) -> None:
         """Takes in what other processes appended. Under the lock no append is half done."""
         if self._index.exists() and self._index.stat().st_size >= self._read + RECORD.size:
-            with held(self._lock, shared=True):
-                self._take_in()
+            with file_lock(self._lock, shared=True):
+                self._read_index()
 
-    def _take_in(self) -> None:
+    def _read_index(self) -> None:
         if not self._index.exists():
             return
         with self._index.open("rb") as file:
@@ -72,11 +72,11 @@ class RowFile:
             data = file.read()
         view = memoryview(data)
         for start in range(0, len(data) - len(data) % RECORD.size, RECORD.size):
-            digest, row, checksum, own = RECORD.unpack_from(data, start)
-            if crc32(view[start : start + BODY]) != own:
+            digest, row, checksum, record_checksum = RECORD.unpack_from(data, start)
+            if crc32(view[start : start + RECORD_BODY_BYTES]) != record_checksum:
                 self.damaged.append((self._read + start) // RECORD.size)
                 continue
-            self._known[digest] = row, checksum
+            self._rows_by_digest[digest] = row, checksum
             self._end = max(self._end, row + 1)
         self._read += len(data) - len(data) % RECORD.size
 
@@ -85,18 +85,18 @@ class RowFile:
         values = np.ascontiguousarray(values, dtype=self.dtype)
         if values.shape != (len(digests), *self.shape):
             raise DataError(f"{self.name} takes rows of {self.shape}, not {values.shape[1:]}")
-        with held(self._lock):
-            self._take_in()
-            fresh = {d: i for i, d in enumerate(digests) if d not in self._known}
-            if not fresh:
+        with file_lock(self._lock):
+            self._read_index()
+            new_rows = {d: i for i, d in enumerate(digests) if d not in self._rows_by_digest}
+            if not new_rows:
                 return
-            data = [values[i].tobytes() for i in fresh.values()]
+            data = [values[i].tobytes() for i in new_rows.values()]
             size = self._rows.stat().st_size if self._rows.exists() else 0
             # after the rows and pieces of rows a kill left, and never a number that was given out
             first = max(-(-size // self.size), self._end)
             records = [
                 _record(digest, row, crc32(body))
-                for row, (digest, body) in enumerate(zip(fresh, data, strict=True), first)
+                for row, (digest, body) in enumerate(zip(new_rows, data, strict=True), first)
             ]
             _write(self._rows, first * self.size, data)
             try:
@@ -104,18 +104,18 @@ class RowFile:
             except DataError:
                 os.truncate(self._rows, size)
                 raise
-            self._take_in()
+            self._read_index()
 
     def read(self, digests: Sequence[bytes]) -> NDArray[Any]:
         """(digests, *shape), a copy in memory, each row checked."""
-        values: NDArray[Any] = self._map()[[self._known[digest][0] for digest in digests]]
+        values: NDArray[Any] = self._map()[[self._rows_by_digest[digest][0] for digest in digests]]
         flat = values.reshape(len(digests), prod(self.shape)).view(np.uint8)
-        check_sums(flat, self.sums(digests), self._rows, [self._known[one][0] for one in digests])
+        check_sums(flat, self.sums(digests), self._rows, [self._rows_by_digest[digest][0] for digest in digests])
         return values
 
     def sums(self, digests: Sequence[bytes]) -> NDArray[np.uint32]:
         """The checksum of each of these rows."""
-        return np.array([self._known[digest][1] for digest in digests], np.uint32)
+        return np.array([self._rows_by_digest[digest][1] for digest in digests], np.uint32)
 
     def mapped(self, digests: Sequence[bytes]) -> NDArray[Any]:
         """(digests, *shape), memory-mapped and unchecked, for rows that do not fit into memory.
@@ -125,11 +125,11 @@ class RowFile:
         Rows in another order than the file's are copied to a file without a name, which takes
         disk and no memory, and is gone when the last one who maps it is.
         """
-        rows = [self._known[digest][0] for digest in digests]
+        rows = [self._rows_by_digest[digest][0] for digest in digests]
         everything = self._map()
         if rows == list(range(rows[0], rows[0] + len(rows))):
             return everything[rows[0] : rows[0] + len(rows)]
-        with writing(self._rows), tempfile.TemporaryFile(dir=self._rows.parent) as file:
+        with explain_write_errors(self._rows), tempfile.TemporaryFile(dir=self._rows.parent) as file:
             for row in rows:
                 file.write(everything[row].data)
             file.flush()
@@ -147,52 +147,50 @@ class RowFile:
             return np.empty((0, *self.shape), self.dtype)
         return np.memmap(self._rows, self.dtype, "c", shape=(self._end, *self.shape))
 
-    def verify(self) -> Iterator[Bad]:
+    def verify(self) -> Iterator[DamagedRow]:
         """Every row against its checksum."""
         for record in self.damaged:
-            yield Bad(self.name, None, "", f"record {record} of the index is damaged")
+            yield DamagedRow(self.name, None, "", f"record {record} of the index is damaged")
         with self._rows.open("rb") if self._rows.exists() else BytesIO() as file:
-            for digest, (row, checksum) in self._known.items():
+            for digest, (row, checksum) in self._rows_by_digest.items():
                 file.seek(row * self.size)
                 data = file.read(self.size)
                 if len(data) < self.size:
-                    yield Bad(self.name, row, digest.hex(), "the file ends before this row does")
+                    yield DamagedRow(self.name, row, digest.hex(), "the file ends before this row does")
                 elif crc32(data) != checksum:
-                    yield Bad(self.name, row, digest.hex(), "the row is not what was written")
+                    yield DamagedRow(self.name, row, digest.hex(), "the row is not what was written")
 
     def drop(self, digests: set[bytes]) -> None:
         """Rewrites the index without these rows and without damaged records."""
-        kept = [
-            _record(digest, *where)
-            for digest, where in self._known.items()
+        records = [
+            _record(digest, *row_and_checksum)
+            for digest, row_and_checksum in self._rows_by_digest.items()
             if digest not in digests
         ]
-        with writing(self._index):
-            files.write(self._index, b"".join(kept))
-        self._known, self._read, self._end, self.damaged = {}, 0, 0, []
-        self._take_in()
+        with explain_write_errors(self._index):
+            files.write_file(self._index, b"".join(records))
+        self._rows_by_digest, self._read, self._end, self.damaged = {}, 0, 0, []
+        self._read_index()
 
 
-def check_sums(
-    rows: NDArray[Any], sums: NDArray[np.uint32], where: Path | str, numbers: Sequence[int] = ()
-) -> None:
+def check_sums(rows: NDArray[Any], sums: NDArray[np.uint32], location: Path | str, numbers: Sequence[int] = ()) -> None:
     """Refuses rows that are not what was written."""
-    for place, (row, wanted) in enumerate(zip(rows, sums.tolist(), strict=True)):
-        if crc32(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data) != wanted:
-            which = f"row {numbers[place]}" if numbers else "a row"
+    for place, (row, checksum) in enumerate(zip(rows, sums.tolist(), strict=True)):
+        if crc32(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data) != checksum:
+            row_name = f"row {numbers[place]}" if numbers else "a row"
             raise DataError(
-                f"{which} of {where} is damaged; `fedvlm cache verify --drop` names and removes "
+                f"{row_name} of {location} is damaged; `fedvlm cache verify --drop` names and removes "
                 "damaged rows, the next run encodes them again"
             )
 
 
 def _record(digest: bytes, row: int, checksum: int) -> bytes:
-    body = RECORD.pack(digest, row, checksum, 0)[:BODY]
+    body = RECORD.pack(digest, row, checksum, 0)[:RECORD_BODY_BYTES]
     return body + struct.pack("<I", crc32(body))
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """A disk that is full or read-only is something a person can put right."""
     try:
         yield
@@ -206,7 +204,7 @@ def writing(path: Path) -> Iterator[None]:
 def _write(path: Path, place: int, parts: Sequence[bytes]) -> None:
     """Writes at a place and waits for the disk; if that fails, the file ends at that place."""
     data = memoryview(b"".join(parts))
-    with writing(path):
+    with explain_write_errors(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             done = 0

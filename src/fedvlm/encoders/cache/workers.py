@@ -28,18 +28,16 @@ class Prepared(NamedTuple):
     reason: str = ""
 
 
-class Decoders:
-    def __init__(self, preprocess: Preprocess | None, workers: int, ahead: int) -> None:
-        self._preprocess, self._ahead = preprocess, ahead if workers else 0
-        self._own = ahead // 2  # the first images are decoded here, while the workers start
+class DecoderPool:
+    def __init__(self, preprocess: Preprocess | None, workers: int, prefetch: int) -> None:
+        self._preprocess, self._prefetch = preprocess, prefetch if workers else 0
+        self._inline_images = prefetch // 2  # the first images are decoded here, while the workers start
         # never "fork": a process with an encoder's threads in it cannot be copied safely
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])  # imports once for all workers
-        self._pool = workers and ProcessPoolExecutor(
-            workers, context, initializer=_start, initargs=(preprocess,)
-        )
+        self._pool = workers and ProcessPoolExecutor(workers, context, initializer=_start, initargs=(preprocess,))
 
-    def __enter__(self) -> "Decoders":
+    def __enter__(self) -> "DecoderPool":
         return self
 
     def __exit__(
@@ -56,18 +54,18 @@ class Decoders:
         waiting: deque[tuple[bytes, bytes, Future[NDArray[Any] | str | None]]] = deque()
         for digest, data in images:
             waiting.append((digest, data, self._submit(digest, data)))
-            if len(waiting) > self._ahead:
+            if len(waiting) > self._prefetch:
                 yield _finish(*waiting.popleft())
         while waiting:
             yield _finish(*waiting.popleft())
 
     def _submit(self, digest: bytes, data: bytes) -> "Future[NDArray[Any] | str | None]":
-        if self._pool and not self._own:
+        if self._pool and not self._inline_images:
             try:
                 return self._pool.submit(_work, digest, data)
             except BrokenProcessPool as error:
-                raise _died() from error
-        self._own = max(0, self._own - 1)
+                raise _worker_died() from error
+        self._inline_images = max(0, self._inline_images - 1)
         now: Future[NDArray[Any] | str | None] = Future()
         now.set_result(prepare(self._preprocess, digest, data))
         return now
@@ -93,20 +91,20 @@ def _finish(digest: bytes, data: bytes, future: "Future[NDArray[Any] | str | Non
     try:
         result = future.result()
     except BrokenProcessPool as error:
-        raise _died() from error
+        raise _worker_died() from error
     if isinstance(result, str):
         return Prepared(digest, None, result)
     return Prepared(digest, data if result is None else result)
 
 
-def _died() -> DataError:
+def _worker_died() -> DataError:
     return DataError(
         "a decoding process died: too little memory, or a script without "
         '`if __name__ == "__main__":`; mend that or use workers=0'
     )
 
 
-def refuse_in_start() -> None:
+def check_main_guard() -> None:
     """A new worker runs the main script once more; it must not wait there for its own parent."""
     if getattr(current_process(), "_inheriting", False):
         raise DataError(
@@ -115,12 +113,12 @@ def refuse_in_start() -> None:
         )
 
 
-_mine: Preprocess | None = None  # of this worker process, sent once and not with every image
+_worker_preprocess: Preprocess | None = None  # of this worker process, sent once and not with every image
 
 
 def _start(preprocess: Preprocess | None) -> None:
-    global _mine
-    _mine = preprocess
+    global _worker_preprocess
+    _worker_preprocess = preprocess
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and stops its workers
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the other cores belong to the encoder
@@ -136,4 +134,4 @@ def _follow_parent() -> None:
 
 
 def _work(digest: bytes, data: bytes) -> NDArray[Any] | str | None:
-    return prepare(_mine, digest, data)
+    return prepare(_worker_preprocess, digest, data)

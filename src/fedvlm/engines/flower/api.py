@@ -11,12 +11,12 @@ from typing import Any
 from fedvlm.errors import SettingsError
 
 # Flower reports its use and looks for updates unless told not to, before it is first imported.
-QUIET = {
+QUIET_ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-NAMES = {  # `api.NAME` is that of this module of Flower
+PUBLIC_NAMES = {  # `api.NAME` is that of this module of Flower
     "ClientApp": "flwr.clientapp",
     "FitIns": "flwr.common",
     "Grid": "flwr.serverapp",
@@ -27,7 +27,7 @@ NAMES = {  # `api.NAME` is that of this module of Flower
     "parameters_to_ndarrays": "flwr.common",
     "secaggplus_mod": "flwr.client.mod",
 }
-INNER = (  # what deploy/flower calls or replaces, module and name
+INTERNAL_NAMES = (  # what deploy/flower calls or replaces, module and name
     ("flwr.cli.app", "app"),
     ("flwr.clientapp", "ClientApp"),
     ("flwr.common.constant", "HEARTBEAT_DEFAULT_INTERVAL"),
@@ -83,15 +83,13 @@ INNER = (  # what deploy/flower calls or replaces, module and name
 )
 
 
-def flower() -> Any:
+def import_flower() -> Any:
     """Flower's message types, imported late and without telemetry."""
-    os.environ.update(QUIET)
+    os.environ.update(QUIET_ENVIRONMENT)
     try:
         import flwr.app
     except ImportError as error:
-        raise SettingsError(
-            f"Flower cannot be imported ({error}); pip install 'fedvlm[flower]'"
-        ) from error
+        raise SettingsError(f"Flower cannot be imported ({error}); pip install 'fedvlm[flower]'") from error
     from flwr.supercore import telemetry
 
     if telemetry.FLWR_TELEMETRY_ENABLED != "0":
@@ -103,7 +101,7 @@ def flower() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in NAMES:
+    if name not in PUBLIC_NAMES:
         raise AttributeError(f"fedvlm takes nothing called {name!r} from Flower")
-    flower()
-    return getattr(import_module(NAMES[name]), name)
+    import_flower()
+    return getattr(import_module(PUBLIC_NAMES[name]), name)

@@ -15,31 +15,31 @@ import torch
 from fedvlm import tensors
 from fedvlm.channel import validate
 from fedvlm.channel.secure import to_secagg
-from fedvlm.channel.uploads import join, leave, split
-from fedvlm.core import Conditioned, Described, Tensors, sums
-from fedvlm.engines.client import Done, Task, World, drawing, here, own_world
-from fedvlm.engines.flower.wire import Arrays, Parcel
-from fedvlm.engines.single import Single, where
+from fedvlm.channel.uploads import encode, join_channel_state, split_channel_state
+from fedvlm.core import Conditioned, Described, Tensors, upload_sum
+from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_noise, client_world
+from fedvlm.engines.flower.wire import Arrays, Message
+from fedvlm.engines.single import Sequential, error_context
 from fedvlm.errors import FederationError
 from fedvlm.storage.sealed import read_tensors, write_tensors
 
 Versions = dict[int, Tensors]
 
 
-class Lost(FederationError):
+class LostLocalError(FederationError):
     """Local tensors that a client no longer has, or never had."""
 
 
-def arrays(values: Tensors) -> Arrays:
+def to_arrays(values: Tensors) -> Arrays:
     return {key: value.detach().contiguous().numpy() for key, value in values.items()}
 
 
-def unpack(values: Arrays) -> Tensors:
+def to_tensors(values: Arrays) -> Tensors:
     return {key: torch.tensor(value) for key, value in values.items()}
 
 
 def pack_versions(key: str, versions: Versions) -> tuple[Tensors, dict[str, Any]]:
-    names = [(version, name) for version, one in versions.items() for name in one]
+    names = [(version, name) for version, version_tensors in versions.items() for name in version_tensors]
     flat = {str(place): versions[v][name] for place, (v, name) in enumerate(names)}
     return flat, {"training": key, "versions": list(versions), "names": names}
 
@@ -55,7 +55,7 @@ def unpack_versions(flat: Tensors, about: Mapping[str, Any], key: str) -> Versio
 
 
 @dataclass(frozen=True)
-class OwnTraining:
+class ClientTraining:
     """One training as one client knows it: a world of its own rows, and where it keeps `local`."""
 
     key: str
@@ -63,30 +63,30 @@ class OwnTraining:
     world: World
     folder: Path | None = None  # None: only in the state that is handed in and out
 
-    def read(self, state: Parcel, version: int) -> Versions:
+    def read(self, state: Message, version: int) -> Versions:
         """Within a run from its state; from the file after a restart, or in a second run."""
-        held = unpack_versions(unpack(state.arrays), state.about, self.key)
+        held = unpack_versions(to_tensors(state.arrays), state.about, self.key)
         if version in held or self.folder is None or not self.path.exists():
             return held
         return unpack_versions(*read_tensors(self.path), self.key)
 
-    def write(self, versions: Versions) -> Parcel:
+    def write(self, versions: Versions) -> Message:
         flat, about = pack_versions(self.key, versions)
         if self.folder is not None:
             write_tensors(self.path, flat, about)
-        return Parcel(about, arrays(flat))
+        return Message(about, to_arrays(flat))
 
-    def back(self, state: Parcel) -> Parcel:
+    def restore(self, state: Message) -> Message:
         """Versions as they were, beside those that are there: the server may go on from either."""
-        there = Parcel({}) if self.folder is None else self.read_file()
-        both = [unpack_versions(unpack(one.arrays), one.about, self.key) for one in (there, state)]
-        return self.write({**both[0], **both[1]})
+        stored = Message({}) if self.folder is None else self.read_file()
+        sources = [unpack_versions(to_tensors(source.arrays), source.about, self.key) for source in (stored, state)]
+        return self.write({**sources[0], **sources[1]})
 
-    def read_file(self) -> Parcel:
+    def read_file(self) -> Message:
         if not self.path.exists():
-            return Parcel({})
+            return Message({})
         flat, about = read_tensors(self.path)
-        return Parcel(about, arrays(flat))
+        return Message(about, to_arrays(flat))
 
     @property
     def path(self) -> Path:
@@ -94,61 +94,61 @@ class OwnTraining:
         return self.folder / "local.safetensors"
 
 
-def own_training(world: World, id: str) -> OwnTraining:
-    return OwnTraining("", id, own_world(world, id))
+def client_training(world: World, id: str) -> ClientTraining:
+    return ClientTraining("", id, client_world(world, id))
 
 
-class Guard(Protocol):
+class AdaptationListener(Protocol):
     """What a site does with what it has adapted; in one process nothing."""
 
-    def adapted(self, training: OwnTraining, sent: Tensors, local: Tensors) -> None: ...
+    def on_adapted(self, training: ClientTraining, sent: Tensors, local: Tensors) -> None: ...
 
 
 @dataclass
-class Desk:
+class TrainingHandler:
     """Answers rounds and adaptations of the trainings it knows."""
 
-    trainings: dict[str, OwnTraining] = field(default_factory=dict)
-    guard: Guard | None = None
+    trainings: dict[str, ClientTraining] = field(default_factory=dict)
+    listener: AdaptationListener | None = None
 
-    def answer(self, parcel: Parcel, state: Parcel) -> tuple[Parcel, Parcel]:
+    def answer(self, message: Message, state: Message) -> tuple[Message, Message]:
         """The reply and the new state; `local` is in the state and never in the reply."""
-        about = parcel.about
+        about = message.about
         training = self.trainings.get(about["training"])
         if training is None:
-            raise FederationError(
-                f"the training {about['training']} is not open here; the server opens it first"
-            )
+            raise FederationError(f"the training {about['training']} is not open here; the server opens it first")
         world, id, number, version = training.world, training.id, about["round"], about["version"]
         held = training.read(state, version)
-        fresh = tensors.copy(world.method.init(world.frozen)[1])
+        initial_local = tensors.copy(world.method.init(world.frozen)[1])
         if version and version not in held:
-            raise Lost(
-                f"{where(world, number, id)}: the server goes on from local tensors of version "
+            raise LostLocalError(
+                f"{error_context(world, number, id)}: the server goes on from local tensors of version "
                 f"{version}, but this client has {sorted(held) or 'none'}; bring its folder of "
                 "personal state back, or run the experiment again from the start"
             )
-        sent = unpack(parcel.arrays)
-        local, kept = split(held[version] if version else fresh)
+        sent = to_tensors(message.arrays)
+        local, channel_state = split_channel_state(held[version] if version else initial_local)
         task = Task(id, sent, local, about["trains"])
-        engine = Single(world)
+        engine = Sequential(world)
         adapts = about["kind"] == "adapt"
-        done = (engine.adapt if adapts else engine.round)(number, [task]).done[id]
+        done = (engine.adapt if adapts else engine.round)(number, [task]).replies[id]
         after, upload, masked = version, done.upload or {}, False
-        place = where(world, number, id)
+        place = error_context(world, number, id)
         if done.upload is not None:
-            validate(upload, fresh, place)
-            draw = drawing(world, id, number)
-            upload, kept = leave(world.channel, upload, sent, kept, draw)
+            validate(upload, initial_local, place)
+            draw = channel_noise(world, id, number)
+            upload, channel_state = encode(world.channel, upload, sent, channel_state, draw)
             if masked := world.channel.secure and bool(upload):
-                upload = to_secagg(upload, sent, share(world, id, about), world.channel, place)
+                upload = to_secagg(upload, sent, sum_weight(world, id, about), world.channel, place)
         if task.trains:
             after = number + 1
             keep = {version, *about["held"]}
-            held = {one: value for one, value in held.items() if one in keep}
-            state = training.write({**held, after: join(done.own, {} if adapts else kept)})
-        if adapts and self.guard is not None:
-            self.guard.adapted(training, sent, done.own)
+            held = {held_version: value for held_version, value in held.items() if held_version in keep}
+            state = training.write(
+                {**held, after: join_channel_state(done.local_tensors, {} if adapts else channel_state)}
+            )
+        if adapts and self.listener is not None:
+            self.listener.on_adapted(training, sent, done.local_tensors)
         reply = {
             **{key: about[key] for key in ("kind", "training", "round", "nonce")},
             "client": id,
@@ -156,30 +156,30 @@ class Desk:
             "version": after,
             "uploads": done.upload is not None,
             "scores": done.scores,
-            "described": described(world, sent, done, adapts) if task.trains else {},
+            "described": describe_local(world, sent, done, adapts) if task.trains else {},
         }
-        return Parcel(reply, arrays(upload)), state
+        return Message(reply, to_arrays(upload)), state
 
 
-def share(world: World, id: str, about: Mapping[str, Any]) -> float:
+def sum_weight(world: World, id: str, about: Mapping[str, Any]) -> float:
     """What a client weighs in a secure sum, 1 at most: its own choice, or a server that gives the
     others no weight would see this one's upload."""
     rows = len(world.members[id].train)
-    if sums(world.method) != "rows":
+    if upload_sum(world.method) != "rows":
         return 1.0
     if not 0 < rows <= about["largest"]:
         raise FederationError(
-            f"{where(world, about['round'], id)}: the server says that no client has more than "
+            f"{error_context(world, about['round'], id)}: the server says that no client has more than "
             f"{about['largest']} rows, but this one has {rows}; it runs another version"
         )
     return float(rows / about["largest"])
 
 
-def described(world: World, sent: Tensors, done: Done, adapts: bool) -> dict[str, float]:
+def describe_local(world: World, sent: Tensors, done: ClientReply, adapts: bool) -> dict[str, float]:
     """The few numbers that a method says of local tensors, which stay here."""
     method = world.method
     if adapts and isinstance(method, Described):
-        return dict(method.describe(world.frozen, sent, here(done.local)))
+        return dict(method.describe(world.frozen, sent, as_tensors(done.local)))
     if not adapts and isinstance(method, Conditioned):
-        return {"condition": float(method.condition(here(done.local)))}
+        return {"condition": float(method.condition(as_tensors(done.local)))}
     return {}

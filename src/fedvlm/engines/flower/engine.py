@@ -11,16 +11,16 @@ from secrets import token_hex
 from typing import Any
 
 from fedvlm.core import Tensors
-from fedvlm.engines.client import Answers, Done, Kept, Local, Task
-from fedvlm.engines.flower.client import arrays, unpack
-from fedvlm.engines.flower.wire import Parcel, collect, from_records, seal, to_records, unseal
+from fedvlm.engines.client import ClientReply, Local, RemoteState, RoundReplies, Task
+from fedvlm.engines.flower.client import to_arrays, to_tensors
+from fedvlm.engines.flower.wire import Message, collect_replies, from_records, seal, to_records, unseal
 from fedvlm.errors import FederationError
 
-LATE = 10.0  # seconds after the deadline until Flower forgets a message
-KINDS = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
+TTL_MARGIN_SECONDS = 10.0  # seconds after the deadline until Flower forgets a message
+MESSAGE_TYPES = {"open": "query", "round": "train", "adapt": "train"}  # Flower's words for ours
 
 
-class Flower:
+class FlowerEngine:
     """Sends tasks through a grid; who does not answer in time is left out above the quorum."""
 
     def __init__(
@@ -42,39 +42,39 @@ class Flower:
         self.absent: dict[str, str] = {}  # why a client has no node, if it is known
         self.missing: dict[str, str] = {}  # who did not answer the last time, and why
 
-    def round(self, number: int, tasks: Sequence[Task]) -> Answers:
-        return self._ask("round", number, tasks)
+    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        return self._run_tasks("round", number, tasks)
 
-    def adapt(self, number: int, tasks: Sequence[Task]) -> Answers:
-        return self._ask("adapt", number, tasks)
+    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        return self._run_tasks("adapt", number, tasks)
 
     def close(self) -> None:
         pass
 
     def version(self, id: str, local: Local) -> int:
-        assert isinstance(local, Kept), f"the local tensors of {id} are with it, not here"
+        assert isinstance(local, RemoteState), f"the local tensors of {id} are with it, not here"
         return local.version
 
     def local(self, id: str, version: int) -> Local:
         """What stands for a client's local tensors at the server."""
-        return Kept(version)
+        return RemoteState(version)
 
-    def seal(self, parcel: Parcel) -> Parcel:
-        return seal(parcel)
+    def seal(self, message: Message) -> Message:
+        return seal(message)
 
-    def unseal(self, parcel: Parcel, id: str, where: str) -> Parcel:
-        return unseal(parcel, where)
+    def unseal(self, message: Message, id: str, context: str) -> Message:
+        return unseal(message, context)
 
-    def check(self, parcel: Parcel, id: str, request: Parcel) -> None:
+    def check(self, message: Message, id: str, request: Message) -> None:
         """Refuses a reply that no sound client sends; in one process they are all sound."""
 
-    def reason(self, said: Any) -> str:
+    def describe_error(self, error: Any) -> str:
         """An error of a client, as the record may have it."""
-        return str(said)
+        return str(error)
 
-    def _ask(self, kind: str, number: int, tasks: Sequence[Task]) -> Answers:
+    def _run_tasks(self, kind: str, number: int, tasks: Sequence[Task]) -> RoundReplies:
         parcels = {
-            task.id: Parcel(
+            task.id: Message(
                 {
                     "kind": kind,
                     "training": self.training,
@@ -82,9 +82,9 @@ class Flower:
                     "client": task.id,
                     "trains": task.trains,
                     "version": self.version(task.id, task.local),
-                    "held": [] if task.held is None else [self.version(task.id, task.held)],
+                    "held": [] if task.best_local is None else [self.version(task.id, task.best_local)],
                 },
-                arrays(task.sent),
+                to_arrays(task.sent),
             )
             for task in tasks
         }
@@ -97,153 +97,149 @@ class Flower:
         done = {}
         for id, reply in replies.items():
             about = reply.about
-            upload = unpack(reply.arrays) if about["uploads"] else None
+            upload = to_tensors(reply.arrays) if about["uploads"] else None
             local = self.local(id, about["version"])
-            done[id] = Done(
+            done[id] = ClientReply(
                 upload,
                 local,
                 about["scores"],
                 self.rows[id],
                 about["described"],
-                passed=True,
+                is_encoded=True,
                 releases=about.get("releases", 0),
             )
-        return Answers(done, dict(self.missing), total, self._least(len(parcels)))
+        return RoundReplies(done, dict(self.missing), total, self._required_replies(len(parcels)))
 
-    def exchange(self, parcels: Mapping[str, Parcel], number: int) -> dict[str, Parcel]:
+    def exchange(self, parcels: Mapping[str, Message], number: int) -> dict[str, Message]:
         """Sends each client its parcel and returns the replies that fit; too few are an error."""
         sealed = self._sealed(parcels)
-        asked: dict[str, tuple[str, Parcel]] = {}
-        there = list(sealed)
-        messages = [self._message(sealed[id], self.nodes[id], number) for id in there]
-        for id, sent in zip(there, self.grid.push_messages(messages), strict=True):
+        pending: dict[str, tuple[str, Message]] = {}
+        connected = list(sealed)
+        messages = [self._message(sealed[id], self.nodes[id], number) for id in connected]
+        for id, sent in zip(connected, self.grid.push_messages(messages), strict=True):
             if sent is None:
                 self.missing[id] = "the server's SuperLink did not take the message"
             else:
-                asked[sent] = (id, sealed[id])
-        replies: dict[str, Parcel] = {}
+                pending[sent] = (id, sealed[id])
+        replies: dict[str, Message] = {}
 
-        def enough() -> bool:
-            return self.enough({id for id, _ in asked.values()})
+        def is_complete() -> bool:
+            return self.is_complete({id for id, _ in pending.values()})
 
-        for message in collect(self.grid, list(asked), self.deadline, enough):
-            id, request = asked.pop(message.metadata.reply_to_message_id)
-            with self._forgiving(id, request):
+        for message in collect_replies(self.grid, list(pending), self.deadline, is_complete):
+            id, request = pending.pop(message.metadata.reply_to_message_id)
+            with self._record_failure(id, request):
                 replies[id] = self._accept(message, id, request)
-        for id, _ in asked.values():
-            self.missing[id] = self.left(id) or f"it did not answer within {self.deadline:g} s"
-        self._count(parcels, replies, number)
+        for id, _ in pending.values():
+            self.missing[id] = self.exclusion_reason(id) or f"it did not answer within {self.deadline:g} s"
+        self._check_quorum(parcels, replies, number)
         return {id: replies[id] for id in parcels if id in replies}
 
-    def enough(self, waiting: set[str]) -> bool:
+    def is_complete(self, waiting: set[str]) -> bool:
         """Whether none of these is worth waiting for."""
         return False
 
-    def left(self, id: str) -> str:
+    def exclusion_reason(self, id: str) -> str:
         """Why a client is no longer one of those that count, or nothing."""
         return ""
 
-    def exchange_masked(
-        self, parcels: Mapping[str, Parcel], number: int
-    ) -> tuple[dict[str, Parcel], Tensors]:
+    def exchange_masked(self, parcels: Mapping[str, Message], number: int) -> tuple[dict[str, Message], Tensors]:
         """The same for clients whose uploads only their sum is seen of."""
-        from fedvlm.engines.flower.secure import FEWEST, MOST_MEMBERS, exchange
+        from fedvlm.engines.flower.secure import MIN_SECURE_SITES, MOST_MEMBERS, exchange_securely
 
         largest = max(self.rows[id] for id in parcels)
-        notice = {
-            id: Parcel({**one.about, "largest": largest}, one.arrays) for id, one in parcels.items()
-        }
+        notice = {id: Message({**message.about, "largest": largest}, message.arrays) for id, message in parcels.items()}
         sealed = self._sealed(notice)
-        if not FEWEST <= len(sealed) <= MOST_MEMBERS:
+        if not MIN_SECURE_SITES <= len(sealed) <= MOST_MEMBERS:
             raise FederationError(
                 f"round {number}: a secure sum hides a client among others, and takes three to a "
                 f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"
             )
-        came = exchange(
-            self.grid, {self.nodes[id]: one for id, one in sealed.items()}, number, self.deadline
+        outcome = exchange_securely(
+            self.grid, {self.nodes[id]: message for id, message in sealed.items()}, number, self.deadline
         )
         replies = {}
         for id, request in sealed.items():
-            words = came.words.get(self.nodes[id])
+            words = outcome.headers.get(self.nodes[id])
             if words is None:
-                why = self.left(id) or self.reason(came.why(self.nodes[id]))
-                self.missing[id] = f"client {id}, round {number}: {why}"
+                reason = self.exclusion_reason(id) or self.describe_error(outcome.failure_reason(self.nodes[id]))
+                self.missing[id] = f"client {id}, round {number}: {reason}"
                 continue
-            with self._forgiving(id, request):  # its masked upload is in the sum all the same
-                replies[id] = self._fitting(Parcel(words), id, request)
-        self._count(parcels, replies, number)
+            with self._record_failure(id, request):  # its masked upload is in the sum all the same
+                replies[id] = self._check_reply(Message(words), id, request)
+        self._check_quorum(parcels, replies, number)
         if not replies:
             raise FederationError(f"round {number}: nobody's upload is in the secure sum")
-        return replies, unpack(came.mean)
+        return replies, to_tensors(outcome.mean)
 
-    def _sealed(self, parcels: Mapping[str, Parcel]) -> dict[str, Parcel]:
+    def _sealed(self, parcels: Mapping[str, Message]) -> dict[str, Message]:
         """Requests to the clients that are there, each with a number that its reply must name."""
         for id in parcels.keys() - self.nodes.keys():
             self.missing[id] = self.absent.get(id, "it is not connected")
         return {
-            id: self.seal(Parcel({**one.about, "nonce": token_hex(16)}, one.arrays))
-            for id, one in parcels.items()
+            id: self.seal(Message({**message.about, "nonce": token_hex(16)}, message.arrays))
+            for id, message in parcels.items()
             if id in self.nodes
         }
 
-    def _message(self, parcel: Parcel, node: int, number: int) -> Any:
-        ttl = None if self.deadline is None else self.deadline + LATE
+    def _message(self, message: Message, node: int, number: int) -> Any:
+        ttl = None if self.deadline is None else self.deadline + TTL_MARGIN_SECONDS
         return self.grid.create_message(
-            to_records(parcel), KINDS[parcel.about["kind"]], node, str(number), ttl
+            to_records(message), MESSAGE_TYPES[message.about["kind"]], node, str(number), ttl
         )
 
-    def _accept(self, message: Any, id: str, request: Parcel) -> Parcel:
+    def _accept(self, message: Any, id: str, request: Message) -> Message:
         """The reply as a parcel, if it is whole, from this client, and to this very request."""
-        where = _where(id, request)
+        context = _describe_request(id, request)
         if message.has_error():
-            why = self.left(id) or self.reason(message.error.reason)
-            raise FederationError(f"{where}: {why}")
-        return self._fitting(from_records(message.content, where), id, request)
+            reason = self.exclusion_reason(id) or self.describe_error(message.error.reason)
+            raise FederationError(f"{context}: {reason}")
+        return self._check_reply(from_records(message.content, context), id, request)
 
-    def _fitting(self, parcel: Parcel, id: str, request: Parcel) -> Parcel:
-        where = _where(id, request)
-        parcel = self.unseal(parcel, id, where)
-        if "error" in parcel.about:
-            raise FederationError(f"{where}: {self.reason(parcel.about['error'])}")
+    def _check_reply(self, message: Message, id: str, request: Message) -> Message:
+        context = _describe_request(id, request)
+        message = self.unseal(message, id, context)
+        if "error" in message.about:
+            raise FederationError(f"{context}: {self.describe_error(message.about['error'])}")
         for key in ("kind", "training", "round", "nonce"):
-            if parcel.about.get(key) != request.about[key]:
+            if message.about.get(key) != request.about[key]:
                 raise FederationError(
-                    f"{where}: the reply is to another request (its {key} is "
-                    f"{str(parcel.about.get(key))[:80]!r}, not {request.about[key]!r}); it is left "
+                    f"{context}: the reply is to another request (its {key} is "
+                    f"{str(message.about.get(key))[:80]!r}, not {request.about[key]!r}); it is left "
                     "out"
                 )
-        if parcel.about.get("client") != id and request.about["kind"] != "open":
-            raise FederationError(f"{where}: the reply is another client's")
+        if message.about.get("client") != id and request.about["kind"] != "open":
+            raise FederationError(f"{context}: the reply is another client's")
         try:
-            self.check(parcel, id, request)
+            self.check(message, id, request)
         except FederationError as error:
-            raise FederationError(f"{where}: {error}") from error
-        return parcel
+            raise FederationError(f"{context}: {error}") from error
+        return message
 
     @contextmanager
-    def _forgiving(self, id: str, request: Parcel) -> Iterator[None]:
+    def _record_failure(self, id: str, request: Message) -> Iterator[None]:
         """Whatever is wrong with one client's reply, that client is missing and no other."""
         try:
             yield
         except FederationError as error:
             self.missing[id] = str(error)
         except Exception as error:
-            why = f"its reply cannot be used ({type(error).__name__}); it is left out"
-            self.missing[id] = f"{_where(id, request)}: {why}"
+            reason = f"its reply cannot be used ({type(error).__name__}); it is left out"
+            self.missing[id] = f"{_describe_request(id, request)}: {reason}"
 
-    def _least(self, asked: int) -> int:
-        return ceil(self.quorum * asked - 1e-9)
+    def _required_replies(self, n_clients: int) -> int:
+        return ceil(self.quorum * n_clients - 1e-9)
 
-    def _count(self, parcels: Iterable[str], replies: Mapping[str, Any], number: int) -> None:
-        asked = len(list(parcels))
-        least = self._least(asked)
-        if len(replies) < least:
-            why = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
+    def _check_quorum(self, parcels: Iterable[str], replies: Mapping[str, Any], number: int) -> None:
+        n_clients = len(list(parcels))
+        required = self._required_replies(n_clients)
+        if len(replies) < required:
+            reasons = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
             raise FederationError(
-                f"round {number}: {len(replies)} of {asked} clients answered, and {least} must "
-                f"(quorum {self.quorum:g}); the run can be resumed once they are back\n{why}"
+                f"round {number}: {len(replies)} of {n_clients} clients answered, and {required} must "
+                f"(quorum {self.quorum:g}); the run can be resumed once they are back\n{reasons}"
             )
 
 
-def _where(id: str, request: Parcel) -> str:
+def _describe_request(id: str, request: Message) -> str:
     return id if request.about["kind"] == "open" else f"client {id}, round {request.about['round']}"

@@ -4,88 +4,95 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from fedvlm.channel.settings import fits_secagg
+from fedvlm.channel.settings import check_secagg
 from fedvlm.core import Tensors
-from fedvlm.engines.client import Local, World, here
+from fedvlm.engines.client import Local, World, as_tensors
 from fedvlm.engines.flower import api
 from fedvlm.engines.flower import secure as flower_secure
-from fedvlm.engines.flower.api import flower
+from fedvlm.engines.flower.api import import_flower
 from fedvlm.engines.flower.client import (
-    Desk,
+    TrainingHandler,
     Versions,
-    arrays,
-    own_training,
+    client_training,
     pack_versions,
-    unpack,
+    to_arrays,
+    to_tensors,
     unpack_versions,
 )
-from fedvlm.engines.flower.engine import Flower
-from fedvlm.engines.flower.wire import Parcel, from_records, seal, state_of, to_records, unseal
+from fedvlm.engines.flower.engine import FlowerEngine
+from fedvlm.engines.flower.wire import Message, from_records, read_context_state, seal, to_records, unseal
 from fedvlm.errors import FedVLMError
-from fedvlm.tensors import difference
+from fedvlm.tensors import max_relative_difference
 
 
-class InProcess(Flower):
+class InProcessEngine(FlowerEngine):
     """Every client in this process, each with its own rows and its own Context."""
 
     def __init__(self, world: World) -> None:
-        fits_secagg(world.channel, world.method)
+        check_secagg(world.channel, world.method)
         ids = sorted(world.members)
-        grid = local_grid({id: Desk({"": own_training(world, id)}) for id in ids})
+        grid = local_grid({id: TrainingHandler({"": client_training(world, id)}) for id in ids})
         super().__init__(grid, grid.nodes, "", secure=world.channel.secure)
-        self.rows = {id: len(one.train) for id, one in world.members.items()}
-        self.known: dict[str, Versions] = {id: {} for id in ids}
-        self.planted = 0
+        self.rows = {id: len(member.train) for id, member in world.members.items()}
+        self.known_versions: dict[str, Versions] = {id: {} for id in ids}
+        self.n_planted = 0
 
     def version(self, id: str, local: Local) -> int:
         """Local tensors the client does not have (the first ones, a checkpoint's) are planted."""
-        local = here(local)
-        for version, known in self.known[id].items():
-            if known is local:
+        local = as_tensors(local)
+        for version, tensors in self.known_versions[id].items():
+            if tensors is local:
                 return version
-        self.planted -= 1
-        self.known[id][self.planted] = local
-        flat, about = pack_versions("", {**self._there(id), self.planted: local})
-        self.grid.keep(id, Parcel(about, arrays(flat)))
-        return self.planted
+        self.n_planted -= 1
+        self.known_versions[id][self.n_planted] = local
+        flat, about = pack_versions("", {**self._stored_versions(id), self.n_planted: local})
+        self.grid.keep(id, Message(about, to_arrays(flat)))
+        return self.n_planted
 
     def local(self, id: str, version: int) -> Tensors:
-        there, known = self._there(id), self.known[id]
-        same = {one for one in there if one in known and not difference(known[one], there[one])}
-        self.known[id] = {one: (known if one in same else there)[one] for one in there}
-        return self.known[id][version]
+        stored, known_versions = self._stored_versions(id), self.known_versions[id]
+        same = {
+            held_version
+            for held_version in stored
+            if held_version in known_versions
+            and not max_relative_difference(known_versions[held_version], stored[held_version])
+        }
+        self.known_versions[id] = {
+            held_version: (known_versions if held_version in same else stored)[held_version] for held_version in stored
+        }
+        return self.known_versions[id][version]
 
-    def _there(self, id: str) -> Versions:
+    def _stored_versions(self, id: str) -> Versions:
         state = self.grid.state(id)
-        return unpack_versions(unpack(state.arrays), state.about, "")
+        return unpack_versions(to_tensors(state.arrays), state.about, "")
 
 
-class Answering(Protocol):
+class MessageHandler(Protocol):
     """A desk, or a whole site."""
 
-    def answer(self, parcel: Parcel, state: Parcel) -> tuple[Parcel, Parcel]: ...
+    def answer(self, message: Message, state: Message) -> tuple[Message, Message]: ...
 
 
-def local_grid(desks: Mapping[str, Answering]) -> Any:
+def local_grid(desks: Mapping[str, MessageHandler]) -> Any:
     """Flower's grid and ClientApp without processes: a message is a call."""
-    app = flower()
+    app = import_flower()
     TaskIdentity = api.TaskIdentity
     TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    client = api.ClientApp(mods=[flower_secure.mask])
+    client = api.ClientApp(mods=[flower_secure.mask_upload])
     by_node = dict(enumerate(desks, start=1000))
 
     def train(message: Any, context: Any) -> Any:
-        hidden = flower_secure.request(message.content)
-        parcel = unseal(hidden or from_records(message.content, "a client"), "a client")
-        reply, after = desks[by_node[context.node_id]].answer(parcel, read_state(context))
+        hidden = flower_secure.unwrap_request(message.content)
+        request = unseal(hidden or from_records(message.content, "a client"), "a client")
+        reply, after = desks[by_node[context.node_id]].answer(request, read_state(context))
         write_state(context, after)
-        return app.Message(flower_secure.records(seal(reply), hidden is not None), reply_to=message)
+        return app.Message(flower_secure.wrap_reply(seal(reply), hidden is not None), reply_to=message)
 
     def call(message: Any, context: Any) -> Any:
         try:
             return client(message, context)
         except Exception as error:
-            return app.Message(app.Error(2, explain(error)), reply_to=message)
+            return app.Message(app.Error(2, format_error(error)), reply_to=message)
 
     client.train()(train)
     client.query()(train)
@@ -94,14 +101,12 @@ def local_grid(desks: Mapping[str, Answering]) -> Any:
         def __init__(self) -> None:
             self.nodes = {id: node for node, id in by_node.items()}
             self.messages: list[Any] = []  # every message of the last exchange, both ways
-            self.contexts = {
-                node: app.Context(1, node, {}, app.RecordDict(), {}) for node in by_node
-            }
+            self.contexts = {node: app.Context(1, node, {}, app.RecordDict(), {}) for node in by_node}
 
-        def keep(self, id: str, state: Parcel) -> None:
+        def keep(self, id: str, state: Message) -> None:
             write_state(self.contexts[self.nodes[id]], state)
 
-        def state(self, id: str) -> Parcel:
+        def state(self, id: str) -> Message:
             return read_state(self.contexts[self.nodes[id]])
 
         def set_run(self, run: Any) -> None: ...
@@ -125,8 +130,8 @@ def local_grid(desks: Mapping[str, Answering]) -> Any:
             return [message.metadata.message_id for message in self.messages]
 
         def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]:
-            asked = [one for one in self.messages if one.metadata.message_id in message_ids]
-            replies = [call(one, self.contexts[one.metadata.dst_node_id]) for one in asked]
+            pushed = [message for message in self.messages if message.metadata.message_id in message_ids]
+            replies = [call(message, self.contexts[message.metadata.dst_node_id]) for message in pushed]
             self.messages = [*self.messages, *replies]
             return replies
 
@@ -136,15 +141,15 @@ def local_grid(desks: Mapping[str, Answering]) -> Any:
     return LocalGrid()
 
 
-def read_state(context: Any) -> Parcel:
-    return state_of(context, "the state of this client")
+def read_state(context: Any) -> Message:
+    return read_context_state(context, "the state of this client")
 
 
-def write_state(context: Any, state: Parcel) -> None:
+def write_state(context: Any, state: Message) -> None:
     context.state = to_records(state)
 
 
-def explain(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """An error as the server should read it: one that a person can put right needs no trace."""
     if isinstance(error, FedVLMError):
         return str(error)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from fedvlm.engines.flower import api
-from fedvlm.engines.flower.api import flower
+from fedvlm.engines.flower.api import import_flower
 from fedvlm.engines.flower.wire import (
     Arrays,
-    Parcel,
-    collect,
+    Message,
+    collect_replies,
     from_bytes,
     to_bytes,
     to_records,
@@ -32,9 +32,9 @@ STAGE = "secaggplus_configs"  # the record by which Flower knows a message of Se
 STATE = "secaggplus_state"  # the record in which Flower keeps a member's keys between stages
 REQUEST = "fitins.config"  # the record that carries our request
 TAG_BYTES = 32  # of the proof of the plan that goes with each encrypted share
-RANGE = 8.0  # SecAgg+ cuts larger numbers off, silently; `to_secagg` refuses them before
-BEFORE = ("setup", "share_keys")  # the stages in which no upload has left any site
-FEWEST = 3  # sites in a sum: of two, either knows the other's
+SECAGG_RANGE = 8.0  # SecAgg+ cuts larger numbers off, silently; `to_secagg` refuses them before
+STAGES_BEFORE_UPLOAD = ("setup", "share_keys")  # the stages in which no upload has left any site
+MIN_SECURE_SITES = 3  # sites in a sum: of two, either knows the other's
 MOST_MEMBERS = 1000  # more could overflow whole numbers of 32 bits
 
 
@@ -44,7 +44,7 @@ def sum_settings(members: int) -> dict[str, Any]:
         "sample_num": members,
         "share_num": members,
         "threshold": -(-2 * members // 3),  # fewer shares than two thirds cannot lift a mask
-        "clipping_range": RANGE,
+        "clipping_range": SECAGG_RANGE,
         # As fine as whole numbers of 32 bits allow for the sum of so many members.
         "target_range": 1 << max(22, 30 - (members + 1).bit_length()),
         "mod_range": 1 << 32,
@@ -58,7 +58,7 @@ def plan_digest(about: Mapping[str, Any]) -> str:
     return sha256(json.dumps(plan).encode()).hexdigest()
 
 
-class Gone(Exception):
+class SitesLeft(Exception):
     """Sites left before any upload did."""
 
     def __init__(self, nodes: set[int]) -> None:
@@ -66,7 +66,7 @@ class Gone(Exception):
         self.nodes = nodes
 
 
-def mask(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
+def mask_upload(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
     """Run SecAgg+ for its own messages, as a mod of the ClientApp; pass all others on.
 
     Flower follows whatever the server says. This mod refuses what would not hide the upload.
@@ -76,7 +76,7 @@ def mask(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> An
         return call_next(message, context)
     if not staged or message.metadata.message_type != "train":  # Flower would not mask these
         raise _refusal("the upload was asked for outside the stage that masks it")
-    app = flower()
+    app = import_flower()
     config = dict(message.content[STAGE])
     state = dict(context.state.config_records.get(STATE, {}))
     stage = config["stage"]
@@ -85,12 +85,12 @@ def mask(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> An
     elif stage == "share_keys":
         _check_keys(config, state)
     elif stage == "collect_masked_vectors":
-        config["ctxts"] = _check_shares(config, state, request(message.content))
+        config["ctxts"] = _check_shares(config, state, unwrap_request(message.content))
     elif stage == "unmask":
         _check_uploads(config, state)
     # Flower takes its record apart, which is everybody's where a message is just a call.
-    own = {STAGE: app.ConfigRecord(config)}
-    message.content = app.RecordDict({**message.content, **own})
+    copied = {STAGE: app.ConfigRecord(config)}
+    message.content = app.RecordDict({**message.content, **copied})
     reply = api.secaggplus_mod(message, context, call_next)
     after = context.state.config_records[STATE]
     if stage == "setup":
@@ -109,8 +109,8 @@ def _refusal(why: str) -> FederationError:
 def _check_settings(config: Mapping[str, Any]) -> None:
     """Refuse a sum of too few members, too low a threshold, or one that gives members no weight."""
     members, threshold = config["sample_num"], config["threshold"]
-    if members < FEWEST:
-        raise _refusal(f"it must have at least {FEWEST} members, got {members}")
+    if members < MIN_SECURE_SITES:
+        raise _refusal(f"it must have at least {MIN_SECURE_SITES} members, got {members}")
     if members > MOST_MEMBERS:
         raise _refusal(f"it must have at most {MOST_MEMBERS} members, got {members}")
     wanted = sum_settings(members)
@@ -132,16 +132,12 @@ def _check_keys(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         raise _refusal(f"{state.get('sample_num')} members were announced, got keys of {members}")
 
 
-def _check_shares(
-    config: Mapping[str, Any], state: Mapping[str, Any], asked: Parcel | None
-) -> list[bytes]:
+def _check_shares(config: Mapping[str, Any], state: Mapping[str, Any], asked: Message | None) -> list[bytes]:
     """Return the encrypted shares, if all members sent theirs and were told the same plan."""
     others = set(state.get("public_keys_dict:K", ())) - {state.get("nid")}
     sources, texts = config["srcs"], config["ctxts"]
-    if len(others) < FEWEST - 1 or sorted(sources) != sorted(others) or len(texts) != len(sources):
-        raise _refusal(
-            f"it must bring shares of all {len(others)} other members, got {len(set(sources))}"
-        )
+    if len(others) < MIN_SECURE_SITES - 1 or sorted(sources) != sorted(others) or len(texts) != len(sources):
+        raise _refusal(f"it must bring shares of all {len(others)} other members, got {len(set(sources))}")
     same = asked is not None and plan_digest(asked.about) == state["plan"]
     for source, text in zip(sources, texts, strict=True):
         same &= compare_digest(text[-TAG_BYTES:], _tag(state, source, state["nid"]))
@@ -155,11 +151,10 @@ def _check_uploads(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     active, dead = config["active_nids"], config["dead_nids"]
     if sorted([*active, *dead]) != sorted(state.get("public_keys_dict:K", ())):
         raise _refusal("its lists of who stayed and who left must name each member once")
-    least = max(FEWEST, state["threshold"])
+    least = max(MIN_SECURE_SITES, state["threshold"])
     if len(active) < least:
         raise _refusal(
-            f"it must hold at least {least} uploads, got {len(active)}; resume the run once those "
-            "who left are back"
+            f"it must hold at least {least} uploads, got {len(active)}; resume the run once those who left are back"
         )
 
 
@@ -173,16 +168,16 @@ def _tag(state: Mapping[str, Any], source: int, target: int) -> bytes:
     return hmac.digest(secrets[other], said.encode(), "sha256")
 
 
-def request(content: Any) -> Parcel | None:
+def unwrap_request(content: Any) -> Message | None:
     """The parcel inside a message of SecAgg+; None if it is an ordinary one."""
     if REQUEST not in content:
         return None
     return from_bytes(content[REQUEST]["parcel"])
 
 
-def records(reply: Parcel, hidden: bool) -> Any:
+def wrap_reply(reply: Message, hidden: bool) -> Any:
     """A reply as it travels: as it is, or (`hidden`) as SecAgg+ takes it and masks its arrays."""
-    app = flower()
+    app = import_flower()
     if not hidden:
         if reply.about.get("masked"):  # whatever the server asks: this site's upload goes masked
             raise FederationError("the upload of a secure sum was asked for without a mask")
@@ -195,9 +190,7 @@ def records(reply: Parcel, hidden: bool) -> Any:
         {
             "fitres.parameters": app.ArrayRecord(arrays),
             "fitres.num_examples": app.MetricRecord({"num_examples": 1}),
-            "fitres.metrics": app.ConfigRecord(
-                {"about": json.dumps(reply.about), "names": json.dumps(names)}
-            ),
+            "fitres.metrics": app.ConfigRecord({"about": json.dumps(reply.about), "names": json.dumps(names)}),
             "fitres.status": app.ConfigRecord({"code": 0, "message": ""}),
         }
     )
@@ -211,26 +204,26 @@ class Node:
 
 
 @dataclass
-class Exchange:
+class SecureExchange:
     """What Flower takes for a strategy and a grid: whom to ask, and what came of it."""
 
     grid: Any
-    parcels: Mapping[int, Parcel]  # by node
-    words: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each node said
+    parcels: Mapping[int, Message]  # by node
+    headers: dict[int, dict[str, Any]] = field(default_factory=dict)  # what each node said
     mean: Arrays = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
-    there: set[int] = field(default_factory=set)  # who answered the last time
+    answered: set[int] = field(default_factory=set)  # who answered the last time
 
     def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
         return [
-            (Node(node), api.FitIns(api.Parameters([], ""), {"parcel": to_bytes(parcel)}))
-            for node, parcel in self.parcels.items()
+            (Node(node), api.FitIns(api.Parameters([], ""), {"parcel": to_bytes(message)}))
+            for node, message in self.parcels.items()
         ]
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
-        said = {node.node_id: one.metrics for node, one in results}
-        [names] = {one["names"] for one in said.values()}
-        self.words = {node: json.loads(one["about"]) for node, one in said.items()}
+        metrics = {node.node_id: fit_result.metrics for node, fit_result in results}
+        [names] = {fit_result["names"] for fit_result in metrics.values()}
+        self.headers = {node: json.loads(fit_result["about"]) for node, fit_result in metrics.items()}
         arrays = api.parameters_to_ndarrays(results[0][1].parameters)
         self.mean = dict(zip(json.loads(names), arrays, strict=True))
         return None, {}
@@ -243,55 +236,51 @@ class Exchange:
         """
         messages = list(messages)
         stage = messages[0].content[STAGE]["stage"]
-        early = stage in BEFORE
-        for one in messages if stage == "setup" else ():
-            one.content[STAGE]["plan"] = plan_digest(self.parcels[one.metadata.dst_node_id].about)
-        replies = list(collect(self.grid, self.grid.push_messages(messages), timeout))
-        for one in replies:
-            if one.has_error():
-                self.failures[one.metadata.src_node_id] = one.error.reason
-        self.there = {one.metadata.src_node_id for one in replies if not one.has_error()}
-        gone = {one.metadata.dst_node_id for one in messages} - self.there
-        if gone and early:
-            raise Gone(gone)
+        before_upload = stage in STAGES_BEFORE_UPLOAD
+        for reply in messages if stage == "setup" else ():
+            reply.content[STAGE]["plan"] = plan_digest(self.parcels[reply.metadata.dst_node_id].about)
+        replies = list(collect_replies(self.grid, self.grid.push_messages(messages), timeout))
+        for reply in replies:
+            if reply.has_error():
+                self.failures[reply.metadata.src_node_id] = reply.error.reason
+        self.answered = {reply.metadata.src_node_id for reply in replies if not reply.has_error()}
+        left_nodes = {reply.metadata.dst_node_id for reply in messages} - self.answered
+        if left_nodes and before_upload:
+            raise SitesLeft(left_nodes)
         return replies
 
-    def why(self, node: int) -> str:
+    def failure_reason(self, node: int) -> str:
         """Why a site is in no sum."""
-        if node in self.there:
+        if node in self.answered:
             return "it stayed, but too few others did for the masks to be lifted"
         return self.failures.get(node, "it did not stay to the end of the sum")
 
 
-def exchange(
-    grid: Any, parcels: Mapping[int, Parcel], number: int, timeout: float | None
-) -> Exchange:
+def exchange_securely(grid: Any, parcels: Mapping[int, Message], number: int, timeout: float | None) -> SecureExchange:
     """One round of SecAgg+; without enough sites to the end, nobody's words are in the result.
 
     If sites leave before any has uploaded, the others begin again without them.
     """
     failures: dict[int, str] = {}
-    while len(parcels) >= FEWEST:
-        asked = Exchange(grid, parcels, failures=failures)
+    while len(parcels) >= MIN_SECURE_SITES:
+        summation = SecureExchange(grid, parcels, failures=failures)
         try:
-            _walk(asked, number, timeout)
-        except Gone as error:
-            parcels = {node: one for node, one in parcels.items() if node not in error.nodes}
+            _run_workflow(summation, number, timeout)
+        except SitesLeft as error:
+            parcels = {node: message for node, message in parcels.items() if node not in error.nodes}
         except Exception as error:  # whatever sums that do not fit together make it raise
             raise FederationError(f"round {number}: the secure sum failed: {error}") from error
         else:
-            return asked
-    return Exchange(grid, {}, failures=failures, there=set(parcels))
+            return summation
+    return SecureExchange(grid, {}, failures=failures, answered=set(parcels))
 
 
-def _walk(asked: Exchange, number: int, timeout: float | None) -> None:
-    app = flower()
-    both: Any = asked
-    state = app.RecordDict(
-        {"config": app.ConfigRecord({"current_round": number}), "parameters": app.ArrayRecord()}
-    )
-    context = api.LegacyContext(app.Context(1, 1, {}, state, {}), strategy=both)
-    settings = sum_settings(len(asked.parcels))
+def _run_workflow(summation: SecureExchange, number: int, timeout: float | None) -> None:
+    app = import_flower()
+    strategy: Any = summation
+    state = app.RecordDict({"config": app.ConfigRecord({"current_round": number}), "parameters": app.ArrayRecord()})
+    context = api.LegacyContext(app.Context(1, 1, {}, state, {}), strategy=strategy)
+    settings = sum_settings(len(summation.parcels))
     api.SecAggPlusWorkflow(
         1.0,  # every member holds a share of every other's key
         settings["threshold"],
@@ -300,4 +289,4 @@ def _walk(asked: Exchange, number: int, timeout: float | None) -> None:
         quantization_range=settings["target_range"],
         modulus_range=settings["mod_range"],
         timeout=timeout,
-    )(both, context)
+    )(strategy, context)

@@ -8,28 +8,28 @@ from fedvlm.evaluate.protocols import (
     source_target,  # noqa: F401
 )
 from fedvlm.evaluate.protocols.contract import (
-    Done,
+    Participants,
     Rules,
     Training,
+    TrainingResults,
     Weights,
-    Who,
-    even,
-    make,
+    make_protocol,
     protocols,
     register,
+    uniform_weights,
 )
 from fedvlm.evaluate.scores import Table, accuracy
 
 __all__ = [
-    "Done",
+    "Participants",
     "Rules",
     "Table",
     "Training",
+    "TrainingResults",
     "Weights",
-    "Who",
     "accuracy",
-    "even",
-    "make",
+    "make_protocol",
     "protocols",
     "register",
+    "uniform_weights",
 ]

@@ -3,35 +3,42 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, even, register
+from fedvlm.evaluate.protocols.contract import (
+    Participants,
+    Training,
+    TrainingResults,
+    Weights,
+    register,
+    uniform_weights,
+)
 from fedvlm.evaluate.scores import Table, accuracy
 
-NEW = "new "  # before a client's id: its test rows of classes that nobody trained on
+NEW_PREFIX = "new "  # before a client's id: its test rows of classes that nobody trained on
 
 
 @register
 @dataclass(frozen=True)
 class BaseToNew:
     name = "base-to-new"
-    what = "train on the first half of the classes, test on them and on the others"
+    summary = "train on the first half of the classes, test on them and on the others"
     every_round = False
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
         return [Training("base", tuple(domains), ())]
 
-    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
+    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         ((training, scores),) = done.values()
         base = accuracy(scores, training.train)
-        new = accuracy(scores, [NEW + id for id in training.train])
+        new = accuracy(scores, [NEW_PREFIX + id for id in training.train])
         out: Table = {"base": base, "new": new, "harmonic": harmonic(base, new)}
         for id in training.train:
             out |= {f"base {id}": accuracy(scores, [id])}
-            out |= {f"new {id}": accuracy(scores, [NEW + id])}
+            out |= {f"new {id}": accuracy(scores, [NEW_PREFIX + id])}
         return out
 
-    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
-        ((name, (train, _)),) = who.items()
-        return {"base": even(name, train)}
+    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
+        ((name, (train, _)),) = participants.items()
+        return {"base": uniform_weights(name, train)}
 
 
 def harmonic(a: float | None, b: float | None) -> float | None:

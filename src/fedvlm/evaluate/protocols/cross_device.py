@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from fedvlm import seeds
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, even, register
+from fedvlm.evaluate.protocols.contract import (
+    Participants,
+    Training,
+    TrainingResults,
+    Weights,
+    register,
+    uniform_weights,
+)
 from fedvlm.evaluate.scores import Table, accuracy
 
 
@@ -16,13 +23,13 @@ class CrossDevice:
     unseen: int = 0  # how many are only tested on
 
     name = "cross-device"
-    what = "train on n clients, test on a fixed set of unseen ones"
+    summary = "train on n clients, test on a fixed set of unseen ones"
     every_round = False
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
         ids, counts, unseen = list(domains), self.counts, self.unseen
-        most = max(counts, default=0)
-        if min(counts, default=0) < 1 or unseen < 1 or most + unseen > len(ids):
+        max_count = max(counts, default=0)
+        if min(counts, default=0) < 1 or unseen < 1 or max_count + unseen > len(ids):
             raise SettingsError(
                 f"cross-device trains on counts = {list(counts)} clients and tests on unseen = "
                 f"{unseen} others, but there are {len(ids)}; both are at least 1 and fit in "
@@ -30,14 +37,11 @@ class CrossDevice:
             )
         # The unseen clients are the same for every seed; who trains is drawn by it.
         order = [ids[i] for i in seeds.numbers("unseen", len(ids)).permutation(len(ids))]
-        away, rest = order[:unseen], sorted(order[unseen:])
+        held_out, rest = order[:unseen], sorted(order[unseen:])
         drawn = [rest[i] for i in seeds.numbers("training clients", seed).permutation(len(rest))]
-        return [
-            Training(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(away)))
-            for count in counts
-        ]
+        return [Training(f"{count}", tuple(sorted(drawn[:count])), tuple(sorted(held_out))) for count in counts]
 
-    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
+    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         out: Table = {}
         for training, scores in done.values():
             unseen = accuracy(scores, training.unseen) if generalises else None
@@ -45,10 +49,10 @@ class CrossDevice:
             out[f"own, n={training.name}"] = accuracy(scores, training.train)
         return out
 
-    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
+    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
         out: dict[str, Weights] = {}
-        for name, (train, unseen) in who.items():
-            out[f"own, n={name}"] = even(name, train)
+        for name, (train, unseen) in participants.items():
+            out[f"own, n={name}"] = uniform_weights(name, train)
             if generalises:
-                out[f"unseen, n={name}"] = even(name, unseen)
+                out[f"unseen, n={name}"] = uniform_weights(name, unseen)
         return out

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, register
+from fedvlm.evaluate.protocols.contract import Participants, Training, TrainingResults, Weights, register
 from fedvlm.evaluate.scores import Table, accuracy
 
 
@@ -13,26 +13,26 @@ from fedvlm.evaluate.scores import Table, accuracy
 @dataclass(frozen=True)
 class LeaveOneDomainOut:
     name = "leave-one-domain-out"
-    what = "each domain in turn is unseen; G, P and C as in FedOT"
+    summary = "each domain in turn is unseen; G, P and C as in FedOT"
     every_round = False
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
-        every = sorted(set(domains.values()))
-        if len(every) < 2 or "" in every:
+        domain_names = sorted(set(domains.values()))
+        if len(domain_names) < 2 or "" in domain_names:
             raise SettingsError(
                 f"leave-one-domain-out needs two or more domains; the clients have "
-                f"{', '.join(map(repr, every))}; use protocol = 'own-test', or data with domains"
+                f"{', '.join(map(repr, domain_names))}; use protocol = 'own-test', or data with domains"
             )
         return [
             Training(
-                one,
-                tuple(id for id, domain in domains.items() if domain != one),
-                tuple(id for id, domain in domains.items() if domain == one),
+                target,
+                tuple(id for id, domain in domains.items() if domain != target),
+                tuple(id for id, domain in domains.items() if domain == target),
             )
-            for one in every
+            for target in domain_names
         ]
 
-    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
+    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         a = _cells(domains, done)
         n = len(done)
         g = fmean(a[domain, domain] for domain in done)
@@ -45,29 +45,25 @@ class LeaveOneDomainOut:
             out[f"P {domain}"] = fmean(a[held, domain] for held in done if held != domain)
         return out
 
-    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
-        domains = {id: name for name, (_, unseen) in who.items() for id in unseen}
-        sizes = {name: len(unseen) for name, (_, unseen) in who.items()}
-        n = len(who)
-        every = {
-            (name, id): (domains[id] == name, sizes[domains[id]]) for name in who for id in domains
-        }
-        out = {"P": {cell: 1 / (n * (n - 1) * k) for cell, (own, k) in every.items() if not own}}
+    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
+        domains = {id: name for name, (_, unseen) in participants.items() for id in unseen}
+        sizes = {name: len(unseen) for name, (_, unseen) in participants.items()}
+        n = len(participants)
+        cells = {(name, id): (domains[id] == name, sizes[domains[id]]) for name in participants for id in domains}
+        out = {"P": {cell: 1 / (n * (n - 1) * k) for cell, (is_unseen, k) in cells.items() if not is_unseen}}
         if generalises:
-            out["G"] = {cell: 1 / (n * k) for cell, (own, k) in every.items() if own}
-            out["C"] = {cell: 1 / (n * n * k) for cell, (_, k) in every.items()}
+            out["G"] = {cell: 1 / (n * k) for cell, (is_unseen, k) in cells.items() if is_unseen}
+            out["C"] = {cell: 1 / (n * n * k) for cell, (_, k) in cells.items()}
         return dict(out)
 
 
-def _cells(domains: Mapping[str, str], done: Done) -> dict[tuple[str, str], float]:
+def _cells(domains: Mapping[str, str], done: TrainingResults) -> dict[tuple[str, str], float]:
     """A[held][domain]: the accuracy on a domain's test rows when `held` was left out."""
     a: dict[tuple[str, str], float] = {}
     for held, (_, scores) in done.items():
         for domain in done:
             value = accuracy(scores, [id for id in scores if domains[id] == domain])
             if value is None:
-                raise SettingsError(
-                    f"domain {domain} has no test rows; give clients.ratios a share for the test"
-                )
+                raise SettingsError(f"domain {domain} has no test rows; give clients.ratios a share for the test")
             a[held, domain] = value
     return a

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, even, register
+from fedvlm.evaluate.protocols.contract import (
+    Participants,
+    Training,
+    TrainingResults,
+    Weights,
+    register,
+    uniform_weights,
+)
 from fedvlm.evaluate.scores import Results, Table, accuracy
 
 EVERYONE = "everyone"  # the unseen client whose test rows are those of all
@@ -16,30 +23,30 @@ class OwnTest:
     global_test: bool = False  # what is shared is also tested on all test rows together
 
     name = "own-test"
-    what = "every client trains and is tested on its own test rows"
+    summary = "every client trains and is tested on its own test rows"
     every_round = False
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
         return [Training("all", tuple(domains), (EVERYONE,) if self.global_test else ())]
 
-    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
+    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         out: Table = {}
         for training, scores in done.values():
             out["own"] = accuracy(scores, training.train)
             if self.global_test:
                 out["global"] = accuracy(scores, training.unseen) if generalises else None
-            out |= within(domains, training, scores)
+            out |= domain_statistics(domains, training, scores)
             # A client may be called as one of these columns: then it has none of its own.
             out |= {id: accuracy(scores, [id]) for id in training.train if id not in out}
         return out
 
-    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
-        ((name, (train, unseen)),) = who.items()
-        more = {"global": even(name, unseen)} if unseen and generalises else {}
-        return {"own": even(name, train), **more}
+    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
+        ((name, (train, unseen)),) = participants.items()
+        global_column = {"global": uniform_weights(name, unseen)} if unseen and generalises else {}
+        return {"own": uniform_weights(name, train), **global_column}
 
 
-def within(domains: Mapping[str, str], training: Training, scores: Results) -> Table:
+def domain_statistics(domains: Mapping[str, str], training: Training, scores: Results) -> Table:
     """Mean and deviation over the clients of each domain that several clients share."""
     out: Table = {}
     for domain in sorted({domains[id] for id in training.train} - {""}):

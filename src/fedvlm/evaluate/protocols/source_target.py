@@ -6,10 +6,17 @@ from statistics import fmean
 
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS
-from fedvlm.evaluate.protocols.contract import Done, Training, Weights, Who, even, register
+from fedvlm.evaluate.protocols.contract import (
+    Participants,
+    Training,
+    TrainingResults,
+    Weights,
+    register,
+    uniform_weights,
+)
 from fedvlm.evaluate.scores import Results, Table, accuracy, metric
 
-EACH = "each"  # in place of a target: every domain in turn
+EVERY_DOMAIN = "each"  # in place of a target: every domain in turn
 
 
 @register
@@ -18,59 +25,59 @@ class SourceTarget:
     target: tuple[str, ...] = ()  # the domains or clients that are only tested on; or EACH
 
     name = "source-target"
-    what = "train on clients, test also on the unseen domains named in target; FAA-CLIP"
+    summary = "train on clients, test also on the unseen domains named in target; FAA-CLIP"
     every_round = True
 
     def trainings(self, domains: Mapping[str, str], seed: int) -> list[Training]:
-        if self.target == (EACH,):
-            every = sorted(set(domains.values()))
-            if len(every) < 2 or "" in every:
+        if self.target == (EVERY_DOMAIN,):
+            domain_names = sorted(set(domains.values()))
+            if len(domain_names) < 2 or "" in domain_names:
                 raise SettingsError(
-                    f'target = "{EACH}" takes every domain in turn, and the clients have '
-                    f"{', '.join(map(repr, every))}; name a target, or take data with domains"
+                    f'target = "{EVERY_DOMAIN}" takes every domain in turn, and the clients have '
+                    f"{', '.join(map(repr, domain_names))}; name a target, or take data with domains"
                 )
-            return [self._training(domains, (one,)) for one in every]
+            return [self._training(domains, (domain,)) for domain in domain_names]
         return [self._training(domains, self.target)]
 
     def _training(self, domains: Mapping[str, str], target: tuple[str, ...]) -> Training:
-        away = [id for id in domains if id in target or domains[id] in target]
-        rest = [id for id in domains if id not in away]
-        if not away or not rest:
+        held_out = [id for id in domains if id in target or domains[id] in target]
+        rest = [id for id in domains if id not in held_out]
+        if not held_out or not rest:
             raise SettingsError(
                 f"source-target tests on target = {list(target)}, which leaves {len(rest)} "
-                f"clients to train and {len(away)} unseen; name one or more domains, but not all "
+                f"clients to train and {len(held_out)} unseen; name one or more domains, but not all "
                 "of them"
             )
-        return Training(", ".join(target), tuple(rest), tuple(away))
+        return Training(", ".join(target), tuple(rest), tuple(held_out))
 
-    def table(self, domains: Mapping[str, str], done: Done, generalises: bool) -> Table:
-        each = {name: measured(*one, generalises) for name, one in done.items()}
-        if self.target != (EACH,):
-            (table,) = each.values()
+    def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
+        tables = {name: metric_table(*entry, generalises) for name, entry in done.items()}
+        if self.target != (EVERY_DOMAIN,):
+            (table,) = tables.values()
             return table
         out: Table = {}
-        for key in next(iter(each.values())):
+        for key in next(iter(tables.values())):
             if key.startswith(("clients ", "target ")) or key == "average":
-                values = [value for one in each.values() if (value := one[key]) is not None]
+                values = [value for entry in tables.values() if (value := entry[key]) is not None]
                 out[key] = fmean(values) if values else None
-        for name, one in each.items():
-            out |= {f"{key}, target {name}": value for key, value in one.items()}
+        for name, entry in tables.items():
+            out |= {f"{key}, target {name}": value for key, value in entry.items()}
         return out
 
-    def weights(self, who: Who, generalises: bool) -> dict[str, Weights]:
+    def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
         out: dict[str, dict[tuple[str, str], float]] = {"clients accuracy": {}}
         if generalises:
             out |= {"target accuracy": {}, "average": {}}
-        for name, (train, unseen) in who.items():
+        for name, (train, unseen) in participants.items():
             groups = {"clients accuracy": train, "target accuracy": unseen}
             groups["average"] = [*train, *unseen]
             for key, weights in out.items():
-                for cell, weight in even(name, groups[key]).items():
-                    weights[cell] = weight / len(who)
+                for cell, weight in uniform_weights(name, groups[key]).items():
+                    weights[cell] = weight / len(participants)
         return dict(out)
 
 
-def measured(training: Training, scores: Results, generalises: bool) -> Table:
+def metric_table(training: Training, scores: Results, generalises: bool) -> Table:
     """Every metric over the clients and on the target; each client counts the same."""
     out: Table = {}
     everyone = (*training.train, *training.unseen)

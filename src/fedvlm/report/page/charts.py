@@ -7,11 +7,11 @@ from typing import Any
 from markupsafe import Markup
 
 from fedvlm.evaluate.metrics import METRICS
-from fedvlm.report.page.svg import bubbles, slopes
+from fedvlm.report.page.svg import bubble_chart, slopegraph
 
 Model = Mapping[str, Any]
 Run = Mapping[str, Any]
-MOST = 40  # clients or classes that a drawing has room for
+MAX_SHOWN = 40  # clients or classes that a drawing has room for
 
 
 def partitions(model: Model) -> list[dict[str, Any]]:
@@ -22,16 +22,16 @@ def partitions(model: Model) -> list[dict[str, Any]]:
             continue
         counts = run["counts"] or {}
         ids = sorted(run["clients"], key=lambda id: -run["clients"][id]["train"])
-        shown = [id for id in ids if id in counts][:MOST]
-        classes = run["classes"][: 2 * MOST]
-        grid = [counts[id][: 2 * MOST] for id in shown]
+        shown_ids = [id for id in ids if id in counts][:MAX_SHOWN]
+        classes = run["classes"][: 2 * MAX_SHOWN]
+        grid = [counts[id][: 2 * MAX_SHOWN] for id in shown_ids]
         out[run["rows"]] = {
             "data": run["data"],
-            "drawing": bubbles(grid, shown, classes) if shown else "",
-            "left": [len(ids) - len(shown), len(run["classes"]) - len(classes)],
+            "drawing": bubble_chart(grid, shown_ids, classes) if shown_ids else "",
+            "left": [len(ids) - len(shown_ids), len(run["classes"]) - len(classes)],
             "clients": [
                 {"client": id, **run["clients"][id], "classes": sum(map(bool, counts.get(id, [])))}
-                for id in ids[: 2 * MOST]
+                for id in ids[: 2 * MAX_SHOWN]
             ],
             "dropped": max((run["duplicates_dropped"] or {"": 0}).values()),
         }
@@ -46,10 +46,10 @@ def matrices(model: Model) -> list[dict[str, Any]]:
         for cell in run["cells"]:
             means.setdefault((cell["training"], cell["client"]), []).append(cell["accuracy"])
         ids = list(dict.fromkeys(cell["client"] for cell in run["cells"]))
-        who = next(iter(run["who"].values()))  # of cross-device those of the first seed
-        unseen = {(training, id) for training, (_, away) in who.items() for id in away}
-        every = {id: [fmean(v) for (_, one), v in means.items() if one == id] for id in ids}
-        shown = sorted(ids, key=lambda id: fmean(every[id]))[:MOST]
+        members = next(iter(run["who"].values()))  # of cross-device those of the first seed
+        unseen = {(training, id) for training, (_, unseen_ids) in members.items() for id in unseen_ids}
+        accuracies = {id: [fmean(v) for (_, client_id), v in means.items() if client_id == id] for id in ids}
+        shown_ids = sorted(ids, key=lambda id: fmean(accuracies[id]))[:MAX_SHOWN]
         rows = [
             (
                 training,
@@ -59,17 +59,17 @@ def matrices(model: Model) -> list[dict[str, Any]]:
                         (training, id) in unseen,
                     )
                     for id in ids
-                    if id in shown
+                    if id in shown_ids
                 ],
             )
-            for training in who
+            for training in members
         ]
         out.append(
             {
                 "run": place,
                 "name": run["name"],
-                "clients": [id for id in ids if id in shown],
-                "left": len(ids) - len(shown),
+                "clients": [id for id in ids if id in shown_ids],
+                "left": len(ids) - len(shown_ids),
                 "rows": rows,
                 **_spread(run),
             }
@@ -77,24 +77,24 @@ def matrices(model: Model) -> list[dict[str, Any]]:
     return out
 
 
-def own(run: Run, key: str = "accuracy") -> dict[str, float]:
+def client_means(run: Run, key: str = "accuracy") -> dict[str, float]:
     """A number of each client that trained, the mean over trainings and seeds."""
-    found: dict[str, list[float]] = {}
+    values_by_client: dict[str, list[float]] = {}
     for cell in run["cells"]:
         if not cell["unseen"] and key in cell:
-            found.setdefault(cell["client"], []).append(cell[key])
-    return {id: fmean(each) for id, each in found.items()}
+            values_by_client.setdefault(cell["client"], []).append(cell[key])
+    return {id: fmean(values) for id, values in values_by_client.items()}
 
 
 def _spread(run: Run) -> dict[str, Any]:
-    mine = own(run)
-    if not mine:
+    accuracies = client_means(run)
+    if not accuracies:
         return {"worst": None, "spread": None, "metrics": {}}
-    worst = min(mine, key=lambda id: mine[id])
-    metrics = {key: fmean(each.values()) for key in METRICS if (each := own(run, key))}
+    worst = min(accuracies, key=lambda id: accuracies[id])
+    metrics = {key: fmean(means.values()) for key in METRICS if (means := client_means(run, key))}
     return {
-        "worst": (worst, mine[worst]),
-        "spread": max(mine.values()) - min(mine.values()),
+        "worst": (worst, accuracies[worst]),
+        "spread": max(accuracies.values()) - min(accuracies.values()),
         "metrics": metrics,
     }
 
@@ -107,33 +107,39 @@ def journeys(model: Model) -> dict[str, Any] | None:
     kinds = [KINDS.get(run["identity"]["method"]["name"], 1) for run in model["runs"]]
     steps: list[tuple[str, dict[str, float]]] = []
     for kind, name in enumerate(("zero-shot", "federated", "alone")):
-        there = [run for run, one in zip(model["runs"], kinds, strict=True) if one == kind]
-        found = [(fmean(mine.values()), run["name"], mine) for run in there if (mine := own(run))]
-        if found:
-            _, run, mine = max(found, key=lambda one: one[0])
-            steps.append((run if kind == 1 else name, mine))
+        runs_of_kind = [run for run, run_kind in zip(model["runs"], kinds, strict=True) if run_kind == kind]
+        candidates = [
+            (fmean(accuracies.values()), run["name"], accuracies)
+            for run in runs_of_kind
+            if (accuracies := client_means(run))
+        ]
+        if candidates:
+            _, run, accuracies = max(candidates, key=lambda run_kind: run_kind[0])
+            steps.append((run if kind == 1 else name, accuracies))
     if len(steps) < 2:
         return None
-    federated = next((mine for place, (_, mine) in enumerate(steps) if place), {})
+    federated = next((accuracies for place, (_, accuracies) in enumerate(steps) if place), {})
     ids = sorted(federated, key=lambda id: federated[id])
     rows = []
-    for id in ids[:MOST]:
-        each = [mine.get(id) for _, mine in steps]
-        told = [value for value in each if value is not None]
-        rows.append((id, each, told[1] - told[0] if len(told) > 1 else None))
-    return {"names": [name for name, _ in steps], "rows": rows, "left": len(ids[MOST:])}
+    for id in ids[:MAX_SHOWN]:
+        values = [accuracies.get(id) for _, accuracies in steps]
+        defined = [value for value in values if value is not None]
+        rows.append((id, values, defined[1] - defined[0] if len(defined) > 1 else None))
+    return {"names": [name for name, _ in steps], "rows": rows, "left": len(ids[MAX_SHOWN:])}
 
 
 def client_slopes(model: Model) -> Markup:
     """Zero-shot first, then what was federated, then what clients reach alone."""
     runs = sorted(model["runs"], key=lambda run: KINDS.get(run["identity"]["method"]["name"], 1))
-    found = [own(run) for run in runs]
-    ids = list(dict.fromkeys(id for one in found for id in one))
+    accuracies_by_run = [client_means(run) for run in runs]
+    ids = list(dict.fromkeys(id for accuracies in accuracies_by_run for id in accuracies))
     if len(runs) < 2 or not ids:
         return Markup("")
-    worst = sorted(ids, key=lambda id: min(one.get(id, 1.0) for one in found))[: MOST // 2]
-    lines = [(id, [one.get(id) for one in found]) for id in ids if id in worst]
-    return slopes([run["name"] for run in runs], lines)
+    worst = sorted(ids, key=lambda id: min(accuracies.get(id, 1.0) for accuracies in accuracies_by_run))[
+        : MAX_SHOWN // 2
+    ]
+    lines = [(id, [accuracies.get(id) for accuracies in accuracies_by_run]) for id in ids if id in worst]
+    return slopegraph([run["name"] for run in runs], lines)
 
 
 def confusion(model: Model) -> dict[str, Any] | None:
@@ -142,7 +148,7 @@ def confusion(model: Model) -> dict[str, Any] | None:
     run = model["runs"][first["best"]]
     kind = "unseen" if "unseen" in run["sure"] and run["tables"][0].get("G", 0) else "clients"
     cells = run["sure"].get(kind, {}).get("confusion")
-    if not cells or len(run["classes"]) > MOST:
+    if not cells or len(run["classes"]) > MAX_SHOWN:
         return None
     grid = [[0] * len(run["classes"]) for _ in run["classes"]]
     for true, guess, rows in cells:

@@ -6,11 +6,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fedvlm.report.page.svg import Line, Panel, scatter
+from fedvlm.report.page.svg import Line, Panel, scatter_chart
 
 Model = Mapping[str, Any]
-MOST = 40  # places of a drawing of weights
-WHOLE = (0.0, 1.0)
+MAX_WEIGHTS = 40  # places of a drawing of weights
+UNIT_RANGE = (0.0, 1.0)
 PANELS = (  # key of the curve, what it is called, whether it is a share
     ("accuracy", "accuracy of the clients that train", True),
     ("unseen", "accuracy of unseen clients", True),
@@ -24,7 +24,7 @@ PANELS = (  # key of the curve, what it is called, whether it is a share
 def rounds(model: Model) -> list[Markup]:
     """Curves over the rounds, then the same against what a client has moved."""
     out = []
-    for key, name, share in PANELS:
+    for key, name, is_fraction in PANELS:
         for across, x in (("round", "round"), ("kB", "kilobytes of a client, both ways")):
             if across == "kB" and key not in ("accuracy", "unseen"):
                 continue
@@ -35,30 +35,28 @@ def rounds(model: Model) -> list[Markup]:
             ]
             if lines:
                 by = "" if across == "round" else ", by traffic"
-                unit = "%" if share else key
+                unit = "%" if is_fraction else key
                 log = across == "kB"
-                out.append(Panel(name + by, x, unit, lines, log, share, key=key, across=across))
+                out.append(Panel(name + by, x, unit, lines, log, is_fraction, key=key, across=across))
     ordered = sorted(out, key=lambda panel: panel.across == "kB")
     return [_figure(panel) for panel in ordered]
 
 
-def average(
-    place: int, curves: Sequence[Mapping[str, Any]], key: str, across: str = "round"
-) -> Line:
+def average(place: int, curves: Sequence[Mapping[str, Any]], key: str, across: str = "round") -> Line:
     """Mean over trainings and seeds, and a band of a deviation over seeds."""
     by_seed: dict[int, list[Mapping[str, Any]]] = {}
-    for one in curves:
-        if key in one:
-            by_seed.setdefault(one["seed"], []).append(one)
-    length = min((len(one["kB"]) for each in by_seed.values() for one in each), default=0)
+    for curve in curves:
+        if key in curve:
+            by_seed.setdefault(curve["seed"], []).append(curve)
+    length = min((len(curve["kB"]) for seed_curves in by_seed.values() for curve in seed_curves), default=0)
     points, band = [], []
     for number in range(length):
         means = []
-        for each in by_seed.values():
-            values = [one[key][number] for one in each if one[key][number] is not None]
+        for seed_curves in by_seed.values():
+            values = [curve[key][number] for curve in seed_curves if curve[key][number] is not None]
             if values:
                 means.append(fmean(values))
-        moved = fmean(one["kB"][number] for each in by_seed.values() for one in each)
+        moved = fmean(curve["kB"][number] for seed_curves in by_seed.values() for curve in seed_curves)
         x = float(number) if across == "round" else moved
         if not means or (across == "kB" and not moved):  # there is no logarithm of nothing
             continue
@@ -82,19 +80,19 @@ def sure(model: Model) -> dict[str, list[Markup]]:
     """Reliability, risk and coverage, ROC, precision-recall, decision curve; by who was tested."""
     out = {}
     for kind in ("clients", "unseen"):
-        found = {i: run["sure"][kind] for i, run in enumerate(model["runs"]) if kind in run["sure"]}
-        if not found:
+        summaries = {i: run["sure"][kind] for i, run in enumerate(model["runs"]) if kind in run["sure"]}
+        if not summaries:
             continue
         full = {  # bins of a hundredth of the rows or more
             i: [
-                (point, n / max(one["bins"]))
-                for point, n in zip(one["reliability"], one["bins"], strict=True)
-                if 100 * n >= one["rows"]
+                (point, n / max(summary["bins"]))
+                for point, n in zip(summary["reliability"], summary["bins"], strict=True)
+                if 100 * n >= summary["rows"]
             ]
-            for i, one in found.items()
+            for i, summary in summaries.items()
         }
         reliable = [
-            Line(i, [p for p, _ in each], dots=[n for _, n in each]) for i, each in full.items()
+            Line(i, [p for p, _ in bin_points], dots=[n for _, n in bin_points]) for i, bin_points in full.items()
         ]
         panels = [
             _square(
@@ -108,28 +106,28 @@ def sure(model: Model) -> dict[str, list[Markup]]:
                 "risk and coverage: wrong answers if only the surest rows are answered",
                 "share of rows answered",
                 "% wrong",
-                _lines(found, "risk"),
-                x_range=WHOLE,
+                _lines(summaries, "risk"),
+                x_range=UNIT_RANGE,
             ),
         ]
-        if ranked := {i: one for i, one in found.items() if "ROC" in one}:
+        if ranked := {i: summary for i, summary in summaries.items() if "ROC" in summary}:
             name, x = "ROC, every row with every class", "share of false alarms"
             panels.append(_square(name, x, "% found", _lines(ranked, "ROC"), diagonal=True))
             lines = _lines(ranked, "precision")
             panels.append(_square("precision and recall", "recall", "% precision", lines))
-        lines = _lines(found, "decision")
+        lines = _lines(summaries, "decision")
         panels.append(Panel("decision curve", "threshold", "net benefit", lines, percent=False))
         out[kind] = [_figure(panel) for panel in panels]
     return out
 
 
-def _lines(found: Mapping[int, Mapping[str, Any]], key: str) -> list[Line]:
-    return [Line(i, one[key]) for i, one in found.items()]
+def _lines(summaries: Mapping[int, Mapping[str, Any]], key: str) -> list[Line]:
+    return [Line(i, summary[key]) for i, summary in summaries.items()]
 
 
 def _square(name: str, x: str, y: str, lines: Sequence[Line], diagonal: bool = False) -> Panel:
     """Shares against shares, from none to all."""
-    return Panel(name, x, y, lines, diagonal=diagonal, x_range=WHOLE, y_range=WHOLE)
+    return Panel(name, x, y, lines, diagonal=diagonal, x_range=UNIT_RANGE, y_range=UNIT_RANGE)
 
 
 def inside(model: Model) -> list[Markup]:
@@ -141,7 +139,7 @@ def inside(model: Model) -> list[Markup]:
         if run["angles"]
     ]
     weights = [
-        Line(i, [(float(k), one) for k, one in enumerate(run["weights"][:MOST], 1)])
+        Line(i, [(float(k), weight) for k, weight in enumerate(run["weights"][:MAX_WEIGHTS], 1)])
         for i, run in runs
         if run["weights"]
     ]
@@ -154,7 +152,7 @@ def inside(model: Model) -> list[Markup]:
         out.append(Panel(name, "place", "% weight", weights))
     drawn = [_figure(panel) for panel in out]
     for _, run in runs:
-        if found := run["prompts"]:
+        if prompt_map := run["prompts"]:
             name = f"local prompts of {run['name']}: near ones are alike (t-SNE)"
-            drawn.append(_framed(name, scatter(name, found["places"], found["clients"])))
+            drawn.append(_framed(name, scatter_chart(name, prompt_map["places"], prompt_map["clients"])))
     return drawn

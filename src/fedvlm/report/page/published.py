@@ -5,37 +5,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedvlm.evaluate import scores
-from fedvlm.report.papers import judge, matches, numbers
-from fedvlm.report.units import printed
+from fedvlm.report.papers import judge_number, matches_method, numbers
+from fedvlm.report.units import to_printed_unit
 
-Beside = dict[str, Any]
-ORDER = ("met", "within noise", "differs", "void", "not comparable")
+PaperComparison = dict[str, Any]
+VERDICT_ORDER = ("met", "within noise", "differs", "void", "not comparable")
 
 
-def beside_papers(runs: Sequence[Mapping[str, Any]]) -> list[Beside]:
+def compare_with_papers(runs: Sequence[Mapping[str, Any]]) -> list[PaperComparison]:
     """A line per printed number of a run's method, settings and data that the run has as well."""
-    out: list[Beside] = []
+    out: list[PaperComparison] = []
     for place, run in enumerate(runs):
-        identity, found = run["identity"], scores.spread(run["tables"])
+        identity, column_statistics = run["identity"], scores.mean_and_std(run["tables"])
         for item in run["reproduces"] or ():
-            for one in numbers().get(item, ()):
-                mean, deviation = found.get(one.column, (None, None))
-                if mean is None or one.data != identity["data"] or not matches(one, identity):
+            for number in numbers().get(item, ()):
+                mean, deviation = column_statistics.get(number.column, (None, None))
+                if mean is None or number.data != identity["data"] or not matches_method(number, identity):
                     continue
-                ours, spread = printed(one.column, mean, deviation)
-                said = judge(one, ours, spread, identity)
-                line = {"item": item, "row": one.row, "run": place, "column": one.column}
-                line |= {"ours": round(ours, 4), "deviation": spread and round(spread, 4)}
-                line |= {"published": one.value, "published deviation": one.deviation}
-                line |= {"round": one.round, "word": said.word, "why": said.why}
+                measured, spread = to_printed_unit(number.column, mean, deviation)
+                verdict = judge_number(number, measured, spread, identity)
+                line = {"item": item, "row": number.row, "run": place, "column": number.column}
+                line |= {"ours": round(measured, 4), "deviation": spread and round(spread, 4)}
+                line |= {"published": number.value, "published deviation": number.deviation}
+                line |= {"round": number.round, "word": verdict.word, "why": verdict.reason}
                 out.append(line)
-    return sorted(out, key=lambda line: ORDER.index(line["word"]))
+    return sorted(out, key=lambda line: VERDICT_ORDER.index(line["word"]))
 
 
-def counted(lines: Sequence[Beside]) -> list[str]:
+def verdict_sentence(lines: Sequence[PaperComparison]) -> list[str]:
     """The verdicts in one sentence; none where nothing is printed."""
     if not lines:
         return []
-    found = Counter(line["word"] for line in lines)
-    said = [f"{found[word]} {word}" for word in ORDER if found[word]]
-    return [f"Of {len(lines)} printed numbers that these runs have too: {', '.join(said)}."]
+    counts = Counter(line["word"] for line in lines)
+    texts = [f"{counts[word]} {word}" for word in VERDICT_ORDER if counts[word]]
+    return [f"Of {len(lines)} printed numbers that these runs have too: {', '.join(texts)}."]

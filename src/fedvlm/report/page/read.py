@@ -11,14 +11,14 @@ from fedvlm.errors import DataError
 from fedvlm.evaluate.scores import Table
 from fedvlm.record import Record
 from fedvlm.report.folder import runs_in
-from fedvlm.storage.sealed import SEAL
+from fedvlm.storage.sealed import CHECKSUM_KEY
 
 Model = dict[str, Any]
-FORMAT = "fedvlm report 2"
-BEFORE = "fedvlm report 1"  # pages that have no checksum
+PAGE_FORMAT = "fedvlm report 2"
+UNCHECKED_FORMAT = "fedvlm report 1"  # pages that have no checksum
 
 
-def as_text(model: Model) -> str:
+def model_json(model: Model) -> str:
     return json.dumps(model, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -40,45 +40,45 @@ class PageRecord(Record):
         return exchanges, moved
 
     def trainings(self, seed: int | None = None) -> Mapping[str, dict[str, Any]]:
-        wanted = self.run["identity"]["seeds"][0] if seed is None else seed
+        chosen_seed = self.run["identity"]["seeds"][0] if seed is None else seed
         out: dict[str, dict[str, Any]] = {
             training: {"train": train, "unseen": unseen, "scores": {}}
-            for training, (train, unseen) in self.run["who"][str(wanted)].items()
+            for training, (train, unseen) in self.run["who"][str(chosen_seed)].items()
         }
-        for one in self.run["cells"]:
-            if one["seed"] == wanted:
-                hits = {"test_rows": one["rows"], "test_hits": one["accuracy"] * one["rows"]}
-                out[one["training"]]["scores"][one["client"]] = {**one, **hits}
+        for cell in self.run["cells"]:
+            if cell["seed"] == chosen_seed:
+                counts = {"test_rows": cell["rows"], "test_hits": cell["accuracy"] * cell["rows"]}
+                out[cell["training"]]["scores"][cell["client"]] = {**cell, **counts}
         return out
 
 
-class _Data(HTMLParser):
+class _ModelParser(HTMLParser):
     """The text of the element that holds the model."""
 
-    found = ""
-    inside = False
+    text = ""
+    is_inside = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.inside = tag == "script" and ("id", "fedvlm") in attrs
+        self.is_inside = tag == "script" and ("id", "fedvlm") in attrs
 
     def handle_endtag(self, tag: str) -> None:
-        self.inside = False
+        self.is_inside = False
 
     def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.found += data
+        if self.is_inside:
+            self.text += data
 
 
 def read_page(path: Path) -> list[Record]:
     """The runs inside a page."""
     try:
-        parser = _Data()
+        parser = _ModelParser()
         parser.feed(path.read_text("utf-8"))
-        model = json.loads(parser.found or "{}")
-        if model.get("format") not in (FORMAT, BEFORE):
+        model = json.loads(parser.text or "{}")
+        if model.get("format") not in (PAGE_FORMAT, UNCHECKED_FORMAT):
             raise ValueError("it has no runs inside")
-        seal = model.pop(SEAL, None)
-        if seal != sha256(as_text(model).encode()).hexdigest() and model["format"] != BEFORE:
+        seal = model.pop(CHECKSUM_KEY, None)
+        if seal != sha256(model_json(model).encode()).hexdigest() and model["format"] != UNCHECKED_FORMAT:
             raise ValueError("it is damaged, its checksum does not fit")
         return [PageRecord(path, run) for run in model["runs"]]
     except (OSError, ValueError, AttributeError) as error:
@@ -91,4 +91,4 @@ def read_runs(path: Path) -> list[Record]:
     """The run of a directory, those of an experiment's, or those of a page."""
     if path.suffix in (".html", ".htm"):
         return read_page(path)
-    return [Record(one) for one in runs_in(path)] or [Record(path)]
+    return [Record(run_path) for run_path in runs_in(path)] or [Record(path)]
