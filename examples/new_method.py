@@ -42,8 +42,7 @@ class FedBias:
 
 def main() -> None:
     check_method(FedBias())  # the same checks as our own methods pass, on every engine
-    # each client has its own mix of classes
-    clients = {"partition": "dirichlet", "count": 6, "alpha": 0.3}
+    clients = {"partition": "dirichlet", "count": 6, "alpha": 0.3}  # each its own mix of classes
     plain = {"name": "fedavg", "lr": 1e-2, "rounds": 30}
     with TemporaryDirectory() as folder:
         for number, method in enumerate(["zero-shot", plain, FedBias()]):

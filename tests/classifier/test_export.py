@@ -60,7 +60,7 @@ def test_the_card_says_what_it_is_and_what_not_to_expect(runs, tmp_path):
     result = runs("fedot", **METHODS["fedot"])
     export(result.folder, "site-0", tmp_path / "c", onnx=True)
     card = (tmp_path / "c" / "README.md").read_text()
-    for words in (result.manifest["encoder"], "blue, red", "`rate` | 0.05", "site-0", ONNX_FILE):
+    for words in (result.manifest["encoder"], "blue, red", "`lr` | 0.05", "site-0", ONNX_FILE):
         assert words in card
     assert "treat the\nfolder as you treat the rows" in card
 

@@ -34,7 +34,7 @@ def files(folder):
 
 
 def test_a_site_joins_in_three_steps_and_its_private_key_never_leaves(fed):
-    request = fed.asks("north")
+    request = fed.request_join("north")
     hidden = (fed.folder / "north" / NEXT_KEY_FILE).read_bytes()
     assert b"PRIVATE" in hidden and b"PRIVATE" not in request.path.read_bytes()
     sent = fed.admits(request)
@@ -49,12 +49,12 @@ def test_a_site_joins_in_three_steps_and_its_private_key_never_leaves(fed):
 
 
 def test_a_kit_from_admit_says_certificate_root_address_and_names_only(fed):
-    words = json.loads(fed.admits(fed.asks("north")).read_text())
+    words = json.loads(fed.admits(fed.request_join("north")).read_text())
     assert set(words) == {*membership.CERTIFICATE_FIELDS, "kind", "checksum", "signature"}
 
 
 def test_both_sides_read_out_the_same_fingerheardand_nobody_else_has_it(fed):
-    north, south = fed.asks("north"), fed.asks("south")
+    north, south = fed.request_join("north"), fed.request_join("south")
     server_fingerprint = read_request(fed.kit, north.path).fingerprint
     assert server_fingerprint == north.fingerprint != south.fingerprint
     assert [len(word) for word in server_fingerprint.split()] == [4] * 6
@@ -80,7 +80,7 @@ def test_a_false_invitation_shows_in_the_fingerprint(fed):
 
 
 def test_what_holds_keys_and_certificates_is_its_owners(fed):
-    fed.asks("south")
+    fed.request_join("south")
     folder = fed.joins("north")
     names = [folder / "key", folder / membership.CERTIFICATE_FILE, fed.folder / "south" / NEXT_KEY_FILE]
     names += [fed.folder / "south" / JOIN_REQUEST_FILE, certificate_path(fed.server, "north"), fed.server / "ca.key"]
@@ -89,19 +89,19 @@ def test_what_holds_keys_and_certificates_is_its_owners(fed):
 
 
 def test_asking_again_is_the_same_request(fed):
-    first = fed.asks("north")
+    first = fed.request_join("north")
     assert create_join_request(fed.folder / "north") == first
     with pytest.raises(SettingsError, match="asks for north already"):
-        fed.asks("south", folder="north")
+        fed.request_join("south", folder="north")
 
 
 def test_a_name_and_an_invitation_are_needed_to_join(fed):
     with pytest.raises(SettingsError, match="--name NAME --invitation"):
         create_join_request(fed.folder / "north")
     with pytest.raises(SettingsError, match="'a/b' does not fit"):
-        fed.asks("a/b", folder="x")
+        fed.request_join("a/b", folder="x")
     with pytest.raises(DataError, match="is no invitation"):
-        create_join_request(fed.folder / "north", fed.asks("south").path, "north")
+        create_join_request(fed.folder / "north", fed.request_join("south").path, "north")
     assert not (fed.folder / "north").exists()
 
 
@@ -110,7 +110,7 @@ def test_a_name_and_an_invitation_are_needed_to_join(fed):
 
 def test_an_outsider_cannot_send_a_request_that_its_key_did_not_sign(fed):
     """Nor one for a key that somebody else holds."""
-    words = json.loads(fed.asks("north").path.read_text())
+    words = json.loads(fed.request_join("north").path.read_text())
     path = fed.folder / "sent.json"
     foreign_key = create_key_pair()[1].decode()
     for change in ({"signature": ""}, {"site": "south"}, {"key": foreign_key}, {"signature": "AAAA"}):
@@ -126,9 +126,9 @@ def test_a_site_cannot_get_anothers_name(fed):
     south = fed.joins("south")
     before = current_certificate(fed.server, "north")
     with pytest.raises(FederationError, match="the name north is taken.*deploy revoke"):
-        fed.admits(fed.asks("north", folder="thief"))
+        fed.admits(fed.request_join("north", folder="thief"))
     with pytest.raises(FederationError, match="the name north is taken"):
-        fed.admits(fed.asks("NORTH", folder="thief2"))
+        fed.admits(fed.request_join("NORTH", folder="thief2"))
     request = create_join_request(south)
     words = {"federation": request.federation, "site": "north", "key": request.key}
     vouched = Signer(south / "key", admission.RENEWAL_PREFIX)(Message(words)).about["signature"]
@@ -141,7 +141,7 @@ def test_a_site_cannot_get_anothers_name(fed):
 
 
 def test_a_revoked_site_does_not_come_back_by_what_it_has(fed):
-    request = fed.asks("north")
+    request = fed.request_join("north")
     old = request.path.read_bytes()
     accept_certificate(fed.folder / "north", fed.admits(request))
     revoke_site(fed.kit, "north")
@@ -162,14 +162,14 @@ def test_a_request_for_another_federation_is_refused(fed, tmp_path):
     second_federation = Joining(tmp_path / "two")
     with pytest.raises(FederationError, match="is for another federation.*invitation.json"):
         read_request(fed.kit, second_federation.request_join("north").path)
-    fed.asks("north")
+    fed.request_join("north")
     sent = second_federation.admits(create_join_request(second_federation.folder / "north"))
     with pytest.raises(FederationError, match="of another federation than the one"):
         accept_certificate(fed.folder / "north", sent)
 
 
 def test_a_request_is_admitted_once(fed):
-    request = fed.asks("north")
+    request = fed.request_join("north")
     sent = fed.admits(request)
     with pytest.raises(FederationError, match="this very key was admitted as north") as error:
         fed.admits(request)
@@ -177,16 +177,16 @@ def test_a_request_is_admitted_once(fed):
 
 
 def test_a_certificate_of_another_site_is_not_taken(fed):
-    fed.asks("south")
+    fed.request_join("south")
     with pytest.raises(FederationError, match="for site north with a key that is not in"):
-        accept_certificate(fed.folder / "south", fed.admits(fed.asks("north")))
+        accept_certificate(fed.folder / "south", fed.admits(fed.request_join("north")))
     with pytest.raises(SettingsError, match="has not asked to join"):
         accept_certificate(fed.folder / "nobody", certificate_path(fed.server, "north"))
 
 
 @pytest.mark.parametrize("name", [*membership.CERTIFICATE_FIELDS, "signature"])
 def test_no_word_of_a_certificate_can_be_changed(fed, name):
-    sent = fed.admits(fed.asks("north"))
+    sent = fed.admits(fed.request_join("north"))
     words = json.loads(sent.read_text())
     changes = {"valid_until": "2100-01-01T00:00:00+00:00", "key": create_key_pair()[1].decode()}
     sent.write_text(json.dumps({**words, name: changes.get(name, words[name][:-2])}))
@@ -201,7 +201,7 @@ def test_no_word_of_a_certificate_can_be_changed(fed, name):
 def test_a_file_that_is_no_request_or_certificate_is_named(fed, data):
     path = fed.folder / "sent.json"
     path.write_bytes(data)
-    fed.asks("north")
+    fed.request_join("north")
     for read in (
         lambda: read_request(fed.kit, path),
         lambda: accept_certificate(fed.folder / "north", path),
@@ -228,7 +228,7 @@ def test_an_expired_certificate_is_refused_with_the_remedy(fed):
 
 
 def test_an_expired_certificate_is_not_taken(fed):
-    request = fed.asks("north")
+    request = fed.request_join("north")
     sent = fed.admits(request)
     issue_certificate(fed.server, ADDRESS, "north", request.key.encode(), days=-1)
     with pytest.raises(FederationError, match="has expired.*have the server admit a new request"):
@@ -236,6 +236,6 @@ def test_an_expired_certificate_is_not_taken(fed):
 
 
 def test_a_kit_without_a_certificate_is_told_how_to_get_one(fed):
-    fed.asks("north")
+    fed.request_join("north")
     with pytest.raises(SettingsError, match="no server has admitted this site.*join-request"):
         read_own_certificate(fed.folder / "north")

@@ -78,8 +78,8 @@ def test_a_stop_while_a_certificate_is_put_in_is_made_good_by_the_same_command(f
 
 
 def test_a_request_that_changes_after_it_was_compared_is_not_admitted(fed):
-    request = read_request(fed.kit, fed.asks("north").path)
-    request.path.write_bytes(fed.asks("north", folder="thief").path.read_bytes())
+    request = read_request(fed.kit, fed.request_join("north").path)
+    request.path.write_bytes(fed.request_join("north", folder="thief").path.read_bytes())
     with pytest.raises(FederationError, match="was changed meanwhile"):
         admit_site(fed.kit, request)
 
@@ -94,7 +94,7 @@ def test_a_damaged_certificate_holds_its_name_until_it_is_revoked(fed):
     fed.joins("north")
     certificate_path(fed.server, "north").write_bytes(b"{")
     with pytest.raises(FederationError, match="the name north is taken"):
-        fed.admits(fed.asks("north", folder="new"))
+        fed.admits(fed.request_join("north", folder="new"))
     assert certificate_statuses(fed.server)[1].remark == "its certificate is damaged; revoke it"
     revoke_site(fed.kit, "north")
     fed.admits(create_join_request(fed.folder / "new"))

@@ -33,7 +33,7 @@ def network_requests():
         raise OSError("the network is off in this test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket.socket, "write_connection", refuse)
+        patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
         yield requests
 

@@ -157,7 +157,7 @@ def test_names_are_as_short_as_tells_runs_apart():
 
     assert run_names([run(name="a", lr=1, x=2), run(name="b", lr=3)]) == ["a", "b"]
     runs = [run(name="a", lr=1, x=2), run(name="a", lr=3, x=2)]
-    assert run_names(runs) == ["a (rate 1)", "a (rate 3)"]
+    assert run_names(runs) == ["a (lr 1)", "a (lr 3)"]
     assert run_names([run(name="a"), run(name="a")]) == ["a [1]", "a [2]"]
 
 

@@ -56,6 +56,6 @@ class Scaffold:
         return {**shared, "head": head, "variate": variate}
 
     name = "scaffold"
-    traits = head_traits(memory=frozenset({"variate", "own variate", "clients"}), clients="clients")
+    traits = head_traits(memory=frozenset({"variate", "own variate", "clients"}), client_count="clients")
     update_many = partialmethod(update, train=parts.regularised_head_sgd)
     predict, send, adapt = FedAvg.predict, parts.send_all, parts.no_adaptation

@@ -155,7 +155,7 @@ def prompt_map(run: Record | str | Path, seed: int | None = None) -> PromptMap:
 
 def _group(result: Record, id: str) -> str:
     """What a client is coloured by: its superclass or its domain, if it shares them, or itself."""
-    by = result.manifest["identity"]["clients"]["by"]
+    by = result.manifest["identity"]["clients"]["partition"]
     if by == "coarse":
         class_counts = zip(result.manifest["classes"], result.manifest["counts"][id], strict=True)
         return ", ".join(sorted(set(superclasses([name for name, rows in class_counts if rows]))))

@@ -34,7 +34,7 @@ def run_label(result: Record, without: Collection[str] = ()) -> str:
     channel = result.manifest["identity"].get("channel", default_channel)
     differences += [f"channel.{key}={value}" for key, value in channel.items() if default_channel[key] != value]
     if attack := result.manifest["identity"].get("attack"):
-        differences.append(f"ATTACK: {attack} by {result.manifest['identity']['attackers']:.0%}")
+        differences.append(f"ATTACK: {attack} by {result.manifest['identity']['attacker_fraction']:.0%}")
     chosen = result.manifest["identity"]["selection"]
     if chosen == "oracle":
         differences.append("ORACLE: best test round")

@@ -46,7 +46,7 @@ def draw_partitions(results: Sequence[Record], out: str | Path, kite: bool = Fal
             panel.set_yticks(range(table.shape[1]), result.manifest["classes"], fontsize=7)
         panel.set(xlabel="client", ylim=(table.shape[1] - 0.4, -0.6), xlim=(-0.7, len(table) - 0.3))
         about = result.manifest["identity"]["clients"]
-        panel.set_title(f"{result.manifest['data']}, {about['by']}", fontsize=10, color=TEXT_COLOUR)
+        panel.set_title(f"{result.manifest['data']}, {about['partition']}", fontsize=10, color=TEXT_COLOUR)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("class")
     for number, name in enumerate(domains):
