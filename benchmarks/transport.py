@@ -42,10 +42,7 @@ def scaling(similarity: Tensor, gamma: float, strength: float, diagonal: bool, e
         done = (v / before - 1).abs().max() < 1e-6 if exact else (v - before).abs().mean() < 1e-3
         if done:
             break
-    if diagonal:
-        plan = torch.diag_embed(u[..., 0]) @ kernel @ torch.diag_embed(v[..., 0])
-    else:
-        plan = u * kernel * v.mT
+    plan = torch.diag_embed(u[..., 0]) @ kernel @ torch.diag_embed(v[..., 0]) if diagonal else u * kernel * v.mT
     return plan.mT.unflatten(0, similarity.shape[:2])
 
 

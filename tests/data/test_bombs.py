@@ -43,7 +43,7 @@ def archive(path, data, how=zipfile.ZIP_DEFLATED, claimed=None):
 
 @pytest.mark.parametrize("claimed", [None, 10])
 def test_member_past_the_limit_is_refused_before_it_is_unpacked(tmp_path, monkeypatch, claimed):
-    monkeypatch.setattr(data_sources, "LARGEST", 1 << 20)
+    monkeypatch.setattr(data_sources, "MAX_IMAGE_BYTES", 1 << 20)
     source = open_dataset(str(archive(tmp_path / "a.zip", bytes(64 << 20), claimed=claimed))).source
     with at_most(20 << 20), pytest.raises(DataError, match="b/0.png"):
         source.read(1)
@@ -57,7 +57,7 @@ def test_member_packed_in_a_way_without_a_limit_is_refused(tmp_path):
 
 def test_file_past_the_limit_is_named_and_not_read(tmp_path, monkeypatch):
     root = plant(tmp_path / "set", grid(["x"], ["a", "b"]))
-    monkeypatch.setattr(data_sources, "LARGEST", 10_000)
+    monkeypatch.setattr(data_sources, "MAX_IMAGE_BYTES", 10_000)
     with open(root / "x/a/0.png", "ab") as file:
         file.truncate(20_000)
     source = open_dataset(str(root)).source

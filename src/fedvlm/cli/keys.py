@@ -63,7 +63,8 @@ def accept(
 
     admission = take(folder, file)
     typer.echo(
-        f"{admission.site} may join {admission.address}; its certificate {describe_validity(admission.days_left, folder)}"
+        f"{admission.site} may join {admission.address}; "
+        f"its certificate {describe_validity(admission.days_left, folder)}"
     )
     typer.echo(f"fingerprint: {admission.fingerprint}")
 

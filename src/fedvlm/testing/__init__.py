@@ -58,10 +58,7 @@ def check_is_pure(world: World) -> None:
     upload, new_local = method.update(frozen, sent, local, client_data)
     held = tensors.copy(_named("upload", upload))
     weights = torch.tensor([1.0, 3.0])
-    if upload:
-        shared_after = method.aggregate(shared, [upload, upload], weights, ["client-0", "client-1"])
-    else:
-        shared_after = shared
+    shared_after = method.aggregate(shared, [upload, upload], weights, ["client-0", "client-1"]) if upload else shared
     x = tensors.to_float32(client_data.x)
     method.predict(frozen, method.send(shared_after, "client-0"), new_local, x)
     method.adapt(frozen, sent, new_local, client_data)

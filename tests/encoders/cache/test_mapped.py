@@ -21,7 +21,7 @@ def sums(values):
 @pytest.mark.parametrize("large", [1, 1 << 30])
 @pytest.mark.parametrize("order", ["of the file", "another"])
 def test_flipped_bit_of_patches_is_refused_when_its_row_is_read(tmp_path, monkeypatch, large, order):
-    monkeypatch.setattr(mapped, "LARGE", large)
+    monkeypatch.setattr(mapped, "MAX_IN_MEMORY_BYTES", large)
     encoder, count = Counting(), 6
     run(numbered(count), encoder, tmp_path, patches=True)
     data = numbered(count) if order == "of the file" else dataset(*map(png, (4, 1, 5, 0, 2, 3)))
@@ -40,7 +40,7 @@ def test_flipped_bit_of_patches_is_refused_when_its_row_is_read(tmp_path, monkey
 def test_row_that_is_not_read_is_not_checked_and_one_is_checked_once(tmp_path, monkeypatch):
     values = np.ones((4, 8), np.float16)
     values.tofile(tmp_path / "rows")
-    monkeypatch.setattr(mapped, "LARGE", 1)
+    monkeypatch.setattr(mapped, "MAX_IN_MEMORY_BYTES", 1)
     checked_counts = []
     monkeypatch.setattr(mapped, "check_sums", lambda rows, *rest: checked_counts.append(len(rows)))
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
@@ -55,7 +55,7 @@ def test_rows_on_demand_are_those_of_the_file(tmp_path, monkeypatch):
     values.tofile(tmp_path / "rows")
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=values.shape)
     assert isinstance(mapped.check_and_map(array, sums(values), "rows"), torch.Tensor)
-    monkeypatch.setattr(mapped, "LARGE", 1)
+    monkeypatch.setattr(mapped, "MAX_IN_MEMORY_BYTES", 1)
     rows = mapped.check_and_map(array, sums(values), "rows")
     assert not isinstance(rows, torch.Tensor) and rows.shape == (50, 3, 4) and len(rows) == 50
     for index in (
@@ -74,7 +74,7 @@ def test_rows_on_demand_are_those_of_the_file(tmp_path, monkeypatch):
 def test_training_on_rows_on_demand_is_training_on_a_tensor(tmp_path, monkeypatch):
     world = toy_world(make("fedotp", n_ctx=3, rounds=1, local_epochs=1))
     world.x.numpy().tofile(tmp_path / "rows")
-    monkeypatch.setattr(mapped, "LARGE", 1)
+    monkeypatch.setattr(mapped, "MAX_IN_MEMORY_BYTES", 1)
     array = np.memmap(tmp_path / "rows", np.float16, "c", shape=tuple(world.x.shape))
     lazy = mapped.check_and_map(array, sums(world.x.numpy()), "rows")
     check_same(train_toy(replace(world, x=lazy)), train_toy(world), 1e-5, "the way of reading matters")
