@@ -1,4 +1,4 @@
-"""requirements.lock: every package of a server's or a site's install, with its hashes.
+"""packaging/requirements.lock: every package of a server's or a site's install, with its hashes.
 
     python tools/lock.py
 
@@ -14,12 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BY_VERSION = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
 HEAD = """\
-# Made by tools/lock.py. torch is not here: install it before, by its version in constraints.txt.
-#   pip install --require-hashes --no-deps -r requirements.lock
+# Made by tools/lock.py. torch is not here: install it before, by its version in packaging/constraints.txt.
+#   pip install --require-hashes --no-deps -r packaging/requirements.lock
 #   pip install --no-deps .
 """
 COMMAND = (
-    "uv pip compile pyproject.toml --extra flower --generate-hashes --universal -c constraints.txt "
+    "uv pip compile pyproject.toml --extra flower --generate-hashes --universal -c packaging/constraints.txt "
     "--python-version 3.11 --quiet --no-header --no-annotate"
 )
 
@@ -29,7 +29,7 @@ def main() -> None:
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     blocks = re.split(r"^(?=\S)", output, flags=re.MULTILINE)
     blocks_to_keep = [block for block in blocks if block.strip() and not BY_VERSION.match(block)]
-    (ROOT / "requirements.lock").write_text(HEAD + "".join(blocks_to_keep))
+    (ROOT / "packaging" / "requirements.lock").write_text(HEAD + "".join(blocks_to_keep))
 
 
 if __name__ == "__main__":

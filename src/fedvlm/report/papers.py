@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.units import is_unscaled
+from fedvlm.runner.named import experiment_folders
 from fedvlm.storage.toml import flatten
 
 STATUSES = ("ok", "void", "copied")
@@ -88,11 +89,10 @@ def document_name(paper: str, version: str) -> str:
 
 
 def papers_folder() -> Path:
-    """In an installed package they lie inside it, in a checkout beside `src`."""
-    module_path = Path(__file__).resolve()
-    for place in (module_path.parents[1] / "paper_files", module_path.parents[3] / "papers"):
-        if (place / "items.csv").is_file():
-            return place
+    """Return the folder with the papers' numbers, which lies in the folder of the experiments."""
+    for folder in experiment_folders():
+        if (folder / "papers" / "items.csv").is_file():
+            return folder / "papers"
     raise DataError("the papers' numbers are not there; install fedvlm again")
 
 
