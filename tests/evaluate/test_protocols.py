@@ -117,7 +117,7 @@ def test_a_protocol_without_a_table_is_refused():
     class IncompleteProtocol:
         name = "half"
 
-    with pytest.raises(SettingsError, match="Half: it is a frozen dataclass with a `name`"):
+    with pytest.raises(SettingsError, match="IncompleteProtocol: it is a frozen dataclass with a `name`"):
         register(IncompleteProtocol)
 
 

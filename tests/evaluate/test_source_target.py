@@ -183,7 +183,7 @@ def test_a_saved_classifier_gives_the_rows_their_logits_again(rows, tmp_path):
         ({"protocol": "source-target", "target": 3}, "target = 3 does not fit; it takes"),
         ({"target": "art"}, "is for protocol = 'source-target'"),
         ({"clients": {"domains": ["artt"]}}, "did you mean 'art'"),
-        ({"clients": {"public_ratio": 1.0}}, "from 0 to below 1"),
+        ({"clients": {"public_ratio": 1.0}}, "must be at least 0 and below 1, got 1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(rows, tmp_path, settings, message):
