@@ -12,7 +12,7 @@ import numpy as np
 
 from fedvlm.data.kinds import GROUP, call_reader, detect_kind, kinds
 from fedvlm.data.sources import SourceSubset
-from fedvlm.data.table import Dataset, normalise_unicode
+from fedvlm.data.table import Dataset, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.outside import load_outside
 
@@ -119,7 +119,7 @@ def _read(entry: Entry, kind: str, place: str) -> Dataset:
 
 def _plain(name: str) -> str:
     """A name without case, blanks, underscores and hyphens, in which copies differ."""
-    return "".join(letter for letter in normalise_unicode(name).casefold() if letter.isalnum())
+    return "".join(letter for letter in to_nfc(name).casefold() if letter.isalnum())
 
 
 def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.data.members import ClientSplit
-from fedvlm.data.table import Dataset, EmbeddedTable, match_classes, normalise_unicode
+from fedvlm.data.table import Dataset, EmbeddedTable, match_classes, to_nfc
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.policy import Policy
 from fedvlm.deploy.reasons import ReportedError
@@ -152,7 +152,7 @@ def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> 
 
 def normalise_class_name(name: str) -> str:
     """A class name as data sets have it."""
-    return normalise_unicode(name).replace("_", " ")
+    return to_nfc(name).replace("_", " ")
 
 
 def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str) -> NDArray[np.int64]:

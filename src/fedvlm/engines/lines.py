@@ -8,7 +8,7 @@ from fedvlm.core import Conditioned, Described, Tensors, schedule
 from fedvlm.engines.client import ClientReply, RemoteState, Scores, Task, TrainingTerms, as_tensors
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS
-from fedvlm.evaluate.scores import accuracy, metric
+from fedvlm.evaluate.scores import mean_accuracy, mean_metric
 from fedvlm.maths.conflict import GradientAgreement, gradient_difference_bound, largest_gradient_difference
 
 
@@ -18,15 +18,15 @@ def mean_scores(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | N
     losses = [scores[id]["loss"] for id in sorted(train) if "loss" in scores[id]]
     extra_metrics: dict[str, float | None] = {}
     for name in METRICS[1:]:
-        by_group = {"clients": metric(scores, train, name)}
-        by_group |= {"target": metric(scores, plan.unseen, name)}
+        by_group = {"clients": mean_metric(scores, train, name)}
+        by_group |= {"target": mean_metric(scores, plan.unseen, name)}
         extra_metrics |= {f"{group} {name}": score for group, score in by_group.items() if score is not None}
     return {
         **extra_metrics,
         "loss": sum(losses) / len(losses) if losses else None,
-        "validation": accuracy(scores, train, "validation"),
-        "accuracy": accuracy(scores, train, "test"),
-        "unseen": accuracy(scores, plan.unseen, "test"),
+        "validation": mean_accuracy(scores, train, "validation"),
+        "accuracy": mean_accuracy(scores, train, "test"),
+        "unseen": mean_accuracy(scores, plan.unseen, "test"),
     }
 
 

@@ -8,15 +8,15 @@ Results = Mapping[str, Mapping[str, Any]]  # scores by client
 Table = dict[str, float | None]  # column -> share of hits, None where it is not defined
 
 
-def metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
+def mean_metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
     """Mean over clients of one of METRICS; None where no client has it."""
     if name == "accuracy":
-        return accuracy(scores, ids)
+        return mean_accuracy(scores, ids)
     parts = [scores[id][name] for id in sorted(ids) if name in scores.get(id, {})]
     return fmean(parts) if parts else None
 
 
-def accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
+def mean_accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
     """Mean over clients of each one's share of hits; None where no client has rows."""
     parts = [
         scores[id][f"{split}_hits"] / scores[id][f"{split}_rows"]

@@ -111,7 +111,7 @@ def accuracy_matrix(result: Record, seed: int) -> dict[str, dict[str, float]]:
         return {}
     out: dict[str, dict[str, float]] = {}
     for target, about in trainings.items():
-        accuracies = {k: scores.accuracy(about["scores"], training["unseen"]) for k, training in trainings.items()}
+        accuracies = {k: scores.mean_accuracy(about["scores"], training["unseen"]) for k, training in trainings.items()}
         defined = {k: value for k, value in accuracies.items() if value is not None}
         out[target] = {k: v for k, v in defined.items() if k != target or has_unseen_scores(result)}
     return out
@@ -139,7 +139,7 @@ def _client_accuracies(result: Record, seed: int) -> list[list[float]]:
     """By training, the accuracy of every client that trained."""
     accuracies_by_training = []
     for about in result.trainings(seed).values():
-        accuracies = [scores.accuracy(about["scores"], [id]) for id in about["train"]]
+        accuracies = [scores.mean_accuracy(about["scores"], [id]) for id in about["train"]]
         accuracies_by_training.append([accuracy for accuracy in accuracies if accuracy is not None])
     return [accuracies for accuracies in accuracies_by_training if accuracies]
 
@@ -158,7 +158,7 @@ def _average(result: Record, seed: int) -> Table:
     out: Table = {}
     for name in METRICS if has_unseen_scores(result) else ():
         metric_values = [
-            scores.metric(training["scores"], (*training["train"], *training["unseen"]), name)
+            scores.mean_metric(training["scores"], (*training["train"], *training["unseen"]), name)
             for training in result.trainings(seed).values()
         ]
         out[f"average {name}"] = _mean(metric_values)
@@ -212,7 +212,7 @@ def _metric(name: str) -> "Column":
         out: Table = {}
         trainings = result.trainings(seed).values()
         for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
-            mean = _mean(scores.metric(training["scores"], training[key], name) for training in trainings)
+            mean = _mean(scores.mean_metric(training["scores"], training[key], name) for training in trainings)
             if mean is not None:
                 out[f"{name}, {group}"] = mean
         return out

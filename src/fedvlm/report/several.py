@@ -92,7 +92,7 @@ def _is_fraction(column: str) -> bool:
 
 def _round_value(line: Mapping[str, Any], column: str) -> float | None:
     if column == "C":  # everyone counts the same, seen and unseen
-        return scores.accuracy(line["clients"], line["clients"])
+        return scores.mean_accuracy(line["clients"], line["clients"])
     number = line.get(ROUND_COLUMNS.get(column, column))
     return number if isinstance(number, float) else None
 

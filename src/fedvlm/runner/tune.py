@@ -23,7 +23,7 @@ from fedvlm.engines.loop import Engine, finish_training, initial_state, open_eng
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.scores import accuracy
+from fedvlm.evaluate.scores import mean_accuracy
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
 
@@ -153,7 +153,7 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
     client_plan = Plan(training.train, (), settings.fraction)
     with closing(open_engine(settings.engine, world, settings.workers, until)) as engine:
         scores = continue_trial(trial, training.name, world, engine, client_plan, initial_local, until)
-    return accuracy(scores, validation_clients, "validation") or 0.0
+    return mean_accuracy(scores, validation_clients, "validation") or 0.0
 
 
 def continue_trial(

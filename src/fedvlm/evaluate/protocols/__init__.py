@@ -18,7 +18,7 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Table, accuracy
+from fedvlm.evaluate.scores import Table, mean_accuracy
 
 __all__ = [
     "Participants",
@@ -27,7 +27,7 @@ __all__ = [
     "Training",
     "TrainingResults",
     "Weights",
-    "accuracy",
+    "mean_accuracy",
     "make_protocol",
     "protocols",
     "register",
