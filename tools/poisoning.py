@@ -23,7 +23,7 @@ from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.attackers import choose_attackers
 from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan
-from fedvlm.evaluate.scores import accuracy
+from fedvlm.evaluate.metrics import accuracy
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import attack_of, build

@@ -20,7 +20,7 @@ from fedvlm.channel.uploads import UploadPipeline
 from fedvlm.core import make, methods, upload_sum
 from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.far import describe_outliers
+from fedvlm.evaluate.metrics import describe_outliers
 from fedvlm.parts.robust import ROBUST_MEANS
 from fedvlm.runner.settings import build
 from fedvlm.testing import toy_world

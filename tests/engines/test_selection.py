@@ -12,7 +12,7 @@ from fedvlm.engines.flower.local import InProcessEngine
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
 from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
-from fedvlm.evaluate.scores import accuracy
+from fedvlm.evaluate.metrics import accuracy
 from fedvlm.testing import toy_world
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedvlm import seeds
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, Tensors, Totalled, UploadSum
-from fedvlm.evaluate.far import MIN_OUTLIER_FRACTION
+from fedvlm.evaluate.metrics import MIN_OUTLIER_FRACTION
 from fedvlm.parts.robust import ROBUST_MEANS, WEIGHTS_FROM_DOTS
 
 MAX_NORM_TO_MEDIAN = 2.0  # times the median norm: where "median" shortens a change

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedvlm.data import sources
-from fedvlm.data.table import SPLIT_ALIASES, Dataset, Source, to_nfc, tabulate
+from fedvlm.data.table import SPLIT_ALIASES, Dataset, Source, tabulate, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names, suggest_path
 
 LAYOUT_LEVELS = ("class", "domain", "client", "split", "*")

@@ -189,9 +189,7 @@ def tabulate(
         raise DataError(f"{name} has no images; name a place that has some")
     if "" in rows:
         raise DataError(f"{name}: {source.name(rows.index(''))} has no label; give it one")
-    ordered = (
-        [to_nfc(class_name) for class_name in classes] if classes is not None else sort_class_names(rows)
-    )
+    ordered = [to_nfc(class_name) for class_name in classes] if classes is not None else sort_class_names(rows)
     if classes is None:  # a list may tell A from a, as FEMNIST's does; names that happen may not
         check_case_collisions(name, ordered)
     number = {class_name: index for index, class_name in enumerate(ordered)}

@@ -13,8 +13,8 @@ from fedvlm.deploy.reasons import ERROR_MESSAGES
 from fedvlm.deploy.remote import RemoteEngine
 from fedvlm.engines.state import Plan, State, pack_state, unpack_state
 from fedvlm.errors import FederationError
+from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.scores import mean_accuracy
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import trainings_of
 from fedvlm.runner.settings import Settings

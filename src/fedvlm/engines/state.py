@@ -9,7 +9,7 @@ import torch
 from fedvlm.core import Method, Tensors
 from fedvlm.engines.client import Local, RemoteState, Scores, as_tensors
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.scores import mean_accuracy
+from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.storage.shelf import ClientStateStore
 from fedvlm.tensors import count_bytes
 

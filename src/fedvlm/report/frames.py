@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.record import Record
 from fedvlm.report.columns import compute_columns, settings_of, split_requested
 from fedvlm.report.long import client_scores
@@ -38,7 +38,7 @@ def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = (
     for result in results:
         row: dict[str, Any] = {"method": run_label(result, settings)}
         row |= settings_of(result, settings) | {"seeds": len(result.tables)}
-        column_statistics = scores.mean_and_std(result.tables) | scores.mean_and_std(compute_columns(result, names))
+        column_statistics = metrics.mean_and_std(result.tables) | metrics.mean_and_std(compute_columns(result, names))
         for key, (mean, deviation) in column_statistics.items():
             row |= {key: mean, f"{key} deviation": deviation}
         exchanges, moved = result.traffic

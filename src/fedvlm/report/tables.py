@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedvlm.errors import SettingsError, unknown_name
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
 from fedvlm.report import long
@@ -79,13 +79,13 @@ def table_cells(
 ) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of that table."""
     names, settings = split_requested(results, extra_columns)
-    column_statistics = [scores.mean_and_std(result.tables) for result in results]
+    column_statistics = [metrics.mean_and_std(result.tables) for result in results]
     columns = list(dict.fromkeys(key for run_statistics in column_statistics for key in run_statistics))
     if not all_columns and (main := [key for key in columns if key in MAIN_COLUMNS]):
         columns = main
     fraction_columns = list(columns)
     for result, run_statistics in zip(results, column_statistics, strict=True):
-        extra_statistics = scores.mean_and_std(compute_columns(result, names))
+        extra_statistics = metrics.mean_and_std(compute_columns(result, names))
         run_statistics |= extra_statistics
         columns += [key for key in extra_statistics if key not in columns]
     last = [*(TRAFFIC_COLUMNS if traffic else ()), "seeds"]
@@ -113,7 +113,7 @@ def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> 
     names, settings = split_requested(results, extra_columns)
     out = []
     for result in results:
-        column_statistics = scores.mean_and_std(result.tables) | scores.mean_and_std(compute_columns(result, names))
+        column_statistics = metrics.mean_and_std(result.tables) | metrics.mean_and_std(compute_columns(result, names))
         columns = {key: {"mean": mean, "deviation": by} for key, (mean, by) in column_statistics.items()}
         exchanges, moved = result.traffic
         end = {"exchanges": exchanges, "kB per client": moved / 1000, "seeds": len(result.tables)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.data.federation import Partition
+from fedvlm.data.partition import Partition
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.attackers import choose_attackers
 from fedvlm.machine import release_memory

@@ -22,8 +22,8 @@ from fedvlm.engines.client import Local, Scores, TrainingTerms
 from fedvlm.engines.loop import Engine, finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.scores import mean_accuracy
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
 

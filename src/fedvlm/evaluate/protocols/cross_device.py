@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fedvlm import seeds
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols.contract import (
     Participants,
     Training,
@@ -13,7 +14,6 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Table, mean_accuracy
 
 
 @register

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols.contract import Participants, Training, TrainingResults, Weights, register
-from fedvlm.evaluate.scores import Table, mean_accuracy
 
 
 @register

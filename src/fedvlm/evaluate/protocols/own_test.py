@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from fedvlm.evaluate.metrics import Results, Table, mean_accuracy
 from fedvlm.evaluate.protocols.contract import (
     Participants,
     Training,
@@ -12,7 +13,6 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Results, Table, mean_accuracy
 
 EVERYONE = "everyone"  # the unseen client whose test rows are those of all
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.metrics import METRICS
+from fedvlm.evaluate.metrics import METRICS, Results, Table, mean_accuracy, mean_metric
 from fedvlm.evaluate.protocols.contract import (
     Participants,
     Training,
@@ -14,7 +14,6 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Results, Table, mean_accuracy, mean_metric
 
 EVERY_DOMAIN = "each"  # in place of a target: every domain in turn
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.report.papers import judge_number, matches_method, numbers
 from fedvlm.report.units import to_printed_unit
 
@@ -16,7 +16,7 @@ def compare_with_papers(runs: Sequence[Mapping[str, Any]]) -> list[PaperComparis
     """A line per printed number of a run's method, settings and data that the run has as well."""
     out: list[PaperComparison] = []
     for place, run in enumerate(runs):
-        identity, column_statistics = run["identity"], scores.mean_and_std(run["tables"])
+        identity, column_statistics = run["identity"], metrics.mean_and_std(run["tables"])
         for item in run["reproduces"] or ():
             for number in numbers().get(item, ()):
                 mean, deviation = column_statistics.get(number.column, (None, None))

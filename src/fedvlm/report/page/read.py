@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.errors import DataError
-from fedvlm.evaluate.scores import Table
+from fedvlm.evaluate.metrics import Table
 from fedvlm.record import Record
 from fedvlm.report.folder import runs_in
 from fedvlm.storage.sealed import CHECKSUM_KEY

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.record import Record
 from fedvlm.report.page import apart, charts, panels
 from fedvlm.report.page.gather import build_model
@@ -108,7 +108,7 @@ def main_table_rows(model: Model) -> list[dict[str, Any]]:
     """The table's rows: per column the words, the number to sort by, and what it is to the best."""
     out = []
     for place, run in enumerate(model["runs"]):
-        spread = scores.mean_and_std(run["tables"])
+        spread = metrics.mean_and_std(run["tables"])
         cells = []
         for column in model["columns"]:
             mean, deviation = spread.get(column, (None, None))

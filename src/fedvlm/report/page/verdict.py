@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.core import make
-from fedvlm.evaluate import protocols, reference, scores
+from fedvlm.evaluate import metrics, protocols
 from fedvlm.evaluate.metrics import unpack_correct
+from fedvlm.evaluate.protocols import contract
 from fedvlm.evaluate.statistics import Cell, Contributions, compare_with_best, weighted_correct
 
 Run = Mapping[str, Any]
@@ -88,7 +89,7 @@ def _sample_scores(run: Run, details: Mapping[int, Any], column: str) -> list[Co
 
 def format_mean(run: Run, column: str) -> str:
     """Mean ± deviation over seeds, in per cent."""
-    mean, deviation = scores.mean_and_std(run["tables"]).get(column, (None, None))
+    mean, deviation = metrics.mean_and_std(run["tables"]).get(column, (None, None))
     if mean is None:
         return "-"
     return f"{100 * mean:.2f}" + ("" if deviation is None else f" ± {100 * deviation:.2f}")
@@ -155,7 +156,7 @@ def _is_oracle(run: Run) -> bool:
 
 def _is_transductive(run: Run) -> bool:
     method = make(**run["identity"]["method"])
-    return reference.has_reference(method) and method.traits.reference == "target"
+    return contract.has_reference(method) and method.traits.reference == "target"
 
 
 def _allows_small(run: Run) -> bool:

@@ -13,8 +13,7 @@ import numpy as np
 from live_server import Fake, image, running
 
 from fedvlm.encoders import serve
-from fedvlm.encoders.door import LimitedH11Protocol
-from fedvlm.encoders.serve import MAX_DECODES, create_app
+from fedvlm.encoders.serve import MAX_DECODES, create_app, limit_connections
 
 
 @contextmanager
@@ -23,10 +22,6 @@ def knock(url, words=b"GET /info HTT"):
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(words)
         yield connection
-
-
-def small(**limits):
-    return type("Small", (LimitedH11Protocol,), limits)
 
 
 def closed(connection):
@@ -38,7 +33,7 @@ def closed(connection):
 
 
 def test_half_open_connections_make_room_for_who_asks():
-    served = running(create_app(Fake(), None), http=small(max_connections=8))
+    served = running(create_app(Fake(), None), http=limit_connections(max_connections=8))
     with served as url, ExitStack() as stack:
         silent = [stack.enter_context(knock(url)) for _ in range(40)]
         assert httpx.get(f"{url}/info", timeout=20).status_code == 200
@@ -46,7 +41,7 @@ def test_half_open_connections_make_room_for_who_asks():
 
 
 def test_header_that_never_ends_is_hung_up_on():
-    with running(create_app(Fake(), None), http=small(header_seconds=0.2)) as url:
+    with running(create_app(Fake(), None), http=limit_connections(header_seconds=0.2)) as url:
         for words in (b"GET /info HTT", b""):
             with knock(url, words) as connection:
                 assert closed(connection)
@@ -61,7 +56,7 @@ def test_request_at_work_is_not_hung_up_on():
         time.sleep(0.6)
         return np.ones((len(batch), 3), np.float32)
 
-    with running(create_app(Fake(slow), None), http=small(header_seconds=0.1)) as url:
+    with running(create_app(Fake(slow), None), http=limit_connections(header_seconds=0.1)) as url:
         body = {"images": [b64encode(b"x").decode()]}
         assert httpx.post(f"{url}/embed", json=body, timeout=20).status_code == 200
 

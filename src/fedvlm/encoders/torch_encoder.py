@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedvlm.devices import Device, choose_device, free_device_memory, is_out_of_memory, run_in_halves, set_deterministic
-from fedvlm.encoders.interface import BATCH, Vectors
+from fedvlm.encoders import BATCH, Vectors
 from fedvlm.errors import EncoderError
 
 MAX_GPU_BATCH = 256  # images at once on a GPU: also what a kill can cost

@@ -1,16 +1,12 @@
-"""One table of the cache: rows of numbers found by a digest, appended and never moved.
+"""Locks between processes; the system lets go of them when a process dies, however it dies."""
 
-`NAME.rows` holds the raw rows. `NAME.index` holds one record per row: the digest, the row's
-number, the row's checksum and the record's own checksum. Rows reach the disk before their records
-do, so a record that is whole always points at a whole row; rows whose record never came, and
-the piece of a record at the end, are what a kill leaves behind, and nobody sees them.
-"""
-
+import fcntl
+import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from math import prod
@@ -19,11 +15,80 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fedvlm.encoders.cache.locks import file_lock
 from fedvlm.errors import DataError
 from fedvlm.storage import files
+from fedvlm.storage.paged import MAX_IN_MEMORY_BYTES
+
+
+@contextmanager
+def file_lock(path: Path, shared: bool = False, wait: bool = True) -> Iterator[None]:
+    """A whole-file lock; without `wait`, BlockingIOError if another process is in the way."""
+    file = _open(path)
+    try:
+        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        with _explained(path):
+            fcntl.flock(file, how if wait else how | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)
+
+
+class Claims:
+    """Which images a process is at work on, so that two processes share the work.
+
+    A claim is a lock on one byte of an empty file, at a place the digest says. Claims only save
+    work: without them both processes encode the same image and the second append does nothing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, _open(path)
+
+    def take(self, digest: bytes) -> bool:
+        """False if another process has this image in hand."""
+        with suppress(BlockingIOError), _explained(self._path):
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(digest))
+            return True
+        return False
+
+    def release(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _place(digest))
+
+    def wait(self, digest: bytes) -> None:
+        """Until whoever has it is done or dead; never while holding claims, or two could wait."""
+        with _explained(self._path):
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _place(digest))
+        self.release([digest])
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _place(digest: bytes) -> int:
+    return int.from_bytes(digest[:7], "big")
+
+
+def _open(path: Path) -> int:
+    with _explained(path):
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise DataError(
+            f"cannot lock {path} ({error.strerror or error}); "
+            "point FEDVLM_CACHE to a directory on a disk you can write to"
+        ) from error
+
 
 RECORD = struct.Struct("<32sQII")  # digest, row, checksum of the row, checksum of the record
 RECORD_BODY_BYTES = RECORD.size - 4  # what the record's own checksum covers
@@ -216,3 +281,52 @@ def _write(path: Path, place: int, parts: Sequence[bytes]) -> None:
             raise
         finally:
             os.close(file)
+
+
+class MappedRows:
+    """(rows, ...) of a map: `mapped[index]` is a tensor in memory, `take` is not.
+
+    A row is checked when it is first read, and not again by the same process.
+    """
+
+    def __init__(
+        self,
+        array: "np.memmap[Any, Any]",
+        rows: NDArray[np.int64],
+        sums: NDArray[np.uint32],
+        verified: NDArray[np.bool_],
+        location: str,
+    ) -> None:
+        self._array, self._rows = array, rows
+        self._sums, self._verified, self._location = sums, verified, location  # of all rows of the array
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self._rows), *self._array.shape[1:]))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rows = self.take(index)._rows
+        values = np.asarray(self._array)[rows]
+        new = ~self._verified[rows]
+        check_sums(values[new], self._sums[rows[new]], self._location)
+        self._verified[rows] = True
+        # The system keeps the file's pages as long as it likes; they are ours no more.
+        self._array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+        return torch.from_numpy(values)
+
+    def take(self, index: Any) -> "MappedRows":
+        """Some of the rows, still on disk."""
+        numbers = index.numpy() if isinstance(index, Tensor) else index
+        selected = self._rows[numbers].reshape(-1)
+        return MappedRows(self._array, selected, self._sums, self._verified, self._location)
+
+
+def check_and_map(array: NDArray[Any], sums: NDArray[np.uint32], location: str) -> Tensor | MappedRows:
+    """A tensor over the array, checked; or for a large map of an unchanging file rows on demand."""
+    if isinstance(array, np.memmap) and array.nbytes > MAX_IN_MEMORY_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+        return MappedRows(array, np.arange(len(array)), sums, np.zeros(len(array), bool), location)
+    check_sums(array, sums, location)
+    return torch.from_numpy(array)

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedvlm.data.federation import Partition
+from fedvlm.data.partition import Partition
 from fedvlm.data.table import Dataset
-from fedvlm.encoders.cache.decode import decode
+from fedvlm.encoders.images import decode
 from fedvlm.errors import DataError
 
 THUMBNAIL_SIDE = 16
