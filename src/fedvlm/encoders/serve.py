@@ -270,10 +270,10 @@ def limit_connections(max_connections: int = MAX_CONNECTIONS, header_seconds: fl
             super().connection_made(transport)
             self.update_timer()
             if len(self.connections) > max_connections:
-                timers = {connection: getattr(connection, "idle_timer", None) for connection in self.connections}
-                idle = {connection: timer.when() for connection, timer in timers.items() if timer}
+                limited = [connection for connection in self.connections if isinstance(connection, LimitedProtocol)]
+                idle = [(connection.idle_timer.when(), connection) for connection in limited if connection.idle_timer]
                 # the longest idle connection; if all others are busy, that is the new one
-                min(idle, key=lambda connection: idle[connection]).abort_connection()
+                min(idle, key=lambda pair: pair[0])[1].abort_connection()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)

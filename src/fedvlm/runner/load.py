@@ -14,7 +14,7 @@ from fedvlm.data.sources import SourceSubset
 from fedvlm.data.table import Dataset, EmbeddedTable
 from fedvlm.encoders import Encoder, encoders, fingerprint, open_encoder
 from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
-from fedvlm.encoders.images import stream_images
+from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.encoders.store import Store
 from fedvlm.encoders.text import add_descriptions
 from fedvlm.errors import SettingsError

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fedvlm.data.sources import Archive
-from fedvlm.encoders.images import Pixels, decode, stream_images
+from fedvlm.encoders.images import Pixels, decode
+from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.errors import DataError, EncoderError
 
 CUT = Pixels(size=(6, 5), crop=None)

@@ -16,8 +16,9 @@ from torch import Tensor
 from fedvlm.data.table import Dataset, Digests, EmbeddedTable
 from fedvlm.encoders import BATCH, Batching, Encoder, Vectors
 from fedvlm.encoders.cache import Entry, cache_directory, find_entry, lock_entry
-from fedvlm.encoders.cache.rows import Claims, RowFile, check_and_map
+from fedvlm.encoders.cache.rows import Claims, RowFile
 from fedvlm.encoders.images import DecoderPool, Prepared, check_main_guard
+from fedvlm.encoders.lazy_rows import check_and_map
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.errors import DataError, EncoderError
 from fedvlm.machine import count_cores
