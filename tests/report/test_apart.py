@@ -31,7 +31,7 @@ def test_the_page_draws_each_round_and_fills_those_in_which_a_client_was_far(res
     lines = results[0].rounds
     assert n_outliers == sum(numbers["far"] for line in lines for numbers in line["clients"].values()) >= 3
     text = render_page(model)
-    assert "Far from the rest" in text and results[0].far[0].split(" of ")[0] in text
+    assert "Far from the rest" in text and results[0].outlier_warnings[0].split(" of ")[0] in text
     drawing = str(drawn(about))
     assert drawing in text
     assert drawing.count('class="bubble"') == n_outliers and drawing.count("<rect") == 6 * 3

@@ -164,8 +164,8 @@ def test_in_long_form_a_column_has_a_line_per_seed_and_a_setting_is_a_field(fedo
     assert len(rows) - len(extra) == len(plain)
     names = [(row["seed"], row["metric"]) for row in extra]
     assert names == [(seed, name) for seed in "01" for name in ("dof", "worst client")]
-    for row, columns in zip(extra[1::2], compute_columns(fedot, ["worst"]), strict=True):
-        assert float(row["value"]) == pytest.approx(columns["worst client"], abs=1e-6)
+    for row, computed in zip(extra[1::2], compute_columns(fedot, ["worst"]), strict=True):
+        assert float(row["value"]) == pytest.approx(computed["worst client"], abs=1e-6)
     (numbers,) = table_rows([fedot], columns)
     assert numbers["method.rounds"] == 2 and numbers["dof"]["mean"] == DIM * (DIM - 1) / 2
 
