@@ -13,11 +13,10 @@ import fedvlm
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import metrics
 from fedvlm.evaluate.metrics import SCORE_EDGES, area_under_curve, auc, curve_points, prediction_details
-from fedvlm.report.columns import COLUMNS, accuracy_matrix, compute_columns, ranking_curve
-from fedvlm.report.page.read import read_page
+from fedvlm.report.columns import COLUMNS, accuracy_matrix, compute_columns, format_number, ranking_curve
 from fedvlm.report.page.render import write_page
+from fedvlm.report.runs import read_page
 from fedvlm.report.tables import TABLE_FORMS, compare_table, table_cells, table_rows
-from fedvlm.report.units import format_number
 
 DIM, CLASSES = 16, 4  # of the rows
 
