@@ -18,7 +18,7 @@ from fedvlm.deploy.reasons import ERROR_MESSAGES, render_error
 from fedvlm.deploy.site import Site, training_key
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Message, from_records
-from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.privacy import epsilon
 
 NOISE = {"clip": 0.1, "noise_multiplier": 2.0}
 METHOD = {"name": "fedavg", "rounds": 2, "lr": 1e-3}
