@@ -14,7 +14,7 @@ from fedvlm.channel.settings import Channel
 from fedvlm.classifier.personalised import Personalised, client_classifier
 from fedvlm.core import Frozen
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.maths.conformal import largest_coverage
+from fedvlm.maths.calibration import largest_coverage
 from fedvlm.record import Record
 from fedvlm.storage.files import write_file, write_index
 

@@ -16,7 +16,7 @@ from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.columns import COLUMNS, is_unscaled
 from fedvlm.report.plots import PLOT_KINDS as PLOTS
 from fedvlm.runner.experiments import experiment_runs
-from fedvlm.runner.named import experiments
+from fedvlm.runner.named import experiment_folders, experiments
 from fedvlm.runner.settings import Settings, build, override, read_toml
 from fedvlm.storage.files import flatten
 
@@ -94,11 +94,10 @@ def document_name(paper: str, version: str) -> str:
 
 
 def papers_folder() -> Path:
-    """In an installed package they lie inside it, in a checkout beside `src`."""
-    module_path = Path(__file__).resolve()
-    for place in (module_path.parents[1] / "paper_files", module_path.parents[3] / "papers"):
-        if (place / "items.csv").is_file():
-            return place
+    """Return the folder with the papers' numbers, which lies in the folder of the experiments."""
+    for folder in experiment_folders():
+        if (folder / "papers" / "items.csv").is_file():
+            return folder / "papers"
     raise DataError("the papers' numbers are not there; install fedvlm again")
 
 

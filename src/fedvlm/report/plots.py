@@ -15,7 +15,7 @@ from fedvlm.data.splits import Ints
 from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate import scores
 from fedvlm.evaluate.metrics import area_under_curve
-from fedvlm.methods._prompt import class_features
+from fedvlm.methods._prompts import class_features
 from fedvlm.record import Record
 from fedvlm.report.columns import COLUMNS, compute_columns, is_unscaled, ranking_curve
 from fedvlm.report.explain import (

@@ -17,9 +17,9 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate import protocols, reference, scores
 from fedvlm.evaluate.metrics import METRICS, unpack_correct
 from fedvlm.evaluate.statistics import Cell, Contributions, compare_with_best, weighted_correct
-from fedvlm.maths import cayley
+from fedvlm.maths import orthogonal
 from fedvlm.maths.tsne import tsne
-from fedvlm.methods._blocks import selected_skew
+from fedvlm.methods.fedot import selected_skew
 from fedvlm.record import Record
 from fedvlm.report.explain import MIN_PROMPTS, local_prompts
 from fedvlm.report.page import render
@@ -402,7 +402,7 @@ def rotation_angles(record: Record) -> list[float]:
         tensors = {**shared, **local_tensors}
         if not any(key.startswith("skew") for key in tensors):
             return []
-        turn = cayley.orthogonal(selected_skew(tensors)).double()
+        turn = orthogonal.orthogonal(selected_skew(tensors)).double()
         angles_by_client.append(torch.linalg.eigvals(turn).angle().abs().rad2deg().flatten())
     if not angles_by_client:
         return []
