@@ -13,7 +13,7 @@ from fedvlm.data.table import Source
 from fedvlm.encoders.cache.rows import check_sums
 from fedvlm.encoders.images import Pixels, prepare
 from fedvlm.errors import DataError, EncoderError
-from fedvlm.storage.paged import MAX_IN_MEMORY_BYTES
+from fedvlm.storage.large_tensors import MAX_IN_MEMORY_BYTES
 
 MAX_DECODED_BYTES = 512 << 20  # bytes of decoded images that are kept; others are decoded every time
 

@@ -28,9 +28,8 @@ from fedvlm.encoders import Vectors
 from fedvlm.encoders.cache import cache_directory
 from fedvlm.errors import DataError, EncoderError, join_names, suggest_path, unknown_name
 from fedvlm.machine import free_memory
-from fedvlm.storage.files import atomic_write, write_file
-from fedvlm.storage.paged import concatenate_rows, iterate_chunks
-from fedvlm.storage.sealed import DamagedError, decode_json, encode_json
+from fedvlm.storage.files import DamagedError, atomic_write, decode_json, encode_json, write_file
+from fedvlm.storage.large_tensors import concatenate_rows, iterate_chunks
 
 Columns = dict[str, Any]
 

@@ -16,7 +16,7 @@ from fedvlm.encoders import Encoder, fingerprint
 from fedvlm.encoders.cache import cache_directory, lock_entry
 from fedvlm.encoders.cache.rows import RowFile
 from fedvlm.errors import EncoderError, SettingsError
-from fedvlm.maths.prompts import count_common_prefix, suffixes
+from fedvlm.maths.text_tower import count_common_prefix, suffixes
 
 SENTENCES_PER_BATCH = 256  # given to an encoder at once
 

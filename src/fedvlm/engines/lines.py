@@ -8,7 +8,7 @@ from fedvlm.core import Conditioned, Described, Tensors, schedule
 from fedvlm.engines.client import ClientReply, RemoteState, Scores, Task, TrainingTerms, as_tensors
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS, mean_accuracy, mean_metric
-from fedvlm.maths.conflict import GradientAgreement, gradient_difference_bound, largest_gradient_difference
+from fedvlm.maths.client_drift import GradientAgreement, gradient_difference_bound, largest_gradient_difference
 
 
 def mean_scores(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
