@@ -10,7 +10,7 @@ import fedvlm
 from fedvlm.core import MIN_CLASS_SAMPLES, ClassStatistics, make, methods
 from fedvlm.engines.client import make_client
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian, prototypes

@@ -5,11 +5,10 @@ from difflib import get_close_matches
 from inspect import isfunction
 from typing import Any, TypeGuard, TypeVar
 
-from fedvlm.core.contract import NEEDS, VERBS, Method, Schedule, Traits
+from fedvlm.core.contract import GRADIENT_UPDATES, NEEDS, OPTIONAL_PROTOCOLS, VERBS, Method, Schedule, Traits
 from fedvlm.core.schema import check_settings, check_type
-from fedvlm.core.verbs import GRADIENT_UPDATES, OPTIONAL_PROTOCOLS
 from fedvlm.errors import SettingsError, unknown_name
-from fedvlm.outside import load_outside, qualified_name
+from fedvlm.plugins import load_outside, qualified_name
 
 METHODS: dict[str, type[Method]] = {}
 T = TypeVar("T", bound=type[Any])

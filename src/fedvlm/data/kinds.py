@@ -8,7 +8,7 @@ from typing import Any
 from fedvlm.data import folders, hub, leaf, manifests
 from fedvlm.data.table import Dataset
 from fedvlm.errors import DataError, SettingsError, unknown_name
-from fedvlm.outside import add_entry, load_outside
+from fedvlm.plugins import add_entry, load_outside
 
 GROUP = "fedvlm.data"
 Reader = Callable[..., Dataset]  # of a place, and of options by name

@@ -11,7 +11,7 @@ from fedvlm.maths.contrast import MASKED_LOGIT
 from fedvlm.maths.layers import Layers
 from fedvlm.maths.stacks import backward, batch_norm_weights, forward
 from fedvlm.parts import join_state, split_state
-from fedvlm.parts.fused import adam_step
+from fedvlm.parts.training import adam_step
 from fedvlm.tensors import to_float32
 
 BYTES_PER_CHUNK = 4 << 20  # bytes of clients' tensors; with slopes and moments four times as much

@@ -13,7 +13,6 @@ from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.maths.contrast import contrastive_loss
 from fedvlm.maths.layers import apply_layers, initial_parameters
-from fedvlm.parts import fused
 
 LAYERS = ("linear", "tanh", "linear")  # before the softmax
 
@@ -54,4 +53,4 @@ class FedCLIP:
     name = "fedclip"
     traits = Traits(needs=frozenset({"image", "text"}))
     send, update, aggregate, adapt = parts.send_all, parts.adam, parts.uniform_mean, parts.no_adaptation
-    update_many = fused.adam
+    update_many = parts.fused_adam

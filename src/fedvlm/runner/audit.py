@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds, tensors
-from fedvlm.channel.uploads import decode, encode
+from fedvlm.channel.pipeline import decode, encode
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.client import Task, TrainingTerms, World, predict
 from fedvlm.engines.loop import initial_state
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols import Training
 from fedvlm.maths.membership import mean_similarities, roc_auc_by_class

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate.scores import Results, Table
-from fedvlm.outside import add_entry, load_outside
+from fedvlm.plugins import add_entry, load_outside
 
 Weights = Mapping[tuple[str, str], float]  # of (training, client) in a column
 Participants = Mapping[str, tuple[Sequence[str], Sequence[str]]]  # by training: who trains, who is unseen

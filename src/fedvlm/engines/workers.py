@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Tensors
+from fedvlm.engines.chunks import adapt_chunk, run_chunk
 from fedvlm.engines.client import ClientReply, Task, World
 from fedvlm.errors import FederationError, FedVLMError
 
@@ -180,8 +181,6 @@ def lost_worker(number: int) -> FederationError:
 
 def run_worker(line: WorkerConnection, inherited: "Sequence[Connection[Any, Any]]", world: World) -> None:
     """A worker's life: take a chunk, answer, until the pipe closes."""
-    from fedvlm.engines.batched import adapt_chunk, run_chunk
-
     for connection in inherited:  # inherited ends would keep a pipe open after the server is gone
         connection.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server is interrupted, and closes the pipe

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedvlm import tensors
-from fedvlm.channel import Channel, compare
-from fedvlm.channel.compare import (
+from fedvlm.channel import Channel, outliers
+from fedvlm.channel.outliers import (
     MAX_NORM_TO_MEDIAN,
     MAX_SAMPLES_TO_MEDIAN,
     UploadRound,
@@ -15,8 +15,8 @@ from fedvlm.channel.compare import (
     combine_uploads,
     outlier_scores,
 )
+from fedvlm.channel.pipeline import UploadPipeline
 from fedvlm.channel.settings import check_channel, with_deployment_bound
-from fedvlm.channel.uploads import UploadPipeline
 from fedvlm.core import make, methods, upload_sum
 from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
@@ -281,8 +281,8 @@ def test_what_is_known_of_many_clients_is_what_is_known_of_few(monkeypatch):
         exact = round_case.dots()
         norms = exact.diagonal().sqrt()
         assert torch.allclose(round_case.approximate_dots(), exact, rtol=0, atol=1e-6 * float(norms.max()) ** 2)
-    monkeypatch.setattr(compare, "MAX_EXACT_PRODUCTS", 0)
-    monkeypatch.setattr(compare, "SKETCH_SIZE", 64)
+    monkeypatch.setattr(outliers, "MAX_EXACT_PRODUCTS", 0)
+    monkeypatch.setattr(outliers, "SKETCH_SIZE", 64)
     exact, folded = totals.dots(), totals.approximate_dots()
     norms = exact.diagonal().sqrt()
     assert torch.allclose(folded.diagonal().sqrt(), norms, rtol=1e-6)
@@ -297,8 +297,8 @@ def test_a_client_that_is_far_is_found_among_many(monkeypatch):
         "client-7",
     ]
     exact = outlier_scores(ids, now.dots())
-    monkeypatch.setattr(compare, "SKETCH_SIZE", 16)
-    monkeypatch.setattr(compare, "MAX_EXACT_PRODUCTS", 0)
+    monkeypatch.setattr(outliers, "SKETCH_SIZE", 16)
+    monkeypatch.setattr(outliers, "MAX_EXACT_PRODUCTS", 0)
     folded = outlier_scores(ids, now.approximate_dots())
     assert [id for id in ids if folded[id]["far"]] == [id for id in ids if exact[id]["far"]]
     still = replace(now, uploads=[dict(upload) for upload in now.sent])
@@ -307,8 +307,8 @@ def test_a_client_that_is_far_is_found_among_many(monkeypatch):
 
 def test_nobody_can_aim_at_how_uploads_are_folded(monkeypatch):
     """A change against all others that would look like theirs under signs known beforehand."""
-    monkeypatch.setattr(compare, "MAX_EXACT_PRODUCTS", 0)
-    monkeypatch.setattr(compare, "SKETCH_SIZE", 64)
+    monkeypatch.setattr(outliers, "MAX_EXACT_PRODUCTS", 0)
+    monkeypatch.setattr(outliers, "SKETCH_SIZE", 64)
     honest = [draw(1, 4096) + 0.1 * draw(1, 4096, seed=i + 1) for i in range(20)]
     signs = torch.randint(0, 2, (4096,), generator=torch.Generator().manual_seed(0)) * 2 - 1
     folded = (signs * draw(1, 4096)[0]).reshape(-1, 64).sum(0)
