@@ -145,9 +145,9 @@ def test_a_class_of_one_contributor_keeps_its_mean(rule):
         rows = contribution["means"][1] * (torch.arange(len(contribution["means"][1])) == place % 6)
         alone.append(now.from_means({**contribution, "means": (contribution["means"][0], rows)}))
     lonely = replace(now, uploads=alone)
-    combined_rows = now.method.per_row(combine_uploads(lonely, rule, lonely.dots()), {})
+    combined_rows = now.method.to_means(combine_uploads(lonely, rule, lonely.dots()), {})
     for place in range(min(6, len(combined_rows["means"][0]))):
-        contributor_mean = now.method.per_row(alone[place], {})["means"][0][place]
+        contributor_mean = now.method.to_means(alone[place], {})["means"][0][place]
         assert torch.allclose(combined_rows["means"][0][place], contributor_mean, atol=1e-5)
 
 

@@ -23,7 +23,7 @@ class Only(FedRep):
 
     still: str = "map"
 
-    def in_turn(self, key, epoch):
+    def trains_in_epoch(self, key, epoch):
         return torch.ones_like(epoch, dtype=torch.bool)
 
     @property

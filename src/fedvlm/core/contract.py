@@ -206,7 +206,15 @@ class Alternating(Protocol):
     """whether a gradient part trains a tensor in an epoch of the round, from 0 (a bool tensor like
     `epoch`), where not all are trained in all"""
 
-    def in_turn(self, key: str, epoch: Tensor) -> Tensor: ...
+    def trains_in_epoch(self, key: str, epoch: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Regularised(Protocol):
+    """of a loss that is more than the cross-entropy of a linear head: the gradient of the rest, for
+    `parts.regularised_head_sgd`"""
+
+    def extra_gradient(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor: ...
 
 
 @runtime_checkable
@@ -237,15 +245,15 @@ class ClassStatistics(Protocol):
     """of an upload of class statistics: which classes it tells of, and (classes, dim) the means
     it gives of them, if any; the contract test compares the first with `min_class_samples`"""
 
-    def covers(self, upload: Tensors) -> Tensor: ...
-    def means(self, upload: Tensors) -> Tensor | None: ...
+    def covered_classes(self, upload: Tensors) -> Tensor: ...
+    def class_means(self, upload: Tensors) -> Tensor | None: ...
 
 
 @runtime_checkable
 class HeadProvider(Protocol):
     """(classes, dim) a head that another method may start from (`warm_start`)"""
 
-    def first_head(self, frozen: Frozen, shared: Tensors) -> Tensor: ...
+    def initial_head(self, frozen: Frozen, shared: Tensors) -> Tensor: ...
 
 
 @runtime_checkable
@@ -274,12 +282,12 @@ class Factored(Protocol):
 
 @runtime_checkable
 class Totalled(Protocol):
-    """of an upload of totals: by name (units, numbers) what they are per row and (units,) the rows,
-    class by class where they are; and an upload made of such. `found` is what a first look at all
-    clients gave, empty before that. Without the verb totals count per row of the client"""
+    """of an upload of totals: by name (units, values) their means and (units,) the samples behind them,
+    class by class where they are; and an upload made of such means. `reference_means` are the means over all
+    clients, empty in the first pass. Without the verbs totals are divided by the samples of the client"""
 
-    def per_row(self, upload: Tensors, found: Tensors) -> dict[str, tuple[Tensor, Tensor]]: ...
-    def whole(self, said: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors: ...
+    def to_means(self, upload: Tensors, reference_means: Tensors) -> dict[str, tuple[Tensor, Tensor]]: ...
+    def from_means(self, means: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors: ...
 
 
 @runtime_checkable
@@ -299,6 +307,7 @@ class Matching(Protocol):
 OPTIONAL_PROTOCOLS: tuple[type, ...] = (
     Trained,
     Alternating,
+    Regularised,
     Stacked,
     Noisy,
     Described,
@@ -341,7 +350,7 @@ def upload_sum(method: Method) -> UploadSum | None:
 def as_stacked(method: Method) -> Stacked | None:
     """The method where its `update_many` stands for its `update`.
 
-    A class that writes `update`, `loss`, `predict` or `in_turn` anew does not mean an older
+    A class that writes `update`, `loss`, `predict` or `trains_in_epoch` anew does not mean an older
     `update_many`.
     """
     bases = type(method).__mro__
@@ -349,7 +358,7 @@ def as_stacked(method: Method) -> Stacked | None:
     def defined_at(name: str) -> int:
         return next((i for i, base in enumerate(bases) if name in vars(base)), len(bases))
 
-    newest = min(map(defined_at, ("update", "loss", "predict", "in_turn")))
+    newest = min(map(defined_at, ("update", "loss", "predict", "trains_in_epoch")))
     return method if isinstance(method, Stacked) and defined_at("update_many") <= newest else None
 
 

@@ -128,10 +128,10 @@ def _check_traits(method: Any) -> None:
     set_traits = {name for name in SETTING_TRAITS if getattr(traits, name) is not None}
     if missing := sorted((set_traits | set(traits.tunable or ())) - settings):
         raise SettingsError(f"its traits speak of {missing[0]}, which is no setting of it; add a field of that name")
-    statistics_verbs = {name for name in ("covers", "means") if hasattr(method, name)}
+    statistics_verbs = {name for name in ("covered_classes", "class_means") if hasattr(method, name)}
     if len(statistics_verbs) == 1 or (statistics_verbs and traits.min_class_samples is None):
         raise SettingsError(
-            "an upload of class statistics is told by covers, means and the trait "
+            "an upload of class statistics is described by covered_classes, class_means and the trait "
             "min_class_samples together; add what is missing"
         )
 

@@ -153,7 +153,7 @@ def train_minibatches(
         gradients, (_, remembered) = gradient_of(trained, memory_tensors, batch)
         turns = dict.fromkeys(trained, active)
         if isinstance(self, Alternating):
-            turns = {key: active & self.in_turn(key, epochs[..., index]) for key in trained}
+            turns = {key: active & self.trains_in_epoch(key, epochs[..., index]) for key in trained}
         move(trained, gradients, states, turns)
         memory_tensors |= {
             key: where_active(active, remembered[key], memory_tensors[key])
@@ -329,7 +329,7 @@ def map_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: C
     epochs = epoch_of(self, clients.order)
 
     def turn(key: str) -> Client:
-        is_trained = self.in_turn(key, epochs)[..., None]
+        is_trained = self.trains_in_epoch(key, epochs)[..., None]
         return replace(clients, order=torch.where(is_trained, clients.order, -1))
 
     mapped = torch.bmm(to_float32(clients.x), sent["map"].mT)
@@ -345,9 +345,9 @@ def head_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: 
 def regularised_head_sgd(
     self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
 ) -> tuple[Tensors, Tensors]:
-    """update_many: as `head_sgd`, where the loss has another part, whose gradient is `pull`."""
+    """update_many: as `head_sgd`, where the loss has another part, whose gradient is `extra_gradient`."""
 
     def extra_gradient(head: Tensor) -> Tensor:
-        return torch.as_tensor(self.pull(sent, local, head))
+        return torch.as_tensor(self.extra_gradient(sent, local, head))
 
     return {"head": train_heads(self, frozen.scale, sent["head"], clients, extra_gradient)}, local

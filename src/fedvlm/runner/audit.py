@@ -133,7 +133,7 @@ def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> L
     counts = torch.bincount(labels, minlength=len(world.frozen.classes))
     covered = counts > 0
     if isinstance(world.method, ClassStatistics):
-        covered &= world.method.covers(upload)
+        covered &= world.method.covered_classes(upload)
     return {
         "fields": {
             key: {
@@ -154,7 +154,7 @@ def upload_auc(world: World, task: Task, received: Mapping[str, Tensors], initia
     upload = received[task.id]
     means = {}
     if isinstance(world.method, ClassStatistics):
-        means = {id: world.method.means(entry) for id, entry in received.items()}
+        means = {id: world.method.class_means(entry) for id, entry in received.items()}
     if (own_means := means.get(task.id)) is not None:
         rest = [entry for id, entry in means.items() if id != task.id and entry is not None]
         other_means = torch.stack(rest or [0 * own_means])

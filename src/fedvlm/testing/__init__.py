@@ -132,7 +132,7 @@ def renamed_local(upload: Tensors, before: Tensors, after: Tensors) -> set[tuple
 
 
 def check_small(world: World, statistics: ClassStatistics, smallest: int) -> None:
-    """A method that uploads class statistics says so by `covers`, and keeps small classes back."""
+    """A method that uploads class statistics says so by `covered_classes`, and keeps small classes back."""
     method, frozen = world.method, world.frozen
     shared, local = method.init(frozen)
     if isinstance(method, Noisy) and method.noise(frozen):  # then it goes by noisy counts as well
@@ -141,7 +141,7 @@ def check_small(world: World, statistics: ClassStatistics, smallest: int) -> Non
         client_data = make_client(world, id, 0)
         upload, _ = method.update(frozen, method.send(shared, id), local, client_data)
         counts = torch.bincount(client_data.y, minlength=len(frozen.classes))
-        small = statistics.covers(upload) & (counts < smallest)
+        small = statistics.covered_classes(upload) & (counts < smallest)
         assert not small.any(), (
             f"the upload tells of a class with {counts[small].min()} rows at a client, fewer than "
             f"min_class_samples = {smallest}; leave it out with `parts.suppress_client_classes`"
