@@ -139,7 +139,7 @@ def main() -> None:
         report(
             f"{clients:,} clients, {measurement['participants']:,} a round: {1000 * measurement['seconds']:.0f} ms "
             f"a round ({ms_per_client:.2f} ms each), at most {measurement['peak']:.0f} MB ({measurement['base']:.0f} "
-            f"as it starts, {measurement['before']:.0f} while the table of clients is made), rows of "
+            f"at the start, {measurement['before']:.0f} while the table of clients is made), rows of "
             f"{measurement['on_disk']:.0f} MB on disk; {measurement['begin']:.0f} s before the first round, "
             f"{measurement['end']:.0f} s after the last",
             f"{clients:,} clients, 1 % of them a round",

@@ -23,18 +23,18 @@ def pinned(file):
 
 def test_lock_has_every_direct_dependency_of_servers_and_sites_but_torch():
     expected = names(PROJECT["dependencies"]) | names(EXTRAS["flower"])
-    assert expected - set(pinned("requirements.lock")) == {"torch"}
+    assert expected - set(pinned("packaging/requirements.lock")) == {"torch"}
 
 
 def test_lock_has_the_versions_of_the_constraints():
-    locked, held = pinned("requirements.lock"), pinned("constraints.txt")
+    locked, held = pinned("packaging/requirements.lock"), pinned("packaging/constraints.txt")
     assert {k: v for k, v in locked.items() if k in held and held[k] != v} == {}
 
 
 def test_every_package_of_the_lock_has_hashes():
-    text = (ROOT / "requirements.lock").read_text()
+    text = (ROOT / "packaging/requirements.lock").read_text()
     blocks = re.split(r"^(?=[a-zA-Z])", text, flags=re.MULTILINE)[1:]
-    assert len(blocks) == len(pinned("requirements.lock"))
+    assert len(blocks) == len(pinned("packaging/requirements.lock"))
     assert [block for block in blocks if not re.search("--hash=sha256:[0-9a-f]{64}", block)] == []
 
 

@@ -53,7 +53,7 @@ def statistics(count=6, rows=(60,), seed=0):
 
 def run_pipeline(channel, now, ids=None):
     names = ids or [f"client-{i}" for i in range(len(now.uploads))]
-    rows = {id: int(n) for id, n in zip(names, now.rows.tolist(), strict=True)}
+    rows = {id: int(n) for id, n in zip(names, now.sample_counts.tolist(), strict=True)}
     columns = (dict(zip(names, part, strict=True)) for part in (now.uploads, now.sent))
     return UploadPipeline(channel, now.method, [], 0).run(0, *columns, rows, {}, (), str)
 
@@ -257,7 +257,7 @@ def test_a_total_beyond_single_precision_leaves_the_comparison_finite():
     now = heads()
     uploads = [{"head": upload["head"].double()} for upload in now.uploads]
     uploads[3] = {"head": 1e60 * uploads[3]["head"]}
-    dots = replace(now, kind="total", uploads=uploads).dots()
+    dots = replace(now, upload_sum="total", uploads=uploads).dots()
     assert dots.isfinite().all()
     assert dots.diagonal().argmax() == 3
 
@@ -266,7 +266,7 @@ def test_many_clients_may_send_the_largest_numbers_or_none():
     now = heads(40)
     uploads = [{"head": upload["head"].double()} for upload in now.uploads]
     uploads[3] = {"head": 1e60 * uploads[3]["head"]}
-    summary = replace(now, kind="total", uploads=uploads).approximate_dots()
+    summary = replace(now, upload_sum="total", uploads=uploads).approximate_dots()
     assert summary.isfinite().all() and summary.diagonal().argmax() == 3
     held = [{"holders": torch.ones(5, dtype=torch.int32)}] * 40
     none = UploadRound(make("tofa", min_class_clients=3, rounds=2), "total", held, [{}] * 40, torch.ones(40))

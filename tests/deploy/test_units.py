@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("unit", ["fedvlm-server", "fedvlm-site@"])
 def test_a_unit_is_closed_and_starts_what_there_is(unit):
-    lines = (ROOT / "units" / f"{unit}.service").read_text().splitlines()
+    lines = (ROOT / "packaging" / "systemd" / f"{unit}.service").read_text().splitlines()
     for expected in (
         "NoNewPrivileges=yes",
         "PrivateTmp=yes",
@@ -28,7 +28,7 @@ def test_a_unit_is_closed_and_starts_what_there_is(unit):
 
 def test_the_compose_file_starts_what_there_is_and_opens_no_port():
     """`docker compose config` is not everywhere; what it reads is a table like any other."""
-    compose = yaml.safe_load((ROOT / "docker" / "docker-compose.yml").read_text())
+    compose = yaml.safe_load((ROOT / "packaging" / "docker" / "docker-compose.yml").read_text())
     commands = {command.name or command.callback.__name__ for command in deploy_app.registered_commands}
     assert sorted(compose["services"]) == ["server", "site-a", "site-b", "site-c"]
     for name, service in compose["services"].items():
@@ -39,4 +39,4 @@ def test_the_compose_file_starts_what_there_is_and_opens_no_port():
         assert {"depends_on"} & service.keys() if name != "server" else True
         for volume in service["volumes"]:
             assert volume.startswith("./") and ".." not in volume
-    assert (ROOT / "docker" / "Dockerfile").exists()
+    assert (ROOT / "packaging" / "docker" / "Dockerfile").exists()

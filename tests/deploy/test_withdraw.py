@@ -20,7 +20,7 @@ from fedvlm.deploy.withdrawn import WITHDRAWAL_FILE, WITHDRAWAL_PREFIX, withdraw
 from fedvlm.engines.flower.wire import Message, from_bytes, to_bytes
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.sealed import check_index, read_json
+from fedvlm.storage.files import check_index, read_json
 from fedvlm.tensors import max_relative_difference
 
 TOFA = {"name": "tofa"}
@@ -231,7 +231,7 @@ def test_a_withdrawal_waits_for_a_run_that_is_going_on(place):
 
 
 def test_a_run_that_is_not_finished_says_so(place, monkeypatch):
-    monkeypatch.setattr("fedvlm.runner.training.finish", stop)
+    monkeypatch.setattr("fedvlm.runner.training.finish_training", stop)
     with pytest.raises(KeyboardInterrupt):
         place.run(place.settings(TOFA, allow_small=True), RUN)
     _, [result] = withdraw_site(place)

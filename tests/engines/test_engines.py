@@ -19,7 +19,7 @@ from fedvlm.engines.state import Plan
 from fedvlm.engines.workers import WorkerPool
 from fedvlm.errors import FederationError
 from fedvlm.methods.fedavg import FedAvg
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.storage.large_tensors import ClientStateStore
 from fedvlm.testing import check_same, toy_world, train_toy
 
 

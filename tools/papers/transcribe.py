@@ -1,4 +1,4 @@
-"""Writes papers/*.csv from the texts of the papers: python tools/papers/transcribe.py FOLDER.
+"""Writes experiments/papers/*.csv from the texts of the papers: python tools/papers/transcribe.py FOLDER.
 
 FOLDER holds the five documents as text, found by their words; none is part of this repository.
 With --check nothing is written, and the exit code says whether the files are what FOLDER gives.
@@ -15,7 +15,7 @@ import fedotp
 import tofa
 from sheet import Document, Sheet
 
-OUT = Path(__file__).parents[2] / "papers"
+OUT = Path(__file__).parents[2] / "experiments" / "papers"
 # Words that only this document has in a line of its own, and what reads it.
 DOCUMENTS = {
     "Table 10: The comprehensive accuracy of Office-Home, VLCS, and TerraIncognita.": fedot.first,

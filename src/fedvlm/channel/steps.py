@@ -12,7 +12,7 @@ from fedvlm import seeds
 from fedvlm.channel.settings import Channel, ChannelError
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
-from fedvlm.maths.noise import Draw, add_noise
+from fedvlm.maths.privacy import Draw, add_noise
 from fedvlm.tensors import flatten
 
 

@@ -31,9 +31,9 @@ from fedvlm.errors import SettingsError
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
 from fedvlm.machine import release_memory
-from fedvlm.maths.conflict import GradientAgreement, gradient_difference_bound, largest_gradient_difference
+from fedvlm.maths.client_drift import GradientAgreement, gradient_difference_bound, largest_gradient_difference
 from fedvlm.parts.bodies import adapts
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.storage.large_tensors import ClientStateStore
 
 CLIENTS_PER_PART = 128  # clients of a large federation whose tensors are in memory at once
 LARGE_ROUND_BYTES = 64 << 20  # bytes of a round's uploads and local tensors above which it is large

@@ -194,7 +194,7 @@ def run_worker(line: WorkerConnection, inherited: "Sequence[Connection[Any, Any]
         for task in bare:
             if task.sent is not None:
                 line.sent = line.get(task.sent)
-            tasks.append(replace(task, sent=line.sent, local=line.get(task.own)))
+            tasks.append(replace(task, sent=line.sent, local=line.get(task.local)))
         try:
             done = (adapt_chunk if last else run_chunk)(world, number, tasks)
             line.send(("done", {id: _write_reply(line, reply) for id, reply in done.items()}))

@@ -6,7 +6,7 @@ from fedvlm.errors import unknown_name
 
 
 def experiment_folders() -> list[Path]:
-    """In an installed package they lie inside it, in a checkout beside `src`."""
+    """Return where experiments may be: inside an installed package, or beside `src` in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return [package / "experiment_files", package.parents[1] / "experiments"]
 

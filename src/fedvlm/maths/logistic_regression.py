@@ -1,0 +1,252 @@
+"""Multinomial logistic regression with a ridge towards an anchor: one client's, and a federation's.
+
+The objective is the mean cross-entropy of the rows plus ridge/2 · |W - W_anchor|²; the bias has no
+ridge to speak of. Iterations are fixed and a fit that has arrived stays where it is, so engines may
+vmap it. With C = 1/(rows · ridge) it is scikit-learn's LogisticRegression.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+RIDGES = tuple(10.0**-k for k in range(1, 8))  # from hardly moving to nearly separating
+DEFAULT_RIDGE = 1e-4  # without validation rows
+BIAS_RIDGE = 1e-9  # ridge of the bias: only so that a class nobody has rows of does not run away
+MAX_STEPS = 60
+LBFGS_MEMORY = 10  # steps that the curvature is estimated from
+CURVATURE_BOUND = 0.25  # of a row's loss in the metric: half of the bound 1/2, as most rows are far from it
+GRADIENT_TOLERANCE = 1e-10  # slope at which a fit has arrived
+
+
+class Head(NamedTuple):
+    weight: Tensor  # (..., classes, dim)
+    bias: Tensor  # (..., classes)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., rows, classes)"""
+        return x @ self.weight.mT + self.bias[..., None, :]
+
+    def joined(self) -> Tensor:
+        """(..., classes, dim + 1): the bias as the weight of a coordinate that is 1."""
+        return torch.cat([self.weight, self.bias[..., None]], dim=-1)
+
+
+def split_head(joined: Tensor) -> Head:
+    return Head(joined[..., :-1], joined[..., -1])
+
+
+class RidgePath(NamedTuple):
+    """One head per ridge."""
+
+    heads: Head
+    max_gradient: Tensor  # (ridges,) largest slope that is left
+
+
+def fit_ridge_path(
+    x: Tensor, y: Tensor, ridges: Tensor, anchor: Head, open_classes: Tensor, steps: int = MAX_STEPS
+) -> RidgePath:
+    """Heads over the classes that are `open`; the others keep the anchor's row. y = -1 is no row.
+
+    W - W_anchor lies in the span of the rows, so it is sought in their singular basis, in which
+    the metric bend · S² / n + ridge is diagonal for every ridge at once.
+    """
+    real = y >= 0
+    x = torch.where(real[:, None], x.double(), 0.0)
+    label = y.clamp(min=0)
+    sample_weights = real.double() / real.sum().clamp(min=1)
+    left_vectors, size, right = torch.linalg.svd(x, full_matrices=False)
+    rows = torch.cat([left_vectors * size, torch.ones_like(x[:, :1])], dim=1)  # (rows, rank + 1)
+    ridge_weights = torch.cat([ridges.double()[:, None].expand(-1, len(size)), ridges[:, None] * 0 + BIAS_RIDGE], 1)
+    curvature = torch.cat(
+        [CURVATURE_BOUND * size.square() / real.sum().clamp(min=1), size.new_full((1,), CURVATURE_BOUND)]
+    )
+    scale = (curvature + ridge_weights).rsqrt()[:, :, None]  # (ridges, rank + 1, 1)
+    ridge_weights = ridge_weights[:, :, None] * scale.square()
+    truth = (label[:, None] == torch.arange(len(open_classes), device=y.device)).double()
+    shut = torch.where(open_classes, 0.0, -torch.inf)
+    start = (anchor.logits(x.to(anchor.weight.dtype)).double() + shut).expand(len(ridges), -1, -1)
+
+    def gradient(logits: Tensor, at: Tensor) -> Tensor:
+        wrong = (logits.softmax(-1) - truth) * sample_weights[:, None]
+        return scale * multiply_all(rows.mT, wrong) + ridge_weights * at
+
+    position = torch.zeros(len(ridges), rows.shape[1], len(open_classes), dtype=x.dtype, device=x.device)
+    logits, current_gradient = start, gradient(start, position)
+    past: list[tuple[Tensor, Tensor]] = []
+    for _ in range(steps):
+        direction = -lbfgs_direction(current_gradient, past, lambda q: q)
+        direction_logits = multiply_all(rows, scale * direction)
+        length = line_search(logits, direction_logits, truth, sample_weights, ridge_weights, position, direction)
+        has_converged = current_gradient.abs().amax((1, 2)) < GRADIENT_TOLERANCE
+        step = torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction)
+        position, logits = (
+            position + step,
+            logits + torch.where(has_converged[:, None, None], 0.0, length[:, None, None] * direction_logits),
+        )
+        next_gradient = gradient(logits, position)
+        past = [*past, (step, next_gradient - current_gradient)][-LBFGS_MEMORY:]
+        current_gradient = next_gradient
+    change = scale * position
+    weight = anchor.weight + (right.mT @ change[:, :-1]).mT
+    return RidgePath(Head(weight, anchor.bias + change[:, -1]), current_gradient.abs().amax((1, 2)))
+
+
+def multiply_all(matrix: Tensor, matrices: Tensor) -> Tensor:
+    """left @ one, for each of many: as one product, since narrow ones are slow."""
+    wide = matrix @ matrices.transpose(0, 1).flatten(1)
+    return wide.reshape(len(matrix), len(matrices), -1).transpose(0, 1)
+
+
+def lbfgs_direction(
+    gradient: Tensor, history: list[tuple[Tensor, Tensor]], metric: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The slope through the inverse curvature that past steps and turns show (L-BFGS).
+
+    `metric` is the inverse curvature known beforehand. A pair without curvature does not count.
+    """
+    pairs = []
+    for step, gradient_change in reversed(history):
+        inner = dot(step, gradient_change)
+        inverse_product = torch.where(inner > 1e-30, 1 / inner.clamp(min=1e-30), 0.0)
+        coefficient = inverse_product * dot(step, gradient)
+        gradient = gradient - coefficient * gradient_change
+        pairs.append((step, gradient_change, inverse_product, coefficient, inner))
+    gradient, gain = metric(gradient), torch.ones_like(dot(gradient, gradient))
+    for _, gradient_change, inverse_product, _, inner in pairs:  # from the latest: the first that counts says how long
+        is_first = (gain == 1.0) & (inverse_product > 0)
+        gain = torch.where(is_first, inner / dot(gradient_change, metric(gradient_change)).clamp(min=1e-30), gain)
+    gradient = gain * gradient
+    for step, gradient_change, inverse_product, coefficient, _ in reversed(pairs):
+        gradient = gradient + (coefficient - inverse_product * dot(gradient_change, gradient)) * step
+    return gradient
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum((-2, -1), keepdim=True)
+
+
+def line_search(
+    logits: Tensor,
+    direction_logits: Tensor,
+    truth: Tensor,
+    sample_weights: Tensor,
+    ridge_weights: Tensor,
+    position: Tensor,
+    direction: Tensor,
+    tries: int = 4,
+) -> Tensor:
+    """(ridges,) how far along `way` the objective is least.
+
+    It is convex there: Newton, and halves or doubles where that leaves what is known to hold the
+    minimum.
+    """
+    ridge_curvature, ridge_gradient = (
+        (ridge_weights * direction * direction).sum((1, 2)),
+        (ridge_weights * direction * position).sum((1, 2)),
+    )
+    true_logits = (truth * direction_logits).sum(-1)
+    length = torch.ones_like(ridge_curvature)
+    low, high = torch.zeros_like(ridge_curvature), torch.full_like(ridge_curvature, torch.inf)
+    for _ in range(tries):
+        p = (logits + length[:, None, None] * direction_logits).softmax(-1)
+        mean = (p * direction_logits).sum(-1)
+        first = ((mean - true_logits) * sample_weights).sum(-1) + ridge_gradient + length * ridge_curvature
+        spread = (p * direction_logits.square()).sum(-1) - mean.square()
+        second = (spread * sample_weights).sum(-1) + ridge_curvature
+        low, high = torch.where(first < 0, length, low), torch.where(first < 0, high, length)
+        middle = torch.where(high.isinf(), 4 * length, (low + high) / 2)
+        newton_length = length - first / second.clamp(min=1e-30)
+        upper = torch.minimum(high, 16 * length.clamp(min=1))
+        length = torch.where((newton_length > low) & (newton_length < upper), newton_length, middle)
+    return length
+
+
+def summed_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """(...,) summed cross-entropy of (..., rows, classes); rows of y = -1 count nothing."""
+    log_probabilities = logits.log_softmax(-1)
+    index = y.clamp(min=0).expand(log_probabilities.shape[:-1])[..., None]
+    return torch.where(y >= 0, -log_probabilities.gather(-1, index)[..., 0], 0.0).sum(-1)
+
+
+def loss_and_gradient(head: Head, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over rows, so clients' add up: the cross-entropy, and its slope (classes, dim + 1)."""
+    real = (y >= 0)[:, None]
+    x = torch.where(real, x, 0.0)
+    logits = head.logits(x)
+    truth = (y[:, None] == torch.arange(logits.shape[1], device=y.device)).to(x.dtype)
+    wrong = torch.where(real, logits.softmax(-1) - truth, 0.0)
+    bordered = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+    return summed_cross_entropy(logits, y), wrong.mT @ bordered
+
+
+def select_ridge(path: RidgePath, ridges: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Which ridge: by the likelihood of validation rows, with USUAL as a belief of a few rows."""
+    distance = (ridges / DEFAULT_RIDGE).log10()
+    return (summed_cross_entropy(path.heads.logits(x.double()), y) + distance.square() / 8).argmin()
+
+
+QUASI_NEWTON_MEMORY = 8
+SHRINK_FACTOR, GROWTH_FACTOR = 0.25, 2.0  # of the reach, after a step that failed and one that did not
+
+
+class QuasiNewtonState(NamedTuple):
+    point: Tensor  # where the clients are asked next
+    base: Tensor  # the best point so far,
+    gradient: Tensor  # its slope
+    loss: Tensor  # and its loss, infinite before the first
+    step_fraction: Tensor  # share of a whole step that is taken
+    steps: Tensor  # (MEMORY, ...) between points, zero where there was none
+    gradient_changes: Tensor  # (MEMORY, ...) what the slope changed by
+
+
+def start_state(point: Tensor) -> QuasiNewtonState:
+    point, none = point.double(), torch.zeros(QUASI_NEWTON_MEMORY, *point.shape, dtype=torch.float64)
+    unit = torch.ones((), dtype=torch.float64)
+    return QuasiNewtonState(point, point, torch.zeros_like(point), unit * torch.inf, unit, none, none)
+
+
+def take_quasi_newton_step(
+    state: QuasiNewtonState, loss: Tensor, gradient: Tensor, gram: Tensor, anchor: Tensor, ridge: float
+) -> QuasiNewtonState:
+    """One step, from the mean loss and slope at `walk.point`; `gram` is the mean of x xᵀ, bordered.
+
+    A point that is worse than the base is not kept, but what it says of the curvature is.
+    """
+    ridge_weights = torch.full_like(gram[0], ridge)
+    ridge_weights[-1] = BIAS_RIDGE
+    root = _root(CURVATURE_BOUND * gram.double(), ridge_weights)
+
+    def objective(loss: Tensor, at: Tensor) -> Tensor:
+        return loss + (ridge_weights * (at - anchor).square()).sum() / 2
+
+    step, gradient_change = state.point - state.base, gradient - state.gradient
+    steps = torch.cat([state.steps[1:], step[None]])
+    gradient_changes = torch.cat([state.gradient_changes[1:], gradient_change[None]])
+    better = objective(loss, state.point) <= objective(state.loss, state.base)
+    base, gradient = torch.where(better, state.point, state.base), torch.where(better, gradient, state.gradient)
+    step_fraction = torch.where(
+        better, (state.step_fraction * GROWTH_FACTOR).clamp(max=1.0), state.step_fraction * SHRINK_FACTOR
+    )
+    history = [(s, t + ridge_weights * s) for s, t in zip(steps, gradient_changes, strict=True)]
+    objective_gradient = gradient + ridge_weights * (base - anchor)
+    direction = lbfgs_direction(objective_gradient, history, lambda q: torch.cholesky_solve(q.mT, root).mT)
+    point = (base - step_fraction * direction).float().double()  # as it is sent
+    return QuasiNewtonState(
+        point, base, gradient, torch.where(better, loss, state.loss), step_fraction, steps, gradient_changes
+    )
+
+
+def _root(curvature: Tensor, ridge_weights: Tensor) -> Tensor:
+    """Of their sum; of a `bend` that is no sum of squares (a lie, or numbers' medians) without
+    what makes it none, so that the step stays one that goes down."""
+    jitter = 1e-12 * (curvature.diagonal() + ridge_weights).abs().mean() * torch.eye(len(curvature))
+    root: Tensor
+    root, failed = torch.linalg.cholesky_ex(curvature + ridge_weights.diag() + jitter)
+    if int(failed):
+        values, vectors = torch.linalg.eigh((curvature + curvature.mT) / 2)
+        curvature = (vectors * values.clamp(min=0)) @ vectors.mT
+        jitter = 1e-12 * (curvature.diagonal() + ridge_weights).mean() * torch.eye(len(curvature))
+        root = torch.linalg.cholesky((curvature + curvature.mT) / 2 + ridge_weights.diag() + jitter)
+    return root
