@@ -292,7 +292,7 @@ def test_what_is_known_of_many_clients_is_what_is_known_of_few(monkeypatch):
 def test_a_client_that_is_far_is_found_among_many(monkeypatch):
     now = longer(longer(heads(200), 3, -6.0), 7, 20.0)
     ids = [f"client-{i}" for i in range(200)]
-    assert [id for id, upload in run_pipeline(Channel(), now).apart.items() if upload["far"]] == [
+    assert [id for id, upload in run_pipeline(Channel(), now).outliers.items() if upload["far"]] == [
         "client-3",
         "client-7",
     ]
@@ -302,7 +302,7 @@ def test_a_client_that_is_far_is_found_among_many(monkeypatch):
     folded = outlier_scores(ids, now.approximate_dots())
     assert [id for id in ids if folded[id]["far"]] == [id for id in ids if exact[id]["far"]]
     still = replace(now, uploads=[dict(upload) for upload in now.sent])
-    assert run_pipeline(Channel(), still).apart == {}
+    assert run_pipeline(Channel(), still).outliers == {}
 
 
 def test_nobody_can_aim_at_how_uploads_are_folded(monkeypatch):
