@@ -11,7 +11,7 @@ import fedvlm
 ROOT = Path(fedvlm.__file__).parent
 ORDER = [
     "errors",
-    "outside",
+    "plugins",
     "seeds",
     "machine",
     "devices",

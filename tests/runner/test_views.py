@@ -10,8 +10,8 @@ import torch
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits
 from fedvlm.data.partition import Partition
+from fedvlm.engines.chunks import pad_clients
 from fedvlm.engines.client import make_client, predict
-from fedvlm.engines.crowd import pad_clients
 from fedvlm.evaluate.protocols import Training
 from fedvlm.evaluate.protocols.contract import reference_samples
 from fedvlm.methods.fedavg import FedAvg

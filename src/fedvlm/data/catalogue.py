@@ -14,7 +14,7 @@ from fedvlm.data.readers import GROUP, call_reader, detect_kind, kinds
 from fedvlm.data.sources import SourceSubset
 from fedvlm.data.table import Dataset, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names
-from fedvlm.outside import load_outside
+from fedvlm.plugins import load_outside
 
 PICTURE = ("a picture of a {}",)  # FedCLIP, FAA-CLIP, FedOT
 PHOTO = ("a photo of a {}.",)  # CoOp, FedOTP, TOFA: with the full stop

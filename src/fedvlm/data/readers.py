@@ -14,7 +14,7 @@ from fedvlm.data import folders, manifests
 from fedvlm.data.sources import Arrow, Pixels
 from fedvlm.data.table import Dataset, split_column, string_column, tabulate
 from fedvlm.errors import DataError, SettingsError, join_names, unknown_name
-from fedvlm.outside import add_entry, load_outside
+from fedvlm.plugins import add_entry, load_outside
 
 LABEL_COLUMNS = ("label", "labels", "class")  # what a column is called if nobody says
 DOMAIN_COLUMNS = ("domain",)

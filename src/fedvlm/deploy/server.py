@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.channel.settings import check_secagg, with_deployment_bound
-from fedvlm.channel.uploads import DecodedUploads
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
 from fedvlm.deploy.events import EventLog, EventLogger, ignore_event, round_logger

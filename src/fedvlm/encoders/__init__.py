@@ -134,7 +134,7 @@ ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _BUILT_IN}
 def register(kind: Kind) -> Kind:
     """Adds a kind of encoder."""
     from fedvlm.core.contract import NEEDS
-    from fedvlm.outside import add_entry
+    from fedvlm.plugins import add_entry
 
     if not kind.offers or (strange := set(kind.offers) - set(NEEDS)):
         wrong = min(strange) if kind.offers else "nothing"
@@ -145,7 +145,7 @@ def register(kind: Kind) -> Kind:
 
 def encoders() -> dict[str, Kind]:
     """All kinds: our own and those of outside packages (entry-point group fedvlm.encoders)."""
-    from fedvlm.outside import load_outside
+    from fedvlm.plugins import load_outside
 
     load_outside("fedvlm.encoders")
     return dict(sorted(ENCODERS.items()))

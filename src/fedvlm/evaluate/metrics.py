@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.errors import SettingsError
-from fedvlm.outside import add_entry, load_outside
+from fedvlm.plugins import add_entry, load_outside
 
 if TYPE_CHECKING:  # tables of finished runs have its names, and do without torch
     from torch import Tensor

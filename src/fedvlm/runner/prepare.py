@@ -21,9 +21,9 @@ from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
 from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.attack import flip_labels
+from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world
-from fedvlm.engines.placed import with_device
+from fedvlm.engines.placement import with_device
 from fedvlm.engines.state import POOLED_CLIENT
 from fedvlm.errors import DataError
 from fedvlm.evaluate.protocols import Training, contract

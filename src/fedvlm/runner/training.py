@@ -7,7 +7,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from fedvlm.channel.uploads import DecodedUploads
+from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.core import Tensors
 from fedvlm.engines.client import Local, RemoteState, TrainingTerms, as_tensors
 from fedvlm.engines.loop import Engine, Outcome, finish_training, ignore_sum, run_rounds

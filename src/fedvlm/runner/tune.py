@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedvlm.channel.uploads import SPENT_KEY
+from fedvlm.channel.pipeline import SPENT_KEY
 from fedvlm.core import Method, Noisy, Tensors, tunable_settings
 from fedvlm.engines.client import Local, Scores, TrainingTerms
 from fedvlm.engines.loop import Engine, finish_training, initial_state, open_engine, run_rounds

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate.metrics import Results, Table
-from fedvlm.outside import add_entry, load_outside
+from fedvlm.plugins import add_entry, load_outside
 
 if TYPE_CHECKING:  # tables of finished runs are made without torch
     from fedvlm.core import Method

@@ -23,7 +23,6 @@ from fedvlm.maths.tsne import tsne
 from fedvlm.methods.fedot import selected_skew
 from fedvlm.record import Record
 from fedvlm.report.explain import MIN_PROMPTS, local_prompts
-from fedvlm.report.page import render
 from fedvlm.report.paper_tables import compare_with_papers, verdict_sentence
 from fedvlm.report.runs import PAGE_FORMAT, Model, has_unseen_scores, run_label
 from fedvlm.report.tables import MAIN_COLUMNS, read_audit
@@ -125,7 +124,7 @@ def _run_model(record: Record, details: Details) -> dict[str, Any]:
         "far": record.outlier_warnings,
         "audit": read_audit(record),
         "channel": _changed_channel(record),
-        "apart": render.outlier_history(lines),
+        "apart": outlier_history(lines),
     }
 
 
@@ -515,3 +514,28 @@ def _confusion(scores: Sequence[Mapping[str, Any]], classes: int) -> list[list[i
         for true, guess, rows in client_scores["confusion"]:
             total[true, guess] += rows
     return [[int(i), int(j), int(total[i, j])] for i, j in np.argwhere(total)]
+
+
+OutlierHistory = dict[str, Any]
+KEYS = ("norm", "alike", "cosine")  # what a round's line says of a client beside `far`
+
+
+def outlier_history(lines: Sequence[Mapping[str, Any]]) -> list[OutlierHistory]:
+    """By training: the rounds that were compared, and each client's numbers in them."""
+    out: dict[str, OutlierHistory] = {}
+    for line in lines:
+        compared_clients = {id: client_line for id, client_line in line["clients"].items() if "far" in client_line}
+        if not compared_clients:
+            continue
+        about = out.setdefault(line["training"], {"rounds": [], "clients": {}})
+        for id, client_line in compared_clients.items():
+            numbers = [round(float(client_line[key]), 2) if key in client_line else None for key in KEYS]
+            rounds_of_client = about["clients"].setdefault(id, {})
+            rounds_of_client[str(line["round"])] = [int(client_line["far"]), *numbers]
+        about["rounds"].append(line["round"])
+    return [{"training": name, **about} for name, about in out.items() if _any(about)]
+
+
+def _any(about: OutlierHistory) -> bool:
+    """A drawing in which nobody was ever far says nothing."""
+    return any(numbers[0] for by_round in about["clients"].values() for numbers in by_round.values())

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from fedvlm import seeds
-from fedvlm.channel.compare import UploadRound
+from fedvlm.channel.outliers import UploadRound
 from fedvlm.core import Tensors, upload_sum
-from fedvlm.engines.attackers import Attack, choose_attackers
-from fedvlm.engines.client import RoundReplies, Task, TrainingTerms, World
+from fedvlm.engines.client import Attack, RoundReplies, Task, TrainingTerms, World, choose_attackers
 
 
 def flip_labels(world: World, ids: Sequence[str]) -> World:

@@ -1,16 +1,19 @@
 """One gradient walk over a client's minibatches, and the steppers that go with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value
+from torch.optim.adam import adam as fused_step
 
-from fedvlm.core import Alternating, Batch, Client, Frozen, Tensors, gradient_update, schedule
+from fedvlm import tensors
+from fedvlm.core import Alternating, Batch, Client, Frozen, Schedule, Tensors, gradient_update, schedule
 from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import minibatch
-from fedvlm.tensors import count_bytes
+from fedvlm.tensors import count_bytes, to_float32
 
 LARGE_WEIGHTS_BYTES = 64 << 20  # bytes of weights
 # a tensor, its gradient and what was kept from its last step -> the tensor, and what to keep
@@ -150,7 +153,7 @@ def train_minibatches(
         gradients, (_, remembered) = gradient_of(trained, memory_tensors, batch)
         turns = dict.fromkeys(trained, active)
         if isinstance(self, Alternating):
-            turns = {key: active & self.in_turn(key, epochs[..., index]) for key in trained}
+            turns = {key: active & self.trains_in_epoch(key, epochs[..., index]) for key in trained}
         move(trained, gradients, states, turns)
         memory_tensors |= {
             key: where_active(active, remembered[key], memory_tensors[key])
@@ -189,3 +192,162 @@ def autograd_gradients(objective: Objective) -> Callable[[Tensors, Tensors, Batc
         return dict(zip(inputs, gradients, strict=True)), (value, after)
 
     return gradients_of
+
+
+def fused_adam(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
+    """update_many: every client's `parts.adam`."""
+    done = []
+    for i in range(len(clients.y)):
+        client = Client(*(value[i] for value in vars(clients).values()))
+        client_sent, client_local = ({key: value[i] for key, value in stacked.items()} for stacked in (sent, local))
+        done.append(train_minibatches(self, frozen, client_sent, client_local, client, fused_move(self), eager=True))
+    return tensors.stack([upload for upload, _ in done]), tensors.stack([client_local for _, client_local in done])
+
+
+def fused_move(self: Any) -> Move:
+    """Steps on copies that are made before the first."""
+    settings = schedule(self)
+    is_started = False
+
+    @torch.no_grad()
+    def move(trained: Tensors, gradients: Tensors, states: States, turns: Tensors) -> None:
+        nonlocal is_started
+        if not is_started:
+            trained |= tensors.copy(trained)
+            initial_states = split_state(adam_moments(trained))[1]
+            states |= {key: tensors.copy(states[key] or initial_states[key]) for key in trained}
+            is_started = True
+        names = [key for key in trained if turns[key]]
+        optimizer_state = ([states[key][name] for key in names] for name in ("mean", "square", "count"))
+        adam_step(settings, [trained[key] for key in names], [gradients[key] for key in names], *optimizer_state)
+
+    return move
+
+
+def adam_step(
+    settings: Schedule,
+    values: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    counts: list[Tensor],
+) -> None:
+    """One step of Adam on all values, in place."""
+    fused_step(
+        values,
+        gradients,
+        means,
+        squares,
+        [],
+        counts,
+        fused=True,
+        amsgrad=False,
+        beta1=settings.betas[0],
+        beta2=settings.betas[1],
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )
+
+
+# (clients, classes, dim) heads -> what is added to their gradients
+ExtraGradient = Callable[[Tensor], Tensor | float]
+
+
+# (clients, batch, dim) scaled rows, (clients, batch, 1) labels and weights, (clients, 1, 1) going
+LinearBatch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def iterate_batches(scale: float, clients: Client) -> Iterator[LinearBatch]:
+    """The minibatches in which anyone has a row."""
+    rows_of, labels = clients.x.flatten(0, 1), clients.y.clamp(min=0).flatten()
+    first = torch.arange(len(clients.y))[:, None] * clients.y.shape[1]
+    for rows in clients.order.unbind(1):
+        real = rows >= 0
+        count = real.sum(1)
+        if not count.any():
+            continue
+        index = (rows.clamp(min=0) + first).flatten()
+        batch = to_float32(rows_of.index_select(0, index)).reshape(*rows.shape, -1)
+        batch_labels = labels.index_select(0, index).reshape(*rows.shape, 1)
+        sample_weights = (real / count.clamp(min=1)[:, None])[..., None]
+        # scaled in autograd's order: the same rounding
+        yield batch.mul_(scale), batch_labels, sample_weights, (count > 0)[:, None, None]
+
+
+def head_gradient(head: Tensor, batch: Tensor, batch_labels: Tensor, sample_weights: Tensor) -> Tensor:
+    """(clients, classes, dim) the gradient of each client's mean cross-entropy."""
+    errors = torch.bmm(batch, head.mT).log_softmax(2).exp_()
+    errors.scatter_(2, batch_labels, errors.gather(2, batch_labels) - 1)
+    return torch.bmm(errors.mul_(sample_weights).mT, batch)
+
+
+@torch.no_grad()
+def train_heads(self: Any, scale: float, head: Tensor, clients: Client, extra_gradient: ExtraGradient) -> Tensor:
+    """(clients, classes, dim) after the steps of `parts.sgd` on `scale * x @ head.mT`'s loss."""
+    settings = schedule(self)
+    head = head.clone()
+    velocity = torch.zeros_like(head)
+    for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients):
+        gradient = head_gradient(head, batch, batch_labels, sample_weights)
+        gradient = (gradient + extra_gradient(head)).add_(head, alpha=settings.weight_decay)
+        # A client without rows in this step keeps its head and its speed.
+        velocity = (
+            torch.where(is_active, settings.momentum * velocity + gradient, velocity) if settings.momentum else gradient
+        )
+        head.sub_(torch.where(is_active, velocity, 0.0), alpha=settings.lr)
+    return head
+
+
+@torch.no_grad()
+def train_maps(self: Any, scale: float, first: Tensor, head: Tensor, clients: Client) -> Tensor:
+    """(clients, dim, dim) after the steps of `parts.sgd` on `scale * x @ map.mT @ head.mT`'s loss.
+
+    A gradient is headᵀ times one of the classes' rows, so that the map is a part of the first one
+    and headᵀ times what was added: each step costs as much as one of a head.
+    """
+    settings = schedule(self)
+    initial_logit_map, square = torch.bmm(head, first), torch.bmm(head, head.mT)
+    part = initial_logit_map.new_ones(len(head), 1, 1)  # of the first map that is left
+    added, part_speed, added_speed = torch.zeros_like(head), 0 * part, torch.zeros_like(head)
+    for batch, batch_labels, sample_weights, is_active in iterate_batches(scale, clients):
+        gradient = head_gradient(
+            part * initial_logit_map + torch.bmm(square, added), batch, batch_labels, sample_weights
+        )
+        faster = settings.momentum * part_speed + settings.weight_decay * part
+        part_speed = torch.where(is_active, faster, part_speed)
+        faster = settings.momentum * added_speed + gradient + settings.weight_decay * added
+        added_speed = torch.where(is_active, faster, added_speed)
+        step_size = settings.lr * is_active
+        part, added = part - step_size * part_speed, added - step_size * added_speed
+    return torch.baddbmm(part * first, head.mT, added)
+
+
+def map_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
+    """update_many: every client's `parts.sgd` of a local `head` over a shared `map`, in turns."""
+    epochs = epoch_of(self, clients.order)
+
+    def turn(key: str) -> Client:
+        is_trained = self.trains_in_epoch(key, epochs)[..., None]
+        return replace(clients, order=torch.where(is_trained, clients.order, -1))
+
+    mapped = torch.bmm(to_float32(clients.x), sent["map"].mT)
+    head = train_heads(self, frozen.scale, local["head"], replace(turn("head"), x=mapped), lambda _: 0.0)
+    return {"map": train_maps(self, frozen.scale, sent["map"], head, turn("map"))}, {"head": head}
+
+
+def head_sgd(self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
+    """update_many: every client's `parts.sgd` where a shared `head` is all that is trained."""
+    return {"head": train_heads(self, frozen.scale, sent["head"], clients, lambda head: 0.0)}, local
+
+
+def regularised_head_sgd(
+    self: Any, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+) -> tuple[Tensors, Tensors]:
+    """update_many: as `head_sgd`, where the loss has another part, whose gradient is `extra_gradient`."""
+
+    def extra_gradient(head: Tensor) -> Tensor:
+        return torch.as_tensor(self.extra_gradient(sent, local, head))
+
+    return {"head": train_heads(self, frozen.scale, sent["head"], clients, extra_gradient)}, local

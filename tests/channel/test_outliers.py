@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedvlm import tensors
-from fedvlm.channel import Channel, compare
-from fedvlm.channel.compare import (
+from fedvlm.channel import Channel, outliers
+from fedvlm.channel.outliers import (
     MAX_NORM_TO_MEDIAN,
     MAX_SAMPLES_TO_MEDIAN,
     UploadRound,
@@ -15,8 +15,8 @@ from fedvlm.channel.compare import (
     combine_uploads,
     outlier_scores,
 )
+from fedvlm.channel.pipeline import UploadPipeline
 from fedvlm.channel.settings import check_channel, with_deployment_bound
-from fedvlm.channel.uploads import UploadPipeline
 from fedvlm.core import make, methods, upload_sum
 from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
@@ -53,7 +53,7 @@ def statistics(count=6, rows=(60,), seed=0):
 
 def run_pipeline(channel, now, ids=None):
     names = ids or [f"client-{i}" for i in range(len(now.uploads))]
-    rows = {id: int(n) for id, n in zip(names, now.rows.tolist(), strict=True)}
+    rows = {id: int(n) for id, n in zip(names, now.sample_counts.tolist(), strict=True)}
     columns = (dict(zip(names, part, strict=True)) for part in (now.uploads, now.sent))
     return UploadPipeline(channel, now.method, [], 0).run(0, *columns, rows, {}, (), str)
 
@@ -145,9 +145,9 @@ def test_a_class_of_one_contributor_keeps_its_mean(rule):
         rows = contribution["means"][1] * (torch.arange(len(contribution["means"][1])) == place % 6)
         alone.append(now.from_means({**contribution, "means": (contribution["means"][0], rows)}))
     lonely = replace(now, uploads=alone)
-    combined_rows = now.method.per_row(combine_uploads(lonely, rule, lonely.dots()), {})
+    combined_rows = now.method.to_means(combine_uploads(lonely, rule, lonely.dots()), {})
     for place in range(min(6, len(combined_rows["means"][0]))):
-        contributor_mean = now.method.per_row(alone[place], {})["means"][0][place]
+        contributor_mean = now.method.to_means(alone[place], {})["means"][0][place]
         assert torch.allclose(combined_rows["means"][0][place], contributor_mean, atol=1e-5)
 
 
@@ -257,7 +257,7 @@ def test_a_total_beyond_single_precision_leaves_the_comparison_finite():
     now = heads()
     uploads = [{"head": upload["head"].double()} for upload in now.uploads]
     uploads[3] = {"head": 1e60 * uploads[3]["head"]}
-    dots = replace(now, kind="total", uploads=uploads).dots()
+    dots = replace(now, upload_sum="total", uploads=uploads).dots()
     assert dots.isfinite().all()
     assert dots.diagonal().argmax() == 3
 
@@ -266,7 +266,7 @@ def test_many_clients_may_send_the_largest_numbers_or_none():
     now = heads(40)
     uploads = [{"head": upload["head"].double()} for upload in now.uploads]
     uploads[3] = {"head": 1e60 * uploads[3]["head"]}
-    summary = replace(now, kind="total", uploads=uploads).approximate_dots()
+    summary = replace(now, upload_sum="total", uploads=uploads).approximate_dots()
     assert summary.isfinite().all() and summary.diagonal().argmax() == 3
     held = [{"holders": torch.ones(5, dtype=torch.int32)}] * 40
     none = UploadRound(make("tofa", min_class_clients=3, rounds=2), "total", held, [{}] * 40, torch.ones(40))
@@ -281,8 +281,8 @@ def test_what_is_known_of_many_clients_is_what_is_known_of_few(monkeypatch):
         exact = round_case.dots()
         norms = exact.diagonal().sqrt()
         assert torch.allclose(round_case.approximate_dots(), exact, rtol=0, atol=1e-6 * float(norms.max()) ** 2)
-    monkeypatch.setattr(compare, "MAX_EXACT_PRODUCTS", 0)
-    monkeypatch.setattr(compare, "SKETCH_SIZE", 64)
+    monkeypatch.setattr(outliers, "MAX_EXACT_PRODUCTS", 0)
+    monkeypatch.setattr(outliers, "SKETCH_SIZE", 64)
     exact, folded = totals.dots(), totals.approximate_dots()
     norms = exact.diagonal().sqrt()
     assert torch.allclose(folded.diagonal().sqrt(), norms, rtol=1e-6)
@@ -292,23 +292,23 @@ def test_what_is_known_of_many_clients_is_what_is_known_of_few(monkeypatch):
 def test_a_client_that_is_far_is_found_among_many(monkeypatch):
     now = longer(longer(heads(200), 3, -6.0), 7, 20.0)
     ids = [f"client-{i}" for i in range(200)]
-    assert [id for id, upload in run_pipeline(Channel(), now).apart.items() if upload["far"]] == [
+    assert [id for id, upload in run_pipeline(Channel(), now).outliers.items() if upload["far"]] == [
         "client-3",
         "client-7",
     ]
     exact = outlier_scores(ids, now.dots())
-    monkeypatch.setattr(compare, "SKETCH_SIZE", 16)
-    monkeypatch.setattr(compare, "MAX_EXACT_PRODUCTS", 0)
+    monkeypatch.setattr(outliers, "SKETCH_SIZE", 16)
+    monkeypatch.setattr(outliers, "MAX_EXACT_PRODUCTS", 0)
     folded = outlier_scores(ids, now.approximate_dots())
     assert [id for id in ids if folded[id]["far"]] == [id for id in ids if exact[id]["far"]]
     still = replace(now, uploads=[dict(upload) for upload in now.sent])
-    assert run_pipeline(Channel(), still).apart == {}
+    assert run_pipeline(Channel(), still).outliers == {}
 
 
 def test_nobody_can_aim_at_how_uploads_are_folded(monkeypatch):
     """A change against all others that would look like theirs under signs known beforehand."""
-    monkeypatch.setattr(compare, "MAX_EXACT_PRODUCTS", 0)
-    monkeypatch.setattr(compare, "SKETCH_SIZE", 64)
+    monkeypatch.setattr(outliers, "MAX_EXACT_PRODUCTS", 0)
+    monkeypatch.setattr(outliers, "SKETCH_SIZE", 64)
     honest = [draw(1, 4096) + 0.1 * draw(1, 4096, seed=i + 1) for i in range(20)]
     signs = torch.randint(0, 2, (4096,), generator=torch.Generator().manual_seed(0)) * 2 - 1
     folded = (signs * draw(1, 4096)[0]).reshape(-1, 64).sum(0)

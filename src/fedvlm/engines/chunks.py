@@ -1,7 +1,9 @@
 """Clients of a chunk side by side: their rows in one gather, their scores in one product."""
 
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from math import prod
 
 import numpy as np
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn.utils.rnn import pad_sequence
 
+from fedvlm import tensors
 from fedvlm.core import Client, Tensors, as_stacked
 from fedvlm.engines.client import (
     PREDICTION_BYTES,
+    ClientReply,
     ClientRows,
     Scores,
     Task,
@@ -23,6 +27,9 @@ from fedvlm.engines.client import (
     predict,
     score_counts,
 )
+from fedvlm.engines.sequential import adapt_client, failure, run_client
+from fedvlm.errors import FedVLMError
+from fedvlm.parts.bodies import adapts
 from fedvlm.tensors import to_float32
 
 Rows = NDArray[np.int64]
@@ -154,3 +161,106 @@ def _predict_stacked(world: World, sent: Tensors, local: Tensors, parts: Sequenc
         return vmap(predict_one, (axes, 0, 0))(shared_or_stacked, local, x)[places >= 0]
     except RuntimeError:  # a method that looks at values predicts client by client
         return None
+
+
+CHUNK_ROW_BYTES = 8 << 20  # padded rows of a chunk
+
+
+CHUNK_LOCAL_BYTES = 1 << 20  # local tensors of a chunk: large ones gain nothing from stacking
+
+
+MAX_CLIENTS_PER_CHUNK = 32  # clients of a chunk
+
+
+def make_chunks(world: World, tasks: Sequence[Task], chunk_factor: int = 1) -> list[list[Task]]:
+    """Tasks grouped by size, largest first, so that little is padded and processes end together.
+
+    `times` as much as suits the cache of a core may be together.
+    """
+    width = 4 * prod(world.x.shape[1:])
+    out: list[list[Task]] = []
+    longest = local_bytes = 0
+    count = {task.id: len(world.members[task.id].train) for task in tasks}
+    for task in sorted(tasks, key=lambda t: (not t.trains, -count[t.id], t.id)):
+        rows = max(1, count[task.id])
+        local = tensors.count_bytes(task.local_tensors)
+        fits = (
+            bool(out)
+            and out[-1][0].trains == task.trains
+            and have_same_shapes(out[-1][0], task)
+            and len(out[-1]) < chunk_factor * MAX_CLIENTS_PER_CHUNK
+            and (len(out[-1]) + 1) * longest * width <= chunk_factor * CHUNK_ROW_BYTES
+            and local_bytes + local <= chunk_factor * CHUNK_LOCAL_BYTES
+        )
+        if fits:
+            out[-1].append(task)
+            local_bytes += local
+        else:
+            out.append([task])
+            longest, local_bytes = rows, local
+    return out
+
+
+def have_same_shapes(a: Task, b: Task) -> bool:
+    """Whether two clients were sent and hold tensors of the same names and shapes."""
+    pairs = ((a.sent, b.sent), (a.local_tensors, b.local_tensors))
+    return all(
+        tensors_a.keys() == tensors_b.keys() and all(tensors_a[key].shape == tensors_b[key].shape for key in tensors_a)
+        for tensors_a, tensors_b in pairs
+    )
+
+
+def run_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
+    """One chunk; if it fails, its clients go one by one, so that the error can name the client."""
+    # A tower fills a core by itself, and Adam makes much of what rounding leaves of a zero slope.
+    one_by_one = "image tower" in world.method.traits.needs or not isinstance(world.x, Tensor)
+    world = load_chunk(world, [task.id for task in tasks])
+    if not tasks[0].trains or one_by_one:
+        return {task.id: run_client(world, number, task) for task in tasks}
+    try:
+        return run_stacked(world, number, tasks)
+    except FedVLMError:
+        raise
+    except Exception as error:
+        for task in tasks:
+            run_client(world, number, task)
+        ids = [task.id for task in tasks]
+        raise failure(world, number, ids, traceback.format_exc()) from error
+
+
+def adapt_chunk(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
+    """The adaptation of a chunk's clients; of a crowd without one it is all in one product."""
+    world = load_chunk(world, [task.id for task in tasks])
+    if not world.has_many_clients or adapts(world.method) or not isinstance(world.x, Tensor):
+        return {task.id: adapt_client(world, number, task) for task in tasks}
+    sent, local = stack_sent(tasks), tensors.stack([task.local_tensors for task in tasks])
+    scores = measure_chunk(world, tasks, sent, local)
+    return {
+        task.id: ClientReply(None, task.local_tensors, scores[i], len(world.members[task.id].train))
+        for i, task in enumerate(tasks)
+    }
+
+
+def run_stacked(world: World, number: int, tasks: Sequence[Task]) -> dict[str, ClientReply]:
+    method, frozen = world.method, world.frozen
+    sent, local = stack_sent(tasks), tensors.stack([task.local_tensors for task in tasks])
+    scores = measure_chunk(world, tasks, sent, local)
+    batch = stack_clients(world, [task.id for task in tasks], number)
+    if (fast := as_stacked(method)) is not None:
+        uploads, locals_ = fast.update_many(frozen, sent, local, batch)
+    else:
+
+        def update(sent: Tensors, local: Tensors, *rows: Tensor) -> tuple[Tensors, Tensors]:
+            upload, new_local = method.update(frozen, sent, local, Client(*rows))
+            return upload, new_local
+
+        uploads, locals_ = vmap(update)(sent, local, *vars(batch).values())
+    return {
+        task.id: ClientReply(
+            {key: value[i] for key, value in uploads.items()},  # all are used, or none
+            tensors.select(locals_, i),
+            scores[i],
+            len(world.members[task.id].train),
+        )
+        for i, task in enumerate(tasks)
+    }

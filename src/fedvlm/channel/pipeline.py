@@ -7,11 +7,19 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import compare, secure
-from fedvlm.channel.clip import add_change_noise, apply_change, clip_change, upload_change
-from fedvlm.channel.quantise import SCALE_SUFFIX, dequantise_change, quantise_change
+from fedvlm.channel import steps
+from fedvlm.channel.outliers import MAX_EXACT_CLIENTS, UploadRound, bound_and_combine, outlier_scores, unchanged_without
 from fedvlm.channel.settings import Channel, ChannelError
-from fedvlm.channel.validate import UploadValidator, validate
+from fedvlm.channel.steps import (
+    SCALE_SUFFIX,
+    add_change_noise,
+    apply_change,
+    clip_change,
+    dequantise_change,
+    quantise_change,
+    upload_change,
+)
+from fedvlm.channel.validation import UploadValidator, validate
 from fedvlm.core import Method, Tensors, upload_sum
 from fedvlm.errors import FederationError
 from fedvlm.maths.privacy import Draw, seeded_normal
@@ -203,12 +211,12 @@ class UploadPipeline:
                     f"{context_of(id)}: {ragged_keys[0]!r} is each client's own and has no sum; set "
                     "channel.secure = false"
                 )
-            weighted_upload = secure.weight_upload(upload, self._weights_in_sum(rows, ids)[id], context_of(id))
-            masked[id] = secure.mask_upload(
-                secure.to_fixed_point(weighted_upload, len(ids), context_of(id)), ids, id, seed_parts
+            weighted_upload = steps.weight_upload(upload, self._weights_in_sum(rows, ids)[id], context_of(id))
+            masked[id] = steps.mask_upload(
+                steps.to_fixed_point(weighted_upload, len(ids), context_of(id)), ids, id, seed_parts
             )
         sizes = {id: tensors.count_bytes(upload) for id, upload in masked.items()}
-        upload = secure.from_fixed_point(secure.sum_masked(masked.values()), str(self.upload_sum), decoded[ids[0]])
+        upload = steps.from_fixed_point(steps.sum_masked(masked.values()), str(self.upload_sum), decoded[ids[0]])
         return DecodedUploads(["everyone"], [upload], weights.sum(0, keepdim=True), sizes, new_states, refused)
 
     def _compare(self, decoded_round: DecodedUploads, sent: Mapping[str, Tensors]) -> DecodedUploads:
@@ -216,17 +224,17 @@ class UploadPipeline:
         if self.upload_sum is None or len({tuple(entry) for entry in decoded_round.uploads}) > 1:
             return decoded_round
         sent_tensors = [sent[id] for id in decoded_round.ids]
-        upload_round = compare.UploadRound(
+        upload_round = UploadRound(
             self.method, self.upload_sum, decoded_round.uploads, sent_tensors, decoded_round.weights
         )
-        is_exact = len(sent_tensors) <= compare.MAX_EXACT_CLIENTS or self.channel.aggregation in WEIGHTS_FROM_DOTS
+        is_exact = len(sent_tensors) <= MAX_EXACT_CLIENTS or self.channel.aggregation in WEIGHTS_FROM_DOTS
         dots = upload_round.dots() if is_exact else upload_round.approximate_dots()
-        ids, uploads, weights = compare.bound_and_combine(self.channel, upload_round, decoded_round.ids, dots)
-        outliers = compare.outlier_scores(decoded_round.ids, dots)
+        ids, uploads, weights = bound_and_combine(self.channel, upload_round, decoded_round.ids, dots)
+        outliers = outlier_scores(decoded_round.ids, dots)
         unchanged: frozenset[str] = frozenset()
         if self.upload_sum == "total" and self.channel.aggregation == "mean":
             median = self.channel.bound == "median"
-            is_unchanged = compare.unchanged_without(upload_round, dots) if median else [True] * len(decoded_round.ids)
+            is_unchanged = unchanged_without(upload_round, dots) if median else [True] * len(decoded_round.ids)
             unchanged = frozenset(id for id, entry in zip(decoded_round.ids, is_unchanged, strict=True) if entry)
         return replace(
             decoded_round, ids=ids, uploads=uploads, weights=weights, outliers=outliers, unchanged_without=unchanged
@@ -244,7 +252,8 @@ class UploadPipeline:
         first = sent[min(sent)]
         if any(not are_equal(first, upload) for upload in sent.values()):
             raise FederationError(f"{context}: not all were sent the same, so there is no sum of it")
-        upload = secure.from_secagg(total, first, self.channel, context)
+        upload = steps.from_secagg(total, first, self.channel, context)
+        validate(upload, (), context)
         size = tensors.count_bytes(total)  # as many numbers, of 8 bytes, come from each client
         weights = torch.tensor([float(sum(rows[id] for id in channel_states))])
         new_states = self._add_privacy_cost(channel_states, self._weights_in_sum(rows, list(channel_states)))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedvlm.core import make
-from fedvlm.engines import pool
-from fedvlm.engines.pool import WorkerConnection
+from fedvlm.engines import workers
+from fedvlm.engines.workers import WorkerConnection
 from fedvlm.testing import check_same, toy_world, train_toy
 
 TENSORS = {
@@ -23,14 +23,14 @@ TENSORS = {
 
 def lines():
     parent, theirs = Pipe()
-    room = mmap(-1, pool.SHARED_MEMORY_BYTES)
+    room = mmap(-1, workers.SHARED_MEMORY_BYTES)
     return WorkerConnection(parent, room), WorkerConnection(theirs, room)
 
 
 @pytest.mark.parametrize("room", [0, 100, 1 << 20])
 def test_tensors_arrive_as_they_left_in_memory_that_is_shared_or_by_the_pipe(room, monkeypatch):
     parent, theirs = lines()
-    monkeypatch.setattr(pool, "SHARED_MEMORY_BYTES", room)
+    monkeypatch.setattr(workers, "SHARED_MEMORY_BYTES", room)
     for _ in range(3):  # a room is used again and again
         parent.send(parent.put(TENSORS))
         arrived_tensors = theirs.get(theirs.receive())
@@ -67,5 +67,5 @@ def test_tensors_that_are_gone_once_they_are_put_are_not_taken_for_one_another()
 def test_the_size_of_the_room_changes_no_bit(monkeypatch):
     world = toy_world(make("tofa"))
     reference = train_toy(world)
-    monkeypatch.setattr(pool, "SHARED_MEMORY_BYTES", 1 << 10)
+    monkeypatch.setattr(workers, "SHARED_MEMORY_BYTES", 1 << 10)
     check_same(train_toy(world, workers=2), reference, 0.0, "the room changes the result")

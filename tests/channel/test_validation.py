@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fedvlm.channel import Channel
-from fedvlm.channel.quantise import quantise_change
-from fedvlm.channel.uploads import decode
-from fedvlm.channel.validate import UploadValidator
+from fedvlm.channel.pipeline import decode
+from fedvlm.channel.steps import quantise_change
+from fedvlm.channel.validation import UploadValidator
 from fedvlm.core import make
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import DamagedError, decode_tensors, encode_tensors

@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 from fedvlm import devices, tensors
 from fedvlm.core import as_stacked, make, methods
 from fedvlm.devices import CPU, choose_device, to_device
-from fedvlm.engines import batched
-from fedvlm.engines import placed as placing
-from fedvlm.engines.batched import Batched, make_chunks
+from fedvlm.engines import chunks
+from fedvlm.engines import placement as placing
+from fedvlm.engines.batched import Batched
+from fedvlm.engines.chunks import make_chunks, pad_clients, stack_clients
 from fedvlm.engines.client import Task, make_client
-from fedvlm.engines.crowd import pad_clients, stack_clients
-from fedvlm.engines.placed import place_method, run_on_device, with_device
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.placement import place_method, run_on_device, with_device
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import SettingsError
 from fedvlm.runner import provenance
 from fedvlm.runner.provenance import device_info
@@ -175,12 +175,12 @@ def test_rows_stay_on_the_device_where_they_fit_and_are_picked_there(monkeypatch
 @pytest.mark.usefixtures("as_before")
 def test_a_gpu_takes_larger_chunks_and_no_worker_processes(monkeypatch):
     world = toy_world(shorten(make("fedot")))
-    room = 4 * 12 * batched.CHUNK_ROW_BYTES
+    room = 4 * 12 * chunks.CHUNK_ROW_BYTES
     monkeypatch.setattr(placing, "free_device_memory", lambda device: room)
     assert (Batched(world, 3).chunk_factor, Batched(world, 3).workers) == (1, 3)
     engine = Batched(replace(world, method=place_method(world.method, META)), 3)
     assert (engine.chunk_factor, engine.workers, engine.forks) == (8, 1, False)
-    monkeypatch.setattr(batched, "MAX_CLIENTS_PER_CHUNK", 1)
+    monkeypatch.setattr(chunks, "MAX_CLIENTS_PER_CHUNK", 1)
     shared, local = world.method.init(world.frozen)
     tasks = [Task(id, shared, local, True) for id in world.members]
     assert [len(make_chunks(world, tasks, times)) for times in (1, 2, 4)] == [4, 2, 1]
@@ -191,7 +191,7 @@ def test_bits_do_not_follow_the_size_of_chunks(name, monkeypatch):
     world = toy_world(shorten(make(name)))
     expected = train_toy(world)
     for limit in (1, 3):
-        monkeypatch.setattr(batched, "MAX_CLIENTS_PER_CHUNK", limit)
+        monkeypatch.setattr(chunks, "MAX_CLIENTS_PER_CHUNK", limit)
         check_same(train_toy(world), expected, 0.0, f"chunks of {limit} differ")
 
 

@@ -8,14 +8,13 @@ import torch
 import fedvlm
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.clip import change_norm, upload_change
-from fedvlm.channel.uploads import UploadPipeline
+from fedvlm.channel.pipeline import UploadPipeline
+from fedvlm.channel.steps import change_norm, upload_change
 from fedvlm.core import make
-from fedvlm.engines.attack import apply_attack, flip_labels
-from fedvlm.engines.attackers import DEFAULT_STRENGTH, Attack, choose_attackers
-from fedvlm.engines.client import RoundReplies, Task
+from fedvlm.engines.attacks import apply_attack, flip_labels
+from fedvlm.engines.client import DEFAULT_STRENGTH, Attack, RoundReplies, Task, choose_attackers
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import build

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from fedvlm.engines.client import ClientReply, RoundReplies, Task, TrainingTerms, World, make_client, measure
-from fedvlm.engines.placed import with_resident_rows
+from fedvlm.engines.placement import with_resident_rows
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import adapts

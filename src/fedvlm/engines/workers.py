@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Tensors
+from fedvlm.engines.chunks import adapt_chunk, run_chunk
 from fedvlm.engines.client import ClientReply, Task, World
 from fedvlm.errors import FederationError, FedVLMError
 
@@ -180,8 +181,6 @@ def lost_worker(number: int) -> FederationError:
 
 def run_worker(line: WorkerConnection, inherited: "Sequence[Connection[Any, Any]]", world: World) -> None:
     """A worker's life: take a chunk, answer, until the pipe closes."""
-    from fedvlm.engines.batched import adapt_chunk, run_chunk
-
     for connection in inherited:  # inherited ends would keep a pipe open after the server is gone
         connection.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server is interrupted, and closes the pipe
@@ -195,7 +194,7 @@ def run_worker(line: WorkerConnection, inherited: "Sequence[Connection[Any, Any]
         for task in bare:
             if task.sent is not None:
                 line.sent = line.get(task.sent)
-            tasks.append(replace(task, sent=line.sent, local=line.get(task.own)))
+            tasks.append(replace(task, sent=line.sent, local=line.get(task.local)))
         try:
             done = (adapt_chunk if last else run_chunk)(world, number, tasks)
             line.send(("done", {id: _write_reply(line, reply) for id, reply in done.items()}))

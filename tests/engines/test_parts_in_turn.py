@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from fedvlm.core import make
-from fedvlm.engines import batched, loop
-from fedvlm.engines.ahead import run_parts
-from fedvlm.engines.batched import Batched
+from fedvlm.engines import chunks, loop, workers
+from fedvlm.engines.batched import Batched, run_parts
 from fedvlm.engines.client import Task
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.testing import check_same, toy_world, train_toy
 
@@ -21,7 +20,7 @@ SIZES = (40, 9, 70, 33, 25, 12, 31, 8)
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(batched, "MAX_CLIENTS_PER_CHUNK", 1)  # so that few clients are several chunks
+    monkeypatch.setattr(chunks, "MAX_CLIENTS_PER_CHUNK", 1)  # so that few clients are several chunks
     return toy_world(make("tofa"), SIZES)
 
 
@@ -78,7 +77,7 @@ def test_without_worker_processes_nothing_is_done_beside_the_caller(world, monke
 
 
 def test_a_caller_that_fails_does_not_wait_for_the_part_that_is_under_way(world, monkeypatch):
-    original = batched.run_chunk
+    original = workers.run_chunk
     parts = parts_of(world)
     first = {task.id for task in parts[0]}
 
@@ -87,7 +86,7 @@ def test_a_caller_that_fails_does_not_wait_for_the_part_that_is_under_way(world,
             sleep(600)
         return original(world, number, tasks)
 
-    monkeypatch.setattr(batched, "run_chunk", slow)
+    monkeypatch.setattr(workers, "run_chunk", slow)
     engine = Batched(world, 2)
 
     def failing():

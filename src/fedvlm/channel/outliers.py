@@ -40,14 +40,14 @@ class UploadRound:
         """What one client's totals say per row, knowing what was found of all."""
         upload = self.uploads[place]
         if isinstance(self.method, Totalled):
-            return self.method.per_row(upload, reference_means or {})
+            return self.method.to_means(upload, reference_means or {})
         rows = self.sample_counts[place].double().clamp(min=1)[None]
         return {key: (value.double().reshape(1, -1) / rows, rows) for key, value in upload.items()}
 
     def from_means(self, means: SampleMeans) -> Tensors:
         """The totals that say this."""
         if isinstance(self.method, Totalled):
-            return self.method.whole(means)
+            return self.method.from_means(means)
         return {
             key: (value * rows[:, None]).reshape(self.uploads[0][key].shape) for key, (value, rows) in means.items()
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedvlm import data, encoders, outside
+from fedvlm import data, encoders, plugins
 from fedvlm.core import make, methods, registry
 from fedvlm.deploy.policy import Policy
 from fedvlm.errors import OutsideWarning, SettingsError
@@ -40,7 +40,7 @@ def package(folder, name, points, code=None):
 @pytest.fixture
 def anew(monkeypatch):
     """A process that has not looked for outside packages yet."""
-    monkeypatch.setattr(outside, "_LOADED", set())
+    monkeypatch.setattr(plugins, "_LOADED", set())
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_method_that_register_refuses_is_warned_of_and_ours_stay(tmp_path, mon
 
 def test_entry_points_are_looked_for_once_per_process(monkeypatch, anew):
     groups = []
-    monkeypatch.setattr(outside, "entry_points", lambda group: groups.append(group) or [])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: groups.append(group) or [])
     for _ in range(3):
         make("fedavg")
         data.kinds()
@@ -124,13 +124,13 @@ def test_a_name_has_one_owner_who_may_come_again():
         """A thing."""
 
     table = {}
-    outside.add_entry(table, "metric", "one", metrics.auc)
-    outside.add_entry(table, "metric", "one", metrics.auc)
+    plugins.add_entry(table, "metric", "one", metrics.auc)
+    plugins.add_entry(table, "metric", "one", metrics.auc)
     with pytest.raises(SettingsError, match="metric 'one': the name is taken"):
-        outside.add_entry(table, "metric", "one", function)
+        plugins.add_entry(table, "metric", "one", function)
     for name in ("", "a:b", "two\nlines"):
         with pytest.raises(SettingsError, match="choose another"):
-            outside.add_entry(table, "metric", name, function)
+            plugins.add_entry(table, "metric", name, function)
     assert table == {"one": metrics.auc}
 
 

@@ -1,13 +1,7 @@
-"""The sum of the clients' uploads, and nothing else, for the server to see.
+"""A client's change of what it was sent, its norm, and noise that covers it."""
 
-In one process this is a rehearsal of the arithmetic: numbers in fixed point, modulo 2^64, under
-masks that two clients share and that cancel in the sum. It equals the plain sum to 2^-32 for each
-client, and the record and the aggregate see what a server would see. Between machines, where
-masks have to be agreed on and sites drop out, it is SecAgg+ of Flower, which takes numbers within
-±8 and says nothing of those that are not: `guarded` refuses them before.
-"""
-
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,11 +9,99 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds
-from fedvlm.channel.clip import apply_change, change_norm, upload_change
-from fedvlm.channel.settings import Channel
-from fedvlm.channel.validate import max_change_norm, validate
+from fedvlm.channel.settings import Channel, ChannelError
 from fedvlm.core import Tensors
 from fedvlm.errors import FederationError
+from fedvlm.maths.privacy import Draw, add_noise
+from fedvlm.tensors import flatten
+
+
+def start_values(upload: Tensors, sent: Tensors) -> Tensors:
+    """What each number of an upload is measured from: the value sent, or 0 if none was."""
+    return {
+        key: sent[key]
+        if key in sent and sent[key].shape == value.shape and sent[key].dtype == value.dtype
+        else torch.zeros_like(value)
+        for key, value in upload.items()
+        if value.is_floating_point()
+    }
+
+
+def upload_change(upload: Tensors, sent: Tensors) -> Tensors:
+    """How far the floating-point numbers of an upload are from where they start."""
+    return {key: upload[key] - start for key, start in start_values(upload, sent).items()}
+
+
+def apply_change(upload: Tensors, sent: Tensors, change: Mapping[str, torch.Tensor]) -> Tensors:
+    """The upload with another change."""
+    starts = start_values(upload, sent)
+    return {**upload, **{key: starts[key] + value for key, value in change.items()}}
+
+
+def change_norm(change: Tensors) -> float:
+    """Over all tensors at once."""
+    return float(torch.linalg.vector_norm(flatten(change).double()))
+
+
+def clip_change(change: Tensors, max_norm: float) -> Tensors:
+    """Shortened to the norm `most` if it is longer, in its own direction."""
+    length = change_norm(change)
+    if length <= max_norm:
+        return change
+    # A hair less, because rounding to float32 must not make the result longer than allowed.
+    return {key: value * (max_norm / length * (1 - 1e-6)) for key, value in change.items()}
+
+
+def add_change_noise(change: Tensors, std: float, draw: Draw) -> Tensors:
+    return {key: add_noise(change[key], std, draw(*change[key].shape)) for key in sorted(change)}
+
+
+BLOCK_SIZE = 256
+MAX_LEVEL = 127
+MAX_RELATIVE_ERROR = BLOCK_SIZE**0.5 / (
+    2 * MAX_LEVEL
+)  # largest error relative to a block's largest number, in the norm
+SCALE_SUFFIX = "/scale"
+
+
+def quantise_change(change: Tensors, residuals: Tensors) -> tuple[Tensors, Tensors]:
+    """What travels (int8 and one float32 scale per block), and what is left over by key."""
+    encoded, new_residuals = {}, {}
+    for key, value in change.items():
+        total = value.float() + residuals[key] if key in residuals else value.float()
+        blocks = _to_blocks(total)
+        scale = blocks.abs().amax(dim=1) / MAX_LEVEL
+        levels = (blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
+        levels = levels.clamp(-MAX_LEVEL, MAX_LEVEL).to(torch.int8)
+        encoded[key] = levels.reshape(-1)[: total.numel()].reshape(total.shape)
+        encoded[key + SCALE_SUFFIX] = scale
+        new_residuals[key] = total - _from_levels(encoded[key], scale)
+    return encoded, new_residuals
+
+
+def dequantise_change(encoded: Tensors, keys: list[str]) -> Tensors:
+    """The changes by key, in float32; refused where levels and scales are not of one tensor."""
+    for key in keys:
+        levels, scale = encoded[key], encoded[key + SCALE_SUFFIX]
+        is_valid = levels.dtype == torch.int8 and scale.shape == (-(-levels.numel() // BLOCK_SIZE),)
+        if not is_valid or scale.dtype != torch.float32:
+            raise ChannelError(
+                f"{key!r} came as {levels.dtype} {tuple(levels.shape)} with {scale.dtype} scales "
+                f"{tuple(scale.shape)}; 8-bit numbers with one float32 for {BLOCK_SIZE} are expected"
+            )
+    return {key: _from_levels(encoded[key], encoded[key + SCALE_SUFFIX]) for key in keys}
+
+
+def _to_blocks(value: Tensor) -> Tensor:
+    """(blocks, 256), the last one filled up with zeros."""
+    numbers = value.reshape(-1)
+    return torch.nn.functional.pad(numbers, (0, -len(numbers) % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
+
+
+def _from_levels(levels: Tensor, scale: Tensor) -> Tensor:
+    values = _to_blocks(levels).float() * scale[:, None]
+    return values.reshape(-1)[: levels.numel()].reshape(levels.shape)
+
 
 FIXED_POINT_STEPS = 2.0**32  # steps of fixed point in 1
 MAX_FIXED_POINT_SUM = 2.0**62  # a sum of fixed-point numbers stays below it; the rest is for sign and margin
@@ -131,7 +213,6 @@ def from_secagg(mean: Tensors, sent: Tensors, channel: Channel, context: str) ->
     change = {key: value for key, value in mean.items() if key != WEIGHT_KEY}
     factor = float(mean[WEIGHT_KEY]) * _secagg_factor(change, channel)
     change = {key: (value / factor).float() for key, value in change.items()}
-    validate(change, (), context)
     if (length := change_norm(change)) > 2 * max_change_norm(channel, _count_values(change)):
         raise FederationError(
             f"{context}: the sum says that the clients moved by {length:.4g} on average, more than "
@@ -147,3 +228,17 @@ def _secagg_factor(change: Tensors, channel: Channel) -> float:
 
 def _count_values(change: Tensors) -> int:
     return sum(value.numel() for value in change.values())
+
+
+def max_change_norm(channel: Channel, n_values: int) -> float:
+    """The largest norm that an honest change of this many numbers can have; infinite if any.
+
+    The norm of noise passes its mean by six deviations once in a billion uploads. Rounding to 8
+    bits, with what earlier rounds left over, adds an eighth at most.
+    """
+    if not channel.clip:
+        return channel.max_norm
+    max_norm = channel.clip * (1 + channel.noise_multiplier * (math.sqrt(n_values) + 6))
+    if channel.quantise:
+        max_norm *= (1 + MAX_RELATIVE_ERROR) / (1 - MAX_RELATIVE_ERROR)
+    return min(max_norm * (1 + 1e-5), channel.max_norm)

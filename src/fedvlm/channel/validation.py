@@ -1,6 +1,5 @@
 """Refuses an upload that is not what the method sends, before it reaches the aggregate."""
 
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -9,9 +8,8 @@ from typing import Any
 
 import torch
 
-from fedvlm.channel.clip import change_norm, upload_change
-from fedvlm.channel.quantise import MAX_RELATIVE_ERROR
 from fedvlm.channel.settings import Channel
+from fedvlm.channel.steps import change_norm, max_change_norm, upload_change
 from fedvlm.core import Method, Tensors, upload_sum
 from fedvlm.errors import FederationError
 
@@ -37,20 +35,6 @@ def tensor_schema(tensors: Tensors) -> Schema:
 @lru_cache(maxsize=1024)
 def _describe_tensor(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
-
-
-def max_change_norm(channel: Channel, n_values: int) -> float:
-    """The largest norm that an honest change of this many numbers can have; infinite if any.
-
-    The norm of noise passes its mean by six deviations once in a billion uploads. Rounding to 8
-    bits, with what earlier rounds left over, adds an eighth at most.
-    """
-    if not channel.clip:
-        return channel.max_norm
-    max_norm = channel.clip * (1 + channel.noise_multiplier * (math.sqrt(n_values) + 6))
-    if channel.quantise:
-        max_norm *= (1 + MAX_RELATIVE_ERROR) / (1 - MAX_RELATIVE_ERROR)
-    return min(max_norm * (1 + 1e-5), channel.max_norm)
 
 
 def check_sample_count(rows: Any, channel: Channel, context: str) -> int:
