@@ -136,7 +136,7 @@ def _round_seconds(settings: Settings, entry: Entry, speed: float) -> float:
     visits = settings.fraction * plan.local_epochs * train
     # a client of few rows has steps of few rows
     steps = max(visits / plan.batch_size, settings.fraction * plan.local_epochs * _n_clients(settings, entry))
-    step = STEP_SECONDS * (REFERENCE_FACTOR if settings.method.traits.reference else 1)
+    step = STEP_SECONDS * (REFERENCE_FACTOR if settings.method.traits.training.reference else 1)
     seconds, needs = ROUND_SECONDS + step * steps, settings.method.traits.needs
     if "image tower" in needs:
         seconds += BACKWARD_FACTOR * visits * _flops_per_image(settings) / speed

@@ -86,7 +86,7 @@ def estimate(settings: Settings, frozen: Frozen, image: Sequence[int], clients: 
     # LoRA uploads its factors, whatever the server keeps.
     uploaded = method.factors(frozen) if isinstance(method, Factored) and shared else shared
     all_tensors = {**shared, **uploaded, **local}
-    trained = {key: value for key, value in all_tensors.items() if key not in method.traits.memory}
+    trained = {key: value for key, value in all_tensors.items() if key not in method.traits.training.memory}
     takers = max(1, round(settings.fraction * clients))
     alone = settings.engine != "batched" or not is_cpu(settings.device)
     graph_sizes = [graph_bytes(method, frozen, image, all_tensors, local, rows) for rows in (1, 2)]
@@ -116,7 +116,8 @@ def graph_bytes(
     if not all_tensors or not isinstance(method, Trained):
         return 0
     graph_leaves = {
-        key: value.detach().requires_grad_(key not in method.traits.memory) for key, value in all_tensors.items()
+        key: value.detach().requires_grad_(key not in method.traits.training.memory)
+        for key, value in all_tensors.items()
     }
     tower = frozen.image_tower
     assert tower is not None

@@ -108,7 +108,7 @@ class Prepared:
     @property
     def centralised(self) -> bool:
         """Whether the run is no federation: one client with the rows of all that train."""
-        return self.settings.centralised or self.settings.method.traits.centralised
+        return self.settings.centralised or self.settings.method.traits.privacy.centralised
 
     def measured_training(self, training: Training) -> Training:
         """Who trains and who is only measured: if rows are pooled, all clients are."""
