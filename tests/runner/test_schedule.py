@@ -114,7 +114,7 @@ def spoilt(monkeypatch, trouble):
             trouble(record)
         return usual(prepared, training, record, report_rounds)
 
-    monkeypatch.setattr(run, "run_rounds", train)
+    monkeypatch.setattr(run, "train", train)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

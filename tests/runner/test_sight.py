@@ -129,7 +129,7 @@ def test_trainings_on_images_stay_on_the_machine_of_the_command(rows, tmp_path, 
     monkeypatch.setattr(cluster, "_client", nobody)
     outcomes = []
     order = JobSpec(build({"method": "lora"}), replace(rows, images=object()), 0, "all")
-    job = replace(piece_of(Record(tmp_path), order), work=lambda *args: "trained", done=outcomes.append)
+    job = replace(piece_of(Record(tmp_path), order), work=lambda *args: "trained", on_done=outcomes.append)
     cluster.run_jobs([job], "dask")
     assert outcomes == ["trained"]
 
@@ -149,8 +149,8 @@ def test_a_worker_prepares_base_to_new_from_all_classes(store, tmp_path, monkeyp
     method = {"name": "fedclip", "rounds": 2}
     execute_all([(build({"method": method, **run_options}), tmp_path / "there")], on="dask")
     made = fedvlm.run(method, **run_options, out=tmp_path / "here")
-    lines, files, _ = worked(jobs[0].order, tmp_path / "nowhere", made.manifest)
-    check_left(made, jobs[0].order, lines, files)
+    lines, files, _ = worked(jobs[0].spec, tmp_path / "nowhere", made.manifest)
+    check_left(made, jobs[0].spec, lines, files)
 
 
 def test_rows_are_read_where_a_worker_sees_the_store(store, rows_like, tmp_path):

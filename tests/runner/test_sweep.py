@@ -189,7 +189,7 @@ def test_points_of_a_sweep_race_for_their_rate_all_or_none(store, tmp_path):
 
 
 def test_a_value_no_method_takes_is_refused_before_anything_runs(store, tmp_path):
-    with pytest.raises(SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr = -1 "):
+    with pytest.raises(SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr must be above 0"):
         sweep(store, "--sweep", "method.local_epochs=1,2", "--sweep", "method.lr=1,-1")
     assert not (tmp_path / "runs").exists()
 

@@ -163,7 +163,7 @@ def test_a_method_that_counts_its_own_noise_is_refused(monkeypatch):
 def test_a_race_without_validation_rows_is_refused(rows):
     before = prepare(build({**TUNED, "method": METHOD}), rows, 0)
     members = {id: replace(member, validation=member.validation[:0]) for id, member in before.partition.clients.items()}
-    bare = replace(before, division=replace(before.partition, members=members))
+    bare = replace(before, partition=replace(before.partition, clients=members))
     with pytest.raises(SettingsError, match="has validation rows"):
         run_search(bare)
 

@@ -55,7 +55,7 @@ def _tower(tower: Any, part: slice) -> Any:
     """A text tower for some of its classes."""
     if tower is None:
         return None
-    return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], known={})
+    return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})
 
 
 def half_table(rows: EmbeddedTable) -> tuple[SampleList, Ints]:
