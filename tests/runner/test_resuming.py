@@ -60,7 +60,8 @@ from fedvlm.runner import training
 folder, store = sys.argv[1:3]
 at, loop.CLIENTS_PER_PART, workers = map(int, sys.argv[3:])
 batched.make_chunks = lambda world, tasks, times: [[one] for one in tasks]
-state.MAX_LOCAL_BYTES_IN_MEMORY, training.CHECKPOINT_SECONDS = 0, 2.5  # on disk; a checkpoint at the third time, then the sixth
+state.MAX_LOCAL_BYTES_IN_MEMORY = 0  # on disk
+training.CHECKPOINT_SECONDS = 2.5  # a checkpoint at the third time, then the sixth
 loop.LARGE_ROUND_BYTES = 0
 put, times = state.ClientStateStore.put, 0
 training.monotonic = lambda: times

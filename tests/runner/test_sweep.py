@@ -11,9 +11,8 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.runner.experiments import experiment_runs, swept_grid
+from fedvlm.runner.experiments import experiment_runs, read_grid, read_sweep, run_all, swept_grid
 from fedvlm.runner.settings import build
-from fedvlm.runner.sweep import read_grid, read_sweep, run_all
 
 FEDOT = {"method": {"name": "fedot", "rounds": 1}}
 

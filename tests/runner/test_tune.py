@@ -15,9 +15,8 @@ from fedvlm.maths.privacy import epsilon
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import prepare
-from fedvlm.runner.races import tune_seeds
 from fedvlm.runner.settings import build
-from fedvlm.runner.tune import GRID_FACTORS, MAX_SEARCH_RUNS, halving_schedule, search_rounds
+from fedvlm.runner.tune import GRID_FACTORS, MAX_SEARCH_RUNS, halving_schedule, search_rounds, tune_seeds
 
 TUNED = {"protocol": "own-test", "clients": "domain", "tune": ["lr"], "workers": 1}
 METHOD = {"name": "fedavg", "lr": 1e-3, "rounds": 8}
