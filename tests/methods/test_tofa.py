@@ -119,9 +119,7 @@ def test_one_row_per_class_leaves_no_scatter_and_no_confidence():
     clients = {str(i): build_client(x[i : i + 1], y[i : i + 1]) for i in range(5)}
     shared, local = exchange(tofa(), frozen, clients)
     assert (shared["scatter"] == 0).all()
-    assert all(
-        local_state["log temperatures"][0] > 4 for local_state in local.values()
-    )  # near chance
+    assert all(local_state["log temperatures"][0] > 4 for local_state in local.values())  # near chance
 
 
 def test_the_order_of_clients_does_not_matter():

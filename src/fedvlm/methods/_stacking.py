@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from fedvlm import tensors
-from fedvlm.core import Client, Frozen, Method, Tensors
+from fedvlm.core import Batch, Client, Frozen, Method, Tensors
+from fedvlm.tensors import to_float32
 
 Update = Callable[[Tensors, Tensors, Client], tuple[Tensors, Tensors]]
 
@@ -46,6 +47,15 @@ def update_in_chunks(
         return results[0]
     uploads, locals_ = zip(*results, strict=True)
     return concatenate(uploads), concatenate(locals_)
+
+
+def stacked_minibatch(clients: Client, step: int) -> Batch:
+    """Return the minibatch of one step, with a leading axis of clients."""
+    order = clients.order[:, step]
+    client = torch.arange(len(order), device=order.device)[:, None]
+    sample, reference = order.clamp(min=0), clients.reference_order[:, step].clamp(min=0)
+    x, y = to_float32(clients.x[client, sample]), clients.y[client, sample].clamp(min=0)
+    return Batch(x, y, order >= 0, to_float32(clients.reference[client, reference]))
 
 
 def concatenate(parts: tuple[Tensors, ...]) -> Tensors:

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import COUNT, UNIT, check_ranges, ranged_field
+from fedvlm.core.schema import COUNT, OPEN_FRACTION, POSITIVE, UNIT, ranged_field
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths import calibration, gaussian_classes
 from fedvlm.maths.gaussian_classes import fixed_point_step, from_fixed_point, to_fixed_point
 from fedvlm.maths.privacy import spent
+from fedvlm.methods._settings import CheckedSettings
 from fedvlm.methods._stacking import update_sequentially
 from fedvlm.tensors import remember_latest
 
@@ -31,13 +32,13 @@ MIN_MARGIN = 1e-3  # ε: smaller margins count as this, because the score takes 
 
 @register
 @dataclass(frozen=True)
-class TOFA:
+class TOFA(CheckedSettings):
     visual: bool = True  # the three parts of the paper's ablation
     text: bool = True  # False: the visual classifier alone
     fusion: bool = True  # False: both modalities weigh the same, uncalibrated
     alpha: float = ranged_field(1.0, UNIT)  # α of the power prior: 0 uses the client's own samples only
     shrinkage: float = 1.0  # λ of the ridge λ tr(S)/(ν - 1); the paper says only "small"
-    sharpness: float = 100.0  # s_t of eq. 5, which prints none: with 1 all texts weigh the same
+    sharpness: float = ranged_field(100.0, POSITIVE)  # s_t of eq. 5, which prints none: with 1 all texts weigh the same
     temperature: float = 0.5  # τ_t of eq. 7
     # samples that calibrate the modalities: training samples, each left out once, or validation samples
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
@@ -46,11 +47,11 @@ class TOFA:
     min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded
     min_class_clients: int = 1  # nor are classes of fewer clients; above 1, a first round counts them
     noise_multiplier: float = 0.0  # noise in uploads, as a multiple of what one sample can change
-    delta: float = 1e-5  # δ at which ε is reported
+    delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is reported
     rounds: int = 1  # 2: clients' own texts are collected first and scored in a second round
 
     def __post_init__(self) -> None:
-        check_ranges("tofa", self)
+        super().__post_init__()
         if not (self.visual or self.text):
             raise SettingsError("tofa.visual and tofa.text must not both be false; set one to true")
         spent(self.noise_multiplier, 1, self.delta)  # fails now if the library is missing
