@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import calibration, gaussian_classes
 from fedvlm.maths.logistic_regression import RIDGES, Head, fit_ridge_path, split_head, summed_cross_entropy
@@ -48,7 +48,11 @@ class Auto(CheckedSettings):
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), upload_sum="total", min_class_samples=self.min_class_samples)
+        return Traits(
+            needs=frozenset({"image"}),
+            privacy=PrivacyTraits(upload_sum="total"),
+            classes=ClassTraits(min_class_samples=self.min_class_samples),
+        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         state = _logistic.initial_state(frozen)
@@ -86,13 +90,13 @@ class Auto(CheckedSettings):
         gram = _logistic.packed_gram(replace(client, y=y), 1)
         return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """Return (classes,) True where the upload depends on the class: by statistics, or by a gradient."""
         if "counts" in upload:
             return upload["counts"][:-1] > 0
         return upload.get("gradient", torch.zeros(1, 1)).abs().amax(1) > 0
 
-    def means(self, upload: Tensors) -> Tensor | None:
+    def class_means(self, upload: Tensors) -> Tensor | None:
         """Return the (classes, dim) class means that can be read from the upload."""
         if "sums" not in upload:
             return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.core.schema import COUNT, OPEN_FRACTION, POSITIVE, ranged_field
 from fedvlm.maths.privacy import add_noise_to_all, clipped_sum, epsilon, orthonormal_factors, project_gradient
 from fedvlm.methods._prompts import class_features, initial_prompt, prompt_length, prompt_logits, tower_of
@@ -83,7 +83,9 @@ class DPFPL(ContextSettings):
         return out | {key: value for key, value in spent.items() if math.isfinite(value)}
 
     name = "dp-fpl"
-    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"noisy steps", "passes"}))
+    traits = Traits(
+        needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"noisy steps", "passes"}))
+    )
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation
     update_many = update_sequentially  # stacking would hold the gradients of all samples at once
 

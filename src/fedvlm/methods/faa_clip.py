@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softmax, softplus
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register, schedule
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register, schedule
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, ranged_field
 from fedvlm.maths.networks import (
     MASKED_LOGIT,
@@ -31,7 +31,7 @@ from fedvlm.methods._heads import zero_shot_logits
 from fedvlm.methods._settings import AdamSettings
 from fedvlm.methods._stacking import stacked_minibatch, update_in_chunks
 from fedvlm.parts import join_state, split_state
-from fedvlm.parts.fused import adam_step
+from fedvlm.parts.training import adam_step
 
 LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the ablation
     "full": ("linear", "norm", "leaky", "linear"),
@@ -68,9 +68,11 @@ class FAACLIP(AdamSettings):
     def traits(self) -> Traits:
         return Traits(
             needs=frozenset({"image", "text"}),
-            memory=MEMORY,
-            min_samples=2,  # BatchNorm needs two samples
-            reference=self.reference if self.adaptation else None,
+            training=TrainingTraits(
+                memory=MEMORY,
+                min_samples=2,  # BatchNorm needs two samples
+                reference=self.reference if self.adaptation else None,
+            ),
         )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:

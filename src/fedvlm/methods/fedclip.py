@@ -15,7 +15,6 @@ from fedvlm.core.schema import POSITIVE, ranged_field
 from fedvlm.maths.networks import apply_layers, contrastive_loss, initial_parameters
 from fedvlm.methods._heads import zero_shot_logits
 from fedvlm.methods._settings import AdamSettings
-from fedvlm.parts import fused
 
 LAYERS = ("linear", "tanh", "linear")  # before the softmax
 
@@ -47,4 +46,4 @@ class FedCLIP(AdamSettings):
     name = "fedclip"
     traits = Traits(needs=frozenset({"image", "text"}))
     send, update, aggregate, adapt = parts.send_all, parts.adam, parts.uniform_mean, parts.no_adaptation
-    update_many = fused.adam
+    update_many = parts.fused_adam

@@ -13,7 +13,7 @@ from torch.func import grad
 from torch.nn.functional import one_hot
 
 from fedvlm import parts
-from fedvlm.core import MIN_CLASS_SAMPLES, Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, Batch, ClassTraits, Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import EPOCHS, ranged_field
 from fedvlm.methods._heads import initial_head
 from fedvlm.methods._settings import HeadSettings, head_needs
@@ -30,7 +30,7 @@ class FedGH(HeadSettings):
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=head_needs(self.head), min_class_samples=self.min_class_samples)
+        return Traits(needs=head_needs(self.head), classes=ClassTraits(min_class_samples=self.min_class_samples))
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         head = initial_head(self.head, frozen)
@@ -49,11 +49,11 @@ class FedGH(HeadSettings):
         means = membership.to(client.x.dtype).mT @ client.x / counts.clamp(min=1)[:, None]
         return {"prototypes": torch.where((counts >= self.min_class_samples)[:, None], means, 0.0)}, local
 
-    def means(self, upload: Tensors) -> Tensor:
+    def class_means(self, upload: Tensors) -> Tensor:
         """Return the (classes, dim) class means that can be read from the upload."""
         return upload["prototypes"]
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """Return (classes,) True where the upload depends on samples of the class."""
         return (upload["prototypes"] != 0).any(dim=1)
 
@@ -61,7 +61,7 @@ class FedGH(HeadSettings):
         """Train the head on the prototypes of all clients."""
         x = torch.cat([upload["prototypes"] for upload in uploads])
         y = torch.arange(len(shared["head"])).repeat(len(uploads))
-        is_covered = self.covers({"prototypes": x})
+        is_covered = self.covered_classes({"prototypes": x})
 
         def loss(head: Tensors) -> Tensor:
             return parts.masked_cross_entropy(shared["scale"] * x @ head["head"].mT + head["bias"], y, is_covered)

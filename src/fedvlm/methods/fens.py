@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad
 
 from fedvlm import parts, seeds
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.core.schema import COUNT, ranged_field
 from fedvlm.methods._prompts import class_features, initial_prompt, prompt_logits
 from fedvlm.methods._settings import PromptSettings
@@ -85,7 +85,7 @@ class FENS(PromptSettings):
         return out
 
     name = "fens"
-    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"features"}))
+    traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"features"})))
     loss, adapt = PromptFL.loss, parts.no_adaptation
 
 

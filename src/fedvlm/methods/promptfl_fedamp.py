@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, ranged_field
 from fedvlm.methods._prompts import sgd_stacked
 from fedvlm.methods._settings import PromptSettings
@@ -61,7 +61,7 @@ class PromptFLFedAMP(PromptSettings):
         return {**parts.uniform_mean(self, first, prompts, torch.ones(len(prompts)), sorted(held)), **held}
 
     name = "promptfl-fedamp"
-    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"offset"}))
+    traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"offset"})))
     # A client's own model is fine-tuned from its last cloud.
     init, predict, adapt = PromptFLFT.init, PromptFLFT.predict, PromptFLFT.adapt
     update = parts.sgd

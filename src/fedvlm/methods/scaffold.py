@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, register
 from fedvlm.methods._heads import initial_head
 from fedvlm.methods._settings import CheckedSettings, HeadInit, head_traits
 from fedvlm.methods.fedavg import FedAvg
@@ -35,10 +35,10 @@ class Scaffold(CheckedSettings):
         return {"head": head, "variate": zero, "clients": torch.ones(())}, {"local variate": zero}
 
     def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
-        correction = (self.pull(shared, local, shared["head"]) * shared["head"]).sum()
+        correction = (self.extra_gradient(shared, local, shared["head"]) * shared["head"]).sum()
         return parts.cross_entropy(self, frozen, shared, local, batch, start) + correction
 
-    def pull(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
+    def extra_gradient(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
         return sent["variate"] - local["local variate"]
 
     def update(
@@ -57,6 +57,8 @@ class Scaffold(CheckedSettings):
         return {**shared, "head": head, "variate": variate}
 
     name = "scaffold"
-    traits = head_traits(memory=frozenset({"variate", "local variate", "clients"}), client_count="clients")
+    traits = head_traits(
+        training=TrainingTraits(memory=frozenset({"variate", "local variate", "clients"}), client_count="clients")
+    )
     update_many = partialmethod(update, train=parts.regularised_head_sgd)
     predict, send, adapt = FedAvg.predict, parts.send_all, parts.no_adaptation

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, OPEN_FRACTION, POSITIVE, UNIT, ranged_field
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths import calibration, gaussian_classes
@@ -70,10 +70,11 @@ class TOFA(CheckedSettings):
     def traits(self) -> Traits:
         return Traits(
             needs=frozenset({"image"}),
-            upload_sum=None if self.text and self.text_rounds == 2 else "total",  # texts are not summed
-            ragged_uploads=frozenset({"texts"}),  # clients have different numbers of texts
-            min_class_samples=self.min_class_samples,
-            min_class_clients=self.min_class_clients,
+            privacy=PrivacyTraits(
+                upload_sum=None if self.text and self.text_rounds == 2 else "total",  # texts are not summed
+                ragged_uploads=frozenset({"texts"}),  # clients have different numbers of texts
+            ),
+            classes=ClassTraits(min_class_samples=self.min_class_samples, min_class_clients=self.min_class_clients),
         )
 
     @property
@@ -161,23 +162,23 @@ class TOFA(CheckedSettings):
         temperatures = local.get("log temperatures", torch.zeros(0)).exp().tolist()
         return dict(zip(names, temperatures, strict=False)) | spent(self.noise_multiplier, self.rounds, self.delta)
 
-    def first_head(self, frozen: Frozen, shared: Tensors) -> Tensor:
+    def initial_head(self, frozen: Frozen, shared: Tensors) -> Tensor:
         """Return a (classes, dim) head over scaled cosines for methods with a warm start."""
         if not self.visual:
             return class_texts(frozen, shared)
         rule = shared["weight"], shared["bias"], shared["means"], shared["counts"] > 0
         return calibration.fold_bias(*rule) / frozen.scale
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """Return (classes,) True where the upload depends on samples of the class."""
         keys = {"counts", "holders", "voters"} & upload.keys()
         return torch.stack([upload[key] for key in keys]).sum(0) > 0
 
-    def means(self, upload: Tensors) -> Tensor | None:
+    def class_means(self, upload: Tensors) -> Tensor | None:
         """Return the (classes, dim) class means that can be read from the upload."""
         return gaussian_classes.class_means(upload, self.max_samples) if "sums" in upload else None
 
-    def per_row(self, upload: Tensors, reference_means: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+    def to_means(self, upload: Tensors, reference_means: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the fixed-point sums as class means and a scatter, mean votes, and holders, each with its count."""
         out: dict[str, tuple[Tensor, Tensor]] = {}
         if "counts" in upload:
@@ -195,7 +196,7 @@ class TOFA(CheckedSettings):
         return out
 
     def from_means(self, means: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors:
-        """Invert `per_row`."""
+        """Invert `to_means`."""
         out: Tensors = {}
         if "means" in means:
             counts, step = means["means"][1].round(), fixed_point_step(self.max_samples)
