@@ -18,9 +18,9 @@ from time import monotonic, sleep
 import numpy as np
 from PIL import Image
 
-from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.flower.processes import free_port
 from fedvlm.deploy.kits import create_kits
+from fedvlm.deploy.site.policy import example_policy
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "recording.md"
 SITES = ["north", "south", "west", "east"]

@@ -218,7 +218,7 @@ def test_the_commands_export_and_predict_write_csv_and_say_what_they_skipped(run
 
 
 def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys, call):
-    from fedvlm.deploy.ledger import Ledger
+    from fedvlm.deploy.site.ledger import Ledger
 
     ledger = Ledger(tmp_path)
     ledger.add("in", 0, {"head": torch.zeros(4, 6)}, b"abc")

@@ -8,9 +8,9 @@ import pytest
 from browser import open_page
 from live_server import running
 
-from fedvlm.deploy.consent import CONSENT_FILE
-from fedvlm.deploy.events import EventLog
-from fedvlm.deploy.watch import create_app
+from fedvlm.deploy.operations.events import EventLog
+from fedvlm.deploy.operations.live_page import create_app
+from fedvlm.deploy.site.policy import CONSENT_FILE
 
 
 def wait(chrome, script, seconds=30):

@@ -42,10 +42,10 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
     """Start the server; sites may connect from then on. Ctrl-C stops it."""
     from time import sleep
 
-    from fedvlm.deploy.events import EventTail, format_event
     from fedvlm.deploy.flower.processes import describe_exit, start_superlink
+    from fedvlm.deploy.identity.enrolment import describe_server_expiry
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.standing import describe_server_expiry
+    from fedvlm.deploy.operations.events import EventTail, format_event
     from fedvlm.errors import FederationError
     from fedvlm.storage.files import exclusive_lock
 
@@ -81,8 +81,8 @@ def site(
     """Start a site; what is said here is kept in its site.toml. Ctrl-C stops it."""
     from fedvlm.cli.data import options
     from fedvlm.deploy.kits import read_site, with_options, write_site
-    from fedvlm.deploy.rows import embed_site_images
-    from fedvlm.deploy.serve import serve_site
+    from fedvlm.deploy.site.service import serve_site
+    from fedvlm.deploy.site.training import embed_site_images
 
     _stop_gently()
     site_options: dict[str, Any] = {"data": data, "encoder": encoder}
@@ -111,7 +111,7 @@ def run(
 ) -> None:
     """Run an experiment over the sites that are connected, and print its table."""
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.runs import run_over_sites as run_over_sites
+    from fedvlm.deploy.server.launch import run_over_sites as run_over_sites
 
     kit = read_server(folder)
     round_options = {"quorum": quorum, "deadline": deadline, "wait": wait}
@@ -134,7 +134,7 @@ def local(
     set_: Set = None,
 ) -> None:
     """Rehearse: a process per client on this machine, with TLS, keys and all."""
-    from fedvlm.deploy.runs import rehearse
+    from fedvlm.deploy.server.launch import rehearse
 
     _stop_gently()
     with progress() as report:
@@ -150,7 +150,7 @@ def local(
 
 def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
     """Every run of an experiment, and one table of them all."""
-    from fedvlm.deploy.runs import describe_absences
+    from fedvlm.deploy.server.launch import describe_absences
     from fedvlm.report.tables import compare_table
     from fedvlm.runner.experiments import experiment_runs
     from fedvlm.runner.named import find_experiment
@@ -177,7 +177,7 @@ def reference(
     patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
 ) -> None:
     """Embed public images for methods that need a reference, into the server's folder."""
-    from fedvlm.deploy.rows import write_reference
+    from fedvlm.deploy.server.run import write_reference
 
     with progress() as report:
         count = write_reference(folder, data, encoder, patches, report)
@@ -187,10 +187,8 @@ def reference(
 @deploy_app.command()
 def policy(folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")]) -> None:
     """Say in plain words what a site allows, what has left it, and what each rule is good for."""
-    from fedvlm.deploy.account import PrivacyBudget
-    from fedvlm.deploy.explain import describe_spending, explain_policy
-    from fedvlm.deploy.ledger import Ledger
-    from fedvlm.deploy.policy import read_policy
+    from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget, describe_spending
+    from fedvlm.deploy.site.policy import explain_policy, read_policy
 
     rules = read_policy(folder)
     for line in (*explain_policy(rules), *describe_spending(PrivacyBudget(Ledger(folder)), rules)):
@@ -207,8 +205,8 @@ def consent(
     refuse: Annotated[str, typer.Option(help="Refuse, and why; the reason stays here.")] = "",
 ) -> None:
     """Say what waits for a person at a site; with --by, consent to it or refuse."""
-    from fedvlm.deploy.consent import give_consent, refuse_consent, withdraw_consent
-    from fedvlm.deploy.pending import format_request, pending_request
+    from fedvlm.deploy.site.policy import give_consent, refuse_consent, withdraw_consent
+    from fedvlm.deploy.site.training import format_request, pending_request
 
     if withdraw:
         withdraw_consent(folder)
@@ -232,7 +230,7 @@ def backup(
     file: Annotated[Path, typer.Argument(help="A new file, as secret as the folder.")],
 ) -> None:
     """Keep a server's folder or a site's kit, with its ledger, in one file."""
-    from fedvlm.deploy.backup import write_backup as keep
+    from fedvlm.deploy.kits import write_backup as keep
 
     typer.echo(f"{keep(folder, file)} files in {file}; it holds keys: keep it as you keep them")
 
@@ -243,7 +241,7 @@ def restore(
     folder: Annotated[Path, typer.Argument(help="A new folder.")],
 ) -> None:
     """Bring back what `backup` kept, if every file is what it was."""
-    from fedvlm.deploy.backup import restore_backup as bring
+    from fedvlm.deploy.kits import restore_backup as bring
 
     typer.echo(
         f"{bring(file, folder)} files in {folder}; what was sent after the backup is not in its "

@@ -19,7 +19,7 @@ def join_request(
     invitation: Annotated[Path | None, typer.Option(help="The server's invitation.json, as it sent it.")] = None,
 ) -> None:
     """Make a site's own key, and a request for the server to admit it."""
-    from fedvlm.deploy.admission import create_join_request as ask
+    from fedvlm.deploy.identity.enrolment import create_join_request as ask
 
     _tell_request(ask(folder, invitation, name))
 
@@ -36,8 +36,8 @@ def admit(
     yes: Annotated[bool, typer.Option(help="The fingerprint was compared; do not ask.")] = False,
 ) -> None:
     """Let a site in, after its people have read the same fingerprint out to you."""
-    from fedvlm.deploy.admission import admit_site as sign
-    from fedvlm.deploy.admission import read_request
+    from fedvlm.deploy.identity.enrolment import admit_site as sign
+    from fedvlm.deploy.identity.enrolment import read_request
     from fedvlm.deploy.kits import read_server
     from fedvlm.errors import FederationError
 
@@ -58,8 +58,8 @@ def accept(
     file: Annotated[Path, typer.Argument(help="What the server sent: NAME.json.")],
 ) -> None:
     """Put the server's certificate into the site's folder; it can be started then."""
-    from fedvlm.deploy.admission import accept_certificate as take
-    from fedvlm.deploy.membership import describe_validity
+    from fedvlm.deploy.identity.certificates import describe_validity
+    from fedvlm.deploy.identity.enrolment import accept_certificate as take
 
     admission = take(folder, file)
     typer.echo(
@@ -72,9 +72,9 @@ def accept(
 @deploy_app.command()
 def renew(folder: Annotated[Path, typer.Argument(help="A server's folder, or a site's.")]) -> None:
     """Renew a server's certificate, or make a site's request for a new key."""
-    from fedvlm.deploy.admission import create_join_request as ask
+    from fedvlm.deploy.identity.enrolment import create_join_request as ask
+    from fedvlm.deploy.identity.enrolment import renew_server_certificate
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.standing import renew_server_certificate
 
     if (folder / "server.toml").exists():
         days = renew_server_certificate(read_server(folder))
@@ -86,7 +86,7 @@ def renew(folder: Annotated[Path, typer.Argument(help="A server's folder, or a s
 @deploy_app.command()
 def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Its name.")]) -> None:
     """End a site's key at once, also in a running round."""
-    from fedvlm.deploy.admission import revoke_site as end
+    from fedvlm.deploy.identity.enrolment import revoke_site as end
     from fedvlm.deploy.kits import read_server
 
     end(read_server(folder), site)
@@ -96,7 +96,7 @@ def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Its name.")
 @deploy_app.command()
 def keys(folder: Annotated[Path, typer.Argument(help="A server's folder, or a site's.")]) -> None:
     """Say whose keys there are, their fingerprints, and how many days they last."""
-    from fedvlm.deploy.standing import certificate_statuses
+    from fedvlm.deploy.identity.enrolment import certificate_statuses
 
     for key_status in certificate_statuses(folder):
         days = "" if key_status.days is None else f"{key_status.days} days left"
@@ -114,13 +114,13 @@ def withdraw(
 ) -> None:
     """Take a site out of all later rounds, and out of what is shared where that is a plain sum."""
     if file is None:
-        from fedvlm.deploy.withdrawn import withdraw as leave
+        from fedvlm.deploy.withdrawal import withdraw as leave
 
         path = leave(folder, by)
         typer.echo(f"this site answers no more; send {path} to the server, which takes it out")
         return
-    from fedvlm.deploy.forget import apply_withdrawal
     from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.withdrawal import apply_withdrawal
 
     site, messages = apply_withdrawal(read_server(folder), file, record or [])
     for message in messages:
@@ -135,9 +135,9 @@ def join(
     site: Annotated[str, typer.Argument(help="The site that has come late; it is running.")],
 ) -> None:
     """Give a late site its classifier: from what is shared and its own rows, without the others."""
-    from fedvlm.deploy.events import format_percent
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.runs import join_late_site as bring
+    from fedvlm.deploy.operations.events import format_percent
+    from fedvlm.deploy.server.launch import join_late_site as bring
 
     scores = bring(read_server(folder), run, site, lambda text: typer.echo(text, err=True))
     for name, score in scores.items():

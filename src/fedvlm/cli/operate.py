@@ -18,7 +18,7 @@ def doctor(folder: Folder, as_json: Json = False) -> None:
     """Look at all that a server or a site needs, before anything runs; 1 if something is wrong."""
     from dataclasses import asdict
 
-    from fedvlm.deploy.doctor import check_folder
+    from fedvlm.deploy.operations.status import check_folder
 
     checks = check_folder(folder)
     if as_json:
@@ -32,8 +32,8 @@ def doctor(folder: Folder, as_json: Json = False) -> None:
 @deploy_app.command()
 def status(folder: Folder, as_json: Json = False) -> None:
     """Say how a server or a site is: the run, the round, who answers, what has left."""
-    from fedvlm.deploy.status import format_status
-    from fedvlm.deploy.status import status as state_of
+    from fedvlm.deploy.operations.status import format_status
+    from fedvlm.deploy.operations.status import status as state_of
 
     state = state_of(folder)
     document = json.dumps(state, indent=1, ensure_ascii=False, default=str)
@@ -50,8 +50,8 @@ def log(
     """Print what a server or a site has done, a line each."""
     from time import sleep
 
-    from fedvlm.deploy.events import Event, EventTail, format_event, read_events
-    from fedvlm.deploy.status import is_server
+    from fedvlm.deploy.operations.events import Event, EventTail, format_event, read_events
+    from fedvlm.deploy.operations.status import is_server
 
     def show(event: Event) -> None:
         typer.echo(json.dumps(event, ensure_ascii=False) if as_json else format_event(event))
@@ -76,9 +76,9 @@ def runs(
     """List a server's runs, stop the one that is going on, or resume one."""
     from fedvlm.cli.progress import progress
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.runs import resume_run as go_on
-    from fedvlm.deploy.runs import stop_runs as end
-    from fedvlm.deploy.status import list_runs as listed
+    from fedvlm.deploy.operations.status import list_runs as listed
+    from fedvlm.deploy.server.launch import resume_run as go_on
+    from fedvlm.deploy.server.launch import stop_runs as end
     from fedvlm.report.tables import compare_table
 
     kit = read_server(folder)
@@ -104,6 +104,6 @@ def watch(
     port: Annotated[int, typer.Option(help="0 is any that is free.")] = 0,
 ) -> None:
     """Show a live page of a server or a site, on this machine only. Ctrl-C stops it."""
-    from fedvlm.deploy.watch import serve_live_page
+    from fedvlm.deploy.operations.live_page import serve_live_page
 
     serve_live_page(folder, port, lambda url: typer.echo(f"open {url}"))

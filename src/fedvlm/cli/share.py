@@ -30,7 +30,7 @@ def ledger(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """What left a site and what came in, checked line by line; exit code 1 if it was changed."""
-    from fedvlm.deploy.ledger import Ledger
+    from fedvlm.deploy.site.ledger import Ledger
     from fedvlm.report.tables import render_table
 
     history = Ledger(folder).read()
