@@ -30,9 +30,9 @@ from fedvlm.deploy.operations.live_page import create_app
 from fedvlm.deploy.server.launch import run_over_sites, start_site
 from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.deploy.site.policy import example_policy
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError
-from fedvlm.storage.sealed import read_tensors
+from fedvlm.storage.files import read_tensors
 
 pytestmark = [
     pytest.mark.deployed,

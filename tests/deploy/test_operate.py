@@ -18,7 +18,7 @@ from fedvlm.deploy.site.policy import give_consent
 from fedvlm.deploy.site.training import compare_with_alone
 from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.storage.sealed import write_json
+from fedvlm.storage.files import write_json
 from fedvlm.testing import toy_world
 
 

@@ -28,10 +28,18 @@ from fedvlm.deploy.identity.keys import create_certificates, create_key_pair
 from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.runner.settings import read_toml
-from fedvlm.storage.files import atomic_write, exclusive_lock, explain_os_errors, make_private_folder, write_file
-from fedvlm.storage.sealed import INDEX_FILE, check_index, write_index
-from fedvlm.storage.toml import to_toml
+from fedvlm.runner.experiment_files import read_toml
+from fedvlm.storage.files import (
+    INDEX_FILE,
+    atomic_write,
+    check_index,
+    exclusive_lock,
+    explain_os_errors,
+    make_private_folder,
+    to_toml,
+    write_file,
+    write_index,
+)
 
 SITE_NAME = re.compile(r"\w[\w .-]{0,62}")
 INVITATION_FILE = "invitation.json"  # in the server's folder, for sites that are to join

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fedvlm.data.splits import SPLITS
-from fedvlm.data.table import normalise_unicode
+from fedvlm.data.table import to_nfc
 from fedvlm.engines.flower.client import LostLocalError, to_tensors
 from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import DataError, EncoderError, FederationError, SettingsError
@@ -260,7 +260,7 @@ def check_arrays(message: Message, limit: float = MAX_NUMBER) -> None:
 
 def normalise_class_name(name: str) -> str:
     """A class name as data sets have it."""
-    return normalise_unicode(name).replace("_", " ")
+    return to_nfc(name).replace("_", " ")
 
 
 def training_spec(settings: Settings, training: Training, seed: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fedvlm.channel.uploads import DecodedUploads, are_equal
+from fedvlm.channel.pipeline import DecodedUploads, are_equal
 from fedvlm.core import Method, Tensors, setting, upload_sum
 from fedvlm.deploy.identity.certificates import SiteCertificate, current_certificate, read_own_certificate
 from fedvlm.deploy.identity.enrolment import revoke_site
@@ -32,8 +32,15 @@ from fedvlm.runner import tune
 from fedvlm.runner.prepare import trainings_of
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import file_name
-from fedvlm.storage.files import read_regular, write_file
-from fedvlm.storage.sealed import read_json, read_tensors, write_index, write_json, write_tensors
+from fedvlm.storage.files import (
+    read_json,
+    read_regular,
+    read_tensors,
+    write_file,
+    write_index,
+    write_json,
+    write_tensors,
+)
 
 WITHDRAWAL_FILE = "withdrawal.safetensors"  # there, too: for the server
 WITHDRAWAL_PREFIX = b"fedvlm withdrawal\n"  # no reply of a round is a withdrawal, nor the other way round

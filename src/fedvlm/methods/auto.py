@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import Range, check_ranges, ranged_field
 from fedvlm.maths import calibration, gaussian_classes, logistic_regression
 from fedvlm.methods import _logistic
@@ -40,7 +40,11 @@ class Auto:
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), upload_sum="total", min_class_samples=self.min_class_samples)
+        return Traits(
+            needs=frozenset({"image"}),
+            privacy=PrivacyTraits(upload_sum="total"),
+            classes=ClassTraits(min_class_samples=self.min_class_samples),
+        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         anchor = _logistic.zero_shot_head(frozen)
@@ -84,13 +88,13 @@ class Auto:
         gram = _logistic.packed_gram(replace(client, y=y), 1)
         return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """(classes,) True where the upload tells of the class: by statistics, later by a slope."""
         if "counts" in upload:
             return upload["counts"][:-1] > 0
         return upload.get("slope", torch.zeros(1, 1)).abs().amax(1) > 0
 
-    def means(self, upload: Tensors) -> Tensor | None:
+    def class_means(self, upload: Tensors) -> Tensor | None:
         """(classes, dim) class means, for those who look what an upload gives away."""
         if "sums" not in upload:
             return None

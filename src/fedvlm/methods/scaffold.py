@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, register
 from fedvlm.methods._heads import head_traits, initial_head
 from fedvlm.methods.fedavg import FedAvg
 
@@ -34,10 +34,10 @@ class Scaffold:
         return {"head": head, "variate": zero, "clients": torch.ones(())}, {"own variate": zero}
 
     def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
-        turn = (self.pull(shared, local, shared["head"]) * shared["head"]).sum()
+        turn = (self.extra_gradient(shared, local, shared["head"]) * shared["head"]).sum()
         return parts.cross_entropy(self, frozen, shared, local, batch, start) + turn
 
-    def pull(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
+    def extra_gradient(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
         return sent["variate"] - local["own variate"]
 
     def update(
@@ -56,6 +56,8 @@ class Scaffold:
         return {**shared, "head": head, "variate": variate}
 
     name = "scaffold"
-    traits = head_traits(memory=frozenset({"variate", "own variate", "clients"}), client_count="clients")
+    traits = head_traits(
+        training=TrainingTraits(memory=frozenset({"variate", "own variate", "clients"}), client_count="clients")
+    )
     update_many = partialmethod(update, train=parts.regularised_head_sgd)
     predict, send, adapt = FedAvg.predict, parts.send_all, parts.no_adaptation

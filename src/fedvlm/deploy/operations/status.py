@@ -19,8 +19,7 @@ from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
 from fedvlm.deploy.site.policy import CONSENT_FILE, read_policy
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.files import is_locked
-from fedvlm.storage.sealed import read_json
+from fedvlm.storage.files import is_locked, read_json
 
 State = dict[str, Any]
 END_STATES = {"ended", "failed"}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.validate import check_sample_count, tensor_schema
+from fedvlm.channel.validation import check_sample_count, tensor_schema
 from fedvlm.core import Tensors
 from fedvlm.data.splits import SPLITS
 from fedvlm.deploy.identity.certificates import current_certificate, exclusion_reason
@@ -30,7 +30,7 @@ from fedvlm.engines.flower.client import to_arrays, to_tensors
 from fedvlm.engines.flower.engine import FlowerEngine
 from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.storage.sealed import read_json, write_json
+from fedvlm.storage.files import read_json, write_json
 
 MAX_RELATIVE_DIFFERENCE = 1e-4  # relative: what the encoders of two machines may differ by
 OPEN_TIMEOUT_SECONDS = 600.0  # seconds a site has to open a training: it may have to embed its images first

@@ -31,9 +31,7 @@ from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.run import default_name
 from fedvlm.runner.settings import Settings, build
-from fedvlm.storage.files import write_file
-from fedvlm.storage.sealed import read_json, write_json
-from fedvlm.storage.toml import to_toml
+from fedvlm.storage.files import read_json, to_toml, write_file, write_json
 
 STATUS_INTERVAL_SECONDS = 20.0  # seconds between questions to Flower whether a run still runs
 MAX_STATUS_TRIES = 3  # of such a question

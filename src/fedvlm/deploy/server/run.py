@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.channel.settings import check_secagg, with_deployment_bound
-from fedvlm.channel.uploads import DecodedUploads
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
 from fedvlm.deploy.kits import REFERENCE_FILE, ServerKit, read_server
@@ -25,19 +25,17 @@ from fedvlm.engines.client import RemoteState, Task, TrainingTerms
 from fedvlm.engines.loop import ignore_sum
 from fedvlm.engines.state import Plan, State, pack_state, unpack_state
 from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
-from fedvlm.evaluate import reference, scores
-from fedvlm.evaluate.protocols import Training
+from fedvlm.evaluate import metrics
+from fedvlm.evaluate.protocols import Training, contract
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
-from fedvlm.evaluate.scores import accuracy
 from fedvlm.record import Record
 from fedvlm.runner import tune
-from fedvlm.runner.begin import build_manifest
 from fedvlm.runner.load import encode, load, open_data, open_encoder_with_notes
+from fedvlm.runner.manifest import build_manifest
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import file_name, finished_scores, run_training
-from fedvlm.storage.files import write_file
-from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
+from fedvlm.storage.files import read_json, read_tensors, write_file, write_json, write_tensors
 
 BUDGET_EXCEEDED = ERROR_MESSAGES["race"].split("{")[0]
 
@@ -135,7 +133,7 @@ class FederatedTuning:
 
         plan = Plan(training.train, (), self.settings.fraction)
         scores = tune.continue_trial(trial, training.name, terms, engine, plan, initial_local, until, keep)
-        validation_accuracy = accuracy(scores, judges, "validation")
+        validation_accuracy = metrics.mean_accuracy(scores, judges, "validation")
         if validation_accuracy is None:
             raise FederationError(
                 f"tune = {list(self.settings.tune)}: no site tells its hits on validation rows "
@@ -179,7 +177,7 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError("warm_start is for runs in one process; leave it out, or run method = 'tofa' alone")
     if settings.tune:
         tune.check_tunable(settings)
-    if settings.method.traits.centralised or settings.centralised:
+    if settings.method.traits.privacy.centralised or settings.centralised:
         raise SettingsError(
             f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
             "which only a simulation has; choose another method, as 'auto' or 'alone'"
@@ -200,7 +198,7 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
             "the server has no images to take class names from; name the classes in the "
             "experiment, as [source] classes = ['cat', 'dog']"
         )
-    wants = reference.has_reference(settings.method) and not kit.rehearsal
+    wants = contract.has_reference(settings.method) and not kit.rehearsal
     if wants and not (kit.folder / REFERENCE_FILE).exists():
         raise DataError(
             f"the method {settings.method.name} needs public reference rows, and there is no "
@@ -247,7 +245,7 @@ class DeployedRun:
             tables = [self.run_seed(seed) for seed in self.settings.seeds]
             self.record.finish(tables)
 
-    def run_seed(self, seed: int) -> scores.Table:
+    def run_seed(self, seed: int) -> metrics.Table:
         settings = tune.with_tuned(self.settings, self.tuned, seed)
         domains = {name: name for name in self.kit.sites}  # each site is one of its own
         done = {}
@@ -288,7 +286,7 @@ class DeployedRun:
         channel = with_deployment_bound(settings.channel, settings.method)
         return replace(terms, channel=channel), RemoteState(0, tuple(first.about["local"]))
 
-    def train(self, settings: Settings, training: Training, seed: int) -> scores.Results:
+    def train(self, settings: Settings, training: Training, seed: int) -> metrics.Results:
         engine = self.open_training(settings, training, seed)
         first = engine.sites[engine.base]
         requested = tune.reuse_tuned(self.settings, self.tuned)
@@ -337,7 +335,7 @@ class DeployedRun:
     def load_reference(self, training: Training, seed: int) -> Tensors:
         """The public rows that go with the first message, if the method wants them."""
         settings = self.settings
-        if not reference.has_reference(settings.method):
+        if not contract.has_reference(settings.method):
             return {}
         if self.kit.rehearsal:
             rows, _ = load(settings, lambda stage, done, total: None)

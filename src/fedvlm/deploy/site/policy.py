@@ -17,9 +17,8 @@ from fedvlm.data.clients import Clients
 from fedvlm.deploy.messages import RequestRefused
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.evaluate.metrics import METRICS
-from fedvlm.runner.settings import read_toml
-from fedvlm.storage.files import write_file
-from fedvlm.storage.sealed import read_json
+from fedvlm.runner.experiment_files import read_toml
+from fedvlm.storage.files import read_json, write_file
 
 CONSENT_FILE = "consent.json"
 WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and with which key

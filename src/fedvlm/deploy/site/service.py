@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from fedvlm import tensors
-from fedvlm.classifier.card import ClassifierOrigin, save_with_card
+from fedvlm.classifier.export import ClassifierOrigin, save_with_card
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.deploy.flower import SUPEREXEC_ENDED
@@ -43,11 +43,10 @@ from fedvlm.engines.client import measure
 from fedvlm.engines.flower.client import ClientTraining, TrainingHandler, to_arrays, to_tensors
 from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
-from fedvlm.storage.files import exclusive_lock, slug
-from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
+from fedvlm.runner.training import calibration
+from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
 ECHOED_FIELDS = ("kind", "training", "round", "nonce")  # what a reply repeats of its request

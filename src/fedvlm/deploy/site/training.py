@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.core import make
-from fedvlm.data.members import ClientSplit
+from fedvlm.data.partition import ClientSplit
 from fedvlm.data.table import Dataset, EmbeddedTable, match_classes
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.messages import ReportedError, RequestRefused, normalise_class_name
@@ -20,8 +20,9 @@ from fedvlm.deploy.site.ledger import PrivacyBudget, upload_cost
 from fedvlm.deploy.site.policy import Policy, check_consent, read_policy
 from fedvlm.engines.client import World, make_client, measure
 from fedvlm.errors import DataError, FederationError, SettingsError, join_names
-from fedvlm.evaluate.reference import has_reference
+from fedvlm.evaluate.protocols.contract import has_reference
 from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
+from fedvlm.runner.manifest import provenance
 from fedvlm.runner.prepare import (
     Prepared,
     check_samples,
@@ -30,7 +31,6 @@ from fedvlm.runner.prepare import (
     prepare_client,
     with_calibration,
 )
-from fedvlm.runner.provenance import provenance
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
 from fedvlm.tensors import count_bytes
