@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from fedvlm.channel.uploads import DecodedUploads, are_equal
+from fedvlm.channel.pipeline import DecodedUploads, are_equal
 from fedvlm.core import Method, Tensors, setting, upload_sum
 from fedvlm.deploy.account import MAX_CACHED_REPLIES
 from fedvlm.engines.flower.client import to_arrays
 from fedvlm.engines.flower.wire import Message, checksum
 from fedvlm.errors import FederationError
 from fedvlm.runner.settings import Settings
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 
 SUMS_SUFFIX = "sums"  # of a training's file beside its tensors
 Uploads = Mapping[int, Tensors]  # of one site, by round
