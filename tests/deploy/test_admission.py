@@ -4,7 +4,6 @@ import json
 import stat
 
 import pytest
-from joining import ADDRESS, Joining
 
 from fedvlm.deploy import admission, membership
 from fedvlm.deploy.admission import (
@@ -22,6 +21,7 @@ from fedvlm.deploy.serve import serve_site
 from fedvlm.deploy.standing import certificate_statuses, describe_server_expiry
 from fedvlm.engines.flower.wire import Message
 from fedvlm.errors import DataError, FederationError, SettingsError
+from tests.helpers.joining import ADDRESS, Joining
 
 
 @pytest.fixture

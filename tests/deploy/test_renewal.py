@@ -4,7 +4,6 @@ import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from joining import Joining
 
 from fedvlm.cli import main
 from fedvlm.deploy.admission import (
@@ -26,6 +25,7 @@ from fedvlm.deploy.standing import (
     server_days_left,
 )
 from fedvlm.errors import DataError, FederationError, SettingsError
+from tests.helpers.joining import Joining
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         raise SettingsError("warm_start is for runs in one process; leave it out, or run method = 'tofa' alone")
     if settings.tune:
         tune.check_tunable(settings)
-    if settings.method.traits.centralised or settings.centralised:
+    if settings.method.traits.privacy.centralised or settings.centralised:
         raise SettingsError(
             f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
             "which only a simulation has; choose another method, as 'auto' or 'alone'"

@@ -165,7 +165,7 @@ def sum_weight(world: World, id: str, about: Mapping[str, Any]) -> float:
     """What a client weighs in a secure sum, 1 at most: its own choice, or a server that gives the
     others no weight would see this one's upload."""
     rows = len(world.members[id].train)
-    if upload_sum(world.method) != "rows":
+    if upload_sum(world.method) != "samples":
         return 1.0
     if not 0 < rows <= about["largest"]:
         raise FederationError(
