@@ -8,9 +8,7 @@ from time import monotonic, sleep
 
 import numpy as np
 import pytest
-from browser import chrome  # noqa: F401
 from PIL import Image
-from running import execute
 
 from fedvlm.deploy.flower.processes import start_superlink
 from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
@@ -24,6 +22,8 @@ from fedvlm.errors import FederationError
 from fedvlm.record import Record
 from fedvlm.result import Result
 from fedvlm.runner.settings import build
+from tests.helpers.browser import chrome  # noqa: F401
+from tests.helpers.running import execute
 
 NAMES = ["art", "photo", "sketch"]
 CLASSES = ["ant", "bee", "cat", "dog"]

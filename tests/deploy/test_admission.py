@@ -4,7 +4,6 @@ import json
 import stat
 
 import pytest
-from joining import ADDRESS, Joining
 
 from fedvlm.deploy.identity import certificates, enrolment
 from fedvlm.deploy.identity.certificates import (
@@ -28,6 +27,7 @@ from fedvlm.deploy.kits import INVITATION_FILE, read_site
 from fedvlm.deploy.site.service import serve_site
 from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import DataError, FederationError, SettingsError
+from tests.helpers.joining import ADDRESS, Joining
 
 
 @pytest.fixture

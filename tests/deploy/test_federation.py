@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 
 import psutil
 import pytest
-from live_server import running
-from running import execute
 
 from fedvlm import tensors
 from fedvlm.channel.settings import with_deployment_bound as bounded
@@ -33,6 +31,8 @@ from fedvlm.deploy.site.policy import example_policy
 from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors
+from tests.helpers.live_server import running
+from tests.helpers.running import execute
 
 pytestmark = [
     pytest.mark.deployed,

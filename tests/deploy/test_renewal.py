@@ -4,7 +4,6 @@ import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from joining import Joining
 
 from fedvlm.cli import main
 from fedvlm.deploy.identity.certificates import (
@@ -29,6 +28,7 @@ from fedvlm.deploy.identity.enrolment import (
 from fedvlm.deploy.identity.keys import certificate_expiry, create_certificates
 from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
 from fedvlm.errors import DataError, FederationError, SettingsError
+from tests.helpers.joining import Joining
 
 
 @pytest.fixture

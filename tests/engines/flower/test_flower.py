@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from running import execute
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
@@ -22,6 +21,7 @@ from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError
 from fedvlm.runner.settings import build
 from fedvlm.testing import check_same, shorten, toy_world
+from tests.helpers.running import execute
 
 CLOSE = 1e-6
 
