@@ -6,24 +6,27 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from fedvlm.cli import main
-from fedvlm.deploy.admission import (
+from fedvlm.deploy.identity.certificates import (
+    ENDED_FOLDER,
+    certificate_path,
+    current_certificate,
+    read_own_certificate,
+)
+from fedvlm.deploy.identity.enrolment import (
     JOIN_REQUEST_FILE,
     NEXT_KEY_FILE,
     accept_certificate,
     admit_site,
-    create_join_request,
-    read_request,
-    revoke_site,
-)
-from fedvlm.deploy.keys import certificate_expiry, create_certificates
-from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
-from fedvlm.deploy.membership import ENDED_FOLDER, certificate_path, current_certificate, read_own_certificate
-from fedvlm.deploy.standing import (
     certificate_statuses,
+    create_join_request,
     describe_server_expiry,
+    read_request,
     renew_server_certificate,
+    revoke_site,
     server_days_left,
 )
+from fedvlm.deploy.identity.keys import certificate_expiry, create_certificates
+from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
 from fedvlm.errors import DataError, FederationError, SettingsError
 from tests.helpers.joining import Joining
 

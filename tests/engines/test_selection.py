@@ -8,7 +8,7 @@ import torch
 from fedvlm import parts
 from fedvlm.core import TrainingTraits, Traits, make
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.flower.local import InProcessEngine
+from fedvlm.engines.flower.engine import InProcessEngine
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
 from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan

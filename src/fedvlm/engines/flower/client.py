@@ -18,7 +18,7 @@ from fedvlm.channel.steps import to_secagg
 from fedvlm.channel.validation import check_upload
 from fedvlm.core import Conditioned, Described, Tensors, upload_sum
 from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_noise, client_world
-from fedvlm.engines.flower.wire import Arrays, Message
+from fedvlm.engines.flower.messages import Arrays, Message
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors, write_tensors
