@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from PIL import Image
 from torch.nn.functional import normalize
@@ -13,10 +12,11 @@ import fedvlm
 from fedvlm import machine
 from fedvlm.core import make
 from fedvlm.errors import SettingsError
-from fedvlm.runner import memory as room
+from fedvlm.runner import forecast as room
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import Settings, build
 from fedvlm.testing import toy_world
+from tests.helpers import tiny_models
 
 DOMAINS, CLASSES, ROWS = ("art", "photo", "sketch"), ("cat", "dog"), 10
 NOW = {"batch_size": 8, "rounds": 2}

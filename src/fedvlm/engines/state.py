@@ -27,6 +27,7 @@ class Plan:
     unseen: tuple[str, ...]
     fraction: float = 1.0  # of the training clients in each round
     selection: Selection = "last"
+    stop: int | None = None  # the round before which to stop; None: after all rounds of the method
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class State:
 
 def with_client_count(method: Method, plan: Plan, state: State) -> State:
     """With the number of clients that may take part, where a method shares a tensor for it."""
-    name = method.traits.client_count
+    name = method.traits.training.client_count
     if name is None:
         return state
     if name not in state.shared:
