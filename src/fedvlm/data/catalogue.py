@@ -90,7 +90,8 @@ def _read_catalogue() -> None:
         fields["classes"] = class_names(fields.get("classes", name))
         if "place" in fields:
             fields["place"] = str(FOLDER / fields["place"])
-        add(Entry(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}))
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        add(Entry(name, **arguments))
 
 
 @cache
