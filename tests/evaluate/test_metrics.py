@@ -7,7 +7,6 @@ import pytest
 import torch
 from sklearn.metrics import (
     balanced_accuracy_score,
-    cohen_kappa_score,
     confusion_matrix,
     f1_score,
     recall_score,
@@ -132,12 +131,3 @@ def test_details_agree_with_scikit_learn_and_add_up():
 def test_class_without_rows_has_no_recall():
     p, y = made(rows=60)
     assert metrics.prediction_details(p[y != 2], y[y != 2])["recall"][2] is None
-
-
-@pytest.mark.parametrize(("name", "weights"), [("kappa", None), ("weighted kappa", "quadratic")])
-def test_kappa_is_cohens_as_scikit_learn_has_it_and_no_condition_number(name, weights):
-    p, y = made()
-    expected = cohen_kappa_score(y.numpy(), p.argmax(1).numpy(), weights=weights)
-    assert metrics.compute_metrics(p, y)[name] == pytest.approx(expected)
-    assert name not in metrics.compute_metrics(torch.eye(3)[[1, 1]], torch.tensor([1, 1]))  # no chance to beat
-    assert "kappa" not in metrics.RESERVED_NAMES and "condition_number" in metrics.RESERVED_NAMES

@@ -34,17 +34,8 @@ RESERVED_NAMES = {f"{part}_{quantity}" for part in ("validation", "test") for qu
     *("loss", "reliability", "decision", "hits", "confusion", "recall", "scores"),
 }
 # Columns of tables that are no metrics.
-RESERVED_NAMES |= {
-    "condition_number",
-    "condition_number-per-target",
-    "cosine",
-    "dof",
-    "seconds",
-    "minutes",
-    "trained",
-    "A[j][i]",
-}
-RESERVED_NAMES |= {"P-per-target", "C-per-target", "worst", "spread", "average", "rows", "ROC", "PR"}
+RESERVED_NAMES |= {"condition_number", "condition_number-per-target", "kappa", "cosine", "dof", "trained", "A[j][i]"}
+RESERVED_NAMES |= {"P-per-target", "C-per-target", "worst", "spread", "average", "rows", "ROC", "PR", "seconds", "minutes"}
 
 
 def mean_net_benefit(p: Tensor, y: Tensor) -> float:
@@ -61,7 +52,7 @@ def compute_metrics(p: Tensor, y: Tensor) -> dict[str, float]:
         try:
             number = float(metric(p, y))
         except Exception as error:
-            if name in BUILT_IN:
+            if name in METRICS:
                 raise
             raise SettingsError(
                 f"the metric {name!r} of an outside package fails ({type(error).__name__}: "
@@ -188,27 +179,6 @@ def auc(p: Tensor, y: Tensor) -> float:
     return (above / (n_positive * (rows - n_positive))[has_curve]).mean().item()
 
 
-def cohen_kappa(p: Tensor, y: Tensor) -> float:
-    """Cohen's kappa: agreement beyond chance; 1 is perfect, 0 is chance."""
-    return _kappa(p, y, power=0)
-
-
-def weighted_kappa(p: Tensor, y: Tensor) -> float:
-    """Cohen's kappa with quadratic weights, for classes that are grades in their order."""
-    return _kappa(p, y, power=2)
-
-
-def _kappa(p: Tensor, y: Tensor, power: int) -> float:
-    import torch
-
-    confusion = _confusion(p, y)
-    grades = torch.arange(len(confusion), dtype=torch.float64)
-    distance = (grades[:, None] - grades).abs()
-    weights = distance**power if power else (distance > 0).double()
-    expected = torch.outer(confusion.sum(1), confusion.sum(0)) / confusion.sum()
-    return (1 - (weights * confusion).sum() / (weights * expected).sum()).item()
-
-
 @dataclass(frozen=True)
 class Reliability:
     """Samples by confidence, their largest probability, in bins of equal width."""
@@ -272,8 +242,6 @@ ALL: dict[str, Metric] = {
     "net benefit": mean_net_benefit,
 }
 METRICS = tuple(ALL)  # the columns of tables, and all that a site may report about its samples
-ALL |= {"kappa": cohen_kappa, "weighted kappa": weighted_kappa}
-BUILT_IN = frozenset(ALL)
 
 
 def register(name: str, metric: Metric) -> Metric:
