@@ -1,13 +1,13 @@
-# `make demo` and `make test` do all the set-up; the second time they are fast.
+# `make demo` and `make test` create the environment on first use.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# One thread per process is fastest for these sizes, and repeatable.
+# One thread per process is fastest for these sizes, and reproducible.
 export OMP_NUM_THREADS ?= 1
-# Tests of real processes go one after the other: several federations at once are slow on a few cores, and miss deadlines.
+# Tests that start real processes run one after another: several federations at once miss deadlines on a few cores.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
-TOGETHER := $(PYTEST) -n $(WORKERS)
+PARALLEL_PYTEST := $(PYTEST) -n $(WORKERS)
 
 .PHONY: demo test test-all test-long browser check bench docs tables sbom lock clean
 
@@ -15,18 +15,18 @@ demo: $(VENV)/.user
 	$(BIN)/fedvlm demo
 
 test: $(VENV)/.dev
-	$(TOGETHER) -m 'not slow and not long and not deployed'
+	$(PARALLEL_PYTEST) -m 'not slow and not long and not deployed'
 	$(PYTEST) -m 'deployed and not slow and not long'
 
-# A test with kills or real processes can lose a race on a busy machine: it is tried once more, and the closing line says so.
+# Tests with kills or real processes can time out on a busy machine: they are retried once, and pytest reports the retry.
 test-all: $(VENV)/.dev browser
-	$(TOGETHER) -m 'not long and not deployed' --reruns 1 --cov=fedvlm --cov-report=
+	$(PARALLEL_PYTEST) -m 'not long and not deployed' --reruns 1 --cov=fedvlm --cov-report=
 	$(PYTEST) -m 'deployed and not long' --reruns 1 --cov=fedvlm --cov-append --cov-report=term:skip-covered
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long
 
-# The page of a run is tested in a real browser; Debian's, where it is missing and we may install it.
+# The report page is tested in a real browser: install Debian's if it is missing and we are root.
 browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
 	|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver; } \
@@ -37,25 +37,25 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Warnings (a link to nowhere is one) are errors; nothing asks a network.
+# Warnings, such as broken links, are errors. No network is needed.
 docs: $(VENV)/.dev
 	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/docs
-	@echo "the site is in build/docs/index.html"
+	@echo "documentation: build/docs/index.html"
 
-# Runs the experiments whose tables are on the pages, and writes the tables again; minutes to an hour.
+# Run the experiments whose tables are in the docs and write the tables (minutes to an hour).
 tables: $(VENV)/.dev
 	$(BIN)/python -m tools.tables
 
-# Figures go to benchmarks/results.json, and from there to docs/papers/benchmarks.md; QUICK=1: ratios only.
+# Write benchmarks/results.json and docs/papers/benchmarks.md; QUICK=1 measures ratios only.
 bench: $(VENV)/.dev
 	$(BIN)/python -m tools.bench $(if $(QUICK),--quick)
 
-# What is installed, for those who must list it: CycloneDX, in sbom.json.
+# List all installed packages as CycloneDX in sbom.json.
 sbom: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt cyclonedx-bom
 	$(BIN)/python -m cyclonedx_py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
 
-# Hashes for servers and sites, and the licences of all that is brought; needs a package index.
+# Write the lock file with hashes for servers and sites, and the page of licences; needs a package index.
 lock: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c packaging/constraints.txt uv
 	$(BIN)/python tools/lock.py

@@ -29,7 +29,7 @@ from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.state import Plan, pack_state
-from fedvlm.maths.towers import ImageTower
+from fedvlm.maths.image_tower import ImageTower
 from fedvlm.runner import memory as room
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.sealed import write_tensors

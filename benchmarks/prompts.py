@@ -32,7 +32,7 @@ from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.state import Plan
-from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower
+from fedvlm.maths.text_tower import ACTIVATIONS, Affine, Layer, TextTower
 from fedvlm.testing import make_test_client
 
 WIDTH, LAYERS, LENGTH, PATCHES, BATCH = 512, 12, 77, 196, 32

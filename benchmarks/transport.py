@@ -15,7 +15,7 @@ import torch
 from figures import report
 from torch import Tensor
 
-from fedvlm.maths import transport
+from fedvlm.maths import optimal_transport
 
 IMAGES, PATCHES, CLASSES, PROMPTS = 32, 196, 102, 2
 
@@ -54,12 +54,12 @@ def milliseconds(run: Callable[[], Tensor]) -> float:
 
 def compare(gamma: float, strength: float, repeats: int = 7) -> None:
     similarity = cosines()
-    exact = transport.transport_plan(similarity.double(), "unbalanced", gamma, strength)
+    exact = optimal_transport.transport_plan(similarity.double(), "unbalanced", gamma, strength)
     runs: dict[str, Callable[[], Tensor]] = {
         "diagonal": lambda: scaling(similarity, gamma, strength, True),
         "matmul": lambda: scaling(similarity, gamma, strength, False),
         "matmul, exact": lambda: scaling(similarity, gamma, strength, False, True),
-        "ours": lambda: transport.transport_plan(similarity, "unbalanced", gamma, strength),
+        "ours": lambda: optimal_transport.transport_plan(similarity, "unbalanced", gamma, strength),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):

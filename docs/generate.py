@@ -34,7 +34,7 @@ PUBLIC += (".evaluate.metrics", ".evaluate.protocols")
 
 def comments(kind: type) -> dict[str, str]:
     """What a dataclass's source says beside or right above each of its fields."""
-    descriptions = {field.name: field.metadata["says"] for field in fields(Schedule)}
+    descriptions = {field.name: field.metadata["doc"] for field in fields(Schedule)}
     for field in reversed([field for field in kind.__mro__ if "__annotations__" in vars(field)]):
         text = inspect.getsource(field)
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)

@@ -1,9 +1,9 @@
-"""packaging/requirements.lock: every package of a server's or a site's install, with its hashes.
+"""Write packaging/requirements.lock: every package that a server or a site installs, with its hashes.
 
     python tools/lock.py
 
-torch is left out, and what its build for graphics processors brings: it is installed before, by
-version, from the index that has the build for the machine, whose hashes differ.
+torch and the packages of its GPU build are left out: torch is installed before, by version, from the index
+with the build for the machine, whose hashes differ.
 """
 
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BY_VERSION = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)==")
 HEAD = """\
-# Made by tools/lock.py. torch is not here: install it before, by its version in packaging/constraints.txt.
+# Made by tools/lock.py. torch is not in this file: install it first, in the version of packaging/constraints.txt.
 #   pip install --require-hashes --no-deps -r packaging/requirements.lock
 #   pip install --no-deps .
 """

@@ -20,8 +20,7 @@ from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan, pack_state, unpack_state
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.maths.accounting import epsilon
-from fedvlm.maths.noise import grid_step, secure_normal, seeded_normal
+from fedvlm.maths.privacy import epsilon, grid_step, secure_normal, seeded_normal
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.runner.settings import build
 from fedvlm.storage.sealed import read_tensors, write_tensors

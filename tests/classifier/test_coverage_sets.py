@@ -13,7 +13,7 @@ import torch
 import fedvlm
 from fedvlm.data.arrays import from_arrays
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.maths.conformal import Calibration, calibrate, min_samples, score_limits
+from fedvlm.maths.calibration import Calibration, calibrate, min_samples, score_limits
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import build
 

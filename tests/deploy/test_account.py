@@ -18,7 +18,7 @@ from fedvlm.deploy.reasons import ERROR_MESSAGES, render_error
 from fedvlm.deploy.site import Site, training_key
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Message, from_records
-from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.privacy import epsilon
 
 NOISE = {"clip": 0.1, "noise_multiplier": 2.0}
 METHOD = {"name": "fedavg", "rounds": 2, "lr": 1e-3}
@@ -68,13 +68,13 @@ def test_a_round_asked_for_again_is_answered_with_the_same_bytes_and_costs_nothi
     place, pairs = recorded
     request, first = pairs[1]
     site = rule(place)  # another process: the files alone have it
-    before = site.account.rounds.total()
+    before = site.budget.rounds.total()
     for _ in range(20):
         again, _ = site.answer(send_request(place, request), Message({}))
         assert same(again.arrays, first.arrays) and again.about["nonce"] == "another"
         per_message = ("nonce", "checksum", "signature")
         assert all(again.about[key] == first.about[key] for key in first.about if key not in per_message)
-    assert site.account.rounds.total() == before == 2
+    assert site.budget.rounds.total() == before == 2
 
 
 @pytest.mark.parametrize("rounds", [2, MAX_CACHED_REPLIES + 2])
@@ -96,7 +96,7 @@ def test_another_request_for_the_same_round_is_another_release(recorded):
     again, _ = site.answer(send_request(place, moved), Message({}))
     assert "error" not in again.about, error_code(again)
     assert not same(again.arrays, first.arrays)
-    assert site.account.rounds.total() == 3 == again.about["releases"]
+    assert site.budget.rounds.total() == 3 == again.about["releases"]
 
 
 def test_the_account_is_the_ledgers_and_survives_a_restart(recorded):
@@ -130,7 +130,7 @@ def test_what_is_above_the_policy_is_refused(recorded, rules, kind):
     moved = Message(request.about, {key: array + 1e-3 for key, array in request.arrays.items()})
     words = {"trains": False} if kind == "measures" else {}
     if kind == "trainings":
-        site.account = PrivacyBudget(Ledger(place.folder / "nowhere"))
+        site.budget = PrivacyBudget(Ledger(place.folder / "nowhere"))
         moved = pairs[0][0]
     reply, _ = site.answer(send_request(place, moved, **words), Message({}))
     assert reply.about["error"]["kind"] == kind and not reply.arrays
@@ -193,7 +193,7 @@ def uploads(place, settings, out):
 def test_statistics_of_small_classes_stay_whatever_the_experiment_says(place):
     """Twelve rows of each class at each site, and sixteen are needed."""
     printed = []
-    place.desks["art"].say = printed.append
+    place.desks["art"].log_text = printed.append
     settings = place.settings({"name": "tofa"}, allow_small=True)
     seen_uploads = uploads(place, settings, "closed")
     assert all((upload == 0).all() for upload in seen_uploads.values()) and len(seen_uploads) == 3
@@ -205,7 +205,7 @@ def test_statistics_of_small_classes_stay_whatever_the_experiment_says(place):
 
 
 def test_another_seed_divides_the_rows_of_a_site_no_other_way(place):
-    rows = [place.desks["art"].rows]
+    rows = [place.desks["art"].site_trainings]
     for seed in (0, 1):
         place.run(place.settings(METHOD, seeds=[seed]), f"seed-{seed}")
     first, two = rows[0].values()
@@ -217,7 +217,7 @@ def test_a_budget_of_rows_is_the_same_rows_in_every_training(place):
     site = rule(place, max_samples=20)
     for seed in (0, 1):
         place.run(place.settings(METHOD, seeds=[seed]), f"seed-{seed}")
-    first, two = (site_training.world for site_training in site.rows.values())
+    first, two = (site_training.world for site_training in site.site_trainings.values())
     assert len(first.members["art"].train) == 20
     assert np.array_equal(first.x[first.members["art"].train], two.x[two.members["art"].train])
 
@@ -305,13 +305,13 @@ def test_init_writes_a_policy_that_can_be_read(place):
     ("settings", "words"),
     [
         ({"lr": 1e8}, "fedavg.lr must be above 0 and at most 1000, got 100000000.0"),
-        ({"decay": 1e9}, "fedavg.decay must be between 0 and 100, got 1000000000.0"),
+        ({"weight_decay": 1e9}, "fedavg.weight_decay must be between 0 and 100, got 1000000000.0"),
         ({"local_epochs": 10**6}, "fedavg.local_epochs must be between 1 and 10000, got 1000000"),
     ],
 )
-def test_a_site_opens_no_training_whose_settings_are_out_of_range(heard, settings, words):
+def test_a_site_opens_no_training_whose_settings_are_out_of_range(recorded, settings, words):
     """With lr = 1e8 and one batch an upload is the gradient at a head of the server's choice."""
-    place, pairs = heard
+    place, pairs = recorded
     spec = copy.deepcopy(pairs[0][0].about["spec"])
     spec["identity"]["method"] |= settings
     request = send_request(place, pairs[0][0], spec=spec, training=training_key(spec))

@@ -53,7 +53,7 @@ def test_a_kit_from_admit_says_certificate_root_address_and_names_only(fed):
     assert set(words) == {*membership.CERTIFICATE_FIELDS, "kind", "checksum", "signature"}
 
 
-def test_both_sides_read_out_the_same_fingerheardand_nobody_else_has_it(fed):
+def test_both_sides_read_out_the_same_fingerprint_and_nobody_else_has_it(fed):
     north, south = fed.request_join("north"), fed.request_join("south")
     server_fingerprint = read_request(fed.kit, north.path).fingerprint
     assert server_fingerprint == north.fingerprint != south.fingerprint

@@ -86,7 +86,7 @@ def test_a_site_does_not_try_again_what_only_a_person_can_mend():
         with pytest.raises(type(error)):
             retrying().invoke(call, error)
     with pytest.raises(httpx.HTTPStatusError):  # of a run, whose error somebody waits for
-        retrying(trouble=False).invoke(call, answer(500))
+        retrying(retry_server_errors=False).invoke(call, answer(500))
     assert len(calls) == 3
 
 

@@ -210,7 +210,7 @@ def test_a_certificate_lasts_a_year():
 def test_processes_of_flower_at_a_site_import_no_torch():
     code = (
         "import sys, fedvlm.deploy.flower.supernode, fedvlm.deploy.flower.client_app as c; "
-        "c.client_app(); "
+        "c.create_client_app(); "
         "print('torch' in sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))

@@ -40,7 +40,7 @@ def test_a_late_site_has_the_classifier_that_the_record_gives_a_newcomer(place, 
     classifier = Personalised.from_pretrained(place_of)
     record = Result(place.kit.folder / "runs" / "one")
     assert max_relative_difference(classifier.shared, record.outcome("all")[0]) == 0
-    world = next(iter(place.desks["sketch"].desk.trainings.values())).world
+    world = next(iter(place.desks["sketch"].handler.trainings.values())).world
     rows = world.members["sketch"].test
     predicted = (classifier.method.predict(world.frozen, classifier.shared, classifier.local, world.x[rows])).argmax(1)
     assert int((predicted == world.y[rows]).sum()) == scores["0-all"]["test_hits"]

@@ -11,7 +11,7 @@ from fedvlm.deploy.runs import describe_absences
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.single import Sequential
 from fedvlm.errors import FederationError
-from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.privacy import epsilon
 from fedvlm.result import Result
 from fedvlm.storage.sealed import read_tensors
 from fedvlm.tensors import max_relative_difference

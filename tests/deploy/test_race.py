@@ -11,7 +11,7 @@ from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.site import Site
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError
-from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.privacy import epsilon
 from fedvlm.runner.tune import make_candidates
 
 NAMES = ["art", "photo", "sketch"]

@@ -102,12 +102,12 @@ def test_a_file_that_cannot_be_read_is_named_to_the_site_alone(place):
 
 def test_a_trace_of_the_program_stays_at_the_site(place):
     printed = []
-    place.desks["photo"].say = printed.append
+    place.desks["photo"].log_text = printed.append
 
     def fail(*words):
         raise KeyError("/srv/patients hunter2")
 
-    place.desks["photo"].desk.answer = fail
+    place.desks["photo"].handler.answer = fail
     text = everything(place, [place.settings()])
     assert not [secret for secret in SECRETS if secret in text]
     assert any("Traceback" in secret and "hunter2" in secret for secret in printed)

@@ -146,7 +146,7 @@ def test_a_site_with_another_class_is_refused(place):
     place.rules(quorum=1.0)
     place.change("photo", classes=np.array(["ant", "bee", "cow", "dog"]))
     printed = []
-    place.desks["photo"].say = printed.append
+    place.desks["photo"].log_text = printed.append
     with pytest.raises(FederationError, match="photo: it has images of 1 classes that") as error:
         place.run()
     assert "cow" not in str(error.value)  # its name is for the people of the site

@@ -23,7 +23,7 @@ SIZE = struct.Struct(">Q")
 
 class Echo:
     def __init__(self, print_line):
-        self.say = print_line
+        self.log_text = print_line
 
     def answer(self, request, state):
         if "raise" in request.about:

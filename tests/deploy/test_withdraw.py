@@ -231,7 +231,7 @@ def test_a_withdrawal_waits_for_a_run_that_is_going_on(place):
 
 
 def test_a_run_that_is_not_finished_says_so(place, monkeypatch):
-    monkeypatch.setattr("fedvlm.runner.training.finish", stop)
+    monkeypatch.setattr("fedvlm.runner.training.finish_training", stop)
     with pytest.raises(KeyboardInterrupt):
         place.run(place.settings(TOFA, allow_small=True), RUN)
     _, [result] = withdraw_site(place)

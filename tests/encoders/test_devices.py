@@ -16,7 +16,7 @@ from fedvlm.devices import to_device
 from fedvlm.encoders import encoders, open_encoder, placed
 from fedvlm.encoders.interface import BATCH
 from fedvlm.errors import EncoderError
-from fedvlm.maths.prompts import TextTower
+from fedvlm.maths.text_tower import TextTower
 
 VISION = ("vit", "deit", "dinov2", "dinov2_with_registers")
 SMALL = ("demo", "clip", "siglip", *VISION, "openai")
@@ -95,7 +95,7 @@ def test_towers_of_an_encoder_on_a_gpu_are_given_on_the_cpu(opened, monkeypatch)
     encoder = opened("clip")
     encoder.half = True
     targets = []
-    monkeypatch.setattr("fedvlm.maths.towers.ImageTower.to", lambda self, to: targets.append(to))
+    monkeypatch.setattr("fedvlm.maths.image_tower.ImageTower.to", lambda self, to: targets.append(to))
     encoder.image_tower()
     assert targets == [devices.CPU] and {"image tower", "text tower"} <= encoder.offers
     text = encoder.text_tower(["cat", "dog"], "a photo of a {}.")

@@ -9,7 +9,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from dp_accounting.pld import PLDAccountant
 
 from fedvlm.errors import SettingsError
-from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.privacy import epsilon
 
 
 def delta_of_gaussian(epsilon, noise, steps):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import jacrev
 
-from fedvlm.maths.curvature import find_mode, sample_fisher, solve_kronecker_mean
+from fedvlm.maths.fisher import find_mode, sample_fisher, solve_kronecker_mean
 
 CLASSES, VECTORS, WIDTH, DIM, ROWS = 3, 2, 4, 5, 6
 

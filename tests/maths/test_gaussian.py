@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.func import vmap
 
-from fedvlm.maths import gaussian
-from fedvlm.maths.gaussian import ABSENT_CLASS_LOGIT
+from fedvlm.maths import gaussian_classes
+from fedvlm.maths.gaussian_classes import ABSENT_CLASS_LOGIT
 
 CLASSES, DIM = 5, 12
 
@@ -20,15 +20,17 @@ def rows(count=60, classes=4, seed=0, spread=0.5):
 
 
 def moments_of(x, y):
-    return gaussian.moments_from_sums(*gaussian.class_sums(x, y, CLASSES))
+    return gaussian_classes.moments_from_sums(*gaussian_classes.class_sums(x, y, CLASSES))
 
 
 def nothing():
-    return gaussian.Moments(torch.zeros(CLASSES).double(), torch.zeros(CLASSES, DIM).double(), torch.zeros(DIM, DIM))
+    return gaussian_classes.Moments(
+        torch.zeros(CLASSES).double(), torch.zeros(CLASSES, DIM).double(), torch.zeros(DIM, DIM)
+    )
 
 
 def fitted(moments, shrinkage=1.0):
-    return gaussian.fit_discriminant(moments, gaussian.ridge(moments, shrinkage))
+    return gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, shrinkage))
 
 
 def gap(a, b):
@@ -45,13 +47,17 @@ def test_federated_statistics_are_pooled_ones_however_rows_are_split(n_clients, 
     total = [0, 0, 0]
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(n_clients))
     for part in order.tensor_split(n_clients):
-        counts, sums, second = gaussian.class_sums(x[part], y[part], CLASSES)
-        wire = (counts, gaussian.to_fixed_point(sums, 64), gaussian.to_fixed_point(gaussian.pack(second), 64))
+        counts, sums, second = gaussian_classes.class_sums(x[part], y[part], CLASSES)
+        wire = (
+            counts,
+            gaussian_classes.to_fixed_point(sums, 64),
+            gaussian_classes.to_fixed_point(gaussian_classes.pack(second), 64),
+        )
         total = [old + upload.long() for old, upload in zip(total, wire, strict=True)]
-    again = gaussian.moments_from_sums(
+    again = gaussian_classes.moments_from_sums(
         total[0].double(),
-        gaussian.from_fixed_point(total[1], 64),
-        gaussian.unpack(gaussian.from_fixed_point(total[2], 64), DIM),
+        gaussian_classes.from_fixed_point(total[1], 64),
+        gaussian_classes.unpack(gaussian_classes.from_fixed_point(total[2], 64), DIM),
     )
     assert torch.equal(again.counts, pooled.counts)
     assert gap(again.means, pooled.means) < 1e-6
@@ -63,30 +69,30 @@ def test_float32_moments_lose_what_the_fixed_point_keeps():
     x, y = rows(4000, spread=0.05)
     x = torch.nn.functional.normalize(x + 5, dim=1)
     exact = moments_of(x, y).scatter
-    counts, sums, second = gaussian.class_sums(x, y, CLASSES)
-    fixed = gaussian.moments_from_sums(
+    counts, sums, second = gaussian_classes.class_sums(x, y, CLASSES)
+    fixed = gaussian_classes.moments_from_sums(
         counts,
-        gaussian.from_fixed_point(gaussian.to_fixed_point(sums, 4096), 4096),
-        gaussian.from_fixed_point(gaussian.to_fixed_point(second, 4096), 4096),
+        gaussian_classes.from_fixed_point(gaussian_classes.to_fixed_point(sums, 4096), 4096),
+        gaussian_classes.from_fixed_point(gaussian_classes.to_fixed_point(second, 4096), 4096),
     )
-    single = gaussian.moments_from_sums(counts, sums.float().double(), second.float().double())
+    single = gaussian_classes.moments_from_sums(counts, sums.float().double(), second.float().double())
     assert gap(fixed.scatter, exact) < gap(single.scatter, exact) / 5
 
 
 def test_a_triangle_holds_the_whole_square():
     square = torch.randn(3, DIM, DIM)
     square = square + square.mT
-    packed = gaussian.pack(square)
+    packed = gaussian_classes.pack(square)
     assert packed.shape == (3, DIM * (DIM + 1) // 2)
-    assert torch.equal(gaussian.unpack(packed, DIM), square)
+    assert torch.equal(gaussian_classes.unpack(packed, DIM), square)
 
 
 def test_posterior_without_prior_is_the_local_one():
     x, y = rows()
     local, prior = moments_of(x, y), moments_of(*rows(seed=1))
     for posterior in (
-        gaussian.posterior_moments(prior, x, y, 0.0),
-        gaussian.posterior_moments(nothing(), x, y, 1.0),
+        gaussian_classes.posterior_moments(prior, x, y, 0.0),
+        gaussian_classes.posterior_moments(nothing(), x, y, 1.0),
     ):
         for a, b in zip(posterior, local, strict=True):
             assert torch.allclose(a, b, atol=1e-12)
@@ -95,7 +101,7 @@ def test_posterior_without_prior_is_the_local_one():
 def test_posterior_with_whole_prior_is_that_of_all_rows_together():
     x, y = rows()
     others_x, others_y = rows(seed=1)
-    posterior = gaussian.posterior_moments(moments_of(others_x, others_y), x, y, 1.0)
+    posterior = gaussian_classes.posterior_moments(moments_of(others_x, others_y), x, y, 1.0)
     pooled = moments_of(torch.cat([x, others_x]), torch.cat([y, others_y]))
     for a, b in zip(posterior, pooled, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
@@ -104,7 +110,7 @@ def test_posterior_with_whole_prior_is_that_of_all_rows_together():
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
 def test_scatter_of_the_posterior_is_positive_semidefinite(alpha):
     x, y = rows(7)
-    posterior = gaussian.posterior_moments(moments_of(*rows(seed=2)), x, y, alpha)
+    posterior = gaussian_classes.posterior_moments(moments_of(*rows(seed=2)), x, y, alpha)
     assert torch.linalg.eigvalsh(posterior.scatter).min() > -1e-12
 
 
@@ -152,17 +158,17 @@ def test_leaving_a_row_out_is_fitting_without_it(alpha):
     """The row leaves the prior as well; class 4 has one row and is gone without it."""
     x, y = rows(40)
     y[0] = 4
-    posterior = gaussian.posterior_moments(moments_of(x, y), x, y, alpha)
-    ridge = gaussian.ridge(posterior, 1.0)
-    rule = gaussian.fit_discriminant(posterior, ridge)
+    posterior = gaussian_classes.posterior_moments(moments_of(x, y), x, y, alpha)
+    ridge = gaussian_classes.ridge(posterior, 1.0)
+    rule = gaussian_classes.fit_discriminant(posterior, ridge)
     weight = torch.full((40,), 1 + alpha, dtype=torch.float64)
-    fast = gaussian.leave_one_out_logits(posterior, rule, x, y, weight)
+    fast = gaussian_classes.leave_one_out_logits(posterior, rule, x, y, weight)
     for row in range(40):
         keep = torch.arange(40) != row
         prior = moments_of(x[keep], y[keep])
-        slow = gaussian.fit_discriminant(gaussian.posterior_moments(prior, x[keep], y[keep], alpha), ridge).logits(
-            x[row : row + 1].double()
-        )[0]
+        slow = gaussian_classes.fit_discriminant(
+            gaussian_classes.posterior_moments(prior, x[keep], y[keep], alpha), ridge
+        ).logits(x[row : row + 1].double())[0]
         present_classes = [0, 1, 2, 3] if row == 0 else [0, 1, 2, 3, 4]
         assert gap(fast[row, present_classes].diff(), slow[present_classes].diff()) < 1e-9
     assert fast[0, 4] == ABSENT_CLASS_LOGIT
@@ -173,10 +179,10 @@ def test_padding_and_batching_change_nothing():
     prior = moments_of(*rows(seed=1))
 
     def fit_and_leave_out(x, y):
-        posterior = gaussian.posterior_moments(prior, x, y, 1.0)
+        posterior = gaussian_classes.posterior_moments(prior, x, y, 1.0)
         rule = fitted(posterior)
         weight = torch.full_like(y, 2).double()
-        return rule.weight, rule.bias, gaussian.leave_one_out_logits(posterior, rule, x, y, weight)[:60]
+        return rule.weight, rule.bias, gaussian_classes.leave_one_out_logits(posterior, rule, x, y, weight)[:60]
 
     padded = torch.cat([x, torch.full((5, DIM), 7.0)]), torch.cat([y, torch.full((5,), -1)])
     stacked_results = vmap(fit_and_leave_out)(torch.stack([padded[0]] * 3), torch.stack([padded[1]] * 3))
@@ -191,9 +197,9 @@ def test_the_posterior_and_its_rule_are_those_of_the_direct_inverse(alpha, kind,
     """Term by term as printed, and G by inverting; relative to the largest number."""
     x, y = rows(classes=CLASSES)
     before = moments_of(*rows(seed=1, classes=CLASSES))
-    prior = gaussian.Moments(*(tensor.to(kind) for tensor in before))
-    posterior = gaussian.posterior_moments(prior, x.to(kind), y, alpha)
-    rule = gaussian.fit_discriminant(posterior, gaussian.ridge(posterior, 1.0))
+    prior = gaussian_classes.Moments(*(tensor.to(kind) for tensor in before))
+    posterior = gaussian_classes.posterior_moments(prior, x.to(kind), y, alpha)
+    rule = gaussian_classes.fit_discriminant(posterior, gaussian_classes.ridge(posterior, 1.0))
     scatter = alpha * before.scatter
     for c in range(len(before.counts)):
         class_samples = x[y == c].double()
@@ -204,8 +210,8 @@ def test_the_posterior_and_its_rule_are_those_of_the_direct_inverse(alpha, kind,
             shift, shift
         )
     assert (posterior.scatter - scatter).abs().max() <= tolerance * scatter.abs().max()
-    exact = gaussian.Moments(posterior.counts.double(), posterior.means.double(), scatter)
-    ridge = gaussian.ridge(exact, 1.0)
+    exact = gaussian_classes.Moments(posterior.counts.double(), posterior.means.double(), scatter)
+    ridge = gaussian_classes.ridge(exact, 1.0)
     inverse = torch.linalg.inv(scatter + ridge * torch.eye(DIM))
     offset = exact.means - exact.means.mean(0)
     weight = (exact.counts.sum() + DIM + 2) * offset @ inverse

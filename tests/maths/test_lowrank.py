@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from fedvlm.maths import gaussian, lowrank, prototypes
+from fedvlm.maths import gaussian_classes
 from fedvlm.tensors import remember_latest
 
 CLASSES, DIM = 8, 96
-PLAIN = lowrank.fit_low_rank
+PLAIN = gaussian_classes.fit_low_rank
 unit = torch.nn.functional.normalize
 
 
@@ -23,18 +23,20 @@ def rows(count, seed, classes=7):
 
 def fit_both_ways(prior, x, y, alpha, shrinkage, kind):
     """Weight, bias and left-out logits: by a Cholesky factor, and in the basis."""
-    prior = gaussian.Moments(*(tensor.to(kind) for tensor in prior))
+    prior = gaussian_classes.Moments(*(tensor.to(kind) for tensor in prior))
     weight = torch.full((len(y),), 1 + alpha, dtype=kind)
-    posterior = gaussian.posterior_moments(prior, x, y, alpha)
-    rule = gaussian.fit_discriminant(posterior, gaussian.ridge(posterior, shrinkage))
-    leave_one_out = gaussian.leave_one_out_logits(posterior, rule, x, y, weight)
-    discriminant = lowrank.fit_low_rank(lowrank.eigenbasis(prior), x, y, alpha, shrinkage)
-    low_rank_logits = gaussian.leave_one_out_from_products(discriminant.products, discriminant.counts, y, weight, DIM)
+    posterior = gaussian_classes.posterior_moments(prior, x, y, alpha)
+    rule = gaussian_classes.fit_discriminant(posterior, gaussian_classes.ridge(posterior, shrinkage))
+    leave_one_out = gaussian_classes.leave_one_out_logits(posterior, rule, x, y, weight)
+    discriminant = gaussian_classes.fit_low_rank(gaussian_classes.eigenbasis(prior), x, y, alpha, shrinkage)
+    low_rank_logits = gaussian_classes.leave_one_out_from_products(
+        discriminant.products, discriminant.counts, y, weight, DIM
+    )
     return (rule.weight, rule.bias, leave_one_out), (discriminant.weight, discriminant.bias, low_rank_logits)
 
 
 def moments_of(x, y):
-    return gaussian.moments_from_sums(*gaussian.class_sums(x, y, CLASSES))
+    return gaussian_classes.moments_from_sums(*gaussian_classes.class_sums(x, y, CLASSES))
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-5)])
@@ -46,8 +48,8 @@ def test_the_basis_gives_what_a_factor_of_its_own_gives(kind, tolerance, alpha, 
     exact, _ = fit_both_ways(prior, x, y, alpha, shrinkage, torch.float64)
     _, low_rank = fit_both_ways(prior, x, y, alpha, shrinkage, kind)
     for actual, expected in zip(low_rank, exact, strict=True):
-        is_present = expected != gaussian.ABSENT_CLASS_LOGIT
-        assert torch.equal(actual != gaussian.ABSENT_CLASS_LOGIT, is_present)
+        is_present = expected != gaussian_classes.ABSENT_CLASS_LOGIT
+        assert torch.equal(actual != gaussian_classes.ABSENT_CLASS_LOGIT, is_present)
         assert (actual - expected)[is_present].abs().max() <= tolerance * expected[is_present].abs().max()
 
 
@@ -78,15 +80,17 @@ def test_padding_changes_nothing():
 def test_a_client_with_many_rows_or_hardly_a_ridge_takes_the_factor(count, shrinkage, monkeypatch):
     """Both ways lead to the same; which is taken hangs on sizes and settings, not on values."""
     x, y = rows(count, 7)
-    total = prototypes.pack_statistics(*gaussian.packed_class_sums(*rows(300, 8), CLASSES), 512)
-    prior = prototypes.pooled_prior(total, 512, 1.0)
+    total = gaussian_classes.pack_statistics(*gaussian_classes.packed_class_sums(*rows(300, 8), CLASSES), 512)
+    prior = gaussian_classes.pooled_prior(total, 512, 1.0)
     calls = []
-    monkeypatch.setattr(lowrank, "fit_low_rank", lambda *arguments: calls.append(arguments) or PLAIN(*arguments))
-    discriminant = prototypes.fit_client_discriminant(prior, x, y, 1.0, shrinkage)
+    monkeypatch.setattr(
+        gaussian_classes, "fit_low_rank", lambda *arguments: calls.append(arguments) or PLAIN(*arguments)
+    )
+    discriminant = gaussian_classes.fit_client_discriminant(prior, x, y, 1.0, shrinkage)
     assert bool(calls) == (count == DIM // 2)
-    monkeypatch.setattr(prototypes, "LOW_RANK_DIM_RATIO", 0 if not calls else 99)
-    monkeypatch.setattr(prototypes, "LOW_RANK_MIN_SHRINKAGE", 0.0)
-    factored = prototypes.fit_client_discriminant(prior, x, y, 1.0, shrinkage)
+    monkeypatch.setattr(gaussian_classes, "LOW_RANK_DIM_RATIO", 0 if not calls else 99)
+    monkeypatch.setattr(gaussian_classes, "LOW_RANK_MIN_SHRINKAGE", 0.0)
+    factored = gaussian_classes.fit_client_discriminant(prior, x, y, 1.0, shrinkage)
     assert (discriminant.weight - factored.weight).abs().max() < 1e-4 * factored.weight.abs().max()
 
 

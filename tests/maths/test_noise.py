@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedvlm.maths import noise
-from fedvlm.maths.noise import add_noise, grid_step, secure_normal, seeded_normal
+from fedvlm.maths import privacy
+from fedvlm.maths.privacy import add_noise, grid_step, secure_normal, seeded_normal
 
 
 @pytest.fixture
 def entropy(monkeypatch):
     """The system's entropy by a seed, so that what is measured here is the same every time."""
     draw = np.random.default_rng(7)
-    monkeypatch.setattr(noise.os, "urandom", draw.bytes)
+    monkeypatch.setattr(privacy.os, "urandom", draw.bytes)
 
 
 def test_noise_is_standard_normal(entropy):
@@ -47,7 +47,7 @@ def test_any_shape_is_filled_in_float64(shape):
 
 @pytest.mark.parametrize("byte", [b"\0", b"\xff"])
 def test_extreme_entropy_gives_finite_noise(monkeypatch, byte):
-    monkeypatch.setattr(noise.os, "urandom", lambda count: byte * count)
+    monkeypatch.setattr(privacy.os, "urandom", lambda count: byte * count)
     assert secure_normal(4).isfinite().all() and secure_normal(4).abs().max() < 9.6
 
 

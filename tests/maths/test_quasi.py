@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedvlm.maths.quasi import start_state, take_quasi_newton_step
+from fedvlm.maths.logistic_regression import start_state, take_quasi_newton_step
 
 
 @pytest.mark.parametrize("lie", [0.0, 0.5, 2.0, 30.0])

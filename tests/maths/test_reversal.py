@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, normalize
 
-from fedvlm.maths.contrast import contrastive_loss
-from fedvlm.maths.reversal import Statistics, batch_norm, normalise, reverse_gradient
+from fedvlm.maths.networks import Statistics, batch_norm, contrastive_loss, normalise, reverse_gradient
 
 
 def draw(*shape, seed=0):

@@ -7,7 +7,7 @@ import torch
 
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import SettingsError
-from fedvlm.maths.towers import TARGETS
+from fedvlm.maths.image_tower import TARGETS
 
 MAKERS = {
     "clip": tiny_models.clip,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 from fedvlm.errors import SettingsError
-from fedvlm.maths import transport
-from fedvlm.maths.transport import transport_plan
+from fedvlm.maths import optimal_transport
+from fedvlm.maths.optimal_transport import transport_plan
 
 WIDE_STEPS = 30  # steps for cosines much wider than CLIP's
 
@@ -132,7 +132,7 @@ def test_vanishing_mass_stays_finite_and_goes_to_the_nearest_patches():
 
 
 def test_an_image_does_not_see_the_others_of_its_batch(monkeypatch):
-    monkeypatch.setattr(transport, "NUMBERS_PER_CHUNK", 30_000)
+    monkeypatch.setattr(optimal_transport, "NUMBERS_PER_CHUNK", 30_000)
     similarity = cosines(40, 6, 2, 196, dtype=torch.float32)  # more than are solved at once
     similarity[7] = cosines(6, 2, 196, spread=0.4, dtype=torch.float32)  # hard for the others
     batched = transport_plan(similarity, "unbalanced", 0.8, 0.03)

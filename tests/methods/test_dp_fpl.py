@@ -12,8 +12,7 @@ from fedvlm import parts
 from fedvlm.core import make
 from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
-from fedvlm.maths.accounting import epsilon
-from fedvlm.maths.private import add_noise_to_all, clipped_sum, orthonormal_factors, project_gradient
+from fedvlm.maths.privacy import add_noise_to_all, clipped_sum, epsilon, orthonormal_factors, project_gradient
 from fedvlm.methods.dp_fpl import sample_gradients
 from fedvlm.testing import toy_world, train_toy
 

@@ -10,8 +10,7 @@ from fedvlm import parts, tensors
 from fedvlm.core import Batch, Client, Frozen, make
 from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
-from fedvlm.maths.layers import apply_layers
-from fedvlm.maths.reversal import reverse_gradient
+from fedvlm.maths.networks import apply_layers, reverse_gradient
 from fedvlm.methods.faa_clip import DISCRIMINATOR
 from fedvlm.testing import make_test_client, toy_world, train_toy
 
@@ -106,7 +105,7 @@ def shifted(judge_steps, turned):
         torch.zeros(judge_steps, 0),
     )
     shared, local = method.init(frozen)
-    with patch("fedvlm.methods.faa_clip.reverse", turned):
+    with patch("fedvlm.methods.faa_clip.reverse_gradient", turned):
         shared, local = parts.adam(method, frozen, shared, local, toy_client)
     samples = torch.cat([toy_client.x, toy_client.reference])
     real = torch.ones(512, dtype=torch.bool)

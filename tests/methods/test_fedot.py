@@ -7,7 +7,7 @@ from fedot_world import CLASSES, DIM, clients, double, frozen, one_by_one, pick,
 from fedvlm import parts, tensors
 from fedvlm.core import Client, make
 from fedvlm.errors import SettingsError
-from fedvlm.maths import cayley, cayley_steps, conflict
+from fedvlm.maths import client_drift, orthogonal
 
 FAMILY = ["fedot", "fedlt", "fedadapter", "fedot-all-global", "fedot-all-local"]
 
@@ -112,12 +112,12 @@ def test_fast_path_takes_rows_of_half_precision(blocks: int) -> None:
 
 
 def test_both_walks_are_tried_above() -> None:
-    tiny = cayley_steps.SgdStep(2e-4, 5e-4, 5e-4, 100.0)
-    assert cayley_steps.is_low_rank_faster(DIM, 3, 6, tiny)
-    assert cayley_steps.is_low_rank_faster(DIM // 2, 3, 6, tiny)
-    assert not cayley_steps.is_low_rank_faster(DIM // 16, 3, 6, tiny)
-    assert not cayley_steps.is_low_rank_faster(DIM, 3, 6, replace(tiny, momentum=0.9))
-    assert not cayley_steps.is_low_rank_faster(DIM, 3, 6, replace(tiny, weight_decay=0.05))
+    tiny = orthogonal.SgdStep(2e-4, 5e-4, 5e-4, 100.0)
+    assert orthogonal.is_low_rank_faster(DIM, 3, 6, tiny)
+    assert orthogonal.is_low_rank_faster(DIM // 2, 3, 6, tiny)
+    assert not orthogonal.is_low_rank_faster(DIM // 16, 3, 6, tiny)
+    assert not orthogonal.is_low_rank_faster(DIM, 3, 6, replace(tiny, momentum=0.9))
+    assert not orthogonal.is_low_rank_faster(DIM, 3, 6, replace(tiny, weight_decay=0.05))
 
 
 @pytest.mark.parametrize("classes", [3, 20])  # fewer and more than rows in a minibatch
@@ -137,9 +137,9 @@ def test_map_stays_orthogonal_and_follows_the_oracle_after_2000_steps() -> None:
     world, method = frozen(dim=32), make("fedot", lr=1e-4, momentum=0.0, weight_decay=0.0)
     cohort = clients(world, count=1, steps=4000)
     sent, local = (stacked(part, 1) for part in method.init(world))
-    assert cayley_steps.is_low_rank_faster(32, CLASSES, 8, cayley_steps.SgdStep(1e-4, 0, 0, 100))
+    assert orthogonal.is_low_rank_faster(32, CLASSES, 8, orthogonal.SgdStep(1e-4, 0, 0, 100))
     _, new_local = method.update_many(world, sent, local, cohort)
-    assert cayley.orthogonality_error(cayley.orthogonal(new_local["skew"])) < 1e-5
+    assert orthogonal.orthogonality_error(orthogonal.orthogonal(new_local["skew"])) < 1e-5
     exact = [{key: value.double() for key, value in part.items()} for part in (sent, local)]
     _, oracle = method.update_many(world, *exact, double(cohort))
     assert tensors.max_relative_difference(new_local, oracle) < 1e-3
@@ -201,8 +201,8 @@ def test_gradient_difference_stays_under_its_bound() -> None:
     sent, local = method.init(world)
     ends = [method.update(world, sent, local, pick(cohort, i))[0]["head"] for i in range(3)]
     steps = (cohort.order >= 0).any(-1).sum(1).tolist()
-    difference = conflict.largest_gradient_difference(sent["head"], ends, steps, method.lr)
-    assert 0 < difference < conflict.gradient_difference_bound(method.tau, [1.0, 1.0, 1.0])
+    difference = client_drift.largest_gradient_difference(sent["head"], ends, steps, method.lr)
+    assert 0 < difference < client_drift.gradient_difference_bound(method.tau, [1.0, 1.0, 1.0])
 
 
 def test_blocks_that_do_not_divide_are_refused_before_any_work() -> None:

@@ -7,8 +7,8 @@ from fedot_world import frozen, one_by_one, pick, stacked, unit
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, make
 from fedvlm.engines.crowd import pad_clients
-from fedvlm.maths import cayley
-from fedvlm.methods._blocks import select_candidate
+from fedvlm.maths import orthogonal
+from fedvlm.methods.fedot import select_candidate
 from fedvlm.testing import make_test_client
 
 
@@ -21,7 +21,7 @@ def searching(seed: int, truth: int, rows: int, wrong: float) -> Client:
     y = torch.arange(rows + 200) % 4
     noise = torch.randn(len(y), 32, generator=generator) / 32**0.5
     straight = torch.nn.functional.normalize(world.text[y] + noise, dim=1)
-    x = cayley.rotate(-skew, straight)
+    x = orthogonal.rotate(-skew, straight)
     guesses = torch.randint(4, (rows,), generator=generator)
     labels = torch.where(torch.rand(rows, generator=generator) < wrong, guesses, y[:rows])
     order = torch.randint(rows, (2, 8), generator=generator)

@@ -13,7 +13,7 @@ from fedvlm.engines.loop import draw_participants, initial_state, run_rounds
 from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.maths.transport import transport_plan
+from fedvlm.maths.optimal_transport import transport_plan
 from fedvlm.testing import check_method, toy_text_tower, toy_world, train_toy
 
 SHORT_SETTINGS = {"n_ctx": 4, "rounds": 2, "local_epochs": 1, "lr": 0.05}

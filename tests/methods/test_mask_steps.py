@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, tensors
 from fedvlm.core import Batch, Client, Frozen, make
-from fedvlm.methods import _mask
+from fedvlm.methods import faa_clip
 from fedvlm.methods.faa_clip import DISCRIMINATOR, LAYERS, MEMORY
 
 DIM, CLASSES, CLIENTS, ROWS = 12, 5, 4, 6
@@ -49,9 +49,9 @@ def test_written_gradients_and_statistics_are_those_of_autograd(settings):
 
     stacked = tensors.stack([{**shared, **local} for shared, local in states])
     grads = {k: torch.zeros_like(v) for k, v in stacked.items() if k not in MEMORY}
-    nets = _mask.Nets(LAYERS[method.mask], DISCRIMINATOR)
-    rows = _mask.StackedBatch(x, y, real, reference)
-    new = _mask.gradients(method, nets, frozen, stacked, rows, grads)
+    nets = faa_clip.Nets(LAYERS[method.mask], DISCRIMINATOR)
+    rows = faa_clip.StackedBatch(x, y, real, reference)
+    new = faa_clip.gradients(method, nets, frozen, stacked, rows, grads)
 
     for i, (shared, local) in enumerate(states):
         leaf_tensors = {k: v.clone().requires_grad_() for k, v in {**shared, **local}.items()}
@@ -87,7 +87,7 @@ def test_clients_side_by_side_take_the_steps_they_take_alone(persist, monkeypatc
     )  # fmt: skip
     originals = tensors.copy(shared), tensors.copy(local)
     stacked_result = method.update_many(frozen, shared, local, cohort)
-    monkeypatch.setattr(_mask, "BYTES_PER_CHUNK", 1)
+    monkeypatch.setattr(faa_clip, "BYTES_PER_CHUNK", 1)
     chunked_result = method.update_many(frozen, shared, local, cohort)
     for i in range(CLIENTS):
         client = Client(*(value[i] for value in vars(cohort).values()))

@@ -13,8 +13,8 @@ from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
-from fedvlm.maths.gaussian import pack
-from fedvlm.methods._prompt import class_features
+from fedvlm.maths.gaussian_classes import pack
+from fedvlm.methods._prompts import class_features
 from fedvlm.methods.fens import HOLDS_PREFIX, NETWORK
 from fedvlm.testing import check_same, toy_world, train_toy
 

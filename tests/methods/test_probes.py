@@ -10,7 +10,7 @@ from fedvlm import tensors
 from fedvlm.core import make
 from fedvlm.engines.client import ClientRows, make_client
 from fedvlm.errors import FedVLMError
-from fedvlm.maths import gaussian, probe
+from fedvlm.maths import gaussian_classes, logistic_regression
 from fedvlm.testing import toy_world, train_toy
 
 
@@ -23,7 +23,7 @@ def held_loss(world, outcome, local, id):
     rows = torch.from_numpy(member.validation)
     sent = world.method.send(outcome.shared, id)
     logits = world.method.predict(world.frozen, sent, local, world.x[rows])
-    return float(probe.summed_cross_entropy(logits, world.y[rows]))
+    return float(logistic_regression.summed_cross_entropy(logits, world.y[rows]))
 
 
 def test_alone_shares_nothing():
@@ -37,8 +37,10 @@ def test_alone_is_one_of_its_clients_own_fits():
     local = train_toy(world).local["client-0"]
     toy_client = make_client(world, "client-0", 0)
     ridge = local["ridge"].double()[None]
-    nothing = probe.Head(torch.zeros(4, 16), torch.zeros(4))
-    heads = probe.fit_ridge_path(toy_client.x, toy_client.y, ridge, nothing, torch.ones(4, dtype=torch.bool)).heads
+    nothing = logistic_regression.Head(torch.zeros(4, 16), torch.zeros(4))
+    heads = logistic_regression.fit_ridge_path(
+        toy_client.x, toy_client.y, ridge, nothing, torch.ones(4, dtype=torch.bool)
+    ).heads
     assert torch.allclose(local["weight"], heads.weight[0].float(), rtol=1e-3, atol=1e-3)
 
 
@@ -47,7 +49,7 @@ def test_alone_rules_out_a_class_it_has_no_rows_of():
     toy_client = make_client(world, "client-0", 0)
     without = replace(toy_client, y=torch.where(toy_client.y == 2, -1, toy_client.y))
     local = world.method.adapt(world.frozen, {}, world.method.init(world.frozen)[1], without)
-    assert local["bias"][2] == gaussian.ABSENT_CLASS_LOGIT
+    assert local["bias"][2] == gaussian_classes.ABSENT_CLASS_LOGIT
     assert (world.method.predict(world.frozen, {}, local, toy_client.x).argmax(1) != 2).all()
 
 
@@ -66,12 +68,14 @@ def test_the_federated_probe_is_the_pooled_solution(ridge):
     ids = sorted(world.members)[:-1]
     rows = torch.from_numpy(np.concatenate([world.members[id].train for id in ids]))
     x, y = world.x[rows], world.y[rows]
-    anchor = probe.split_head(shared["walk anchor"].double())
+    anchor = logistic_regression.split_head(shared["walk anchor"].double())
     all_classes = torch.ones(4, dtype=torch.bool)
-    best = probe.fit_ridge_path(x, y, torch.tensor([ridge]).double(), anchor, all_classes, 150).heads
+    best = logistic_regression.fit_ridge_path(x, y, torch.tensor([ridge]).double(), anchor, all_classes, 150).heads
 
     def objective(weight, bias):
-        loss = probe.summed_cross_entropy(probe.Head(weight, bias).logits(x.double()), y) / len(y)
+        loss = logistic_regression.summed_cross_entropy(
+            logistic_regression.Head(weight, bias).logits(x.double()), y
+        ) / len(y)
         return float(loss + ridge / 2 * (weight - anchor.weight).square().sum())
 
     best_objective = objective(best.weight[0], best.bias[0])

@@ -9,8 +9,8 @@ from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.encoders.text import fill_template
 from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
-from fedvlm.maths.transport import transport_plan
-from fedvlm.methods._prompt import class_features
+from fedvlm.maths.optimal_transport import transport_plan
+from fedvlm.methods._prompts import class_features
 from fedvlm.testing import check_method, toy_world, train_toy
 
 CLASSES = ("cat", "very long name of a very long clock", "alarm_clock", "dog")

@@ -13,9 +13,9 @@ from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan, pack_state, unpack_state
 from fedvlm.errors import SettingsError
-from fedvlm.maths import prompts
-from fedvlm.maths.prompts import TextTower
-from fedvlm.methods import _prompt as prompt_steps
+from fedvlm.maths import text_tower
+from fedvlm.maths.text_tower import TextTower
+from fedvlm.methods import _prompts as prompt_steps
 from fedvlm.methods.promptfl_fedamp import PROMPT_PREFIX
 from fedvlm.storage.sealed import read_tensors, write_tensors
 from fedvlm.testing import check_same, toy_text_tower, toy_world, train_toy
@@ -113,7 +113,7 @@ def test_fedamp_weights_fall_with_distance_and_stay_within_one(alpha):
     method = quick("promptfl-fedamp", alpha=alpha)
     prompt = torch.zeros(4, 8)
     other_prompts = [prompt + step for step in (0.0, 0.05, 0.2)]
-    weights = method.shares(prompt, other_prompts)
+    weights = method.cloud_weights(prompt, other_prompts)
     assert (weights >= 0).all() and weights.sum() <= 1 + 1e-12
     assert weights[0] > weights[1] > weights[2]
     held = {
@@ -217,12 +217,12 @@ def test_a_prompt_is_encoded_once_however_often_it_is_measured(monkeypatch):
     assert len(count) == 4
     for number in range(100):
         tower(shared["prompt"] + number)
-    assert len(tower.known) <= 32
+    assert len(tower.cache) <= 32
 
 
 def test_what_a_tower_remembers_of_many_images_prompts_is_bounded(monkeypatch):
     tower = toy_text_tower(4, 16)
-    monkeypatch.setattr(prompts, "MAX_CACHE_BYTES", 10_000)
+    monkeypatch.setattr(text_tower, "MAX_CACHE_BYTES", 10_000)
     for number in range(40):
         tower(torch.full((20, 2, 8), float(number)))  # as CoCoOp asks: a prompt for every image
         assert sum(features.nbytes for features in tower.cache.values()) <= 10_000
@@ -235,7 +235,7 @@ def test_what_a_tower_remembers_of_many_images_prompts_is_bounded(monkeypatch):
 @pytest.mark.parametrize(
     ("vectors", "message"),
     [
-        (0, "vectors must be between 1 and 1000, got 0"),
+        (0, "n_ctx must be between 1 and 1000, got 0"),
         (21, "reads 24 tokens and the class 'bee' takes 3 of them, which leaves room for 20"),
     ],
 )

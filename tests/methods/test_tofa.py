@@ -9,7 +9,7 @@ from fedvlm import tensors
 from fedvlm.core import Frozen, make
 from fedvlm.engines.client import make_client
 from fedvlm.errors import FedVLMError
-from fedvlm.maths import gaussian
+from fedvlm.maths import gaussian_classes
 from fedvlm.testing import check_method, check_same, make_test_client, toy_world, train_toy
 
 unit = torch.nn.functional.normalize
@@ -104,8 +104,8 @@ def test_federated_statistics_are_pooled_ones_however_rows_are_split(n_clients):
 def test_the_wires_fixed_point_predicts_what_float64_does():
     frozen, x, y = setting(400, dim=64)
     shared, _ = exchange(tofa(text=False), frozen, deal(x, y, 8))
-    moments = gaussian.moments_from_sums(*gaussian.class_sums(x, y, CLASSES))
-    rule = gaussian.fit_discriminant(moments, gaussian.ridge(moments, 1.0))
+    moments = gaussian_classes.moments_from_sums(*gaussian_classes.class_sums(x, y, CLASSES))
+    rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, 1.0))
     new = setting(400, dim=64, seed=0)[1].flip(0)
     actual = new @ shared["weight"].mT + shared["bias"]
     exact = rule.logits(new.double())
@@ -201,7 +201,9 @@ def test_own_texts_take_two_exchanges_and_reach_everyone():
     frozen, x, y = setting()
     poor = replace(frozen, text=unit(frozen.text + 3 * torch.ones(DIM) / DIM**0.5, dim=1))
     clients = deal(x, y, 3)
-    good = unit(gaussian.moments_from_sums(*gaussian.class_sums(x, y, CLASSES)).means.float(), dim=1)[:, None]
+    good = unit(gaussian_classes.moments_from_sums(*gaussian_classes.class_sums(x, y, CLASSES)).means.float(), dim=1)[
+        :, None
+    ]
     clients["1"] = replace(clients["1"], texts=good)
     method = tofa(visual=False, rounds=2)
     shared, _ = exchange(method, poor, clients)

@@ -13,7 +13,7 @@ from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
-from fedvlm.maths.towers import ImageTower
+from fedvlm.maths.image_tower import ImageTower
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.methods.moon_tower import flatten_change, restore_weights
 from fedvlm.testing import make_test_client, toy_world, train_toy
@@ -173,7 +173,9 @@ def test_lora_counts_its_parameters():
     assert attention["trained parameters"] == 12 * 2 * 2 * (768 + 768)
 
 
-@pytest.mark.parametrize(("settings", "message"), [({"rank": -1}, "rank = -1"), ({"targets": ()}, "on \\[\\]")])
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"rank": -1}, "lora.rank must be at least 0, got -1"), ({"targets": ()}, "on \\[\\]")]
+)
 def test_lora_refuses_what_is_no_rank_or_target(settings, message):
     with pytest.raises(SettingsError, match=message):
         world_of("lora", **settings).method.init(vit_b_32())

@@ -11,7 +11,7 @@ from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.engines.loop import initial_state
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.maths.membership import mean_similarities, roc_auc, roc_auc_by_class
+from fedvlm.maths.privacy import mean_similarities, roc_auc, roc_auc_by_class
 from fedvlm.report.audit import audit_table
 from fedvlm.runner.audit import audit
 

@@ -13,7 +13,7 @@ from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
-from fedvlm.maths import gaussian, prototypes
+from fedvlm.maths import gaussian_classes
 from fedvlm.report.tables import compare_table
 from fedvlm.runner.settings import build
 from fedvlm.runner.withheld import suppressed_warnings
@@ -60,9 +60,9 @@ def test_a_client_of_small_classes_uploads_zeros(name):
 
 def test_the_contract_refuses_a_method_that_tells_of_small_classes(monkeypatch):
     def careless(x, y, allowed, *limits):
-        return gaussian.class_sums(x, y, len(allowed))
+        return gaussian_classes.class_sums(x, y, len(allowed))
 
-    monkeypatch.setattr(prototypes, "released_class_sums", careless)
+    monkeypatch.setattr(gaussian_classes, "released_class_sums", careless)
     method = make("tofa")
     with pytest.raises(AssertionError, match="fewer than min_class_samples = 16; leave it out"):
         check_small(toy_world(method), method, 16)
@@ -78,14 +78,14 @@ def test_sums_over_clients_are_those_of_the_rows_that_were_uploaded():
         is_uploaded = counts[entry.y] >= MIN_CLASS_SAMPLES
         x.append(entry.x[is_uploaded])
         y.append(entry.y[is_uploaded])
-    pooled = gaussian.class_sums(torch.cat(x), torch.cat(y), 4)
+    pooled = gaussian_classes.class_sums(torch.cat(x), torch.cat(y), 4)
     max_norm = world.method.max_samples
     counts = sum(entry["counts"] for entry in uploads)
-    sums = gaussian.from_fixed_point(sum(entry["sums"].long() for entry in uploads), max_norm)
-    second = gaussian.from_fixed_point(sum(entry["moments"].long() for entry in uploads), max_norm)
+    sums = gaussian_classes.from_fixed_point(sum(entry["sums"].long() for entry in uploads), max_norm)
+    second = gaussian_classes.from_fixed_point(sum(entry["moments"].long() for entry in uploads), max_norm)
     assert torch.equal(counts.double(), pooled[0])
     assert torch.allclose(sums, pooled[1], atol=1e-5)
-    assert torch.allclose(gaussian.unpack(second, 16), pooled[2], atol=1e-5)
+    assert torch.allclose(gaussian_classes.unpack(second, 16), pooled[2], atol=1e-5)
 
 
 def test_a_class_of_too_few_contributors_is_not_uploaded():
@@ -184,7 +184,7 @@ def test_two_contributors_to_a_secure_sum_recover_the_single_row_of_a_third():
     draw = torch.Generator().manual_seed(0)
     rows = torch.nn.functional.normalize(torch.randn(16, 8, generator=draw), dim=1)
     parts = torch.split(rows, [14, 1, 1])  # of one class, at three clients: 16 rows together
-    first, second, third = (gaussian.class_sums(x, torch.zeros(len(x)).long(), 1) for x in parts)
+    first, second, third = (gaussian_classes.class_sums(x, torch.zeros(len(x)).long(), 1) for x in parts)
     total = [sum(column) for column in zip(first, second, third, strict=True)]  # what all may see
     count, remainder = (total[i] - first[i] - second[i] for i in (0, 1))
     assert count.tolist() == [1]
@@ -197,13 +197,15 @@ def test_noise_is_what_the_multiplier_says_and_zero_noise_is_exact():
     )
     exact, noisy = upload_of(plain, "client-0"), upload_of(blurred, "client-0")
     max_norm = plain.method.max_samples
-    counts, sums, second = gaussian.class_sums(*(getattr(make_client(plain, "client-0", 0), k) for k in "xy"), 4)
+    counts, sums, second = gaussian_classes.class_sums(
+        *(getattr(make_client(plain, "client-0", 0), k) for k in "xy"), 4
+    )
     assert torch.equal(exact["counts"].double(), counts)
-    assert torch.allclose(gaussian.from_fixed_point(exact["sums"], max_norm), sums, atol=1e-5)
+    assert torch.allclose(gaussian_classes.from_fixed_point(exact["sums"], max_norm), sums, atol=1e-5)
     differences = torch.cat(
         [
-            (gaussian.from_fixed_point(noisy["sums"], max_norm) - sums).flatten(),
-            gaussian.from_fixed_point(noisy["moments"], max_norm) - gaussian.pack(second),
+            (gaussian_classes.from_fixed_point(noisy["sums"], max_norm) - sums).flatten(),
+            gaussian_classes.from_fixed_point(noisy["moments"], max_norm) - gaussian_classes.pack(second),
         ]
     )
     assert differences.std().item() == pytest.approx(2.0 * 3**0.5, rel=0.1)
@@ -214,8 +216,8 @@ def test_one_row_changes_what_is_uploaded_by_no_more_than_the_sensitivity():
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
         row = torch.nn.functional.normalize(torch.randn(1, 6, generator=draw), dim=1).double()
-        counts, sums, second = gaussian.class_sums(row, torch.tensor([1]), 3)
-        change = torch.cat([counts, sums.flatten(), gaussian.pack(second)])
+        counts, sums, second = gaussian_classes.class_sums(row, torch.tensor([1]), 3)
+        change = torch.cat([counts, sums.flatten(), gaussian_classes.pack(second)])
         assert change.norm() <= 3**0.5 + 1e-9
 
 
@@ -232,7 +234,7 @@ def test_small_classes_are_chosen_by_the_noised_counts():
 def test_noise_leaves_the_scatter_positive_and_predictions_finite():
     world = toy_world(make("tofa", min_class_samples=1, noise_multiplier=20.0))
     outcome = train_toy(world)
-    scatter = gaussian.unpack(outcome.shared["scatter"].double(), 16)
+    scatter = gaussian_classes.unpack(outcome.shared["scatter"].double(), 16)
     assert torch.linalg.eigvalsh(scatter).min() > -1e-6 * scatter.norm()
     assert all(np.isfinite(score["loss"]) for score in outcome.scores.values())
 

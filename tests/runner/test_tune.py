@@ -11,7 +11,7 @@ import fedvlm
 from fedvlm.channel.settings import Channel
 from fedvlm.channel.uploads import spent_epsilon
 from fedvlm.errors import SettingsError
-from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.privacy import epsilon
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import prepare

@@ -6,7 +6,7 @@ from running import execute
 
 import fedvlm
 from fedvlm.errors import SettingsError
-from fedvlm.maths import calibration, gaussian
+from fedvlm.maths import calibration, gaussian_classes
 from fedvlm.report.tables import compare_table
 from fedvlm.result import Result
 from fedvlm.runner.settings import build
@@ -79,8 +79,8 @@ def test_a_bias_is_lost_in_rows_that_share_a_mean():
     centres = torch.randn(4, 32, generator=draw)
     x = 6 + centres[y] + 0.5 * torch.randn(200, 32, generator=draw)
     x = torch.nn.functional.normalize(x, dim=1)
-    has_class = gaussian.moments_from_sums(*gaussian.class_sums(x, y, 5))  # the last class is nobody's
-    rule = gaussian.fit_discriminant(has_class, gaussian.ridge(has_class, 1.0))
+    has_class = gaussian_classes.moments_from_sums(*gaussian_classes.class_sums(x, y, 5))  # the last class is nobody's
+    rule = gaussian_classes.fit_discriminant(has_class, gaussian_classes.ridge(has_class, 1.0))
     head = calibration.fold_bias(rule.weight, rule.bias, has_class.means, has_class.counts > 0)
     with_bias, without = rule.logits(x.double())[:, :4], (x.double() @ head.mT)[:, :4]
     assert (with_bias.argmax(1) == without.argmax(1)).double().mean() > 0.98

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedvlm.engines.client import make_client
-from fedvlm.maths import probe
+from fedvlm.maths import logistic_regression
 from fedvlm.testing import toy_world, train_toy
 from tools.auto.choose import FIRST, REPORTED, chosen, untested
 from tools.auto.measure import prepared_of
@@ -50,9 +50,9 @@ def test_a_rotation_starts_at_the_shared_head_and_lowers_the_loss():
     world = toy_world(Remembering(rounds=4), (60, 50, 70, 40))
     sent = world.method.send(train_toy(world).shared, "")
     one = make_client(world, "client-0", 0)
-    path = rotations(probe.Head(sent["weight"].double(), sent["bias"].double()), one)
+    path = rotations(logistic_regression.Head(sent["weight"].double(), sent["bias"].double()), one)
     assert torch.allclose(path.weight[0].float(), sent["weight"], atol=1e-4)
-    losses = probe.summed_cross_entropy(path.logits(one.x.double()), one.y)
+    losses = logistic_regression.summed_cross_entropy(path.logits(one.x.double()), one.y)
     assert (losses[1:4].diff() < 0).all() and losses[1] < losses[0]
     norms = torch.linalg.matrix_norm(path.weight)
     assert torch.allclose(norms, norms[0], rtol=1e-4)

@@ -24,8 +24,8 @@ from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.client import make_client
 from fedvlm.engines.loop import initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, State
-from fedvlm.maths import probe
-from fedvlm.methods import _probe
+from fedvlm.maths import logistic_regression
+from fedvlm.methods import _logistic
 from fedvlm.runner.prepare import Prepared
 from tools.auto.fits import remembered
 from tools.auto.measure import file_name, prepared_of
@@ -81,7 +81,7 @@ def judged(prepared: Prepared) -> Found:
         engine = open_engine("single", world, 1, rounds)
         shared = run_rounds(world, engine, Plan(training.train, ()), state, fresh, ignored).shared
         for path in sorted({one.path for one in RECIPES if one.rounds == rounds}):
-            sent = method.send(shared, "") | (_probe.head_tensors(shared["walk mean"]) if path else {})
+            sent = method.send(shared, "") | (_logistic.head_tensors(shared["walk mean"]) if path else {})
             recipes = [one for one in RECIPES if (one.rounds, one.path) == (rounds, path)]
             for id in (*training.train, *training.unseen):
                 member = world.members[id]
@@ -91,7 +91,7 @@ def judged(prepared: Prepared) -> Found:
                 more = SHIPPED in recipes
                 heads = {} if unseen else heads_of(method, world.frozen, shared, sent, here, more)
                 for recipe in recipes:
-                    head = probe.Head(sent["weight"].double(), sent["bias"].double())
+                    head = logistic_regression.Head(sent["weight"].double(), sent["bias"].double())
                     head = head if unseen else recipe.head(heads, here)
                     hits = (head.logits(x.double()).argmax(1) == y).double().mean()
                     columns = right.setdefault(recipe.name, {})

@@ -7,18 +7,20 @@ from time import process_time
 
 from torch import Tensor
 
-from fedvlm.maths import probe
+from fedvlm.maths import logistic_regression
 
 
 class Fits:
     """Stands in for `probe.fit`; `saved` are the CPU seconds that asking again would have taken."""
 
     def __init__(self) -> None:
-        self.plain = probe.fit_ridge_path
-        self.known: dict[bytes, tuple[probe.RidgePath, float]] = {}
+        self.plain = logistic_regression.fit_ridge_path
+        self.known: dict[bytes, tuple[logistic_regression.RidgePath, float]] = {}
         self.saved = 0.0
 
-    def __call__(self, x: Tensor, y: Tensor, ridges: Tensor, anchor: probe.Head, open: Tensor) -> probe.RidgePath:
+    def __call__(
+        self, x: Tensor, y: Tensor, ridges: Tensor, anchor: logistic_regression.Head, open: Tensor
+    ) -> logistic_regression.RidgePath:
         key = sha256()
         for one in (x, y, ridges, *anchor, open):
             key.update(one.contiguous().numpy().tobytes())
@@ -36,8 +38,8 @@ class Fits:
 def remembered() -> Iterator[Fits]:
     """Only where clients are taken one by one: in a batch they have no bytes of their own."""
     fits = Fits()
-    probe.fit_ridge_path = fits
+    logistic_regression.fit_ridge_path = fits
     try:
         yield fits
     finally:
-        probe.fit_ridge_path = fits.plain
+        logistic_regression.fit_ridge_path = fits.plain

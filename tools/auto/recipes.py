@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.maths import blend, gaussian, probe
-from fedvlm.maths.cayley import inverse
+from fedvlm.maths import calibration, gaussian_classes, logistic_regression
+from fedvlm.maths.orthogonal import inverse
 from fedvlm.methods.alone import fit_local_path
 from fedvlm.methods.auto import FREQUENCY_LOG_WEIGHT, Auto, average_heads, moments
 
 ANGLE = 0.05  # of a step of the rotation, in the norm of its skew matrix
 BELOW = 3.0  # how far under all it has seen a client puts a class it has no rows of
 KEPT = (0, 1, 2, 4, 8, 16, 24)  # steps after which the rotation is a candidate
-Heads = Mapping[str, probe.Head]
+Heads = Mapping[str, logistic_regression.Head]
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,25 @@ class Recipe:
     path: bool = False  # shared is the path's mean alone, without text and Gaussian classes
     rounds: int = 16
 
-    def head(self, heads: Heads, client: Client) -> probe.Head:
+    def head(self, heads: Heads, client: Client) -> logistic_regression.Head:
         """The client's classifier."""
         names = [name for name in self.parts if name != "often"]
-        nothing = probe.Head(*(0.0 * part for part in heads["often"]))
+        nothing = logistic_regression.Head(*(0.0 * part for part in heads["often"]))
         last = heads["often"] if "often" in self.parts else nothing
         many = [heads[name] for name in names] + [last]
         logits = torch.stack([one.logits(client.val_x.double()) for one in many])
         shares = self.shares(logits, client.val_y)
-        return probe.split_head((shares[:, None, None] * torch.stack([h.joined() for h in many])).sum(0))
+        return logistic_regression.split_head((shares[:, None, None] * torch.stack([h.joined() for h in many])).sum(0))
 
     def shares(self, logits: Tensor, y: Tensor) -> Tensor:
         """(parts,); with what ships this is `Auto.weigh`."""
-        heats = torch.stack([blend.fit_log_scale(one, y) for one in logits[:-1]])
-        found = probe.summed_cross_entropy(heats.exp()[:, None, None] * logits[:-1], y)
+        heats = torch.stack([calibration.fit_log_scale(one, y) for one in logits[:-1]])
+        found = logistic_regression.summed_cross_entropy(heats.exp()[:, None, None] * logits[:-1], y)
         if self.one:
             return torch.nn.functional.one_hot(found.argmin(), len(logits)).double()
         likely = (-self.lean * found).log_softmax(0)
         start = torch.cat([heats + likely, heats.new_full((1,), FREQUENCY_LOG_WEIGHT)])
-        return blend.fit_log_weights(logits, y, start, self.belief).exp()
+        return calibration.fit_log_weights(logits, y, start, self.belief).exp()
 
 
 THREE = Recipe("without gaussian", ("shared", "own", "often"))
@@ -89,10 +89,10 @@ def heads_of(method: Auto, frozen: Frozen, shared: Tensors, sent: Tensors, clien
     """All that a recipe may mix; `more` than one set of rounds needs costs time."""
     names = ("shared", "near", "often")
     heads = dict(zip(names, method.candidates(frozen, sent, client), strict=True))
-    prior = gaussian.Moments(*(shared[f"walk {key}"] for key in gaussian.Moments._fields))
-    known = gaussian.posterior_moments(prior, client.x, client.y, 1.0)
-    rule = gaussian.fit_discriminant(known, gaussian.ridge(known, 1.0))
-    heads["gaussian"] = lowered(probe.Head(rule.weight, rule.bias), client, known.counts > 0)
+    prior = gaussian_classes.Moments(*(shared[f"walk {key}"] for key in gaussian_classes.Moments._fields))
+    known = gaussian_classes.posterior_moments(prior, client.x, client.y, 1.0)
+    rule = gaussian_classes.fit_discriminant(known, gaussian_classes.ridge(known, 1.0))
+    heads["gaussian"] = lowered(logistic_regression.Head(rule.weight, rule.bias), client, known.counts > 0)
     _, path, there = fit_local_path(frozen, client)
     heads["own"] = average_heads(lowered(path.heads, client, there), client)
     if more:
@@ -100,7 +100,7 @@ def heads_of(method: Auto, frozen: Frozen, shared: Tensors, sent: Tensors, clien
     return heads
 
 
-def rotations(shared: probe.Head, client: Client) -> probe.Head:
+def rotations(shared: logistic_regression.Head, client: Client) -> logistic_regression.Head:
     """FedOT's model: the shared head over embeddings that the client turns, on a path of turns.
 
     Steps of one length down the slope of the client's cross-entropy in the skew matrix of Cayley's
@@ -120,12 +120,12 @@ def rotations(shared: probe.Head, client: Client) -> probe.Head:
         half = toward.mT @ (wrong.mT @ client.x @ back)
         slope = half - half.mT
         skew = skew - ANGLE * slope / slope.norm().clamp(min=1e-12)
-    return probe.Head(torch.stack(found).double(), shared.bias.expand(len(found), -1))
+    return logistic_regression.Head(torch.stack(found).double(), shared.bias.expand(len(found), -1))
 
 
-def lowered(head: probe.Head, client: Client, there: Tensor) -> probe.Head:
+def lowered(head: logistic_regression.Head, client: Client, there: Tensor) -> logistic_regression.Head:
     """Classes without rows get one low logit, below all that the others have on the rows."""
     seen = head.logits(client.x.double())
     seen = torch.where((client.y >= 0)[:, None] & there, seen, torch.inf)
     floor = seen.flatten(-2).amin(-1, keepdim=True) - BELOW
-    return probe.Head(torch.where(there[:, None], head.weight, 0.0), torch.where(there, head.bias, floor))
+    return logistic_regression.Head(torch.where(there[:, None], head.weight, 0.0), torch.where(there, head.bias, floor))

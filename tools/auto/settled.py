@@ -14,7 +14,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from fedvlm.engines.client import make_client
-from fedvlm.maths import probe
+from fedvlm.maths import logistic_regression
 from fedvlm.record import MAX_CONVERGED_GRADIENT
 from tools.auto.measure import prepared_of
 from tools.auto.sets import Set, every
@@ -31,11 +31,11 @@ def lines_of(one: Set) -> list[Line]:
     present, y = mine.y.unique(return_inverse=True)
     x, held = mine.x.double(), mine.val_x.double()
     ridges = torch.tensor(RIDGES, dtype=torch.float64)
-    nothing = probe.Head(torch.zeros(len(present), x.shape[1]), torch.zeros(len(present)))
+    nothing = logistic_regression.Head(torch.zeros(len(present), x.shape[1]), torch.zeros(len(present)))
     every_class = torch.ones(len(present), dtype=torch.bool)
 
-    def objective(head: probe.Head, ridge: float) -> float:
-        loss = probe.summed_cross_entropy(head.logits(x), y) / len(y)
+    def objective(head: logistic_regression.Head, ridge: float) -> float:
+        loss = logistic_regression.summed_cross_entropy(head.logits(x), y) / len(y)
         return float(loss + ridge / 2 * head.weight.square().sum())
 
     theirs = []
@@ -47,12 +47,12 @@ def lines_of(one: Set) -> list[Line]:
         weight, bias = torch.from_numpy(fit.coef_), torch.from_numpy(fit.intercept_)
         if len(present) == 2:
             weight, bias = torch.cat([-weight, weight]) / 2, torch.cat([-bias, bias]) / 2
-        theirs.append(probe.Head(weight, bias))
+        theirs.append(logistic_regression.Head(weight, bias))
     out = []
     for steps in STEPS:
-        path = probe.fit_ridge_path(mine.x, y, ridges, nothing, every_class, steps)
+        path = logistic_regression.fit_ridge_path(mine.x, y, ridges, nothing, every_class, steps)
         for number, (ridge, its) in enumerate(zip(RIDGES, theirs, strict=True)):
-            ours = probe.Head(*(part[number] for part in path.heads))
+            ours = logistic_regression.Head(*(part[number] for part in path.heads))
             best = objective(its, ridge)
             gap = 100 * (objective(ours, ridge) / best - 1)
             same = (ours.logits(held).argmax(1) == its.logits(held).argmax(1)).double().mean()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.maths.transport import transport_plan
+from fedvlm.maths.optimal_transport import transport_plan
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import build

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from fedvlm.core import Tensors
-from fedvlm.maths.noise import Draw, add_noise
+from fedvlm.maths.privacy import Draw, add_noise
 from fedvlm.tensors import flatten
 
 

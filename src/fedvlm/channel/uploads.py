@@ -14,7 +14,7 @@ from fedvlm.channel.settings import Channel, ChannelError
 from fedvlm.channel.validate import UploadValidator, validate
 from fedvlm.core import Method, Tensors, upload_sum
 from fedvlm.errors import FederationError
-from fedvlm.maths.noise import Draw, seeded_normal
+from fedvlm.maths.privacy import Draw, seeded_normal
 from fedvlm.parts.robust import WEIGHTS_FROM_DOTS
 
 SPENT_KEY = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
@@ -95,7 +95,7 @@ def privacy_cost(channel: Channel, weights: Mapping[str, float]) -> dict[str, fl
 
 def spent_epsilon(channel: Channel, channel_states: Mapping[str, Tensors]) -> float:
     """ε at δ of the client that has spent most: its changes against none at all."""
-    from fedvlm.maths.accounting import epsilon
+    from fedvlm.maths.privacy import epsilon
 
     spent = max(
         (float(channel_state[SPENT_KEY]) for channel_state in channel_states.values() if SPENT_KEY in channel_state),

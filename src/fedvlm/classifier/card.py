@@ -8,7 +8,7 @@ from typing import Any
 
 from fedvlm.channel.settings import Channel
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.maths.conformal import largest_coverage
+from fedvlm.maths.calibration import largest_coverage
 from fedvlm.storage.files import write_file
 
 ONNX_FILE = "classifier.onnx"

@@ -15,7 +15,7 @@ from fedvlm.data.arrays import check_labels, label_ids
 from fedvlm.data.clinical import Window, check_window
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, suggest_path
-from fedvlm.maths.conformal import Calibration, score_limits
+from fedvlm.maths.calibration import Calibration, score_limits
 from fedvlm.record import Record
 from fedvlm.runner.calibrate import from_json, read_calibration, to_json
 from fedvlm.runner.load import open_towers

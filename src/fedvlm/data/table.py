@@ -13,8 +13,8 @@ from fedvlm.errors import DataError, join_names
 
 if TYPE_CHECKING:
     from fedvlm.core import LazyRows
-    from fedvlm.maths.prompts import TextTower
-    from fedvlm.maths.towers import ImageTower
+    from fedvlm.maths.image_tower import ImageTower
+    from fedvlm.maths.text_tower import TextTower
 
 Strings = NDArray[np.str_]
 SPLIT_ALIASES = {  # the words people use for the three parts

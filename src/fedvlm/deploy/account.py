@@ -16,7 +16,7 @@ from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import Policy, Protection
 from fedvlm.deploy.reasons import RequestRefused
 from fedvlm.engines.flower.wire import Arrays, Message, checksum, from_bytes, to_bytes
-from fedvlm.maths.accounting import epsilon
+from fedvlm.maths.privacy import epsilon
 from fedvlm.storage.files import write_file
 
 MAX_CACHED_REPLIES = 8  # answers of a training that are kept to be given again

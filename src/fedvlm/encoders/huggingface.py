@@ -24,8 +24,8 @@ from fedvlm.encoders.preprocess import Pixels
 from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
 from fedvlm.errors import EncoderError
 from fedvlm.hub import is_local_only
-from fedvlm.maths.prompts import ACTIVATIONS, Affine, Layer, TextTower
-from fedvlm.maths.towers import ImageTower
+from fedvlm.maths.image_tower import ImageTower
+from fedvlm.maths.text_tower import ACTIVATIONS, Affine, Layer, TextTower
 
 # The model class and the processor whose defaults hold where preprocessor_config.json is silent.
 # Fixed-size SigLIP 2 checkpoints are of type siglip.

@@ -21,8 +21,8 @@ from fedvlm.encoders.preprocess import Pixels
 from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
 from fedvlm.errors import EncoderError, suggest_path
 from fedvlm.maths import resnet
-from fedvlm.maths.prompts import Affine, Layer, TextTower
 from fedvlm.maths.resnet import Weights
+from fedvlm.maths.text_tower import Affine, Layer, TextTower
 
 VISUAL_PREFIX = "visual."
 HEAD_WIDTH = 64  # numbers of a head of the text tower

@@ -12,7 +12,7 @@ from fedvlm.data.table import readable_name
 from fedvlm.encoders.cache.table import RowFile
 from fedvlm.encoders.interface import Encoder
 from fedvlm.errors import EncoderError, SettingsError
-from fedvlm.maths.prompts import count_common_prefix, suffixes
+from fedvlm.maths.text_tower import count_common_prefix, suffixes
 
 SENTENCES_PER_BATCH = 256  # given to an encoder at once
 

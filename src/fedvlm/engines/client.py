@@ -15,7 +15,7 @@ from fedvlm.channel import Channel
 from fedvlm.core import Client, Frozen, Method, Noisy, Schedule, Tensors, schedule
 from fedvlm.engines.attackers import Attack
 from fedvlm.evaluate.metrics import compute_metrics, diagram_data, prediction_details
-from fedvlm.maths import noise
+from fedvlm.maths import privacy
 from fedvlm.storage.paged import PagedRows, page_rows
 from fedvlm.tensors import to_float32
 
@@ -221,15 +221,15 @@ def _noise(world: World, id: str, number: int, steps: int) -> Tensor:
     if not count:
         return torch.zeros(steps, 0)
     if world.secret_noise:
-        return noise.secure_normal(steps, count)
+        return privacy.secure_normal(steps, count)
     return torch.randn(steps, count, generator=seeds.generator("noise", world.seed, id, number))
 
 
-def channel_noise(world: World, id: str, number: int) -> noise.Draw:
+def channel_noise(world: World, id: str, number: int) -> privacy.Draw:
     """A channel's noise: by seed in a simulation, of the system's entropy at a deployed site."""
     if world.secret_noise:
-        return noise.secure_normal
-    return noise.seeded_normal(seeds.generator("channel noise", world.seed, id, number))
+        return privacy.secure_normal
+    return privacy.seeded_normal(seeds.generator("channel noise", world.seed, id, number))
 
 
 def _reference_order(world: World, id: str, number: int, order: Tensor) -> Tensor:

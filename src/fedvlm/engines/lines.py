@@ -9,7 +9,7 @@ from fedvlm.engines.client import ClientReply, RemoteState, Scores, Task, Traini
 from fedvlm.engines.state import Plan
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.evaluate.scores import accuracy, metric
-from fedvlm.maths.conflict import GradientAgreement, gradient_difference_bound, largest_gradient_difference
+from fedvlm.maths.client_drift import GradientAgreement, gradient_difference_bound, largest_gradient_difference
 
 
 def mean_scores(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Frozen, Tensors
-from fedvlm.maths import calibration, prototypes
-from fedvlm.maths.accounting import spent
+from fedvlm.maths import calibration, gaussian_classes
+from fedvlm.maths.privacy import spent
 from fedvlm.methods._texts import class_texts
 
 
 def noise(self: Any, frozen: Frozen) -> int:
-    return prototypes.count_noise_values(len(frozen.classes), frozen.dim) if self.noise_multiplier else 0
+    return gaussian_classes.count_noise_values(len(frozen.classes), frozen.dim) if self.noise_multiplier else 0
 
 
 def covers(self: Any, upload: Tensors) -> Tensor:
@@ -23,7 +23,7 @@ def covers(self: Any, upload: Tensors) -> Tensor:
 
 def means(self: Any, upload: Tensors) -> Tensor | None:
     """(classes, dim) what the upload says of the class means."""
-    return prototypes.class_means(upload, self.max_samples) if "sums" in upload else None
+    return gaussian_classes.class_means(upload, self.max_samples) if "sums" in upload else None
 
 
 def describe(self: Any, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:

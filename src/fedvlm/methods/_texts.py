@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedvlm.core import Frozen, Tensors
 from fedvlm.errors import SettingsError
-from fedvlm.maths import alignment, gaussian
+from fedvlm.maths import alignment, gaussian_classes
 from fedvlm.tensors import remember_latest
 
 TERMS = 8  # a bound on the size of a term of r, for its fixed point
@@ -55,7 +55,7 @@ def score_texts(frozen: Frozen, sent: Tensors, counts: Tensor, sums: Tensor, sca
     # Group by group, because all in one place would be a copy for every client.
     margins = [alignment.text_margins(means, present, group, scale) for group in groups if group is not None]
     terms, voting = alignment.vote_terms(torch.cat(margins, dim=1), present)
-    return {"scores": gaussian.to_fixed_point(terms, TERMS), "voters": voting.to(torch.int32)}
+    return {"scores": gaussian_classes.to_fixed_point(terms, TERMS), "voters": voting.to(torch.int32)}
 
 
 def align_texts(shared: Tensors, total: Tensors, temperature: float) -> Tensors:
@@ -65,7 +65,7 @@ def align_texts(shared: Tensors, total: Tensors, temperature: float) -> Tensors:
     client_texts = shared.get("texts")
     if client_texts is not None:
         has_text = torch.cat([has_text, client_texts.abs().amax(-1) > 0], dim=1)
-    terms = gaussian.from_fixed_point(total["scores"], TERMS)
+    terms = gaussian_classes.from_fixed_point(total["scores"], TERMS)
     b = alignment.weigh_texts(terms, total["voters"], has_text, temperature).float()
     out = {"weights": b[:, :common]}
     return out if client_texts is None else out | {"own": alignment.mix_texts(b[:, common:], client_texts)}

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fedvlm.core import Tensors
-from fedvlm.maths import gaussian
+from fedvlm.maths import gaussian_classes
 from fedvlm.methods._texts import TERMS
 
 
@@ -15,12 +15,12 @@ def per_row(self: Any, upload: Tensors, reference_means: Tensors) -> dict[str, t
     statistics: dict[str, tuple[Tensor, Tensor]] = {}
     if "counts" in upload:
         counts = upload["counts"].double()
-        sums, second = (gaussian.from_fixed_point(upload[k], self.max_samples) for k in ("sums", "moments"))
-        means, scatter = gaussian.means_and_scatter(counts, sums, second, reference_means.get("means"))
+        sums, second = (gaussian_classes.from_fixed_point(upload[k], self.max_samples) for k in ("sums", "moments"))
+        means, scatter = gaussian_classes.means_and_scatter(counts, sums, second, reference_means.get("means"))
         statistics = {"means": (means, counts), "scatter": (scatter[None], counts.sum()[None])}
     if "scores" in upload:
         voters = upload["voters"].double()
-        terms = gaussian.from_fixed_point(upload["scores"], TERMS)
+        terms = gaussian_classes.from_fixed_point(upload["scores"], TERMS)
         statistics["scores"] = (terms / voters.clamp(min=1)[:, None], voters)
     if "holders" in upload:
         statistics["holders"] = (upload["holders"][:, None][:, :0].double(), upload["holders"].double())
@@ -31,14 +31,14 @@ def from_means(self: Any, means: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors
     out: Tensors = {}
     if "means" in means:
         counts = means["means"][1].round()
-        sums, second = gaussian.sums_from_moments(counts, means["means"][0], means["scatter"][0][0])
+        sums, second = gaussian_classes.sums_from_moments(counts, means["means"][0], means["scatter"][0][0])
         out["counts"] = counts.long()
-        step = gaussian.fixed_point_step(self.max_samples)
+        step = gaussian_classes.fixed_point_step(self.max_samples)
         out |= {"sums": (sums / step).round().long(), "moments": (second / step).round().long()}
     if "scores" in means:
         terms, voters = means["scores"][0], means["scores"][1].round()
         out["voters"] = voters.long()
-        out["scores"] = (terms * voters[:, None] / gaussian.fixed_point_step(TERMS)).round().long()
+        out["scores"] = (terms * voters[:, None] / gaussian_classes.fixed_point_step(TERMS)).round().long()
     if "holders" in means:
         out["holders"] = means["holders"][1].round().long()
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.maths import gaussian, probe
+from fedvlm.maths import gaussian_classes, logistic_regression
 
 
 @register
@@ -29,8 +29,8 @@ class Alone:
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         ridges, path, has_samples = fit_local_path(frozen, client)
-        best = probe.select_ridge(path, ridges, client.val_x, client.val_y)
-        bias = torch.where(has_samples, path.heads.bias, gaussian.ABSENT_CLASS_LOGIT)
+        best = logistic_regression.select_ridge(path, ridges, client.val_x, client.val_y)
+        bias = torch.where(has_samples, path.heads.bias, gaussian_classes.ABSENT_CLASS_LOGIT)
         fitted = {"weight": path.heads.weight, "bias": bias, "ridge": ridges, "slope": path.max_gradient}
         return {key: value[best].float() for key, value in fitted.items()}
 
@@ -45,10 +45,10 @@ class Alone:
     send, update, aggregate = parts.send_all, parts.no_update, parts.mean
 
 
-def fit_local_path(frozen: Frozen, client: Client) -> tuple[Tensor, probe.RidgePath, Tensor]:
+def fit_local_path(frozen: Frozen, client: Client) -> tuple[Tensor, logistic_regression.RidgePath, Tensor]:
     """The ridges, a head for each from the client's rows alone, and which classes it has."""
     classes = len(frozen.classes)
-    ridges = torch.tensor(probe.RIDGES, dtype=torch.float64)
-    nothing = probe.Head(torch.zeros(classes, frozen.dim), torch.zeros(classes))
-    has_samples = gaussian.class_membership(client.y, classes).sum(0) > 0
-    return ridges, probe.fit_ridge_path(client.x, client.y, ridges, nothing, has_samples), has_samples
+    ridges = torch.tensor(logistic_regression.RIDGES, dtype=torch.float64)
+    nothing = logistic_regression.Head(torch.zeros(classes, frozen.dim), torch.zeros(classes))
+    has_samples = gaussian_classes.class_membership(client.y, classes).sum(0) > 0
+    return ridges, logistic_regression.fit_ridge_path(client.x, client.y, ridges, nothing, has_samples), has_samples

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import Range, check_ranges, ranged_field
-from fedvlm.maths import blend, gaussian, probe, quasi
-from fedvlm.methods import _probe
+from fedvlm.maths import calibration, gaussian_classes, logistic_regression
+from fedvlm.methods import _logistic
 
 MIX_WEIGHTS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part, in the mix
 FIRST_RIDGE, LAST_RIDGE = 1e-1, 1e-6  # ridges of the path
@@ -43,9 +43,9 @@ class Auto:
         return Traits(needs=frozenset({"image"}), upload_sum="total", min_class_samples=self.min_class_samples)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        anchor = _probe.zero_shot_head(frozen)
+        anchor = _logistic.zero_shot_head(frozen)
         classes, dim = len(frozen.classes), frozen.dim
-        shared = _probe.state_to_tensors(quasi.start_state(anchor)) | {
+        shared = _logistic.state_to_tensors(logistic_regression.start_state(anchor)) | {
             "walk anchor": anchor,
             "walk round": torch.zeros((), dtype=torch.int64),
             "walk mean": torch.zeros_like(anchor, dtype=torch.float64),  # of the path so far
@@ -70,18 +70,18 @@ class Auto:
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         if "gauss weight" in sent:
             return {"judged": self.score_mixes(frozen, sent, client)}, local
-        upload = _probe.local_statistics(sent, client, self.min_class_samples)
+        upload = _logistic.local_statistics(sent, client, self.min_class_samples)
         return upload if "begun" in sent else upload | self.statistics(frozen, client), local
 
     def statistics(self, frozen: Frozen, client: Client) -> Tensors:
         """TOFA's sums over rows; rows of classes with too few are one nameless group, if enough."""
         classes = len(frozen.classes)
-        is_small = gaussian.class_membership(client.y, classes).sum(0) < self.min_class_samples
+        is_small = gaussian_classes.class_membership(client.y, classes).sum(0) < self.min_class_samples
         rest = is_small[client.y.clamp(min=0)] & (client.y >= 0)
         has_enough = rest.sum() >= self.min_class_samples
         y = torch.where(rest, torch.where(has_enough, classes, -1), client.y)
-        counts, sums, _ = gaussian.class_sums(torch.where((y >= 0)[:, None], client.x, 0.0), y, classes + 1)
-        gram = _probe.packed_gram(replace(client, y=y), 1)
+        counts, sums, _ = gaussian_classes.class_sums(torch.where((y >= 0)[:, None], client.x, 0.0), y, classes + 1)
+        gram = _logistic.packed_gram(replace(client, y=y), 1)
         return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
 
     def covers(self, upload: Tensors) -> Tensor:
@@ -103,11 +103,13 @@ class Auto:
         logits = torch.stack([head.logits(x) for head in shared_parts(frozen, sent)])
         losses = []
         for mix_weights in torch.split(mix_grid(len(logits)), len(MIX_WEIGHTS)):  # all at once would be large
-            losses.append(probe.summed_cross_entropy(torch.einsum("mj,jnk->mnk", mix_weights.to(logits), logits), y))
+            losses.append(
+                logistic_regression.summed_cross_entropy(torch.einsum("mj,jnk->mnk", mix_weights.to(logits), logits), y)
+            )
         return torch.where((client.y >= 0).sum() >= self.min_class_samples, torch.cat(losses), 0.0)
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
-        total = _probe.sum_uploads(uploads)
+        total = _logistic.sum_uploads(uploads)
         done = shared["walk round"] + 1
         if "judged" in total:
             return {**shared, **self.mix_shared(shared, total["judged"]), "walk round": done}
@@ -115,9 +117,9 @@ class Auto:
         if "counts" in total:
             out |= self.gaussians(total)
         ridge = FIRST_RIDGE * (LAST_RIDGE / FIRST_RIDGE) ** ((int(done) - 1) / max(self.rounds - 2, 1))
-        out |= _probe.take_server_step(out, total, out["walk gram"], shared["walk anchor"], ridge)
+        out |= _logistic.take_server_step(out, total, out["walk gram"], shared["walk anchor"], ridge)
         if int(done) == self.rounds - 1:
-            out |= _probe.head_tensors(out["walk mean"])
+            out |= _logistic.head_tensors(out["walk mean"])
         return out
 
     def average_path(self, shared: Tensors, loss: Tensor) -> Tensors:
@@ -131,46 +133,48 @@ class Auto:
 
     def gaussians(self, total: Tensors) -> Tensors:
         class_moments = moments(total)
-        rule = gaussian.fit_discriminant(class_moments, gaussian.ridge(class_moments, 1.0))
+        rule = gaussian_classes.fit_discriminant(class_moments, gaussian_classes.ridge(class_moments, 1.0))
         out = {"gauss weight": rule.weight, "gauss bias": rule.bias, "walk gram": total["gram"]}
         return {key: value.float() for key, value in out.items()}
 
     def mix_shared(self, shared: Tensors, loss: Tensor) -> Tensors:
         """The mix of shared parts: of all that were judged, by their likelihood."""
-        anchor = probe.split_head(shared["walk anchor"])
+        anchor = logistic_regression.split_head(shared["walk anchor"])
         parts = shared_heads(shared) if len(loss) == len(MIX_WEIGHTS) ** 2 else shared_heads(shared, anchor)
         mix_weights = ((loss.min() - loss).exp()[:, None] * mix_grid(len(parts))).sum(0)
         mix_weights = mix_weights / (loss.min() - loss).exp().sum()
         joined = torch.stack([part.joined() for part in parts]).double()
-        return _probe.head_tensors((mix_weights[:, None, None] * joined).sum(0))
+        return _logistic.head_tensors((mix_weights[:, None, None] * joined).sum(0))
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         parts = self.candidates(frozen, sent, client)
         logits = torch.stack([part.logits(client.val_x.double()) for part in parts])
         weights = self.fit_weights(logits, client.val_y)
         joined = torch.stack([part.joined() for part in parts])
-        head = probe.split_head((weights[:, None, None] * joined).sum(0))
+        head = logistic_regression.split_head((weights[:, None, None] * joined).sum(0))
         return {
             "weight change": (head.weight - sent["weight"].double()).float(),
             "bias change": (head.bias - sent["bias"].double()).float(),
             "shares": weights.float(),
         }
 
-    def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[probe.Head]:
+    def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[logistic_regression.Head]:
         """What a client mixes: classifiers, and last how often it has each class."""
-        shared = probe.Head(sent["weight"].double(), sent["bias"].double())
-        ridges = torch.tensor(probe.RIDGES, dtype=torch.float64)
+        shared = logistic_regression.Head(sent["weight"].double(), sent["bias"].double())
+        ridges = torch.tensor(logistic_regression.RIDGES, dtype=torch.float64)
         all_classes = torch.ones(len(frozen.classes), dtype=torch.bool)
-        local_head = average_heads(probe.fit_ridge_path(client.x, client.y, ridges, shared, all_classes).heads, client)
-        counts = gaussian.class_membership(client.y, len(frozen.classes)).sum(0)
-        frequencies = probe.Head(torch.zeros_like(shared.weight), (counts + PSEUDO_COUNT).log())
+        local_head = average_heads(
+            logistic_regression.fit_ridge_path(client.x, client.y, ridges, shared, all_classes).heads, client
+        )
+        counts = gaussian_classes.class_membership(client.y, len(frozen.classes)).sum(0)
+        frequencies = logistic_regression.Head(torch.zeros_like(shared.weight), (counts + PSEUDO_COUNT).log())
         return [shared, local_head, frequencies]
 
     def fit_weights(self, logits: Tensor, y: Tensor) -> Tensor:
         """(parts,) what each weighs: from equal classifiers at their own temperatures on."""
-        log_scales = torch.stack([blend.fit_log_scale(classifier_logits, y) for classifier_logits in logits[:-1]])
+        log_scales = torch.stack([calibration.fit_log_scale(classifier_logits, y) for classifier_logits in logits[:-1]])
         start = torch.cat([log_scales - math.log(len(log_scales)), log_scales.new_full((1,), FREQUENCY_LOG_WEIGHT)])
-        return blend.fit_log_weights(logits, y, start).exp()
+        return calibration.fit_log_weights(logits, y, start).exp()
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         weight = sent["weight"] + local["weight change"]
@@ -183,12 +187,12 @@ class Auto:
     name = "auto"
 
 
-def moments(total: Tensors) -> gaussian.Moments:
+def moments(total: Tensors) -> gaussian_classes.Moments:
     """Of the classes by name, from the sums of all clients."""
     dim = total["sums"].shape[1]
-    second = gaussian.nearest_semidefinite(gaussian.unpack(total["gram"], dim + 1))[:-1, :-1]
-    class_moments = gaussian.moments_from_sums(total["counts"], total["sums"], second)
-    return gaussian.Moments(class_moments.counts[:-1], class_moments.means[:-1], class_moments.scatter)
+    second = gaussian_classes.nearest_semidefinite(gaussian_classes.unpack(total["gram"], dim + 1))[:-1, :-1]
+    class_moments = gaussian_classes.moments_from_sums(total["counts"], total["sums"], second)
+    return gaussian_classes.Moments(class_moments.counts[:-1], class_moments.means[:-1], class_moments.scatter)
 
 
 def mix_grid(parts: int) -> Tensor:
@@ -196,24 +200,26 @@ def mix_grid(parts: int) -> Tensor:
     return torch.tensor(list(product(MIX_WEIGHTS, repeat=parts)), dtype=torch.float64)
 
 
-def shared_parts(frozen: Frozen, sent: Tensors) -> list[probe.Head]:
+def shared_parts(frozen: Frozen, sent: Tensors) -> list[logistic_regression.Head]:
     if frozen.text is None:
         return shared_heads(sent)
-    return shared_heads(sent, probe.split_head(_probe.zero_shot_head(frozen)))
+    return shared_heads(sent, logistic_regression.split_head(_logistic.zero_shot_head(frozen)))
 
 
-def shared_heads(held: Tensors, text: probe.Head | None = None) -> list[probe.Head]:
+def shared_heads(held: Tensors, text: logistic_regression.Head | None = None) -> list[logistic_regression.Head]:
     """Zero-shot if there is text, the path's mean, and the Gaussian classes if all have rows."""
-    mean = probe.Head(held["weight"], held["bias"])
-    has_all_classes = (held["gauss bias"] > gaussian.ABSENT_CLASS_LOGIT).all()
-    gauss = probe.Head(
+    mean = logistic_regression.Head(held["weight"], held["bias"])
+    has_all_classes = (held["gauss bias"] > gaussian_classes.ABSENT_CLASS_LOGIT).all()
+    gauss = logistic_regression.Head(
         torch.where(has_all_classes, held["gauss weight"], mean.weight),
         torch.where(has_all_classes, held["gauss bias"], mean.bias),
     )
     return [mean, gauss] if text is None else [text, mean, gauss]
 
 
-def average_heads(family: probe.Head, client: Client) -> probe.Head:
+def average_heads(family: logistic_regression.Head, client: Client) -> logistic_regression.Head:
     """The mean of heads of one family, by the likelihood of the client's validation rows."""
-    head_weights = blend.likelihood_weights(family.logits(client.val_x.double()), client.val_y)[:, None]
-    return probe.Head((head_weights[..., None] * family.weight).sum(0), (head_weights * family.bias).sum(0))
+    head_weights = calibration.likelihood_weights(family.logits(client.val_x.double()), client.val_y)[:, None]
+    return logistic_regression.Head(
+        (head_weights[..., None] * family.weight).sum(0), (head_weights * family.bias).sum(0)
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.maths import gaussian
+from fedvlm.maths import gaussian_classes
 
 ALPHAS = tuple(10 ** (k / 2) for k in range(-8, 5))  # α of the paper: 1e-4 to 1e2
 
@@ -33,12 +33,14 @@ class ClipGDA:
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         """The share of the discriminant is chosen on validation rows, or by leaving rows out."""
         classes, dim = len(frozen.classes), frozen.dim
-        nothing = gaussian.Moments(torch.zeros(classes), torch.zeros(classes, dim), torch.zeros(dim, dim))
-        moments = gaussian.posterior_moments(nothing, client.x, client.y, 0.0)
-        rule = gaussian.fit_discriminant(moments, gaussian.ridge(moments, self.shrinkage))
+        nothing = gaussian_classes.Moments(torch.zeros(classes), torch.zeros(classes, dim), torch.zeros(dim, dim))
+        moments = gaussian_classes.posterior_moments(nothing, client.x, client.y, 0.0)
+        rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, self.shrinkage))
         if not self.text:
             return {"weight": rule.weight, "bias": rule.bias}
-        leave_one_out = gaussian.leave_one_out_logits(moments, rule, client.x, client.y, torch.ones(len(client.y)))
+        leave_one_out = gaussian_classes.leave_one_out_logits(
+            moments, rule, client.x, client.y, torch.ones(len(client.y))
+        )
         visual_logits = torch.cat([rule.logits(client.val_x), leave_one_out])
         text_logits = zero_shot(frozen, torch.cat([client.val_x, client.x]))
         held = client.val_y >= 0
@@ -50,7 +52,7 @@ class ClipGDA:
         absent = moments.counts <= 0  # a class it has no rows of is ruled out, whatever the share
         return {
             "weight": alpha * rule.weight,
-            "bias": torch.where(absent, gaussian.ABSENT_CLASS_LOGIT, alpha * rule.bias),
+            "bias": torch.where(absent, gaussian_classes.ABSENT_CLASS_LOGIT, alpha * rule.bias),
         }
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:

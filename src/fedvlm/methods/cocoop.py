@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._blocks import update_sequentially
-from fedvlm.methods._prompt import Start, class_features, initial_prompt, tower_of
+from fedvlm.methods._prompts import Start, class_features, initial_prompt, tower_of
+from fedvlm.methods.fedot import update_sequentially
 from fedvlm.methods.promptfl import PromptFL
 
 VECTORS = 4  # M of the paper

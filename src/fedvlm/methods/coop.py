@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, initial_prompt, sgd_stacked
+from fedvlm.methods._prompts import Start, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 

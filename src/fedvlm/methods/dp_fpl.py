@@ -16,10 +16,9 @@ from torch.func import vjp, vmap
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, OPEN_FRACTION, POSITIVE, check_ranges, ranged_field
-from fedvlm.maths.accounting import epsilon
-from fedvlm.maths.private import add_noise_to_all, clipped_sum, orthonormal_factors, project_gradient
-from fedvlm.methods._blocks import update_sequentially
-from fedvlm.methods._prompt import Start, class_features, initial_prompt, prompt_length, tower_of
+from fedvlm.maths.privacy import add_noise_to_all, clipped_sum, epsilon, orthonormal_factors, project_gradient
+from fedvlm.methods._prompts import Start, class_features, initial_prompt, prompt_length, tower_of
+from fedvlm.methods.fedot import update_sequentially
 from fedvlm.methods.promptfl import PromptFL
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._head import head_traits, initial_head
+from fedvlm.methods._heads import head_traits, initial_head
 
 
 @register

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._head import head_traits, initial_head
+from fedvlm.methods._heads import head_traits, initial_head
 
 
 @register

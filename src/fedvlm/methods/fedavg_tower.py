@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._tower import count_parameters, text_logits, tower_of
+from fedvlm.methods._towers import count_parameters, text_logits, tower_of
 
 
 @register

@@ -16,8 +16,8 @@ from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, POSITIVE, check_ranges, ranged_field
 from fedvlm.errors import SettingsError
-from fedvlm.maths.curvature import find_mode
-from fedvlm.methods._prompt import Start, class_features, initial_prompt
+from fedvlm.maths.fisher import find_mode
+from fedvlm.methods._prompts import Start, class_features, initial_prompt
 from fedvlm.methods.fedlpa import FedLPA, fisher_samples
 
 MAX_PRECISION = 1e6  # a variance is 1e-6 at least

@@ -11,8 +11,7 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
-from fedvlm.maths.contrast import contrastive_loss
-from fedvlm.maths.layers import apply_layers, initial_parameters
+from fedvlm.maths.networks import apply_layers, contrastive_loss, initial_parameters
 from fedvlm.parts import fused
 
 LAYERS = ("linear", "tanh", "linear")  # before the softmax

@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 
 from fedvlm import parts
 from fedvlm.core import MIN_CLASS_SAMPLES, Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._head import head_needs, initial_head
+from fedvlm.methods._heads import head_needs, initial_head
 
 
 @register

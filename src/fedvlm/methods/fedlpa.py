@@ -14,9 +14,9 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import NON_NEGATIVE, check_ranges, ranged_field
-from fedvlm.maths.curvature import sample_fisher, solve_kronecker_mean
-from fedvlm.maths.gaussian import pack, unpack
-from fedvlm.methods._prompt import Start, class_features
+from fedvlm.maths.fisher import sample_fisher, solve_kronecker_mean
+from fedvlm.maths.gaussian_classes import pack, unpack
+from fedvlm.methods._prompts import Start, class_features
 from fedvlm.methods.promptfl import PromptFL
 
 

@@ -12,8 +12,8 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.maths import cayley
-from fedvlm.methods._head import head_traits, initial_head
+from fedvlm.maths import orthogonal
+from fedvlm.methods._heads import head_traits, initial_head
 
 
 @register
@@ -37,14 +37,14 @@ class FedLT:
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
         """The numbers of the paper's tables for one client's map."""
         return {
-            "condition number": cayley.condition_number(local["map"]),
-            "orthogonality error": cayley.orthogonality_error(local["map"]),
+            "condition number": orthogonal.condition_number(local["map"]),
+            "orthogonality error": orthogonal.orthogonality_error(local["map"]),
             "degrees of freedom": frozen.dim**2,
         }
 
     def condition(self, local: Tensors) -> float:
         """κ of the bound on gradient differences."""
-        return cayley.condition_number(local["map"])
+        return orthogonal.condition_number(local["map"])
 
     name = "fedlt"
     traits = head_traits()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._head import head_traits
+from fedvlm.methods._heads import head_traits
 from fedvlm.methods.fedot import FedOT
 
 

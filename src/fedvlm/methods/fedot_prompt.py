@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.maths import cayley
-from fedvlm.methods._blocks import identity_skew
-from fedvlm.methods._prompt import Start, class_features, initial_prompt, sgd_stacked
-from fedvlm.methods.fedot import FedOT
+from fedvlm.maths import orthogonal
+from fedvlm.methods._prompts import Start, class_features, initial_prompt, sgd_stacked
+from fedvlm.methods.fedot import FedOT, identity_skew
 from fedvlm.methods.promptfl import PromptFL
 
 
@@ -37,7 +36,7 @@ class FedOTPrompt:
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         head = class_features(frozen, sent["prompt"])
-        return frozen.scale * x @ cayley.rotate(-local["skew"], head).mT
+        return frozen.scale * x @ orthogonal.rotate(-local["skew"], head).mT
 
     name = "fedot-prompt"
     traits = Traits(needs=frozenset({"image", "text tower"}))

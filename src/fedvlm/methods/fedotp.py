@@ -13,8 +13,8 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.maths.transport import TransportKind, check_plan, transport_plan
-from fedvlm.methods._prompt import Start, features_of_pair, initial_prompt, sgd_stacked
+from fedvlm.maths.optimal_transport import TransportKind, check_plan, transport_plan
+from fedvlm.methods._prompts import Start, features_of_pair, initial_prompt, sgd_stacked
 
 
 @register

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, register
-from fedvlm.methods._head import head_traits
+from fedvlm.methods._heads import head_traits
 from fedvlm.methods.fedavg import FedAvg
 
 

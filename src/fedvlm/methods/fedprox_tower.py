@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
-from fedvlm.methods._tower import text_logits, tower_of
+from fedvlm.methods._towers import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.core.schema import EPOCHS, NON_NEGATIVE, check_range, check_ranges, ranged_field
-from fedvlm.methods._head import head_traits, initial_head
+from fedvlm.methods._heads import head_traits, initial_head
 
 
 @register

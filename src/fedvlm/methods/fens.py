@@ -16,7 +16,7 @@ from torch.func import grad
 from fedvlm import parts, seeds
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, check_ranges, ranged_field
-from fedvlm.methods._prompt import Start, class_features, initial_prompt
+from fedvlm.methods._prompts import Start, class_features, initial_prompt
 from fedvlm.methods.promptfl import PromptFL
 
 NETWORK = ("hidden weight", "hidden bias", "out weight", "out bias")

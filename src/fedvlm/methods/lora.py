@@ -14,7 +14,7 @@ from torch import Tensor
 from fedvlm import parts, seeds
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._tower import count_parameters, text_logits, tower_of
+from fedvlm.methods._towers import count_parameters, text_logits, tower_of
 
 
 @register

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, softplus
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._tower import text_logits, tower_of
+from fedvlm.methods._towers import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
 

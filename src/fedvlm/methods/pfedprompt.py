@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from fedvlm import parts
 from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, sgd_stacked
+from fedvlm.methods._prompts import Start, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 WEIGHTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # a, as parts of the logit scale

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.maths import gaussian, probe
+from fedvlm.maths import gaussian_classes, logistic_regression
 from fedvlm.methods.alone import fit_local_path
 
 
@@ -26,9 +26,9 @@ class Pooled:
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         ridges, path, has_samples = fit_local_path(frozen, client)
-        best = probe.select_ridge(path, ridges, client.val_x, client.val_y)[None]
+        best = logistic_regression.select_ridge(path, ridges, client.val_x, client.val_y)[None]
         weight, bias = (part.index_select(0, best)[0] for part in path.heads)
-        never = torch.where(has_samples, bias, gaussian.ABSENT_CLASS_LOGIT)
+        never = torch.where(has_samples, bias, gaussian_classes.ABSENT_CLASS_LOGIT)
         max_gradient = path.max_gradient.index_select(0, best)[0]
         head = {"weight": weight, "bias": never, "slope": max_gradient}
         return {key: value.float() for key, value in head.items()}, local

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import POSITIVE, check_ranges, ranged_field
-from fedvlm.maths import gaussian, probe, quasi
-from fedvlm.methods import _probe
+from fedvlm.maths import gaussian_classes, logistic_regression
+from fedvlm.methods import _logistic
 from fedvlm.methods.alone import fit_local_path
 
 
@@ -31,9 +31,9 @@ class Probe:
         check_ranges("probe", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        anchor = _probe.zero_shot_head(frozen)
+        anchor = _logistic.zero_shot_head(frozen)
         dim = frozen.dim + 1
-        shared = {**_probe.state_to_tensors(quasi.start_state(anchor)), "walk anchor": anchor}
+        shared = {**_logistic.state_to_tensors(logistic_regression.start_state(anchor)), "walk anchor": anchor}
         shared["walk round"] = torch.zeros((), dtype=torch.int64)
         local = {"weight change": torch.zeros(len(anchor), frozen.dim)} if self.local_head else {}
         local |= {"bias change": torch.zeros(len(anchor))} if self.local_head else {}
@@ -46,33 +46,35 @@ class Probe:
         return {"weight": shared["weight"], "bias": shared["bias"], **started}
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
-        upload = _probe.local_statistics(sent, client, self.min_class_samples)
+        upload = _logistic.local_statistics(sent, client, self.min_class_samples)
         if "begun" not in sent:
-            upload["gram"] = _probe.packed_gram(client, self.min_class_samples)
+            upload["gram"] = _logistic.packed_gram(client, self.min_class_samples)
         return upload, local
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
-        total = _probe.sum_uploads(uploads)
+        total = _logistic.sum_uploads(uploads)
         gram = total["gram"].float() if "gram" in total else shared["walk gram"]
         anchor, done = shared["walk anchor"], shared["walk round"] + 1
-        out = _probe.take_server_step(shared, total, gram, anchor, self.ridge)
+        out = _logistic.take_server_step(shared, total, gram, anchor, self.ridge)
         if done >= self.rounds:  # nobody would say whether a last step is a good one
-            out |= _probe.head_tensors(out["walk base"])
+            out |= _logistic.head_tensors(out["walk base"])
         return {**out, "walk anchor": anchor, "walk gram": gram, "walk round": done}
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         """The likeliest on validation rows of the shared head, heads near it, and own ones."""
         if not self.local_head:
             return local
-        shared = probe.Head(sent["weight"].double(), sent["bias"].double())
+        shared = logistic_regression.Head(sent["weight"].double(), sent["bias"].double())
         ridges, local_path, has_samples = fit_local_path(frozen, client)
-        nearby_heads = probe.fit_ridge_path(client.x, client.y, ridges, shared, torch.ones_like(has_samples)).heads
-        off = torch.where(has_samples, local_path.heads.bias, gaussian.ABSENT_CLASS_LOGIT)
-        heads = probe.Head(
+        nearby_heads = logistic_regression.fit_ridge_path(
+            client.x, client.y, ridges, shared, torch.ones_like(has_samples)
+        ).heads
+        off = torch.where(has_samples, local_path.heads.bias, gaussian_classes.ABSENT_CLASS_LOGIT)
+        heads = logistic_regression.Head(
             torch.cat([shared.weight[None], nearby_heads.weight, local_path.heads.weight]),
             torch.cat([shared.bias[None], nearby_heads.bias, off]),
         )
-        best = probe.summed_cross_entropy(heads.logits(client.val_x.double()), client.val_y).argmin()
+        best = logistic_regression.summed_cross_entropy(heads.logits(client.val_x.double()), client.val_y).argmin()
         change = heads.weight[best] - shared.weight, heads.bias[best] - shared.bias
         return dict(zip(("weight change", "bias change"), (c.float() for c in change), strict=True))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, class_features, initial_prompt, sgd_stacked
+from fedvlm.methods._prompts import Start, class_features, initial_prompt, sgd_stacked
 
 
 @register

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, check_ranges, ranged_field
-from fedvlm.methods._prompt import Start, sgd_stacked
+from fedvlm.methods._prompts import Start, sgd_stacked
 from fedvlm.methods.promptfl_ft import PromptFLFT
 
 PROMPT_PREFIX = "of "  # the server's name for a client's prompt: this and the client's id

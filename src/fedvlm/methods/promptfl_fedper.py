@@ -12,7 +12,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._prompt import DEFAULT_N_CTX, Start, initial_prompt, sgd_stacked
+from fedvlm.methods._prompts import DEFAULT_N_CTX, Start, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 

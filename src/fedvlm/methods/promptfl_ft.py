@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompt import Start, initial_prompt, sgd_stacked
+from fedvlm.methods._prompts import Start, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.core.schema import UNIT, check_ranges, ranged_field
-from fedvlm.methods._prompt import Start, features_of_pair, initial_prompt, sgd_stacked
+from fedvlm.methods._prompts import Start, features_of_pair, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
 VECTORS = 8  # M of the paper's code

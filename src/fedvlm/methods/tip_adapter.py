@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.maths import gaussian
+from fedvlm.maths import gaussian_classes
 from fedvlm.methods.clip_gda import zero_shot
 
 # α and β of the paper; its defaults come first and stay if there are no validation rows
@@ -30,7 +30,7 @@ class TipAdapter:
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         """Keeps the rows, and takes the pair that is right most often on validation rows."""
-        one_hot = gaussian.class_membership(client.y, len(frozen.classes)).float()
+        one_hot = gaussian_classes.class_membership(client.y, len(frozen.classes)).float()
         out = [{"rows": client.x, "labels": one_hot, "pair": torch.tensor(pair)} for pair in PAIRS]
         if not len(client.val_y):
             return out[0]

@@ -16,8 +16,8 @@ from fedvlm import parts, tensors
 from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, UNIT, check_ranges, ranged_field
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.maths import calibration, gaussian, prototypes
-from fedvlm.maths.accounting import spent
+from fedvlm.maths import calibration, gaussian_classes
+from fedvlm.maths.privacy import spent
 from fedvlm.methods import _statistics, _totals
 from fedvlm.methods._texts import align_texts, class_texts, gather_texts, initial_weights, score_texts
 
@@ -85,7 +85,7 @@ class TOFA:
         shared = initial_weights(frozen, self.exchanges == 2) if self.text else {}
         if self.visual:
             # A client has the change of the prior's rule: one that has not adapted predicts by it.
-            shared |= prototypes.empty_prior(classes, frozen.dim)
+            shared |= gaussian_classes.empty_prior(classes, frozen.dim)
             local |= {f"{key} change": torch.zeros_like(shared[key]) for key in ("weight", "bias")}
         if self.visual and self.text and self.fusion:
             local["heat"] = torch.zeros(2)  # log τ of the visual and of the text classifier
@@ -100,12 +100,12 @@ class TOFA:
             raise SettingsError("tofa: clients bring texts of their own; set rounds = 2")
         allowed = open_classes(sent, len(frozen.classes))
         limits = allowed, self.min_class_samples, self.noise_multiplier, client.noise[:1].flatten()
-        counts, sums, second = prototypes.released_class_sums(client.x, client.y, *limits)
+        counts, sums, second = gaussian_classes.released_class_sums(client.x, client.y, *limits)
         if self.min_class_clients > 1 and "open" not in sent:
             return {"holders": (counts > 0).to(torch.int32)}, local
         upload: Tensors = {}
         if self.visual and first:
-            upload |= prototypes.pack_statistics(counts, sums, second, self.max_samples)
+            upload |= gaussian_classes.pack_statistics(counts, sums, second, self.max_samples)
             if "row weight" in local:
                 local = {**local, "row weight": 1 + self.alpha * (counts > 0).float()}
         if self.text and first and self.exchanges == 2:
@@ -129,12 +129,12 @@ class TOFA:
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         """Sums alone matter, so they may come from a secure sum; texts are brought together."""
-        total = prototypes.add_uploads(uploads, uploads[0].keys() - {"texts"})
+        total = gaussian_classes.add_uploads(uploads, uploads[0].keys() - {"texts"})
         out = {key: value for key, value in shared.items() if key != "texts"}
         if "holders" in total:
             out["open"] = (total["holders"] >= self.min_class_clients).double()
         if "moments" in total:
-            out |= prototypes.pooled_prior(total, self.max_samples, self.shrinkage)
+            out |= gaussian_classes.pooled_prior(total, self.max_samples, self.shrinkage)
         if "scores" in total:
             out |= align_texts(shared, total, self.temperature)
         return out | ({"texts": gather_texts(uploads, ids)} if "texts" in uploads[0] else {})
@@ -142,15 +142,15 @@ class TOFA:
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:
             return local
-        discriminant = prototypes.fit_client_discriminant(sent, client.x, client.y, self.alpha, self.shrinkage)
-        x, y, out = client.x, client.y, prototypes.discriminant_change(discriminant, sent)
+        discriminant = gaussian_classes.fit_client_discriminant(sent, client.x, client.y, self.alpha, self.shrinkage)
+        x, y, out = client.x, client.y, gaussian_classes.discriminant_change(discriminant, sent)
         if self.text and self.fusion:
             if self.calibration == "held-out" and client.val_x.shape[0]:
                 x, y = client.val_x, client.val_y
                 visual_logits = x @ discriminant.weight.mT + discriminant.bias
             else:
                 weight = local["row weight"][y.clamp(min=0)]
-                visual_logits = gaussian.leave_one_out_from_products(
+                visual_logits = gaussian_classes.leave_one_out_from_products(
                     discriminant.products, discriminant.counts, y, weight, x.shape[1]
                 )
             words = frozen.scale * x @ class_texts(frozen, sent).mT

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
-from fedvlm.methods._tower import count_parameters, tower_of
+from fedvlm.methods._towers import count_parameters, tower_of
 
 
 @register

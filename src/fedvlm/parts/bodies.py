@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedvlm.core import Batch, Client, Frozen, Method, Tensors, sums_uploads
-from fedvlm.maths.gaussian import suppress_small_classes
+from fedvlm.maths.gaussian_classes import suppress_small_classes
 from fedvlm.tensors import to_float32
 
 

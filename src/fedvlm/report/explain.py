@@ -17,7 +17,7 @@ from fedvlm.data.superclasses import superclasses
 from fedvlm.encoders.cache.decode import decode
 from fedvlm.encoders.preprocess import Pixels
 from fedvlm.errors import DataError, EncoderError, SettingsError, unknown_name
-from fedvlm.maths.transport import transport_plan
+from fedvlm.maths.optimal_transport import transport_plan
 from fedvlm.maths.tsne import tsne
 from fedvlm.record import Record
 

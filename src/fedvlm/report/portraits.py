@@ -9,7 +9,7 @@ import torch
 
 from fedvlm.classifier.personalised import client_classifier, reopen_encoder
 from fedvlm.errors import DataError, SettingsError, unknown_name
-from fedvlm.methods._prompt import class_features
+from fedvlm.methods._prompts import class_features
 from fedvlm.record import Record
 from fedvlm.report.explain import patch_grid, prompt_map, read_image
 from fedvlm.report.panels import COLOURS, run_names

@@ -23,8 +23,7 @@ from fedvlm.engines.loop import initial_state
 from fedvlm.engines.single import Sequential
 from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols import Training
-from fedvlm.maths.membership import mean_similarities, roc_auc_by_class
-from fedvlm.maths.noise import seeded_normal
+from fedvlm.maths.privacy import mean_similarities, roc_auc_by_class, seeded_normal
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.load import Progress, load, shrink_for_smoke

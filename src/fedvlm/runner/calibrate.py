@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedvlm.core import Tensors
 from fedvlm.engines.client import World, predict
-from fedvlm.maths.conformal import Calibration, calibrate
+from fedvlm.maths.calibration import Calibration, calibrate
 from fedvlm.record import Record
 from fedvlm.storage.sealed import read_json, write_json
 

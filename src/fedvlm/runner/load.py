@@ -22,8 +22,8 @@ from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import Settings
 
 if TYPE_CHECKING:
-    from fedvlm.maths.prompts import TextTower
-    from fedvlm.maths.towers import ImageTower
+    from fedvlm.maths.image_tower import ImageTower
+    from fedvlm.maths.text_tower import TextTower
 
 Progress = Callable[[str, int, int], None]  # what is going on, done, total
 SMOKE_SAMPLES = 600  # of a smoke run

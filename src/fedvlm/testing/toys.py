@@ -13,8 +13,8 @@ from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import Outcome, finish_training, initial_state, run_rounds
 from fedvlm.engines.single import Sequential
 from fedvlm.engines.state import Plan
-from fedvlm.maths.prompts import Affine, Layer, TextTower
-from fedvlm.maths.towers import ImageTower
+from fedvlm.maths.image_tower import ImageTower
+from fedvlm.maths.text_tower import Affine, Layer, TextTower
 
 
 def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int = 16) -> World:

@@ -25,7 +25,7 @@ def limit_pull_time(pull: Callable[..., Any], grid: Any) -> Callable[..., Any]:
         return pull(
             object_ids,
             pull_object_fn,
-            max_time=max(getattr(grid, "valid_until", inf) - monotonic(), 0.0),
+            max_time=max(getattr(grid, "until", inf) - monotonic(), 0.0),
             max_tries_per_object=None,
             initial_backoff=PULL_INTERVAL_SECONDS,
             backoff_cap=PULL_INTERVAL_SECONDS,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedvlm.maths import cayley
+from fedvlm.maths import orthogonal
 from fedvlm.maths.tsne import tsne
-from fedvlm.methods._blocks import selected_skew
+from fedvlm.methods.fedot import selected_skew
 from fedvlm.record import Record
 from fedvlm.report.explain import MIN_PROMPTS, local_prompts
 
@@ -38,7 +38,7 @@ def rotation_angles(record: Record) -> list[float]:
         tensors = {**shared, **local_tensors}
         if not any(key.startswith("skew") for key in tensors):
             return []
-        turn = cayley.orthogonal(selected_skew(tensors)).double()
+        turn = orthogonal.orthogonal(selected_skew(tensors)).double()
         angles_by_client.append(torch.linalg.eigvals(turn).angle().abs().rad2deg().flatten())
     if not angles_by_client:
         return []

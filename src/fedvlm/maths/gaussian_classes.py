@@ -4,11 +4,15 @@ Sums over rows are taken in float64; all else has the precision of the moments i
 are no branches on values, so that engines may vmap it.
 """
 
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fedvlm.maths.privacy import add_noise
+from fedvlm.tensors import Tensors, remember_latest
 
 ABSENT_CLASS_LOGIT = -1e4  # the logit of a class without a prototype: finite, and beaten by every other
 GRAM_BLOCK_COLUMNS = 128  # columns of a product of which only a triangle is asked for
@@ -285,3 +289,177 @@ def to_fixed_point(value: Tensor, max_samples: int) -> Tensor:
 
 def from_fixed_point(value: Tensor, max_samples: int) -> Tensor:
     return value.to(torch.float64, copy=True).mul_(fixed_point_step(max_samples))
+
+
+class Basis(NamedTuple):
+    """A prior in the eigenbasis of its scatter."""
+
+    vectors: Tensor  # (dim, dim) in columns
+    values: Tensor  # (dim,)
+    counts: Tensor  # (classes,)
+    means: Tensor  # (classes, dim)
+
+
+def eigenbasis(prior: Moments) -> Basis:
+    """By float64: the smallest eigenvalues count most, and float32 has none of their digits."""
+    values, vectors = torch.linalg.eigh(prior.scatter.double())
+    kind = prior.means.dtype
+    vectors = vectors.to(kind)
+    values = values.clamp(min=0).to(kind)
+    return Basis(vectors, values, prior.counts, prior.means @ vectors)
+
+
+class ClientDiscriminant(NamedTuple):
+    """What `gaussian.posterior` and `gaussian.discriminant` would make of the rows."""
+
+    counts: Tensor  # (classes,) of rows, the prior's weighing α
+    weight: Tensor  # (classes, dim)
+    bias: Tensor  # (classes,)
+    products: OffsetProducts
+
+
+def fit_low_rank(prior: Basis, x: Tensor, y: Tensor, alpha: float, shrinkage: float) -> ClientDiscriminant:
+    label, real = y.clamp(min=0), (y >= 0).to(prior.means.dtype)
+    x = (x.to(prior.means.dtype) @ prior.vectors) * real[:, None]
+    client_counts = torch.zeros_like(prior.counts).index_add(0, label, real)
+    sums = torch.zeros_like(prior.means).index_add(0, label, x)
+    before = alpha * prior.counts
+    counts = before + client_counts
+    safe = torch.where(counts > 0, counts, 1.0)
+    means = (before[:, None] * prior.means + sums) / safe[:, None]
+    mean = sums / client_counts.clamp(min=1)[:, None]
+    shift = (before / safe).sqrt()[:, None] * (mean - prior.means)
+    parts = x + (shift - mean).index_select(0, label) * real[:, None]  # as in `posterior`
+    has_samples, offset, centre = centred_means(counts, means)
+    within = alpha * prior.values.sum() + parts.square().sum()
+    ridge = ridge_from_trace(counts, offset, within, shrinkage)
+    informative = is_informative(counts, within).to(x.dtype)
+    root = (informative * alpha * prior.values + ridge).rsqrt()  # of the inverse of what is diagonal
+    scale = counts.sum() + x.shape[1] + 2
+    parts = parts * (informative * root)
+    eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(eye + parts @ parts.mT)[0])
+    white = offset * root
+    weight = scale * (white - (white @ parts.mT @ inverse) @ parts) * root
+    rows = x - means.index_select(0, label) * real[:, None]
+    whitened = rows * root
+    onto = whitened @ parts.mT
+    size = scale * (whitened.square().sum(1) - (onto @ inverse * onto).sum(1))
+    between = offset @ weight.mT
+    bias = torch.where(has_samples, -(weight @ centre) - between.diagonal() / 2, ABSENT_CLASS_LOGIT)
+    products = OffsetProducts(size.clamp(min=0), rows @ weight.mT, between)
+    return ClientDiscriminant(counts, weight @ prior.vectors.mT, bias, products)
+
+
+LOW_RANK_DIM_RATIO = 2  # a client has few rows if there are so many times as many dimensions
+LOW_RANK_MIN_SHRINKAGE = 0.1  # the least ridge at which float32 leaves rows out that way as well as by a Cholesky
+SENSITIVITY = 3**0.5  # what one row can change, over all statistics
+
+
+def count_noise_values(classes: int, dim: int) -> int:
+    """How many numbers of noise one release takes."""
+    return classes + classes * dim + dim * (dim + 1) // 2
+
+
+def released_class_sums(
+    x: Tensor, y: Tensor, allowed: Tensor, smallest: int, multiplier: float, normal: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts, class sums and the triangle of Σ x xᵀ of classes that may be uploaded, with noise.
+
+    `allowed` (classes,) is True where a class may be. What is left out is chosen by the counts that
+    are uploaded, noise and all, so the choice gives nothing away.
+    """
+    classes, dim = len(allowed), x.shape[1]
+    counts = class_membership(y, classes).sum(0)
+    if multiplier:
+        std = multiplier * SENSITIVITY
+        ends = [classes, classes + classes * dim]
+        on_counts, on_sums, on_second = normal.double().tensor_split(ends)
+        counts = add_noise(counts, std, on_counts).round()
+        x = x.double() / x.norm(dim=1, keepdim=True).clamp(min=1)
+    counts = torch.where(allowed, counts, 0.0)  # a mask: it cannot raise a count
+    is_released = counts >= smallest
+    _, sums, second = packed_class_sums(x, suppress_small_classes(y, counts, smallest), classes)
+    if multiplier:
+        sums = add_noise(sums, std, on_sums.reshape(classes, dim))
+        sums = torch.where(is_released[:, None], sums, 0.0)
+        second = add_noise(second, std, on_second)
+    return torch.where(is_released, counts, 0.0), sums, second
+
+
+def pack_statistics(counts: Tensor, sums: Tensor, second: Tensor, max_samples: int) -> Tensors:
+    """As whole numbers, which add up exactly; for clients of `most` rows at most."""
+    return {
+        "counts": counts.to(torch.int32),
+        "sums": to_fixed_point(sums, max_samples),
+        "moments": to_fixed_point(second, max_samples),
+    }
+
+
+def add_uploads(uploads: Sequence[Tensors], keys: Collection[str]) -> Tensors:
+    """The exact sums of packed statistics, one client after the other: they are many."""
+    total = {key: torch.zeros_like(uploads[0][key], dtype=torch.long) for key in keys}
+    for upload in uploads:
+        for key, value in total.items():
+            value += upload[key]
+    return total
+
+
+def class_means(upload: Tensors, max_samples: int) -> Tensor:
+    """(classes, dim) what packed statistics say of the class means."""
+    return from_fixed_point(upload["sums"], max_samples) / upload["counts"].clamp(min=1)[:, None]
+
+
+def empty_prior(classes: int, dim: int) -> Tensors:
+    """The prior before anything was released: nothing, and a discriminant that says nothing."""
+    return {
+        "counts": torch.zeros(classes),
+        "means": torch.zeros(classes, dim),
+        "scatter": torch.zeros(dim * (dim + 1) // 2),
+        "weight": torch.zeros(classes, dim),
+        "bias": torch.zeros(classes),
+    }
+
+
+def pooled_prior(total: Tensors, max_samples: int, shrinkage: float) -> Tensors:
+    """The posterior of all rows under an uninformative prior, and its discriminant."""
+    pooled = moments_from_sums(
+        total["counts"].double(),
+        from_fixed_point(total["sums"], max_samples),
+        unpack(from_fixed_point(total["moments"], max_samples), total["sums"].shape[1]),
+        fixed_point_step(max_samples),
+    )
+    rule = fit_discriminant(pooled, ridge(pooled, shrinkage))
+    moments = {
+        "counts": pooled.counts,
+        "means": pooled.means,
+        "scatter": pack(pooled.scatter),
+    }
+    prior_tensors = {**moments, "weight": rule.weight, "bias": rule.bias}
+    return {key: value.float() for key, value in prior_tensors.items()}
+
+
+def fit_client_discriminant(prior: Tensors, x: Tensor, y: Tensor, alpha: float, shrinkage: float) -> ClientDiscriminant:
+    """A client's posterior, the prior's rows weighing α each, and its discriminant."""
+    if LOW_RANK_DIM_RATIO * len(x) <= x.shape[1] and shrinkage >= LOW_RANK_MIN_SHRINKAGE:
+        held = [prior[key] for key in ("counts", "means", "scatter")]
+        return fit_low_rank(_basis(*held), x, y, alpha, shrinkage)
+    posterior = posterior_moments(_moments(prior), x, y, alpha)
+    rule = fit_discriminant(posterior, ridge(posterior, shrinkage))
+    return ClientDiscriminant(posterior.counts, rule.weight, rule.bias, offset_products(posterior, rule, x, y))
+
+
+def _moments(prior: Tensors) -> Moments:
+    scatter = unpack(prior["scatter"], prior["means"].shape[1])
+    return Moments(prior["counts"], prior["means"], scatter)
+
+
+@remember_latest
+def _basis(counts: Tensor, means: Tensor, scatter: Tensor) -> Basis:
+    return eigenbasis(_moments({"counts": counts, "means": means, "scatter": scatter}))
+
+
+def discriminant_change(rule: ClientDiscriminant, prior: Tensors) -> Tensors:
+    """How a client's discriminant differs from the prior's."""
+    new = {"weight": rule.weight, "bias": rule.bias}
+    return {f"{key} change": value - prior[key] for key, value in new.items()}

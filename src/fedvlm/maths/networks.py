@@ -1,0 +1,237 @@
+"""The pieces of adversarial training: gradient reversal and BatchNorm over real rows only."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, leaky_relu
+
+from fedvlm.core import Tensors
+
+BATCH_NORM_EPSILON = 1e-5  # BatchNorm's guard against a variance of zero
+BATCH_NORM_MOMENTUM = 0.1  # the weight of a minibatch in the running statistics
+
+
+def reverse_gradient(x: Tensor) -> Tensor:
+    """x itself, whose gradient comes back with the opposite sign."""
+    return 2 * x.detach() - x
+
+
+class Statistics(NamedTuple):
+    """What BatchNorm remembers for rows that come alone."""
+
+    mean: Tensor  # (width,)
+    variance: Tensor  # (width,)
+
+
+def normalise(x: Tensor, weight: Tensor, bias: Tensor, by: Statistics) -> Tensor:
+    """BatchNorm by given statistics; a row's result depends on no other row."""
+    return (x - by.mean) * (torch.rsqrt(by.variance + BATCH_NORM_EPSILON) * weight) + bias
+
+
+def batch_norm(x: Tensor, real: Tensor, weight: Tensor, bias: Tensor, running: Statistics) -> tuple[Tensor, Statistics]:
+    """BatchNorm of a minibatch and the new running statistics; padded rows have no say.
+
+    A single real row has no variance: it is normalised by the running statistics, and leaves them
+    as they are.
+    """
+    weights = real.to(x.dtype)
+    count = weights.sum()
+    has_variance, n_real = count > 1, count.clamp(min=1)
+    sample_weights = weights / n_real
+    mean = torch.where(has_variance, sample_weights @ x, running.mean)
+    centred = x - mean
+    variance = torch.where(has_variance, sample_weights @ centred.square(), running.variance)
+    out = centred * (torch.rsqrt(variance + BATCH_NORM_EPSILON) * weight) + bias
+    unbiased = variance.detach() * (n_real / (count - 1).clamp(min=1))
+    # Without enough rows both ends are the same, and nothing moves.
+    new = Statistics(
+        torch.lerp(running.mean, mean.detach(), BATCH_NORM_MOMENTUM),
+        torch.lerp(running.variance, unbiased, BATCH_NORM_MOMENTUM),
+    )
+    return out, new
+
+
+Layers = tuple[str, ...]  # of "linear", "norm", "leaky", "relu" and "tanh"
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaky": F.leaky_relu,
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}  # leaky: slope 0.01
+
+
+def initial_parameters(layers: Layers, name: str, widths: Sequence[int], draw: torch.Generator) -> Tensors:
+    """The tensors a stack starts from; `widths` are the inputs of each linear layer and the end.
+
+    Weights and biases are uniform within ±1/√inputs, PyTorch's own first values.
+    """
+    out: Tensors = {}
+    remaining_widths = list(widths)
+    width = remaining_widths[0]
+    for place, layer in enumerate(layers):
+        prefix = f"{name}{place}"
+        if layer == "linear":
+            inputs, width = remaining_widths.pop(0), remaining_widths[0]
+            bound = inputs**-0.5
+            for part, shape in (("weight", (width, inputs)), ("bias", (width,))):
+                drawn = torch.rand(shape, generator=draw)
+                out[f"{prefix}.{part}"] = bound * (2 * drawn - 1)
+        elif layer == "norm":
+            for part in ("weight", "variance"):
+                out[f"{prefix}.{part}"] = torch.ones(width)
+            for part in ("bias", "mean"):
+                out[f"{prefix}.{part}"] = torch.zeros(width)
+    return out
+
+
+def running_statistics_keys(*names: str) -> frozenset[str]:
+    """What stacks of these names remember but do not train, however many layers they have."""
+    return frozenset(f"{name}{place}.{part}" for name in names for place in range(8) for part in ("mean", "variance"))
+
+
+def apply_layers(
+    layers: Layers, name: str, parameters: Tensors, x: Tensor, real: Tensor | None = None
+) -> tuple[Tensor, Tensors]:
+    """The output of a stack; with `real`, BatchNorm goes by the minibatch and tells its statistics.
+
+    Without it BatchNorm goes by the running statistics, as it does for rows that are classified.
+    """
+    new: Tensors = {}
+    for place, layer in enumerate(layers):
+        prefix = f"{name}{place}"
+        if layer in ACTIVATIONS:
+            x = ACTIVATIONS[layer](x)
+            continue
+        weight, bias = parameters[f"{prefix}.weight"], parameters[f"{prefix}.bias"]
+        if layer == "linear":
+            if layers[place + 1 : place + 2] == ("norm",):
+                # BatchNorm takes the bias out again: what is left of its gradient is rounding,
+                # which Adam would blow up to whole steps.
+                bias = bias.detach()
+            x = F.linear(x, weight, bias)
+            continue
+        running = Statistics(parameters[f"{prefix}.mean"], parameters[f"{prefix}.variance"])
+        if real is None:
+            x = normalise(x, weight, bias, running)
+        else:
+            x, now = batch_norm(x, real, weight, bias, running)
+            new |= {f"{prefix}.mean": now.mean, f"{prefix}.variance": now.variance}
+    return x, new
+
+
+NEGATIVE_SLOPES = {"leaky": 0.01, "relu": 0.0}  # of an activation below 0
+SavedTensors = tuple[Tensor, ...]  # what a layer's gradient needs of its way forth
+
+
+class BatchNormWeights(NamedTuple):
+    """How much each row says to BatchNorm's statistics."""
+
+    rows: Tensor  # (clients, rows): 1 / count where a row is real
+    has_variance: Tensor  # (clients, 1, 1) whether there are two real rows, which have a variance
+    unbiased: Tensor  # (clients, 1, 1): count / (count - 1)
+
+
+def batch_norm_weights(real: Tensor, dtype: torch.dtype) -> BatchNormWeights:
+    count = real.sum(1)
+    some = count.clamp(min=1).to(dtype)[:, None]
+    unbiased = some / (count[:, None] - 1).clamp(min=1)
+    return BatchNormWeights(real / some, (count > 1)[:, None, None], unbiased[..., None])
+
+
+def forward(
+    layers: Layers, name: str, parameters: Tensors, x: Tensor, norm_weights: BatchNormWeights
+) -> tuple[Tensor, list[SavedTensors], Tensors]:
+    """What comes out, what the way back needs, and the new statistics of BatchNorms."""
+    saved: list[SavedTensors] = []
+    new: Tensors = {}
+    for place, layer in enumerate(layers):
+        prefix = f"{name}{place}"
+        if layer in NEGATIVE_SLOPES:
+            x = leaky_relu(x, NEGATIVE_SLOPES[layer])
+            saved.append((x,))
+            continue
+        weight, bias = parameters[f"{prefix}.weight"], parameters[f"{prefix}.bias"][:, None]
+        if layer == "linear":
+            saved.append((x,))
+            if weight.shape[1] == 1:  # a product of one column rounds otherwise for one client
+                x = (x * weight).sum(2, keepdim=True) + bias
+            else:
+                x = torch.baddbmm(bias, x, weight.mT)
+            continue
+        old = parameters[f"{prefix}.mean"][:, None], parameters[f"{prefix}.variance"][:, None]
+        sample_weights = norm_weights.rows[:, None]
+        mean = torch.where(norm_weights.has_variance, torch.bmm(sample_weights, x), old[0])
+        normalised = x - mean
+        variance = torch.where(norm_weights.has_variance, torch.bmm(sample_weights, normalised.square()), old[1])
+        scale = torch.rsqrt(variance + BATCH_NORM_EPSILON)
+        saved.append((normalised.mul_(scale), scale))
+        x = torch.addcmul(bias, normalised, weight[:, None])
+        # Without enough rows both ends are the same, and nothing moves.
+        new[f"{prefix}.mean"] = torch.lerp(old[0], mean, BATCH_NORM_MOMENTUM)[:, 0]
+        new[f"{prefix}.variance"] = torch.lerp(old[1], variance * norm_weights.unbiased, BATCH_NORM_MOMENTUM)[:, 0]
+    return x, saved, new
+
+
+def backward(
+    layers: Layers,
+    name: str,
+    parameters: Tensors,
+    saved: Sequence[SavedTensors],
+    gradient: Tensor,
+    norm_weights: BatchNormWeights,
+    gradients: Tensors,
+    needs_input_gradient: bool = True,
+) -> Tensor:
+    """Writes the gradients of a stack into `slopes`, given that of what comes out of it.
+
+    Returns the gradient of what went in, if `inward`. A bias before BatchNorm has none: its
+    place in `slopes` stays as it is.
+    """
+    sample_weights = norm_weights.rows[..., None] * norm_weights.has_variance
+    for place in reversed(range(len(layers))):
+        layer, prefix = layers[place], f"{name}{place}"
+        if layer in NEGATIVE_SLOPES:
+            (out,) = saved[place]
+            gradient = torch.ops.aten.leaky_relu_backward(gradient, out, NEGATIVE_SLOPES[layer], True)
+            continue
+        weight = parameters[f"{prefix}.weight"]
+        if layer == "norm":
+            normalised, scale = saved[place]
+            shift, stretch = gradient.sum(1, keepdim=True), (gradient * normalised).sum(1, keepdim=True)
+            gradients[f"{prefix}.bias"].copy_(shift[:, 0])
+            gradients[f"{prefix}.weight"].copy_(stretch[:, 0])
+            common = torch.addcmul(shift, normalised, stretch)
+            gradient = torch.addcmul(gradient, common, sample_weights, value=-1).mul_(scale * weight[:, None])
+            continue
+        torch.bmm(gradient.mT, saved[place][0], out=gradients[f"{prefix}.weight"])
+        if layers[place + 1 : place + 2] != ("norm",):
+            torch.sum(gradient, 1, out=gradients[f"{prefix}.bias"])
+        if place or needs_input_gradient:
+            gradient = torch.bmm(gradient, weight)
+    return gradient
+
+
+MASKED_LOGIT = -1e9  # a logit that no softmax sees, yet finite, so that no gradient is NaN
+
+
+def contrastive_loss(
+    x: Tensor, text: Tensor, y: Tensor, real: Tensor, scale: float, mask_duplicates: bool = False
+) -> Tensor:
+    """The mean over real rows of both directions' cross-entropies.
+
+    x (rows, dim) unit-norm features, text (classes, dim). Row j is paired with the text of its own
+    class. Two rows of one class are each other's false opposites, so that the loss has a floor;
+    `mask_duplicates` takes them out of the comparison.
+    """
+    logits = scale * x @ text[y].mT
+    out = ~real[None, :]
+    if mask_duplicates:
+        is_self = torch.eye(len(y), dtype=torch.bool)
+        out = out | ((y[:, None] == y[None, :]) & ~is_self)
+    target = torch.arange(len(y))
+    image_to_text = cross_entropy(logits.masked_fill(out, MASKED_LOGIT), target, reduction="none")
+    text_to_image = cross_entropy(logits.mT.masked_fill(out, MASKED_LOGIT), target, reduction="none")
+    losses = torch.where(real, image_to_text + text_to_image, 0.0)
+    return losses.sum() / (2 * real.sum().clamp(min=1))
