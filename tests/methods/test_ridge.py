@@ -10,7 +10,7 @@ from sklearn.linear_model import Ridge as SklearnRidge
 from fedvlm.core import make
 from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
-from fedvlm.maths.ridge import class_log_prior
+from fedvlm.maths.ridge_regression import class_log_prior
 from fedvlm.methods.ridge import RIDGES, path_of
 from fedvlm.testing import toy_world, train_toy
 

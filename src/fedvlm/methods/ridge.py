@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
 from fedvlm.core.schema import Range, check_ranges, ranged_field
-from fedvlm.maths import gaussian
-from fedvlm.maths.probe import Head, summed_cross_entropy
-from fedvlm.maths.ridge import Path, Statistics, class_log_prior, solve_path
+from fedvlm.maths import gaussian_classes
+from fedvlm.maths.logistic_regression import Head, summed_cross_entropy
+from fedvlm.maths.ridge_regression import Path, Statistics, class_log_prior, solve_path
 
 RIDGES = tuple(10 ** (k / 2) for k in range(-10, 1))  # 1e-5 to 1; an embedding has norm 1
 SCALES = tuple(2.0**k for k in range(1, 8))  # logits per unit of the regression's output
@@ -53,10 +53,10 @@ class Ridge:
         if "basis" in sent:
             return {"losses": self.validation_losses(sent, client)}, local
         classes, dtype = len(frozen.classes), client.x.dtype
-        counts = gaussian.class_membership(client.y, classes).sum(0)
-        y = gaussian.suppress_small_classes(client.y, counts, self.min_class_samples)
+        counts = gaussian_classes.class_membership(client.y, classes).sum(0)
+        y = gaussian_classes.suppress_small_classes(client.y, counts, self.min_class_samples)
         x = torch.where((y >= 0)[:, None], client.x, 0.0)
-        counts, sums, second = gaussian.packed_class_sums(x, y, classes)
+        counts, sums, second = gaussian_classes.packed_class_sums(x, y, classes)
         return {"counts": counts.to(dtype), "sums": sums.to(dtype), "second": second.to(dtype)}, local
 
     def validation_losses(self, sent: Tensors, client: Client) -> Tensor:
@@ -73,7 +73,7 @@ class Ridge:
         total = {key: torch.stack([upload[key].double() for upload in uploads]).sum(0) for key in uploads[0]}
         if "losses" in total:
             return self.choose_head(shared, total["losses"])
-        second = gaussian.unpack(total["second"], total["sums"].shape[1])
+        second = gaussian_classes.unpack(total["second"], total["sums"].shape[1])
         text_head = shared["weight"] / DEFAULT_SCALE if shared["weight"].any() else None
         path = solve_path(Statistics(total["counts"], total["sums"], second), text_head)
         kept = {key: value.to(shared["weight"].dtype) for key, value in path._asdict().items()}
@@ -93,7 +93,7 @@ class Ridge:
         if not self.class_prior:
             return local
         labels = torch.cat([client.y, client.val_y])
-        counts = gaussian.class_membership(labels, len(frozen.classes)).sum(0)
+        counts = gaussian_classes.class_membership(labels, len(frozen.classes)).sum(0)
         prior = class_log_prior(counts, sent["frequencies"].double(), counts.new_tensor(PRIOR_STRENGTHS))
         return {"log prior": prior.to(local["log prior"].dtype)}
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedvlm.maths.probe import Head
+from fedvlm.maths.logistic_regression import Head
 
 
 class Statistics(NamedTuple):
