@@ -32,7 +32,7 @@ from fedvlm.engines.state import Plan, pack_state
 from fedvlm.maths.image_tower import ImageTower
 from fedvlm.runner import memory as room
 from fedvlm.runner.settings import Settings
-from fedvlm.storage.sealed import write_tensors
+from fedvlm.storage.files import write_tensors
 
 METHODS = ("fedavg-tower", "moon-tower", "fedavg-tower blocks=2", "lora", "vpt")
 CLASSES, HELD = 7, 2

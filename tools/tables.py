@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fedvlm.report.page.gather import build_model
+from fedvlm.report.page.model import build_model
 from fedvlm.report.tables import compare_table
 from fedvlm.runner.experiments import experiment_runs
 from fedvlm.runner.named import find_experiment

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedvlm.classifier.join import join
+    from fedvlm.classifier.late_join import join
     from fedvlm.classifier.personalised import Personalised
     from fedvlm.core import make, methods, register
     from fedvlm.result import Result, resume, run, sweep

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 from fedvlm.errors import DataError, SettingsError, join_names
 from fedvlm.evaluate.far import describe_outliers
 from fedvlm.evaluate.scores import Table
-from fedvlm.storage.files import exclusive_lock, explain_os_errors, open_for_append, slug, write_file
-from fedvlm.storage.sealed import (
+from fedvlm.storage.files import (
     INDEX_FILE,
     DamagedError,
     decode_json,
     encode_json,
+    exclusive_lock,
+    explain_os_errors,
+    open_for_append,
     read_json,
     read_tensors,
+    slug,
+    write_file,
     write_index,
     write_json,
 )
@@ -278,7 +282,7 @@ class Record:
                 local[about["train"][int(number)]][key] = value
         if PLACES_KEY not in tensors:
             return groups["shared"], local
-        from fedvlm.storage.shelf import SavedClientStates
+        from fedvlm.storage.large_tensors import SavedClientStates
 
         clients_path = path.with_suffix(".clients")
         return groups["shared"], SavedClientStates(clients_path, about["train"], groups["fresh"], tensors[PLACES_KEY])

@@ -23,7 +23,7 @@ from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths.privacy import epsilon, grid_step, secure_normal, seeded_normal
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.runner.settings import build
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 from fedvlm.testing import toy_world
 
 

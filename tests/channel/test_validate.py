@@ -11,7 +11,7 @@ from fedvlm.channel.uploads import decode
 from fedvlm.channel.validate import UploadValidator
 from fedvlm.core import make
 from fedvlm.errors import FederationError
-from fedvlm.storage.sealed import DamagedError, decode_tensors, encode_tensors
+from fedvlm.storage.files import DamagedError, decode_tensors, encode_tensors
 
 CONTEXT = "method fedavg, client b, round 3"
 SENT = {"head": torch.zeros(4, 6)}

@@ -12,9 +12,9 @@ from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
-from fedvlm.report.folder import runs_in
+from fedvlm.report.runs import runs_in
 from fedvlm.report.verify import verify_files
-from fedvlm.storage.toml import to_toml
+from fedvlm.storage.files import to_toml
 
 EXPERIMENT = """title = "Two methods"
 protocol = "own-test"

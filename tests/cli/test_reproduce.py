@@ -11,8 +11,7 @@ from fedvlm import cli
 from fedvlm.data.catalogue import catalogue
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.record import Record
-from fedvlm.report.papers import numbers
-from fedvlm.report.reproduce import settings_of_item
+from fedvlm.report.papers import numbers, settings_of_item
 from fedvlm.runner.forecast import describe_requirements, estimate_seconds, format_duration
 from fedvlm.runner.settings import build
 
@@ -109,7 +108,7 @@ def test_an_unknown_item_is_refused_with_the_nearest_names():
 
 
 def test_an_item_without_an_experiment_says_so(monkeypatch):
-    monkeypatch.setattr("fedvlm.report.reproduce.experiments", dict)
+    monkeypatch.setattr("fedvlm.report.papers.experiments", dict)
     with pytest.raises(SettingsError, match="no experiment runs fedot-v1/T3"):
         settings_of_item("fedot-v1/T3", {})
 

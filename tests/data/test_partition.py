@@ -9,7 +9,7 @@ from fedvlm.data.clients import Clients
 from fedvlm.data.federation import make_partition
 from fedvlm.data.partition import count_table
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.partition import draw_partition
+from fedvlm.report.plots import draw_partition
 
 
 def test_the_table_counts_every_row_once():

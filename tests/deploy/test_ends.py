@@ -10,7 +10,7 @@ from fedvlm.deploy.flower import processes
 from fedvlm.deploy.server import ERROR_FILE, RUN_REQUEST_FILE, STOPPED_MESSAGE, run_request
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.storage.sealed import write_json
+from fedvlm.storage.files import write_json
 
 
 def request(place, **overrides):

@@ -26,7 +26,7 @@ from fedvlm.deploy.runs import run_over_sites, start_site
 from fedvlm.deploy.watch import create_app
 from fedvlm.engines.single import Sequential
 from fedvlm.errors import FederationError
-from fedvlm.storage.sealed import read_tensors
+from fedvlm.storage.files import read_tensors
 
 pytestmark = [
     pytest.mark.deployed,

@@ -13,7 +13,7 @@ from fedvlm.engines.single import Sequential
 from fedvlm.errors import FederationError
 from fedvlm.maths.privacy import epsilon
 from fedvlm.result import Result
-from fedvlm.storage.sealed import read_tensors
+from fedvlm.storage.files import read_tensors
 from fedvlm.tensors import max_relative_difference
 
 NAMES = ["art", "photo", "sketch"]

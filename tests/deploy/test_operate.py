@@ -19,7 +19,7 @@ from fedvlm.deploy.server import ERROR_FILE, RUN_REQUEST_FILE, run_request, with
 from fedvlm.deploy.status import format_status, list_runs, status
 from fedvlm.engines.flower.local import local_grid
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.storage.sealed import write_json
+from fedvlm.storage.files import write_json
 from fedvlm.testing import toy_world
 
 

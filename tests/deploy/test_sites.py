@@ -20,7 +20,7 @@ from fedvlm.engines.flower.local import local_grid
 from fedvlm.engines.flower.wire import Message, from_records, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
 from fedvlm.result import Result
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 
 NAMES = ["art", "photo", "sketch"]
 METHOD = {"name": "fedot", "rounds": 3, "lr": 1e-3}

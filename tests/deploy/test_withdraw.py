@@ -20,7 +20,7 @@ from fedvlm.deploy.withdrawn import WITHDRAWAL_FILE, WITHDRAWAL_PREFIX, withdraw
 from fedvlm.engines.flower.wire import Message, from_bytes, to_bytes
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.sealed import check_index, read_json
+from fedvlm.storage.files import check_index, read_json
 from fedvlm.tensors import max_relative_difference
 
 TOFA = {"name": "tofa"}

@@ -18,7 +18,7 @@ from fedvlm.engines.pool import WorkerPool
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError
 from fedvlm.methods.fedavg import FedAvg
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.storage.large_tensors import ClientStateStore
 from fedvlm.testing import check_same, toy_world, train_toy
 
 

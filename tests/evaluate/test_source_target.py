@@ -14,8 +14,8 @@ from fedvlm.data.federation import make_partition
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate import protocols, reference
 from fedvlm.evaluate.metrics import METRICS, THRESHOLDS
-from fedvlm.report.diagrams import draw_diagrams
-from fedvlm.report.names import run_label
+from fedvlm.report.plots import draw_diagrams
+from fedvlm.report.runs import run_label
 from fedvlm.report.tables import compare_table
 
 QUICK = {"name": "faa-clip", "rounds": 2}

@@ -17,7 +17,7 @@ from fedvlm.maths import text_tower
 from fedvlm.maths.text_tower import TextTower
 from fedvlm.methods import _prompts as prompt_steps
 from fedvlm.methods.promptfl_fedamp import PROMPT_PREFIX
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 from fedvlm.testing import check_same, toy_text_tower, toy_world, train_toy
 
 SHORT_SETTINGS = {"n_ctx": 4, "rounds": 2, "local_epochs": 1, "lr": 0.05}

@@ -105,7 +105,7 @@ def test_a_chosen_seed_and_training_are_drawn(opened, bad_runs):
 
 
 def _curves(run):
-    from fedvlm.report.page.gather import build_model
+    from fedvlm.report.page.model import build_model
 
     return build_model([run])["runs"][0]["curves"]
 

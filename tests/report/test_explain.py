@@ -14,10 +14,9 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.demo import demo
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError
-from fedvlm.report.explain import explain, patch_grid, prompt_map
-from fedvlm.report.page.gather import build_model
+from fedvlm.report.explain import draw_explanation, explain, patch_grid, prompt_map
+from fedvlm.report.page.model import build_model
 from fedvlm.report.page.render import render_page
-from fedvlm.report.pictures import draw_explanation
 
 CLASSES = ("bird", "fruit", "vehicle")
 

@@ -121,9 +121,9 @@ def test_the_overview_repeats_the_tables_of_the_appendix():
         if number.column != "P":
             name = f"fedot-v1/{general if number.column == 'G' else comprehensive}"
             (same,) = (
-                number
-                for number in numbers()[name]
-                if (number.data, number.method, number.settings, number.column)
+                detailed
+                for detailed in numbers()[name]
+                if (detailed.data, detailed.method, detailed.settings, detailed.column)
                 == (number.data, number.method, number.settings, number.column)
             )
             assert same.value == number.value

@@ -10,13 +10,11 @@ import fedvlm
 from fedvlm.cli import app
 from fedvlm.evaluate.metrics import diagram_data
 from fedvlm.record import AUDIT_FILE
-from fedvlm.report.audit import read_audit, write_audit
-from fedvlm.report.page.charts import journeys
-from fedvlm.report.page.gather import build_model
-from fedvlm.report.page.pooled import pool_by_group
-from fedvlm.report.page.published import compare_with_papers, verdict_sentence
-from fedvlm.report.page.render import render_page
+from fedvlm.report.page.model import build_model, pool_by_group
+from fedvlm.report.page.render import journeys, render_page
+from fedvlm.report.paper_tables import compare_with_papers, verdict_sentence
 from fedvlm.report.papers import find_item, numbers
+from fedvlm.report.tables import read_audit, write_audit
 from fedvlm.report.verify import verify_files
 from fedvlm.runner.audit import audit
 from fedvlm.runner.settings import build

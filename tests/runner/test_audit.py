@@ -12,7 +12,7 @@ from fedvlm.encoders.store import save_store
 from fedvlm.engines.loop import initial_state
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.maths.privacy import mean_similarities, roc_auc, roc_auc_by_class
-from fedvlm.report.audit import audit_table
+from fedvlm.report.tables import audit_table
 from fedvlm.runner.audit import audit
 
 

@@ -16,7 +16,7 @@ from fedvlm.evaluate.reference import has_reference
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_of, prepare, prepare_client, terms_of, trainings_of
 from fedvlm.runner.settings import build
-from fedvlm.storage.sealed import read_json, read_tensors, write_tensors
+from fedvlm.storage.files import read_json, read_tensors, write_tensors
 
 SOURCE = Path(fedvlm.__file__).parent
 BESIDE_A_RUN = {"cli/data.py"}  # `fedvlm partition` shows a division before there is a run

@@ -14,7 +14,7 @@ from fedvlm.encoders.demo import demo
 from fedvlm.errors import SettingsError
 from fedvlm.record import Record
 from fedvlm.report.explain import explain
-from fedvlm.storage.sealed import write_json
+from fedvlm.storage.files import write_json
 
 TEMPLATE = "a drawing of a {} on white"
 STILL = {"rounds": 1, "local_epochs": 1, "lr": 1e-12}  # nothing moves by more than rounding

@@ -13,7 +13,7 @@ from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.report.tables import compare_table
 from fedvlm.runner import training as trainings
 from fedvlm.runner.load import smoke_subset
-from fedvlm.storage.sealed import read_tensors
+from fedvlm.storage.files import read_tensors
 
 QUICK = {"name": "fedot", "rounds": 3, "lr": 1e-3, "tau": 20.0}
 

@@ -21,7 +21,7 @@ from fedvlm.runner.calibrate import from_json, read_calibration, to_json
 from fedvlm.runner.load import open_towers
 from fedvlm.runner.prepare import frozen_from, template_of
 from fedvlm.runner.tune import seed_search
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 
 MIN_VALIDATION_SAMPLES = 10  # validation rows that say little
 DEFAULT_TEMPLATE = "{}."  # around class names behind a prompt, whatever the template, up to 0.1

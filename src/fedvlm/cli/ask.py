@@ -105,7 +105,7 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """How well a classifier does on labelled images; exit code 1 if one could not be read."""
-    from fedvlm.classifier.score import score as run
+    from fedvlm.classifier.predict import score as run
     from fedvlm.report.tables import render_table
 
     with progress() as report:

@@ -19,8 +19,8 @@ def audit(
 ) -> None:
     """What each client uploaded, and how well it tells who was in the training rows (AUC)."""
     from fedvlm.record import Record
-    from fedvlm.report.audit import audit_table
-    from fedvlm.report.audit import write_audit as store
+    from fedvlm.report.tables import audit_table
+    from fedvlm.report.tables import write_audit as store
     from fedvlm.runner.audit import audit as look
 
     with progress() as report:

@@ -62,7 +62,7 @@ def partition(
     from fedvlm.data.table import EmbeddedTable
     from fedvlm.encoders.store import open_store
     from fedvlm.errors import SettingsError
-    from fedvlm.report.partition import draw_partition
+    from fedvlm.report.plots import draw_partition
     from fedvlm.report.tables import render_table
     from fedvlm.runner.load import open_data, smoke_dataset
     from fedvlm.runner.prepare import undivided_targets

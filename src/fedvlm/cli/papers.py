@@ -25,7 +25,7 @@ def reproduce(
     again: Annotated[bool, typer.Option(help="Also what is finished.")] = False,
 ) -> None:
     """Run a paper's table or figure, and print it with our numbers beside the printed ones."""
-    from fedvlm.report.reproduce import settings_of_item
+    from fedvlm.report.papers import settings_of_item
     from fedvlm.runner.forecast import describe_requirements
     from fedvlm.runner.run import default_name, execute_all
     from fedvlm.runner.sweep import run_all
@@ -60,9 +60,9 @@ def reproduce(
 
 def table_of(item: str, results: "Sequence[Record]", form: str) -> str:
     """The paper's table; of an item in which nothing is printed, ours with what it shows."""
-    from fedvlm.report import long
-    from fedvlm.report.beside import paper_table
+    from fedvlm.report import tables
     from fedvlm.report.columns import COLUMNS
+    from fedvlm.report.paper_tables import paper_table
     from fedvlm.report.papers import find_item, numbers
     from fedvlm.report.tables import compare_table
 
@@ -70,4 +70,4 @@ def table_of(item: str, results: "Sequence[Record]", form: str) -> str:
         return paper_table(item, results, form)
     column_names = [requirement.removeprefix("column:") for requirement in find_item(item).needs]
     table = compare_table(results, form, extra_columns=[name for name in column_names if name in COLUMNS])
-    return table if form in long.TIDY_FORMS else paper_table(item, results, form) + table
+    return table if form in tables.TIDY_FORMS else paper_table(item, results, form) + table

@@ -27,8 +27,7 @@ def plot(
     """Draw a run, or several in one picture."""
     from fedvlm.errors import SettingsError
     from fedvlm.record import Record
-    from fedvlm.report.diagrams import draw_diagrams
-    from fedvlm.report.plots import draw_runs
+    from fedvlm.report.plots import draw_diagrams, draw_runs
 
     results = [Record(path) for path in runs]
     if not kind:

@@ -12,7 +12,7 @@ from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
     from fedvlm.record import Record
-    from fedvlm.report.shown import FinishedExperiment
+    from fedvlm.report.experiment import FinishedExperiment
     from fedvlm.runner.settings import Settings
 
 NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
@@ -59,7 +59,7 @@ def run(
 ) -> None:
     """Run a method (auto, if only --data is given) or an experiment, and print its table."""
     from fedvlm.errors import SettingsError, unknown_name
-    from fedvlm.report.shown import key_of, load_experiment
+    from fedvlm.report.experiment import key_of, load_experiment
     from fedvlm.report.tables import TABLE_FORMS
     from fedvlm.runner.named import find_experiment
 
@@ -110,10 +110,9 @@ def _run_and_show(
     on: str,
 ) -> None:
     """What was not shown before: runs it, shows it and remembers that."""
-    from fedvlm.report.folder import write_folder
-    from fedvlm.report.page.gather import build_model
+    from fedvlm.report.experiment import FinishedExperiment, store_experiment, write_folder
+    from fedvlm.report.page.model import build_model
     from fedvlm.report.page.render import write_model
-    from fedvlm.report.shown import FinishedExperiment, store_experiment
     from fedvlm.runner.bars import wants_baselines
 
     written, settings, over = _settings(values, *typed)

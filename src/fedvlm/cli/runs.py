@@ -19,8 +19,8 @@ def report(
 ) -> None:
     """Write runs as one page that needs no network: tables, curves, clients, how it was run."""
     from fedvlm.record import Record
-    from fedvlm.report.folder import runs_in
     from fedvlm.report.page.render import write_page
+    from fedvlm.report.runs import runs_in
 
     results = [Record(folder) for path in runs for folder in runs_in(path) or [path]]
     only = runs[0] if len(runs) == 1 else runs[0].parent
@@ -47,12 +47,12 @@ def compare(
     item: Annotated[str, typer.Option(help="This table or figure, as fedot-v1/T1.")] = "",
 ) -> None:
     """Runs side by side: mean ± deviation over seeds, in per cent."""
-    from fedvlm.report.page.read import read_runs
+    from fedvlm.report.runs import read_runs
     from fedvlm.report.tables import compare_table as render
 
     results = [run for path in runs for run in read_runs(path)]
     if paper or item:
-        from fedvlm.report.beside import items_of, paper_tables
+        from fedvlm.report.paper_tables import items_of, paper_tables
 
         typer.echo(paper_tables([item] if item else items_of(results), results, form), nl=False)
         return

@@ -21,9 +21,9 @@ def join(
     share: Annotated[float, typer.Option(help="Of the rows to learn from.")] = 0.8,
 ) -> None:
     """Give one more client its own classifier, without any other client taking part."""
-    from fedvlm.classifier.card import ClassifierOrigin, save_with_card
-    from fedvlm.classifier.join import embed_for_run
-    from fedvlm.classifier.join import join as adapt
+    from fedvlm.classifier.export import ClassifierOrigin, save_with_card
+    from fedvlm.classifier.late_join import embed_for_run
+    from fedvlm.classifier.late_join import join as adapt
     from fedvlm.result import Result
 
     result = Result(run)

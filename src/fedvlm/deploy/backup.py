@@ -14,8 +14,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.storage.files import atomic_write, exclusive_lock, explain_os_errors, make_private_folder
-from fedvlm.storage.sealed import INDEX_FILE, check_index, write_index
+from fedvlm.storage.files import (
+    INDEX_FILE,
+    atomic_write,
+    check_index,
+    exclusive_lock,
+    explain_os_errors,
+    make_private_folder,
+    write_index,
+)
 
 KIT_FILES = ("server.toml", "site.toml")  # one of them makes a folder a server's or a site's
 SQLITE_SIDE_FILES = (".db-wal", ".db-shm")  # of a database that is copied by its own means

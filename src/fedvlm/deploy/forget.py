@@ -29,8 +29,7 @@ from fedvlm.runner import tune
 from fedvlm.runner.prepare import trainings_of
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import file_name
-from fedvlm.storage.files import read_regular
-from fedvlm.storage.sealed import read_json, read_tensors, write_index, write_json, write_tensors
+from fedvlm.storage.files import read_json, read_regular, read_tensors, write_index, write_json, write_tensors
 
 MAX_WITHDRAWAL_BYTES = 1 << 30  # bytes of a file from a site
 NEW_RUN_NEEDED = "only a new run forgets it"

@@ -18,8 +18,7 @@ from fedvlm.deploy.membership import admitted_sites as admitted
 from fedvlm.deploy.policy import POLICY_FILE as POLICY
 from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import read_toml
-from fedvlm.storage.files import make_private_folder, write_file
-from fedvlm.storage.toml import to_toml
+from fedvlm.storage.files import make_private_folder, to_toml, write_file
 
 SITE_NAME = re.compile(r"\w[\w .-]{0,62}")
 INVITATION_FILE = "invitation.json"  # in the server's folder, for sites that are to join

@@ -18,7 +18,7 @@ from fedvlm.evaluate.scores import accuracy
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import trainings_of
 from fedvlm.runner.settings import Settings
-from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
+from fedvlm.storage.files import read_json, read_tensors, write_json, write_tensors
 
 if TYPE_CHECKING:
     from fedvlm.deploy.server import DeployedRun

@@ -27,7 +27,7 @@ from fedvlm.engines.flower.client import to_arrays, to_tensors
 from fedvlm.engines.flower.engine import FlowerEngine
 from fedvlm.engines.flower.wire import Message
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.storage.sealed import read_json, write_json
+from fedvlm.storage.files import read_json, write_json
 
 ALLOWED_DTYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int8}
 MAX_RELATIVE_DIFFERENCE = 1e-4  # relative: what the encoders of two machines may differ by

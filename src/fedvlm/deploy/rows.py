@@ -30,7 +30,7 @@ from fedvlm.runner.prepare import (
 from fedvlm.runner.provenance import provenance
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
-from fedvlm.storage.sealed import write_tensors
+from fedvlm.storage.files import write_tensors
 
 PARTITION_SEED = 0  # of the division at a site, whatever the seed of a training
 

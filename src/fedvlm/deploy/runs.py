@@ -32,9 +32,7 @@ from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.run import default_name
 from fedvlm.runner.settings import Settings, build
-from fedvlm.storage.files import write_file
-from fedvlm.storage.sealed import read_json, write_json
-from fedvlm.storage.toml import to_toml
+from fedvlm.storage.files import read_json, to_toml, write_file, write_json
 
 FLOWER_APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
     "pyproject.toml": """\

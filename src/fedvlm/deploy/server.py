@@ -33,8 +33,7 @@ from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import file_name, finished_scores, run_training
-from fedvlm.storage.files import write_file
-from fedvlm.storage.sealed import read_json, read_tensors, write_json
+from fedvlm.storage.files import read_json, read_tensors, write_file, write_json
 
 MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
 REFERENCE_FILE = "reference.safetensors"  # in the server's folder, for methods that need one

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from fedvlm import tensors
-from fedvlm.classifier.card import ClassifierOrigin, save_with_card
+from fedvlm.classifier.export import ClassifierOrigin, save_with_card
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.deploy.account import PrivacyBudget, ReplyCache, request_kind, upload_cost
@@ -33,8 +33,7 @@ from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
-from fedvlm.storage.files import slug
-from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
+from fedvlm.storage.files import read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
 PLAIN_NAME = re.compile(r"\w[\w.+-]{0,63}")  # an encoder's name that is no path and no address

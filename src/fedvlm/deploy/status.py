@@ -13,8 +13,7 @@ from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.policy import read_policy
 from fedvlm.errors import SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.files import is_locked
-from fedvlm.storage.sealed import read_json
+from fedvlm.storage.files import is_locked, read_json
 
 State = dict[str, Any]
 END_STATES = {"ended", "failed"}

@@ -18,7 +18,7 @@ from fedvlm.engines.flower.client import to_arrays
 from fedvlm.engines.flower.wire import Message, checksum
 from fedvlm.errors import FederationError
 from fedvlm.runner.settings import Settings
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 
 SUMS_SUFFIX = "sums"  # of a training's file beside its tensors
 Uploads = Mapping[int, Tensors]  # of one site, by round

@@ -20,8 +20,7 @@ from fedvlm.engines.flower.client import to_tensors
 from fedvlm.engines.flower.wire import Message, to_bytes
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.runner.settings import build
-from fedvlm.storage.files import write_file
-from fedvlm.storage.sealed import read_json, write_json
+from fedvlm.storage.files import read_json, write_file, write_json
 
 WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and with which key
 WITHDRAWAL_FILE = "withdrawal.safetensors"  # there, too: for the server

@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from fedvlm.data.table import Strings
 from fedvlm.encoders.cache.folder import cache_directory
 from fedvlm.errors import DataError, unknown_name
-from fedvlm.storage.paged import concatenate_rows, iterate_chunks
+from fedvlm.storage.large_tensors import concatenate_rows, iterate_chunks
 
 Columns = dict[str, Any]
 SPLIT_OF_PREFIX = {"train": "train", "val": "validation", "validation": "validation", "test": "test"}

@@ -33,9 +33,8 @@ from fedvlm.encoders.interface import Vectors
 from fedvlm.encoders.tables import ALIASES, TABLE_SUFFIXES, read_table
 from fedvlm.errors import DataError, EncoderError, suggest_path, unknown_name
 from fedvlm.machine import free_memory
-from fedvlm.storage.files import atomic_write, write_file
-from fedvlm.storage.paged import iterate_chunks
-from fedvlm.storage.sealed import DamagedError, decode_json, encode_json
+from fedvlm.storage.files import DamagedError, atomic_write, decode_json, encode_json, write_file
+from fedvlm.storage.large_tensors import iterate_chunks
 
 STORE_SUFFIXES = (".npz", ".safetensors", *TABLE_SUFFIXES)
 MIN_UNPACKED_BYTES = 64_000_000  # bytes that any .npz may unpack to

@@ -16,7 +16,7 @@ from fedvlm.core import Client, Frozen, Method, Noisy, Schedule, Tensors, schedu
 from fedvlm.engines.attackers import Attack
 from fedvlm.evaluate.metrics import compute_metrics, diagram_data, prediction_details
 from fedvlm.maths import privacy
-from fedvlm.storage.paged import PagedRows, page_rows
+from fedvlm.storage.large_tensors import PagedRows, page_rows
 from fedvlm.tensors import to_float32
 
 PREDICTION_BYTES = 64 << 20  # bytes of rows that are predicted at once

@@ -31,7 +31,7 @@ from fedvlm.engines.state import POOLED_CLIENT, Plan, State, keep_best, selects_
 from fedvlm.errors import SettingsError
 from fedvlm.machine import release_memory
 from fedvlm.parts.bodies import adapts
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.storage.large_tensors import ClientStateStore
 
 CLIENTS_PER_PART = 128  # clients of a large federation whose tensors are in memory at once
 LARGE_ROUND_BYTES = 64 << 20  # bytes of a round's uploads and local tensors above which it is large

@@ -10,7 +10,7 @@ from fedvlm.core import Method, Tensors
 from fedvlm.engines.client import Local, RemoteState, Scores, as_tensors
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.scores import accuracy
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.storage.large_tensors import ClientStateStore
 from fedvlm.tensors import count_bytes
 
 PLACES_KEY = "places"  # where a shelf has what the state knows

@@ -93,7 +93,7 @@ def list_experiments() -> list[Row]:
 
 
 def list_papers() -> list[Row]:
-    from fedvlm.report.coverage import coverage
+    from fedvlm.report.papers import coverage
 
     return coverage()
 

@@ -20,7 +20,7 @@ from fedvlm.runner.provenance import default_values, device_info, provenance
 from fedvlm.runner.races import tune_seeds
 from fedvlm.runner.settings import Settings, attack_of
 from fedvlm.runner.withheld import suppressed_warnings
-from fedvlm.storage.sealed import write_tensors
+from fedvlm.storage.files import write_tensors
 
 SEEDED_NOISE_NOTE = (
     "noise is by the seed, so that the run can be repeated: it costs what a site's noise would, and hides nothing"

@@ -11,7 +11,7 @@ from fedvlm.core import Tensors
 from fedvlm.engines.client import World, predict
 from fedvlm.maths.calibration import Calibration, calibrate
 from fedvlm.record import Record
-from fedvlm.storage.sealed import read_json, write_json
+from fedvlm.storage.files import read_json, write_json
 
 
 def calibration(world: World, sent: Tensors, local: Tensors, id: str) -> Calibration:

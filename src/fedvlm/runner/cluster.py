@@ -30,8 +30,7 @@ from fedvlm.runner.settings import Settings
 from fedvlm.runner.sight import SampleLocation, load_samples, path_exists, strip_samples
 from fedvlm.runner.train import train
 from fedvlm.runner.training import file_name
-from fedvlm.storage.files import is_locked, slug, write_file
-from fedvlm.storage.sealed import write_json
+from fedvlm.storage.files import is_locked, slug, write_file, write_json
 
 LOCALHOST = "127.0.0.1"
 ADDRESS_FORMS = "dask (on this machine), dask://HOST:PORT, or tcp://127.0.0.1:PORT without TLS"

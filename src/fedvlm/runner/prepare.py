@@ -36,7 +36,7 @@ from fedvlm.machine import release_memory
 from fedvlm.runner import halves, warm
 from fedvlm.runner.load import check_needs
 from fedvlm.runner.settings import Settings, attack_of
-from fedvlm.storage.paged import iterate_chunks
+from fedvlm.storage.large_tensors import iterate_chunks
 
 Ints = NDArray[np.int64]
 CALIBRATION_RATIO = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by

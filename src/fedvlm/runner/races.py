@@ -11,7 +11,7 @@ from fedvlm.runner.forecast import training_time
 from fedvlm.runner.load import Progress
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.schedule import Job, ProgressTotal, must_run_alone, run_jobs
-from fedvlm.storage.sealed import decode_tensors, encode_tensors
+from fedvlm.storage.files import decode_tensors, encode_tensors
 
 Rungs = Generator[list[tune.TrialStep], None, dict[str, Any]]
 

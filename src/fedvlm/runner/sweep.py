@@ -12,7 +12,7 @@ from fedvlm.data.clients import Clients
 from fedvlm.errors import FedVLMError, SettingsError, unknown_name
 from fedvlm.record import Record
 from fedvlm.runner.settings import Settings, build, parse_value, set_value
-from fedvlm.storage.toml import flatten
+from fedvlm.storage.files import flatten
 
 Grid = dict[str, list[Any]]  # values by dotted names
 EXECUTION_SETTINGS = ("workers", "access", "reproduces")  # settings that decide no number

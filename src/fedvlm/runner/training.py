@@ -16,9 +16,8 @@ from fedvlm.evaluate import scores
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import PLACES_KEY, Record
 from fedvlm.runner.settings import Settings
-from fedvlm.storage.files import slug
-from fedvlm.storage.sealed import read_json, read_tensors, write_json, write_tensors
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.storage.files import read_json, read_tensors, slug, write_json, write_tensors
+from fedvlm.storage.large_tensors import ClientStateStore
 
 CHECKPOINT_SECONDS = 5.0  # seconds between checkpoints; a kill costs at most this much work
 

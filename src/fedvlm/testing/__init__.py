@@ -13,7 +13,7 @@ from fedvlm.engines.claims import sum_gap
 from fedvlm.engines.client import World, as_tensors, make_client
 from fedvlm.engines.loop import Outcome
 from fedvlm.engines.state import State, pack_state, unpack_state
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 from fedvlm.testing.toys import make_test_client, shorten, toy_image_tower, toy_text_tower, toy_world, train_toy
 
 __all__ = [

@@ -55,7 +55,7 @@ def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
 
     @server.get("/report")
     def report() -> HTMLResponse:
-        from fedvlm.report.page.gather import build_model
+        from fedvlm.report.page.model import build_model
         from fedvlm.report.page.render import render_page as written
 
         record = finished_record(status(folder))

@@ -23,7 +23,7 @@ from fedvlm.encoders.interface import BATCH, Batching, Encoder, Vectors
 from fedvlm.encoders.text import class_embeddings
 from fedvlm.errors import EncoderError
 from fedvlm.machine import count_cores
-from fedvlm.storage.paged import CHUNK_BYTES, concatenate_rows
+from fedvlm.storage.large_tensors import CHUNK_BYTES, concatenate_rows
 
 MAX_INLINE_BYTES = 16_000_000  # of images; they are decoded before worker processes have started
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm.encoders.cache.table import check_sums
-from fedvlm.storage.paged import MAX_IN_MEMORY_BYTES
+from fedvlm.storage.large_tensors import MAX_IN_MEMORY_BYTES
 
 
 class MappedRows:

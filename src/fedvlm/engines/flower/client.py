@@ -21,7 +21,7 @@ from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_
 from fedvlm.engines.flower.wire import Arrays, Message
 from fedvlm.engines.single import Sequential, error_context
 from fedvlm.errors import FederationError
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 
 Versions = dict[int, Tensors]
 

@@ -5,9 +5,8 @@ import re
 import pytest
 
 import fedvlm
-from fedvlm.report.page.apart import MAX_CLIENTS, drawn, outlier_history
-from fedvlm.report.page.gather import build_model
-from fedvlm.report.page.render import render_page
+from fedvlm.report.page.model import build_model
+from fedvlm.report.page.render import MAX_CLIENTS, draw_outliers, outlier_history, render_page
 
 CLIENTS = {"partition": "dirichlet", "count": 6, "alpha": 100.0, "min_samples": 1}
 
@@ -31,8 +30,8 @@ def test_the_page_draws_each_round_and_fills_those_in_which_a_client_was_far(res
     lines = results[0].rounds
     assert n_outliers == sum(numbers["far"] for line in lines for numbers in line["clients"].values()) >= 3
     text = render_page(model)
-    assert "Far from the rest" in text and results[0].far[0].split(" of ")[0] in text
-    drawing = str(drawn(about))
+    assert "Far from the rest" in text and results[0].outlier_warnings[0].split(" of ")[0] in text
+    drawing = str(draw_outliers(about))
     assert drawing in text
     assert drawing.count('class="bubble"') == n_outliers and drawing.count("<rect") == 6 * 3
 
@@ -56,7 +55,7 @@ def test_a_drawing_has_those_first_that_were_far_most_often_and_escapes_their_na
         for number in range(300)
     ]
     [about] = outlier_history(lines)
-    text = str(drawn(about))
+    text = str(draw_outliers(about))
     assert "<b>" not in text and re.findall(r'class="tick end">([^<]*)<', text)[0].startswith("&lt;")
     assert text.count("300 far") == 1 and text.count("<rect") == MAX_CLIENTS * 300
     assert "9 times the median, 8 times those that point alike, -0.5 cosine" in text
@@ -68,4 +67,4 @@ def test_lines_of_older_records_without_likeness_are_drawn():
         "round": 0,
         "clients": {"a": {"norm": 9.0, "cosine": 0.1, "far": True}},
     }
-    assert "9 times the median, 0.1 cosine" in str(drawn(outlier_history([line])[0]))
+    assert "9 times the median, 0.1 cosine" in str(draw_outliers(outlier_history([line])[0]))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedvlm.errors import DataError
-from fedvlm.storage.shelf import ClientStateStore, SavedClientStates
+from fedvlm.storage.large_tensors import ClientStateStore, SavedClientStates
 
 LIKE = {"skew": torch.zeros(2, 3), "age": torch.zeros((), dtype=torch.long)}
 IDS = [f"client-{i}" for i in range(5)]

@@ -9,9 +9,8 @@ import pytest
 
 from fedvlm.errors import SettingsError
 from fedvlm.record import Record
-from fedvlm.report.beside import compare_with_paper, items_of, paper_table, paper_tables
-from fedvlm.report.coverage import runs_by_item
-from fedvlm.report.papers import numbers
+from fedvlm.report.paper_tables import compare_with_paper, items_of, paper_table, paper_tables
+from fedvlm.report.papers import numbers, runs_by_item
 from fedvlm.report.tables import TABLE_FORMS
 
 PRINTED = [name for name, printed in numbers().items() if printed]

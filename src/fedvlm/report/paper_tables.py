@@ -9,8 +9,8 @@ from typing import Any
 from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate import scores
 from fedvlm.record import Record
-from fedvlm.report import long
-from fedvlm.report.columns import compute_columns
+from fedvlm.report import tables
+from fedvlm.report.columns import compute_columns, format_number, is_unscaled, to_printed_unit
 from fedvlm.report.papers import (
     PrintedNumber,
     Verdict,
@@ -22,7 +22,6 @@ from fedvlm.report.papers import (
     numbers,
 )
 from fedvlm.report.tables import TABLE_FORMS, render_table
-from fedvlm.report.units import format_number, is_unscaled, to_printed_unit
 
 # How columns of the papers begin, and the name by which they are asked for.
 COLUMN_BY_PREFIX = {"kappa": "kappa", "kappa, target ": "kappa-per-target", "cosine": "cosine"}
@@ -124,8 +123,8 @@ def paper_table(name: str, results: Sequence[Record], form: str = "text") -> str
     if form not in TABLE_FORMS:
         raise unknown_name("table form", form, TABLE_FORMS)
     cells = compare_with_paper(name, results)
-    if form in long.TIDY_FORMS:
-        return long.serialise(_csv_rows(cells, form), CSV_COLUMNS, form)
+    if form in tables.TIDY_FORMS:
+        return tables.serialise(_csv_rows(cells, form), CSV_COLUMNS, form)
     if not cells:
         return _format_line(f"{name}: nothing is printed in it to compare with", form)
     marks: dict[str, int] = {}
@@ -139,9 +138,9 @@ def paper_table(name: str, results: Sequence[Record], form: str = "text") -> str
 
 def paper_tables(names: Sequence[str], results: Sequence[Record], form: str = "text") -> str:
     """Several items one after the other; csv and json are one list."""
-    if form in long.TIDY_FORMS:
+    if form in tables.TIDY_FORMS:
         lines = [line for name in names for line in _csv_rows(compare_with_paper(name, results), form)]
-        return long.serialise(lines, CSV_COLUMNS, form)
+        return tables.serialise(lines, CSV_COLUMNS, form)
     return "\n".join(paper_table(name, results, form) for name in names)
 
 
@@ -280,3 +279,36 @@ def _csv_rows(cells: Sequence[PaperCell], form: str) -> list[dict[str, Any]]:
         identification = [number.name, number.row, number.data, settings, number.column]
         body.append(dict(zip(CSV_COLUMNS, [*identification, *formatted, *verdict_texts, run], strict=True)))
     return body
+
+
+PaperComparison = dict[str, Any]
+VERDICT_ORDER = ("met", "within noise", "differs", "void", "not comparable")
+
+
+def compare_with_papers(runs: Sequence[Mapping[str, Any]]) -> list[PaperComparison]:
+    """A line per printed number of a run's method, settings and data that the run has as well."""
+    out: list[PaperComparison] = []
+    for place, run in enumerate(runs):
+        identity, column_statistics = run["identity"], scores.mean_and_std(run["tables"])
+        for item in run["reproduces"] or ():
+            for number in numbers().get(item, ()):
+                mean, deviation = column_statistics.get(number.column, (None, None))
+                if mean is None or number.data != identity["data"] or not matches_method(number, identity):
+                    continue
+                measured, spread = to_printed_unit(number.column, mean, deviation)
+                verdict = judge_number(number, measured, spread, identity)
+                line = {"item": item, "row": number.row, "run": place, "column": number.column}
+                line |= {"ours": round(measured, 4), "deviation": spread and round(spread, 4)}
+                line |= {"published": number.value, "published deviation": number.deviation}
+                line |= {"round": number.round, "word": verdict.word, "why": verdict.reason}
+                out.append(line)
+    return sorted(out, key=lambda line: VERDICT_ORDER.index(line["word"]))
+
+
+def verdict_sentence(lines: Sequence[PaperComparison]) -> list[str]:
+    """The verdicts in one sentence; none where nothing is printed."""
+    if not lines:
+        return []
+    counts = Counter(line["word"] for line in lines)
+    texts = [f"{counts[word]} {word}" for word in VERDICT_ORDER if counts[word]]
+    return [f"Of {len(lines)} printed numbers that these runs have too: {', '.join(texts)}."]

@@ -9,8 +9,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fedvlm
-from fedvlm.classifier.card import ClassifierOrigin, save_with_card
-from fedvlm.classifier.join import join
+from fedvlm.classifier.export import ClassifierOrigin, save_with_card
+from fedvlm.classifier.late_join import join
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.cli import app
 from fedvlm.errors import FedVLMError

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fedvlm.classifier.export import export
-from fedvlm.classifier.predict import predict
-from fedvlm.classifier.score import score
+from fedvlm.classifier.predict import predict, score
 from fedvlm.errors import DataError
 
 

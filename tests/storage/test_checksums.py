@@ -8,7 +8,7 @@ import pytest
 
 from fedvlm.errors import DataError
 from fedvlm.record import Record
-from fedvlm.storage.sealed import check_index, read_json, write_index, write_json
+from fedvlm.storage.files import check_index, read_json, write_index, write_json
 
 VALUE = {"a": [1, 2.5, float("inf")], "name": "é", "of": {"3": None}}
 

@@ -1,5 +1,6 @@
-"""What a command showed in the end, so that the same command shows it again without running."""
+"""The folder of an experiment: its runs, their table as Markdown and JSON, and what was asked."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -10,7 +11,40 @@ from typing import Any
 from fedvlm import __version__
 from fedvlm.errors import DataError
 from fedvlm.record import Record
-from fedvlm.storage.sealed import INDEX_FILE, file_sha256, read_json, write_json
+from fedvlm.report import tables
+from fedvlm.report.runs import TABLE_FILE
+from fedvlm.storage.files import INDEX_FILE, file_sha256, read_json, to_toml, write_file, write_json
+
+EXPERIMENT_FORMAT = "fedvlm experiment 1"
+
+
+def write_folder(
+    folder: Path,
+    values: Mapping[str, Any],
+    runs: Sequence[Record],
+    extra_columns: Sequence[str] = (),
+    **options: Any,
+) -> None:
+    """`values` are those of its TOML file; `asked` and other `options` are those of the table."""
+    title = values.get("title")
+    options["extra_columns"] = extra_columns
+    head = f"# {title}\n\n" if title else ""
+    write_file(folder / "table.md", (head + tables.compare_table(runs, "markdown", **options)).encode())
+    document = {
+        "format": EXPERIMENT_FORMAT,
+        "title": title or "",
+        "runs": [_relative_path(run.folder, folder) for run in runs],
+        "table": tables.table_rows(runs, extra_columns),
+        "scores": tables.tidy_rows(runs, extra_columns),
+    }
+    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    write_file(folder / TABLE_FILE, text.encode())
+    write_file(folder / f"{folder.name}.toml", to_toml(values).encode())
+
+
+def _relative_path(run: Path, folder: Path) -> str:
+    return str(run.relative_to(folder)) if run.is_relative_to(folder) else str(run)
+
 
 CACHE_FILE = ".shown.json"
 
