@@ -23,8 +23,8 @@ from figures import report
 from PIL import Image
 
 from fedvlm.core import Frozen, make
-from fedvlm.encoders.cache.stream import stream_images
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.images import Pixels
+from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import initial_state, run_rounds

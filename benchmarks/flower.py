@@ -39,7 +39,7 @@ from fedvlm.deploy.server import DeployedRun
 from fedvlm.deploy.site import Site
 from fedvlm.engines.client import Task
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.single import run_client
+from fedvlm.engines.sequential import run_client
 from fedvlm.record import Record
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import write_file

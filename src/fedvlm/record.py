@@ -11,8 +11,7 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from fedvlm.errors import DataError, SettingsError, join_names
-from fedvlm.evaluate.far import describe_outliers
-from fedvlm.evaluate.scores import Table
+from fedvlm.evaluate.metrics import Table, describe_outliers
 from fedvlm.storage.files import (
     INDEX_FILE,
     DamagedError,

@@ -8,23 +8,29 @@ import pytest
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import Channel, secure
-from fedvlm.channel.clip import add_change_noise, change_norm, clip_change, upload_change
-from fedvlm.channel.quantise import MAX_RELATIVE_ERROR, dequantise_change, quantise_change
+from fedvlm.channel import Channel, steps
+from fedvlm.channel.pipeline import decode, encode, privacy_cost
 from fedvlm.channel.settings import check_channel
-from fedvlm.channel.uploads import decode, encode, privacy_cost
-from fedvlm.channel.validate import max_change_norm
+from fedvlm.channel.steps import (
+    MAX_RELATIVE_ERROR,
+    add_change_noise,
+    change_norm,
+    clip_change,
+    dequantise_change,
+    max_change_norm,
+    quantise_change,
+    upload_change,
+)
 from fedvlm.core import Traits, make, methods, upload_sum
-from fedvlm.engines.claims import sum_gap
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan, pack_state, unpack_state
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths.privacy import epsilon, grid_step, secure_normal, seeded_normal
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import read_tensors, write_tensors
-from fedvlm.testing import toy_world
+from fedvlm.testing import sum_gap, toy_world
 
 
 def numbers(*shape, seed=0):
@@ -194,7 +200,7 @@ def masked(count, shape=(9, 5)):
         ids,
         plain,
         {
-            id: secure.mask_upload(secure.to_fixed_point(upload, count, id), ids, id, (1, 0))
+            id: steps.mask_upload(steps.to_fixed_point(upload, count, id), ids, id, (1, 0))
             for id, upload in plain.items()
         },
     )
@@ -204,8 +210,8 @@ def masked(count, shape=(9, 5)):
 def test_the_masked_sum_is_the_plain_sum_to_fixed_point(count):
     ids, plain, hidden = masked(count)
     expected = sum(plain[id]["w"] for id in ids)
-    got = secure.sum_masked(hidden[id] for id in ids)["w"].double() / secure.FIXED_POINT_STEPS
-    assert (got - expected).abs().max() <= count / 2 / secure.FIXED_POINT_STEPS
+    got = steps.sum_masked(hidden[id] for id in ids)["w"].double() / steps.FIXED_POINT_STEPS
+    assert (got - expected).abs().max() <= count / 2 / steps.FIXED_POINT_STEPS
 
 
 def test_a_masked_upload_looks_random_and_a_missing_one_spoils_the_sum():
@@ -218,7 +224,7 @@ def test_a_masked_upload_looks_random_and_a_missing_one_spoils_the_sum():
     values = hidden[ids[0]]["w"].double().flatten()
     stacked = torch.stack([values, plain[ids[0]]["w"].flatten()])
     assert abs(float(torch.corrcoef(stacked)[0, 1])) < 0.05
-    got = secure.sum_masked(hidden[id] for id in ids[1:])["w"].double() / secure.FIXED_POINT_STEPS
+    got = steps.sum_masked(hidden[id] for id in ids[1:])["w"].double() / steps.FIXED_POINT_STEPS
     assert (got - sum(plain[id]["w"] for id in ids[1:])).abs().median() > 1e6
 
 
@@ -226,18 +232,18 @@ def test_numbers_a_masked_sum_would_garble_are_refused_by_name():
     for bad in (torch.nan, torch.inf, 9.0, -8.0):
         value = {"w": torch.tensor([0.0, 1, 2, 3, 4, bad], dtype=torch.float64)}
         with pytest.raises(FederationError, match="client b, round 3: 1 of 6 numbers of 'w'"):
-            secure.check_limit(value, secure.SECAGG_LIMIT, "client b, round 3")
+            steps.check_limit(value, steps.SECAGG_LIMIT, "client b, round 3")
     with pytest.raises(FederationError, match="'n' holds whole numbers"):
-        secure.weight_upload({"n": torch.tensor([3])}, 40.0, "client b")
+        steps.weight_upload({"n": torch.tensor([3])}, 40.0, "client b")
     with pytest.raises(FederationError, match="numbers of 'n'"):
-        secure.to_fixed_point({"n": torch.tensor([2**61])}, 3, "client b")
+        steps.to_fixed_point({"n": torch.tensor([2**61])}, 3, "client b")
 
 
 def test_whole_numbers_are_summed_exactly():
     ids = ["a", "b", "c"]
     plain = {id: {"n": torch.tensor([2**55 + i, -i])} for i, id in enumerate(ids)}
-    hidden = [secure.mask_upload(secure.to_fixed_point(plain[id], 3, id), ids, id, (0,)) for id in ids]
-    assert secure.sum_masked(hidden)["n"].tolist() == [3 * 2**55 + 3, -3]
+    hidden = [steps.mask_upload(steps.to_fixed_point(plain[id], 3, id), ids, id, (0,)) for id in ids]
+    assert steps.sum_masked(hidden)["n"].tolist() == [3 * 2**55 + 3, -3]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedot"])

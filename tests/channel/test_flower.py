@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fedvlm.channel import Channel
-from fedvlm.channel.secure import to_secagg
+from fedvlm.channel.steps import to_secagg
 from fedvlm.core import make
 from fedvlm.engines.flower.local import InProcessEngine
 from fedvlm.engines.flower.wire import from_records
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.tensors import max_relative_difference

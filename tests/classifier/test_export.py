@@ -14,7 +14,7 @@ from fedvlm.classifier.export import ONNX_FILE, export, linear_head, to_onnx
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.classifier.predict import predict
 from fedvlm.data import open_dataset
-from fedvlm.encoders import demo
+from fedvlm.encoders import huggingface
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner.load import encode, open_encoder_with_notes
 
@@ -132,8 +132,8 @@ def test_another_encoder_than_its_own_is_refused_by_fingerprint(runs, folder, tm
         box.identity = {**box.identity, "weights": "0" * 64}
         return box
 
-    real = demo.demo
-    monkeypatch.setattr(demo, "demo", other_encoder)
+    real = huggingface.demo
+    monkeypatch.setattr(huggingface, "demo", other_encoder)
     with pytest.raises(SettingsError, match="demo is not the encoder this was trained on: its finger"):
         predict(tmp_path / "c", [folder])
 

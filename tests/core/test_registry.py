@@ -105,8 +105,8 @@ def test_a_whole_method_is_registered_under_its_name():
         ({"send": 1, "__annotations__": {"send": int}}, "no send; write it"),
         ({"describe": 1}, "its describe is no verb"),
         (
-            {"covers": lambda self, upload: None},
-            "told by covers, means and the trait min_class_samples",
+            {"covered_classes": lambda self, upload: None},
+            "described by covered_classes, class_means and the trait min_class_samples",
         ),
     ],
 )

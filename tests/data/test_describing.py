@@ -8,8 +8,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedvlm.cli import app
-from fedvlm.data.describing import MAX_SENTENCE_WORDS, load_writer, split_lines, split_sentences, write_descriptions
-from fedvlm.data.descriptions import match_sentences, read_file
+from fedvlm.data.descriptions import (
+    MAX_SENTENCE_WORDS,
+    load_writer,
+    match_sentences,
+    read_file,
+    split_lines,
+    split_sentences,
+    write_descriptions,
+)
 from fedvlm.errors import SettingsError
 
 

@@ -14,7 +14,7 @@ from trees import grid, image, make_zip, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import list_samples, make_partition
+from fedvlm.data.partition import list_samples, make_partition
 from fedvlm.data.table import match_classes
 from fedvlm.deploy.rows import _map_labels as own_labels
 from fedvlm.errors import DataError, FedVLMError, SettingsError

@@ -5,7 +5,7 @@ import pytest
 from plain_rows import make_rows
 
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import make_partition
+from fedvlm.data.partition import make_partition
 
 
 @pytest.mark.parametrize(

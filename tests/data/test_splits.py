@@ -11,7 +11,7 @@ from plain_rows import make_rows
 
 from fedvlm.data import splits
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import Partition, SampleList, make_partition
+from fedvlm.data.partition import Partition, SampleList, make_partition
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.seeds import numbers
 

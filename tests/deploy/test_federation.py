@@ -24,7 +24,7 @@ from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
 from fedvlm.deploy.ledger import Ledger
 from fedvlm.deploy.runs import run_over_sites, start_site
 from fedvlm.deploy.watch import create_app
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors
 

@@ -9,7 +9,7 @@ from fedvlm.channel.settings import with_deployment_bound
 from fedvlm.deploy.consent import give_consent
 from fedvlm.deploy.runs import describe_absences
 from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError
 from fedvlm.maths.privacy import epsilon
 from fedvlm.result import Result

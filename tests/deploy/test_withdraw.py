@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from fedvlm.channel import compare
+from fedvlm.channel import outliers
 from fedvlm.cli import app
 from fedvlm.deploy import withdrawn
 from fedvlm.deploy.admission import accept_certificate, admit_site, create_join_request, read_request
@@ -136,7 +136,7 @@ def test_only_a_new_run_forgets(place, case):
 
 
 def test_a_bound_that_bit_is_not_undone(place, monkeypatch):
-    monkeypatch.setattr(compare, "MAX_NORM_TO_MEDIAN", 1.0)
+    monkeypatch.setattr(outliers, "MAX_NORM_TO_MEDIAN", 1.0)
     place.run(place.settings(TOFA, allow_small=True), RUN)
     _, [result] = withdraw_site(place)
     assert not result.removed and "the bound on changes was at work" in result.reason

@@ -30,7 +30,7 @@ def clip_url(clip):
 
 
 def test_vectors_over_http_are_those_of_the_encoder_itself(clip, clip_url):
-    from fedvlm.encoders.cache.decode import decode
+    from fedvlm.encoders.images import decode
 
     remote = open_encoder(f"http:{clip_url}")
     files = [image(seed) for seed in range(5)]

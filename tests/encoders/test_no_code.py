@@ -6,7 +6,7 @@ import json
 import pytest
 import tiny_models
 
-from fedvlm.data.describing import load_writer
+from fedvlm.data.descriptions import load_writer
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import EncoderError, SettingsError
 

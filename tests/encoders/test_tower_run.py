@@ -105,7 +105,7 @@ def test_on_a_gpu_what_trains_has_to_fit_there_and_the_rest_here(monkeypatch):
     arguments = (Settings(world.method, device="cuda"), world.frozen, world.x.shape[1:], 10)
     expected = room.estimate(*arguments)
     assert expected.processes == 1 and expected.total == expected.all_clients + expected.concurrent
-    monkeypatch.setattr(room, "choose", torch.device)
+    monkeypatch.setattr(room, "choose_device", torch.device)
     for host_free, device_free, short in (
         (expected.all_clients, expected.concurrent, ""),
         (expected.all_clients, expected.concurrent - 1, "GB on cuda and"),

@@ -13,8 +13,8 @@ from counting import (
     run,
 )
 
-from fedvlm.encoders.cache import folder as cache
-from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders import Vectors
+from fedvlm.encoders import cache as cache
 from fedvlm.errors import EncoderError
 
 

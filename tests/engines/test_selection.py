@@ -10,9 +10,9 @@ from fedvlm.core import Traits, make
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.flower.local import InProcessEngine
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
-from fedvlm.evaluate.scores import accuracy
+from fedvlm.evaluate.metrics import accuracy
 from fedvlm.testing import toy_world
 
 

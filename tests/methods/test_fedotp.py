@@ -10,7 +10,7 @@ import fedvlm
 from fedvlm import tensors
 from fedvlm.core import make
 from fedvlm.engines.loop import draw_participants, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.maths.optimal_transport import transport_plan

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fedvlm
 from fedvlm import cli
-from fedvlm.encoders.demo import demo
+from fedvlm.encoders.huggingface import demo
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError
 from fedvlm.report.explain import draw_explanation, explain, patch_grid, prompt_map
 from fedvlm.report.page.model import build_model

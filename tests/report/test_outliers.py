@@ -5,8 +5,8 @@ import re
 import pytest
 
 import fedvlm
-from fedvlm.report.page.model import build_model
-from fedvlm.report.page.render import MAX_CLIENTS, draw_outliers, outlier_history, render_page
+from fedvlm.report.page.model import build_model, outlier_history
+from fedvlm.report.page.render import MAX_CLIENTS, draw_outliers, render_page
 
 CLIENTS = {"partition": "dirichlet", "count": 6, "alpha": 100.0, "min_samples": 1}
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import fedvlm
 from fedvlm import cli
-from fedvlm.data.superclasses import SUPERCLASSES
+from fedvlm.data.clients import SUPERCLASSES
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.report import plots
 from fedvlm.report.explain import prompt_map

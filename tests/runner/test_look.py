@@ -8,7 +8,7 @@ from PIL import Image
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import SampleList, list_samples, make_partition
+from fedvlm.data.partition import SampleList, list_samples, make_partition
 from fedvlm.errors import DataError
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build

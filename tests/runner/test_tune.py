@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fedvlm
+from fedvlm.channel.pipeline import spent_epsilon
 from fedvlm.channel.settings import Channel
-from fedvlm.channel.uploads import spent_epsilon
 from fedvlm.errors import SettingsError
 from fedvlm.maths.privacy import epsilon
 from fedvlm.record import Record

@@ -9,11 +9,11 @@ import torch
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits
-from fedvlm.data.federation import Partition
+from fedvlm.data.partition import Partition
+from fedvlm.engines.chunks import pad_clients
 from fedvlm.engines.client import make_client, predict
-from fedvlm.engines.crowd import pad_clients
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.reference import reference_samples
+from fedvlm.evaluate.protocols.contract import reference_samples
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.testing import check_method, check_same, toy_world, train_toy
 

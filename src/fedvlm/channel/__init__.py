@@ -1,4 +1,4 @@
 """What happens to an upload on its way to the server."""
 
 from fedvlm.channel.settings import Channel as Channel
-from fedvlm.channel.validate import validate as validate
+from fedvlm.channel.validation import validate as validate

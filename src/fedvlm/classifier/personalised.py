@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedvlm.core import Frozen, Method, Tensors, make
 from fedvlm.data.arrays import check_labels, label_ids
-from fedvlm.data.clinical import Window, check_window
+from fedvlm.data.sources import Window, check_window
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, suggest_path
 from fedvlm.maths.calibration import Calibration, score_limits

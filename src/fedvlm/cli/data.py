@@ -57,8 +57,7 @@ def partition(
     ] = False,
 ) -> None:
     """Rows per class and client, before anything is encoded."""
-    from fedvlm.data.federation import SampleList, list_samples, make_partition
-    from fedvlm.data.partition import count_table
+    from fedvlm.data.partition import SampleList, count_table, list_samples, make_partition
     from fedvlm.data.table import EmbeddedTable
     from fedvlm.encoders.store import open_store
     from fedvlm.errors import SettingsError
@@ -88,7 +87,7 @@ def partition(
     if client_partition.dropped:
         typer.echo(f"{client_partition.dropped} duplicate images were dropped from the later split")
     if near_duplicates:
-        from fedvlm.encoders.near import near_duplicates as find
+        from fedvlm.encoders.near_duplicates import near_duplicates as find
 
         with progress() as report:
             pairs = find(dataset, client_partition, lambda done, all_: report("comparing", done, all_))
@@ -136,7 +135,7 @@ def cache_ls(
     """What is in the cache, one line per encoder."""
     from dataclasses import asdict
 
-    from fedvlm.encoders.cache.folder import cache_directory, list_entries
+    from fedvlm.encoders.cache import cache_directory, list_entries
     from fedvlm.report.tables import render_table
 
     entries = [asdict(entry) for entry in list_entries(cache_directory())]
@@ -152,7 +151,7 @@ def cache_ls(
 @cache_app.command("rm")
 def cache_rm(fingerprint: str) -> None:
     """Remove what one encoder has in the cache."""
-    from fedvlm.encoders.cache.folder import cache_directory, remove_entry
+    from fedvlm.encoders.cache import cache_directory, remove_entry
 
     entry = remove_entry(cache_directory(), fingerprint)
     typer.echo(f"removed {entry.rows} rows of {entry.encoder} ({entry.bytes / 1e6:.1f} MB)")
@@ -164,7 +163,7 @@ def cache_verify(
     drop: Annotated[bool, typer.Option(help="Let go of damaged rows; they are encoded anew.")] = False,
 ) -> None:
     """Check every cached row against its checksum."""
-    from fedvlm.encoders.cache.folder import cache_directory, verify
+    from fedvlm.encoders.cache import cache_directory, verify
 
     bad = [(name, damage) for name, rows in verify(cache_directory(), fingerprint, drop).items() for damage in rows]
     for name, damage in bad:

@@ -59,8 +59,8 @@ def describe(
     """Let a local language model describe the classes, for a run's `descriptions`."""
     import json
 
-    from fedvlm.data.describing import load_writer
-    from fedvlm.data.describing import write_descriptions as write
+    from fedvlm.data.descriptions import load_writer
+    from fedvlm.data.descriptions import write_descriptions as write
     from fedvlm.runner.load import open_data
     from fedvlm.storage.files import write_file as save
 

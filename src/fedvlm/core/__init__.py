@@ -4,35 +4,32 @@ from fedvlm.core.contract import (
     MIN_CLASS_CLIENTS,
     MIN_CLASS_SAMPLES,
     NEEDS,
+    OPTIONAL_PROTOCOLS,
     UPLOAD_SUM_MEANINGS,
     VERBS,
-    Batch,
-    Client,
-    Frozen,
-    ImageTower,
-    LazyRows,
-    Method,
-    Schedule,
-    TextTower,
-    Traits,
-    UploadSum,
-)
-from fedvlm.core.registry import METHODS, is_method, make, methods, register
-from fedvlm.core.schema import check_range, check_type
-from fedvlm.core.verbs import (
-    OPTIONAL_PROTOCOLS,
     Alternating,
+    Batch,
     ClassStatistics,
+    Client,
     Conditioned,
     Described,
     Factored,
+    Frozen,
     HeadProvider,
+    ImageTower,
+    LazyRows,
     Matching,
+    Method,
     Noisy,
+    Regularised,
+    Schedule,
     Stacked,
     Tempered,
+    TextTower,
     Totalled,
     Trained,
+    Traits,
+    UploadSum,
     as_stacked,
     gradient_update,
     schedule,
@@ -41,6 +38,8 @@ from fedvlm.core.verbs import (
     tunable_settings,
     upload_sum,
 )
+from fedvlm.core.registry import METHODS, is_method, make, methods, register
+from fedvlm.core.schema import check_range, check_type
 from fedvlm.tensors import Tensors
 
 __all__ = [
@@ -65,6 +64,7 @@ __all__ = [
     "Matching",
     "Method",
     "Noisy",
+    "Regularised",
     "Schedule",
     "Stacked",
     "Tempered",

@@ -5,11 +5,10 @@ from difflib import get_close_matches
 from inspect import isfunction
 from typing import Any, TypeGuard, TypeVar
 
-from fedvlm.core.contract import NEEDS, VERBS, Method, Schedule, Traits
+from fedvlm.core.contract import GRADIENT_UPDATES, NEEDS, OPTIONAL_PROTOCOLS, VERBS, Method, Schedule, Traits
 from fedvlm.core.schema import check_settings, check_type
-from fedvlm.core.verbs import GRADIENT_UPDATES, OPTIONAL_PROTOCOLS
 from fedvlm.errors import SettingsError, unknown_name
-from fedvlm.outside import load_outside, qualified_name
+from fedvlm.plugins import load_outside, qualified_name
 
 METHODS: dict[str, type[Method]] = {}
 T = TypeVar("T", bound=type[Any])
@@ -129,10 +128,10 @@ def _check_traits(method: Any) -> None:
     set_traits = {name for name in SETTING_TRAITS if getattr(traits, name) is not None}
     if missing := sorted((set_traits | set(traits.tunable or ())) - settings):
         raise SettingsError(f"its traits speak of {missing[0]}, which is no setting of it; add a field of that name")
-    statistics_verbs = {name for name in ("covers", "means") if hasattr(method, name)}
+    statistics_verbs = {name for name in ("covered_classes", "class_means") if hasattr(method, name)}
     if len(statistics_verbs) == 1 or (statistics_verbs and traits.min_class_samples is None):
         raise SettingsError(
-            "an upload of class statistics is told by covers, means and the trait "
+            "an upload of class statistics is described by covered_classes, class_means and the trait "
             "min_class_samples together; add what is missing"
         )
 

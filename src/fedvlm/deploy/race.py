@@ -13,8 +13,8 @@ from fedvlm.deploy.reasons import ERROR_MESSAGES
 from fedvlm.deploy.remote import RemoteEngine
 from fedvlm.engines.state import Plan, State, pack_state, unpack_state
 from fedvlm.errors import FederationError
+from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.scores import accuracy
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import trainings_of
 from fedvlm.runner.settings import Settings
@@ -119,7 +119,7 @@ class FederatedTuning:
 
         plan = Plan(training.train, (), self.settings.fraction)
         scores = tune.continue_trial(trial, training.name, terms, engine, plan, initial_local, until, keep)
-        validation_accuracy = accuracy(scores, judges, "validation")
+        validation_accuracy = mean_accuracy(scores, judges, "validation")
         if validation_accuracy is None:
             raise FederationError(
                 f"tune = {list(self.settings.tune)}: no site tells its hits on validation rows "

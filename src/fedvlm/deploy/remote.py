@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.validate import check_sample_count, tensor_schema
+from fedvlm.channel.validation import check_sample_count, tensor_schema
 from fedvlm.core import Tensors
 from fedvlm.data.splits import SPLITS
 from fedvlm.deploy.door import OpeningExchange

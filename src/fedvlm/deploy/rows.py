@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.members import ClientSplit
-from fedvlm.data.table import Dataset, EmbeddedTable, match_classes, normalise_unicode
+from fedvlm.data.partition import ClientSplit
+from fedvlm.data.table import Dataset, EmbeddedTable, match_classes, to_nfc
 from fedvlm.deploy.kits import SiteKit
 from fedvlm.deploy.policy import Policy
 from fedvlm.deploy.reasons import ReportedError
 from fedvlm.engines.client import World
 from fedvlm.errors import DataError, FederationError, SettingsError, join_names
-from fedvlm.evaluate.reference import has_reference
+from fedvlm.evaluate.protocols.contract import has_reference
 from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.prepare import (
     Prepared,
@@ -152,7 +152,7 @@ def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> 
 
 def normalise_class_name(name: str) -> str:
     """A class name as data sets have it."""
-    return normalise_unicode(name).replace("_", " ")
+    return to_nfc(name).replace("_", " ")
 
 
 def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str) -> NDArray[np.int64]:

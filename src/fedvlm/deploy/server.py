@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.channel.settings import check_secagg, with_deployment_bound
-from fedvlm.channel.uploads import DecodedUploads
 from fedvlm.core import Tensors
 from fedvlm.core.schema import check_settings
 from fedvlm.deploy.events import EventLog, EventLogger, ignore_event, round_logger
@@ -23,8 +23,8 @@ from fedvlm.engines.client import RemoteState, TrainingTerms
 from fedvlm.engines.loop import ignore_sum
 from fedvlm.engines.state import State
 from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
-from fedvlm.evaluate import reference, scores
-from fedvlm.evaluate.protocols import Training
+from fedvlm.evaluate import metrics
+from fedvlm.evaluate.protocols import Training, contract
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
 from fedvlm.runner import tune
@@ -71,7 +71,7 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
             "the server has no images to take class names from; name the classes in the "
             "experiment, as [source] classes = ['cat', 'dog']"
         )
-    wants = reference.has_reference(settings.method) and not kit.rehearsal
+    wants = contract.has_reference(settings.method) and not kit.rehearsal
     if wants and not (kit.folder / REFERENCE_FILE).exists():
         raise DataError(
             f"the method {settings.method.name} needs public reference rows, and there is no "
@@ -128,7 +128,7 @@ class DeployedRun:
             tables = [self.run_seed(seed) for seed in self.settings.seeds]
             self.record.finish(tables)
 
-    def run_seed(self, seed: int) -> scores.Table:
+    def run_seed(self, seed: int) -> metrics.Table:
         settings = tune.with_tuned(self.settings, self.tuned, seed)
         domains = {name: name for name in self.kit.sites}  # each site is one of its own
         done = {}
@@ -169,7 +169,7 @@ class DeployedRun:
         channel = with_deployment_bound(settings.channel, settings.method)
         return replace(terms, channel=channel), RemoteState(0, tuple(first.about["local"]))
 
-    def train(self, settings: Settings, training: Training, seed: int) -> scores.Results:
+    def train(self, settings: Settings, training: Training, seed: int) -> metrics.Results:
         engine = self.open_training(settings, training, seed)
         first = engine.sites[engine.base]
         requested = tune.reuse_tuned(self.settings, self.tuned)
@@ -218,7 +218,7 @@ class DeployedRun:
     def load_reference(self, training: Training, seed: int) -> Tensors:
         """The public rows that go with the first message, if the method wants them."""
         settings = self.settings
-        if not reference.has_reference(settings.method):
+        if not contract.has_reference(settings.method):
             return {}
         if self.kit.rehearsal:
             rows, _ = load(settings, lambda stage, done, total: None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fedvlm.channel.uploads import DecodedUploads, are_equal
+from fedvlm.channel.pipeline import DecodedUploads, are_equal
 from fedvlm.core import Method, Tensors, setting, upload_sum
 from fedvlm.deploy.account import MAX_CACHED_REPLIES
 from fedvlm.engines.flower.client import to_arrays

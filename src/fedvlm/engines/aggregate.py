@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fedvlm.channel.uploads import DecodedUploads
+from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.core import Method, Tensors, UploadSum, upload_sum
 from fedvlm.engines.client import RoundReplies, TrainingTerms
 from fedvlm.errors import FederationError

@@ -8,12 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel.uploads import DecodedUploads, UploadPipeline, spent_epsilon
-from fedvlm.core import Method, Tensors, upload_sum
+from fedvlm.channel.pipeline import DecodedUploads, UploadPipeline, spent_epsilon
+from fedvlm.core import Conditioned, Described, Method, Tensors, schedule, upload_sum
 from fedvlm.engines.aggregate import UploadSums, aggregate_uploads, can_sum_uploads, drop_refused
-from fedvlm.engines.ahead import run_parts
-from fedvlm.engines.attack import apply_attack
-from fedvlm.engines.batched import Batched
+from fedvlm.engines.attacks import apply_attack
+from fedvlm.engines.batched import Batched, run_parts
 from fedvlm.engines.client import (
     ClientReply,
     Local,
@@ -23,13 +22,15 @@ from fedvlm.engines.client import (
     Task,
     TrainingTerms,
     World,
+    as_tensors,
     local_names,
 )
-from fedvlm.engines.lines import UploadAgreement, client_drift, client_line, describe_local, mean_scores
-from fedvlm.engines.single import Sequential, error_context
+from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.engines.state import POOLED_CLIENT, Plan, State, keep_best, selects_round, update_local, with_client_count
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import METRICS, mean_accuracy, mean_metric
 from fedvlm.machine import release_memory
+from fedvlm.maths.client_drift import GradientAgreement, gradient_difference_bound, largest_gradient_difference
 from fedvlm.parts.bodies import adapts
 from fedvlm.storage.large_tensors import ClientStateStore
 
@@ -294,3 +295,78 @@ def finish_training(terms: TrainingTerms, engine: Engine, plan: Plan, state: Sta
         elif adapts(method):
             update_local(store, new)
     return Outcome(state.round, state.shared, local if store is None else store, scores, descriptions)
+
+
+def mean_scores(plan: Plan, scores: Mapping[str, Scores]) -> dict[str, float | None]:
+    """What a curve shows: the state before this round's update, averaged over clients."""
+    train = [id for id in plan.train if id in scores]
+    losses = [scores[id]["loss"] for id in sorted(train) if "loss" in scores[id]]
+    extra_metrics: dict[str, float | None] = {}
+    for name in METRICS[1:]:
+        by_group = {"clients": mean_metric(scores, train, name)}
+        by_group |= {"target": mean_metric(scores, plan.unseen, name)}
+        extra_metrics |= {f"{group} {name}": score for group, score in by_group.items() if score is not None}
+    return {
+        **extra_metrics,
+        "loss": sum(losses) / len(losses) if losses else None,
+        "validation": mean_accuracy(scores, train, "validation"),
+        "accuracy": mean_accuracy(scores, train, "test"),
+        "unseen": mean_accuracy(scores, plan.unseen, "test"),
+    }
+
+
+class UploadAgreement:
+    """The mean cosine of uploads that come one part after the other."""
+
+    def __init__(self, shared: Tensors) -> None:
+        self.shared = shared
+        self.keys = sorted(key for key in shared if shared[key].is_floating_point())
+        self.agreement = GradientAgreement([shared[key] for key in self.keys])
+        self.is_comparable = bool(shared)
+
+    def add(self, uploads: Sequence[Tensors]) -> None:
+        self.is_comparable &= all(upload.keys() == self.shared.keys() for upload in uploads)
+        for upload in uploads if self.is_comparable else ():
+            self.agreement.add([upload[key] for key in self.keys])
+
+    def result(self) -> dict[str, float]:
+        return {"cosine": self.agreement.mean()} if self.is_comparable and self.agreement.clients > 1 else {}
+
+
+def client_drift(
+    method: Any, shared: Tensors, uploads: Sequence[Tensors], done: Mapping[str, ClientReply]
+) -> dict[str, float]:
+    """How far the clients pull what is shared apart; nothing where uploads are no new values."""
+    agreement = UploadAgreement(shared)
+    agreement.add(uploads)
+    out, settings = agreement.result(), schedule(method)
+    if not out:
+        return {}
+    if isinstance(method, Conditioned):
+        counts = [settings.steps(entry.rows)[:2] for entry in done.values()]
+        step_counts = [epochs * steps_per_epoch for epochs, steps_per_epoch in counts]
+        start, ends = tensors.flatten(shared), [tensors.flatten(entry) for entry in uploads]
+        out["difference"] = largest_gradient_difference(start, ends, step_counts, method.lr)
+        conditions = [
+            method.condition(as_tensors(entry.local))
+            if entry.description is None
+            else entry.description.get("condition")
+            for entry in done.values()
+        ]
+        known_conditions = [float(entry) for entry in conditions if entry is not None]
+        if len(known_conditions) == len(conditions):  # a site may leave its own out
+            out["difference_bound"] = gradient_difference_bound(method.tau, known_conditions)
+    return out
+
+
+def client_line(task: Task, done: ClientReply, size: int) -> dict[str, float]:
+    sent = tensors.count_bytes(task.sent) if task.trains else 0
+    return {**done.scores, "bytes_down": sent, "bytes_up": size}
+
+
+def describe_local(terms: TrainingTerms, shared: Tensors, done: ClientReply) -> Mapping[str, float]:
+    """What the method says of a client's local tensors, or the client of its own."""
+    method, local = terms.method, done.local
+    if done.description is not None or not isinstance(method, Described) or isinstance(local, RemoteState):
+        return done.description or {}
+    return method.describe(terms.frozen, shared, local)

@@ -15,13 +15,13 @@ def noise(self: Any, frozen: Frozen) -> int:
     return gaussian_classes.count_noise_values(len(frozen.classes), frozen.dim) if self.noise_multiplier else 0
 
 
-def covers(self: Any, upload: Tensors) -> Tensor:
+def covered_classes(self: Any, upload: Tensors) -> Tensor:
     """(classes,) True where the upload tells of rows of the class."""
     keys = {"counts", "holders", "voters"} & upload.keys()
     return torch.stack([upload[key] for key in keys]).sum(0) > 0
 
 
-def means(self: Any, upload: Tensors) -> Tensor | None:
+def class_means(self: Any, upload: Tensors) -> Tensor | None:
     """(classes, dim) what the upload says of the class means."""
     return gaussian_classes.class_means(upload, self.max_samples) if "sums" in upload else None
 
@@ -32,7 +32,7 @@ def describe(self: Any, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[s
     return temperatures | spent(self.noise_multiplier, self.rounds, self.delta)
 
 
-def first_head(self: Any, frozen: Frozen, shared: Tensors) -> Tensor:
+def initial_head(self: Any, frozen: Frozen, shared: Tensors) -> Tensor:
     """(classes, dim): what a head over scaled cosines can start from."""
     if not self.visual:
         return class_texts(frozen, shared)

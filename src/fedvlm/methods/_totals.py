@@ -10,7 +10,7 @@ from fedvlm.maths import gaussian_classes
 from fedvlm.methods._texts import TERMS
 
 
-def per_row(self: Any, upload: Tensors, reference_means: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
+def to_means(self: Any, upload: Tensors, reference_means: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
     """Class means and a scatter, means of votes, and who holds a class at all."""
     statistics: dict[str, tuple[Tensor, Tensor]] = {}
     if "counts" in upload:

@@ -84,13 +84,13 @@ class Auto:
         gram = _logistic.packed_gram(replace(client, y=y), 1)
         return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """(classes,) True where the upload tells of the class: by statistics, later by a slope."""
         if "counts" in upload:
             return upload["counts"][:-1] > 0
         return upload.get("slope", torch.zeros(1, 1)).abs().amax(1) > 0
 
-    def means(self, upload: Tensors) -> Tensor | None:
+    def class_means(self, upload: Tensors) -> Tensor | None:
         """(classes, dim) class means, for those who look what an upload gives away."""
         if "sums" not in upload:
             return None

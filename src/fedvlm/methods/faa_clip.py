@@ -27,7 +27,7 @@ from fedvlm.maths.networks import (
     running_statistics_keys,
 )
 from fedvlm.parts import join_state, split_state
-from fedvlm.parts.fused import adam_step
+from fedvlm.parts.training import adam_step
 from fedvlm.tensors import to_float32
 
 LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the ablation

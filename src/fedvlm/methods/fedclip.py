@@ -12,7 +12,6 @@ from torch.nn.functional import normalize
 from fedvlm import parts, seeds
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
 from fedvlm.maths.networks import apply_layers, contrastive_loss, initial_parameters
-from fedvlm.parts import fused
 
 LAYERS = ("linear", "tanh", "linear")  # before the softmax
 
@@ -53,4 +52,4 @@ class FedCLIP:
     name = "fedclip"
     traits = Traits(needs=frozenset({"image", "text"}))
     send, update, aggregate, adapt = parts.send_all, parts.adam, parts.uniform_mean, parts.no_adaptation
-    update_many = fused.adam
+    update_many = parts.fused_adam

@@ -54,11 +54,11 @@ class FedGH:
         means = kind.to(client.x.dtype).mT @ client.x / counts.clamp(min=1)[:, None]
         return {"prototypes": torch.where((counts >= self.min_class_samples)[:, None], means, 0.0)}, local
 
-    def means(self, upload: Tensors) -> Tensor:
+    def class_means(self, upload: Tensors) -> Tensor:
         """(classes, dim) what the upload says of the class means, for an audit."""
         return upload["prototypes"]
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """(classes,) True where the upload tells of rows of the class."""
         return (upload["prototypes"] != 0).any(dim=1)
 
@@ -66,7 +66,7 @@ class FedGH:
         """Steps of the head itself, on every client's prototypes of the classes it has."""
         x = torch.cat([upload["prototypes"] for upload in uploads])
         y = torch.arange(len(shared["head"])).repeat(len(uploads))
-        is_covered = self.covers({"prototypes": x})
+        is_covered = self.covered_classes({"prototypes": x})
 
         def misfit(head: Tensors) -> Tensor:
             return parts.masked_cross_entropy(shared["scale"] * x @ head["head"].mT + head["bias"], y, is_covered)

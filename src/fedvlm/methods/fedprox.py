@@ -31,7 +31,7 @@ class FedProx:
         fit = parts.masked_cross_entropy(logits, batch.y, batch.real)
         return fit + self.mu / 2 * (shared["head"] - start["head"]).square().sum()
 
-    def pull(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
+    def extra_gradient(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
         return self.mu * (head - sent["head"])
 
     name = "fedprox"

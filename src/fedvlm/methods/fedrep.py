@@ -39,7 +39,7 @@ class FedRep:
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         return {"map": torch.eye(frozen.dim)}, {"head": initial_head(self.head, frozen)}
 
-    def in_turn(self, key: str, epoch: Tensor) -> Tensor:
+    def trains_in_epoch(self, key: str, epoch: Tensor) -> Tensor:
         return epoch < self.head_epochs if key == "head" else epoch >= self.head_epochs
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:

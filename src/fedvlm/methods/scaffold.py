@@ -34,10 +34,10 @@ class Scaffold:
         return {"head": head, "variate": zero, "clients": torch.ones(())}, {"own variate": zero}
 
     def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
-        turn = (self.pull(shared, local, shared["head"]) * shared["head"]).sum()
+        turn = (self.extra_gradient(shared, local, shared["head"]) * shared["head"]).sum()
         return parts.cross_entropy(self, frozen, shared, local, batch, start) + turn
 
-    def pull(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
+    def extra_gradient(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor:
         return sent["variate"] - local["own variate"]
 
     def update(

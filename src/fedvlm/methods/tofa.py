@@ -170,6 +170,7 @@ class TOFA:
         )
 
     name, send = "tofa", parts.send_all
-    noise, covers, means = _statistics.noise, _statistics.covers, _statistics.means
-    describe, first_head = _statistics.describe, _statistics.first_head
-    per_row, from_means = _totals.per_row, _totals.from_means
+    noise = _statistics.noise
+    covered_classes, class_means = _statistics.covered_classes, _statistics.class_means
+    describe, initial_head = _statistics.describe, _statistics.initial_head
+    to_means, from_means = _totals.to_means, _totals.from_means

@@ -9,9 +9,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from fedvlm.errors import DataError, unknown_name
-from fedvlm.evaluate import scores
-from fedvlm.evaluate.metrics import METRICS, area_under_curve, curve_points, metrics
-from fedvlm.evaluate.scores import Table
+from fedvlm.evaluate.metrics import METRICS, Table, area_under_curve, curve_points, mean_accuracy, mean_metric, metrics
 from fedvlm.record import Record
 from fedvlm.report.runs import has_unseen_scores
 from fedvlm.storage.files import flatten, slug
@@ -110,7 +108,7 @@ def accuracy_matrix(result: Record, seed: int) -> dict[str, dict[str, float]]:
         return {}
     out: dict[str, dict[str, float]] = {}
     for target, about in trainings.items():
-        accuracies = {k: scores.accuracy(about["scores"], training["unseen"]) for k, training in trainings.items()}
+        accuracies = {k: mean_accuracy(about["scores"], training["unseen"]) for k, training in trainings.items()}
         defined = {k: value for k, value in accuracies.items() if value is not None}
         out[target] = {k: v for k, v in defined.items() if k != target or has_unseen_scores(result)}
     return out
@@ -138,7 +136,7 @@ def _client_accuracies(result: Record, seed: int) -> list[list[float]]:
     """By training, the accuracy of every client that trained."""
     accuracies_by_training = []
     for about in result.trainings(seed).values():
-        accuracies = [scores.accuracy(about["scores"], [id]) for id in about["train"]]
+        accuracies = [mean_accuracy(about["scores"], [id]) for id in about["train"]]
         accuracies_by_training.append([accuracy for accuracy in accuracies if accuracy is not None])
     return [accuracies for accuracies in accuracies_by_training if accuracies]
 
@@ -157,7 +155,7 @@ def _average(result: Record, seed: int) -> Table:
     out: Table = {}
     for name in METRICS if has_unseen_scores(result) else ():
         metric_values = [
-            scores.metric(training["scores"], (*training["train"], *training["unseen"]), name)
+            mean_metric(training["scores"], (*training["train"], *training["unseen"]), name)
             for training in result.trainings(seed).values()
         ]
         out[f"average {name}"] = _mean(metric_values)
@@ -211,7 +209,7 @@ def _metric(name: str) -> "Column":
         out: Table = {}
         trainings = result.trainings(seed).values()
         for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
-            mean = _mean(scores.metric(training["scores"], training[key], name) for training in trainings)
+            mean = _mean(mean_metric(training["scores"], training[key], name) for training in trainings)
             if mean is not None:
                 out[f"{name}, {group}"] = mean
         return out

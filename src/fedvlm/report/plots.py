@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedvlm.classifier.personalised import client_classifier, reopen_encoder
 from fedvlm.data.splits import Ints
 from fedvlm.errors import DataError, SettingsError, unknown_name
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.evaluate.metrics import area_under_curve
 from fedvlm.methods._prompts import class_features
 from fedvlm.record import Record
@@ -180,9 +180,9 @@ ROUND_COLUMNS = {"P": "accuracy", "own": "accuracy", "G": "unseen", "global": "u
 
 def column_value(result: Record, column: str) -> tuple[float | None, float | None]:
     """Mean and deviation over seeds of a column of its table, or of one on demand."""
-    column_statistics = scores.mean_and_std(result.tables)
+    column_statistics = metrics.mean_and_std(result.tables)
     if column not in column_statistics and column in COLUMNS:
-        column_statistics = scores.mean_and_std(compute_columns(result, [column]))
+        column_statistics = metrics.mean_and_std(compute_columns(result, [column]))
         return next(iter(column_statistics.values()), (None, None))
     if column not in column_statistics:
         raise unknown_name("column", column, {*column_statistics, *COLUMNS})
@@ -239,7 +239,7 @@ def _is_fraction(column: str) -> bool:
 
 def _round_value(line: Mapping[str, Any], column: str) -> float | None:
     if column == "C":  # everyone counts the same, seen and unseen
-        return scores.accuracy(line["clients"], line["clients"])
+        return metrics.mean_accuracy(line["clients"], line["clients"])
     number = line.get(ROUND_COLUMNS.get(column, column))
     return number if isinstance(number, float) else None
 
@@ -273,7 +273,7 @@ def _plot_client_counts(results: Sequence[Record], columns: Sequence[str]) -> An
         lines = {}
         for result, name in zip(results, run_names(results), strict=True):
             points = []
-            for key, (mean, deviation) in scores.mean_and_std(result.tables).items():
+            for key, (mean, deviation) in metrics.mean_and_std(result.tables).items():
                 if key.startswith(f"{column}, n=") and mean is not None:
                     points.append((int(key.partition("=")[2]), 100 * mean, 100 * (deviation or 0)))
             if points:

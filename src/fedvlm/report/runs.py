@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvlm.errors import DataError, join_names
-from fedvlm.evaluate.scores import Table
+from fedvlm.evaluate.metrics import Table
 from fedvlm.record import Record
 from fedvlm.storage.files import CHECKSUM_KEY
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.data.federation import Partition
+from fedvlm.data.partition import Partition
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.attackers import choose_attackers
+from fedvlm.engines.client import choose_attackers
 from fedvlm.machine import release_memory
 from fedvlm.record import DESCRIPTIONS_FILE, Record
 from fedvlm.runner import memory as room

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from warnings import catch_warnings, filterwarnings
 
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.single import one_thread
+from fedvlm.engines.sequential import one_thread
 from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
 from fedvlm.machine import count_cores
 from fedvlm.record import CLUSTER_FOLDER, Record, read_manifest

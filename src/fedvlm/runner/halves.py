@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from fedvlm.core import Frozen, Method
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import Partition, SampleList
-from fedvlm.data.members import ClientSplit
+from fedvlm.data.partition import ClientSplit, Partition, SampleList
 from fedvlm.data.table import EmbeddedTable, rank_digests
 from fedvlm.engines.client import World, measure
 from fedvlm.errors import DataError, SettingsError

@@ -5,8 +5,7 @@ from difflib import get_close_matches
 
 import numpy as np
 
-from fedvlm.data.federation import Partition
-from fedvlm.data.members import ClientSplit
+from fedvlm.data.partition import ClientSplit, Partition
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.errors import join_names
 

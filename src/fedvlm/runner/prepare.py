@@ -19,16 +19,14 @@ from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
-from fedvlm.data.federation import Partition, SampleList, make_partition
-from fedvlm.data.members import ClientSplit
+from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.attack import flip_labels
+from fedvlm.engines.attacks import flip_labels
 from fedvlm.engines.client import TrainingTerms, World, client_world
-from fedvlm.engines.placed import with_device
+from fedvlm.engines.placement import with_device
 from fedvlm.engines.state import POOLED_CLIENT
 from fedvlm.errors import DataError
-from fedvlm.evaluate import reference
-from fedvlm.evaluate.protocols import Training
+from fedvlm.evaluate.protocols import Training, contract
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.evaluate.protocols.own_test import EVERYONE
 from fedvlm.evaluate.protocols.source_target import EVERY_DOMAIN
@@ -72,11 +70,11 @@ class Prepared:
     def check(self) -> None:
         """Refuses clients and reference rows that the method cannot work with."""
         for training in self.trainings:
-            reference.check_training_data(self.settings.method, self.rows, self.partition, training)
+            contract.check_training_data(self.settings.method, self.rows, self.partition, training)
 
     def reference(self, training: Training) -> Ints:
         """The unlabelled rows that the method adapts to in a training, if it does."""
-        return reference.reference_samples(self.settings.method, self.partition, training)
+        return contract.reference_samples(self.settings.method, self.partition, training)
 
     def world(self, training: Training) -> World:
         """All that one training works on."""

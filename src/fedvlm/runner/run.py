@@ -10,7 +10,7 @@ from typing import Any
 
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.errors import SettingsError, join_names
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record, read_manifest
 from fedvlm.runner import cluster, halves, schedule, tune
@@ -95,7 +95,7 @@ class _Run:
     record: Record
     seeds: Sequence[Prepared]
     lock: ExitStack
-    outcomes: dict[tuple[int, str], scores.Results | Exception] = field(default_factory=dict)
+    outcomes: dict[tuple[int, str], metrics.Results | Exception] = field(default_factory=dict)
 
     def jobs(self, tally: ProgressTotal) -> Iterator[Job]:
         settings = self.seeds[0].settings
@@ -108,11 +108,11 @@ class _Run:
         settings, name = prepared.settings, file_name(training, prepared.seed)
         is_finished = finished_scores(self.record, name) is not None
 
-        def work(record: Record, workers: int, report_rounds: Callable[[int], None]) -> scores.Results:
+        def work(record: Record, workers: int, report_rounds: Callable[[int], None]) -> metrics.Results:
             worker_prepared = replace(prepared, settings=replace(settings, workers=workers))
             return train(worker_prepared, training, record, report_rounds)
 
-        def done(outcome: scores.Results | Exception) -> None:
+        def done(outcome: metrics.Results | Exception) -> None:
             self.outcomes[prepared.seed, training.name] = outcome
             report_rounds(max(1, settings.method.rounds))
             if len(self.outcomes) == sum(len(seed_run.trainings) for seed_run in self.seeds):
@@ -137,7 +137,7 @@ class _Run:
             self.record.finish([self._table(prepared) for prepared in self.seeds])
         self.lock.close()
 
-    def _table(self, prepared: Prepared) -> scores.Table:
+    def _table(self, prepared: Prepared) -> metrics.Table:
         """The numbers that the trainings of one seed add up to."""
         done = {}
         for training in prepared.trainings:

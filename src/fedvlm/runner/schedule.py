@@ -27,7 +27,7 @@ import torch
 
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.devices import is_cpu
-from fedvlm.engines.single import one_thread
+from fedvlm.engines.sequential import one_thread
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.machine import count_cores
 from fedvlm.record import Record

@@ -10,7 +10,7 @@ from fedvlm.channel.settings import Channel, check_channel
 from fedvlm.core import MIN_CLASS_CLIENTS, MIN_CLASS_SAMPLES, Method, is_method, make
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE_FRACTION, check_ranges, list_field, ranged_field, read_table
 from fedvlm.data.clients import Clients
-from fedvlm.engines.attackers import Attack, Kind
+from fedvlm.engines.client import Attack, Kind
 from fedvlm.errors import SettingsError, renamed, suggest_path, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules

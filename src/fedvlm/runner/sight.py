@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from fedvlm.data.table import EmbeddedTable
+from fedvlm.encoders.cache import cache_directory
 from fedvlm.encoders.cache.embed import Precision, read_cached
-from fedvlm.encoders.cache.folder import cache_directory
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import FedVLMError
 from fedvlm.runner.settings import Settings

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fedvlm.engines.loop import initial_state, open_engine
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import Record
 from fedvlm.runner import calibrate, tune, warm
@@ -14,7 +14,7 @@ from fedvlm.runner.training import file_name, finished_scores, run_training
 
 def train(
     prepared: Prepared, training: Training, record: Record, report_rounds: Callable[[int], None]
-) -> scores.Results:
+) -> metrics.Results:
     """One training in this process, unless it is finished."""
     settings, name = prepared.settings, file_name(training, prepared.seed)
     if (previous_scores := finished_scores(record, name)) is not None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from fedvlm.channel.uploads import DecodedUploads
+from fedvlm.channel.pipeline import DecodedUploads
 from fedvlm.core import Tensors
 from fedvlm.engines.client import Local, RemoteState, TrainingTerms, as_tensors
 from fedvlm.engines.loop import Engine, Outcome, finish_training, ignore_sum, run_rounds
 from fedvlm.engines.state import Plan, State, pack_state, stores_on_disk, unpack_state, update_local
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.evaluate.protocols import Training
 from fedvlm.record import PLACES_KEY, Record
 from fedvlm.runner.settings import Settings
@@ -33,7 +33,7 @@ def run_training(
     report_rounds: Callable[[int], None],
     checkpoint_seconds: float | None = None,  # seconds between checkpoints
     on_sum: Callable[[int, Tensors, DecodedUploads], None] = ignore_sum,
-) -> scores.Results:
+) -> metrics.Results:
     """Trains on an engine; a checkpoint goes before the state that is given."""
     checkpoint_seconds = CHECKPOINT_SECONDS if checkpoint_seconds is None else checkpoint_seconds
     name = file_name(training, terms.seed)
@@ -81,7 +81,7 @@ def has_checkpoint(record: Record, name: str) -> bool:
     return _checkpoint(record, name).exists()
 
 
-def finished_scores(record: Record, name: str) -> scores.Results | None:
+def finished_scores(record: Record, name: str) -> metrics.Results | None:
     final = record.folder / "trainings" / f"{name}.json"
     return dict(read_json(final)["scores"]) if final.exists() else None
 

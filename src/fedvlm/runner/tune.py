@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedvlm.channel.uploads import SPENT_KEY
+from fedvlm.channel.pipeline import SPENT_KEY
 from fedvlm.core import Method, Noisy, Tensors, tunable_settings
 from fedvlm.engines.client import Local, Scores, TrainingTerms
 from fedvlm.engines.loop import Engine, finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, State
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.scores import accuracy
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
 
@@ -153,7 +153,7 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
     client_plan = Plan(training.train, (), settings.fraction)
     with closing(open_engine(settings.engine, world, settings.workers, until)) as engine:
         scores = continue_trial(trial, training.name, world, engine, client_plan, initial_local, until)
-    return accuracy(scores, validation_clients, "validation") or 0.0
+    return mean_accuracy(scores, validation_clients, "validation") or 0.0
 
 
 def continue_trial(

@@ -59,7 +59,7 @@ def apply_warm_start(
         done = run_rounds(before, engine, plan, done, initial_local, on_round)
     scale = world.frozen.scale
     method_scale = world.method.tau if isinstance(world.method, Tempered) else scale
-    head = scale / method_scale * first.first_head(world.frozen, done.shared)
+    head = scale / method_scale * first.initial_head(world.frozen, done.shared)
     has_class = head.abs().amax(1, keepdim=True) > 0  # nobody may have told of a class
     head = torch.where(has_class, head, state.shared["head"])
     return replace(state, shared={**state.shared, "head": head})

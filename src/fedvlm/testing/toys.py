@@ -11,7 +11,7 @@ from fedvlm.core import Client, Frozen, Method, schedule
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import Outcome, finish_training, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.maths.image_tower import ImageTower
 from fedvlm.maths.text_tower import Affine, Layer, TextTower

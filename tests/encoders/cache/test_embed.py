@@ -22,8 +22,8 @@ from counting import (
 )
 from PIL import Image
 
+from fedvlm.encoders import cache as cache
 from fedvlm.encoders.cache import embed
-from fedvlm.encoders.cache import folder as cache
 from fedvlm.errors import DataError, EncoderError
 
 BROKEN = b"words named .jpg"

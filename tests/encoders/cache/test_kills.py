@@ -28,8 +28,8 @@ from counting import (
 from numpy.random import default_rng
 from PIL import Image
 
-from fedvlm.encoders.cache import folder as cache
-from fedvlm.encoders.cache.locks import file_lock
+from fedvlm.encoders import cache as cache
+from fedvlm.encoders.cache.rows import file_lock
 from fedvlm.errors import DataError
 
 

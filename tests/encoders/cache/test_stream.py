@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from fedvlm.data.sources import Archive
-from fedvlm.encoders.cache.decode import decode
-from fedvlm.encoders.cache.stream import stream_images
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.images import Pixels, decode
+from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.errors import DataError, EncoderError
 
 CUT = Pixels(size=(6, 5), crop=None)

@@ -15,8 +15,7 @@ import pytest
 import torch
 from counting import CHILDREN, digests, filled, table, values
 
-from fedvlm.encoders.cache.locks import Claims, file_lock
-from fedvlm.encoders.cache.table import RECORD
+from fedvlm.encoders.cache.rows import RECORD, Claims, file_lock
 from fedvlm.errors import DataError
 
 

@@ -17,7 +17,7 @@ from fedvlm.engines.flower.client import client_training, to_tensors
 from fedvlm.engines.flower.local import InProcessEngine
 from fedvlm.engines.flower.wire import Message, from_records, seal, to_records, unseal
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError
 from fedvlm.runner.settings import build

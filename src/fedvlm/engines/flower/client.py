@@ -14,12 +14,12 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.channel import validate
-from fedvlm.channel.secure import to_secagg
-from fedvlm.channel.uploads import encode, join_channel_state, split_channel_state
+from fedvlm.channel.pipeline import encode, join_channel_state, split_channel_state
+from fedvlm.channel.steps import to_secagg
 from fedvlm.core import Conditioned, Described, Tensors, upload_sum
 from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_noise, client_world
 from fedvlm.engines.flower.wire import Arrays, Message
-from fedvlm.engines.single import Sequential, error_context
+from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors, write_tensors
 

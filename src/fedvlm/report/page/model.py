@@ -14,15 +14,15 @@ from fedvlm import tensors
 from fedvlm.channel.settings import Channel
 from fedvlm.core import make
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate import protocols, reference, scores
+from fedvlm.evaluate import metrics, protocols
 from fedvlm.evaluate.metrics import METRICS, unpack_correct
+from fedvlm.evaluate.protocols import contract
 from fedvlm.evaluate.statistics import Cell, Contributions, compare_with_best, weighted_correct
 from fedvlm.maths import orthogonal
 from fedvlm.maths.tsne import tsne
 from fedvlm.methods.fedot import selected_skew
 from fedvlm.record import Record
 from fedvlm.report.explain import MIN_PROMPTS, local_prompts
-from fedvlm.report.page import render
 from fedvlm.report.paper_tables import compare_with_papers, verdict_sentence
 from fedvlm.report.runs import PAGE_FORMAT, Model, has_unseen_scores, run_label
 from fedvlm.report.tables import MAIN_COLUMNS, read_audit
@@ -124,7 +124,7 @@ def _run_model(record: Record, details: Details) -> dict[str, Any]:
         "far": record.outlier_warnings,
         "audit": read_audit(record),
         "channel": _changed_channel(record),
-        "apart": render.outlier_history(lines),
+        "apart": outlier_history(lines),
     }
 
 
@@ -301,7 +301,7 @@ def _sample_scores(run: Run, details: Mapping[int, Any], column: str) -> list[Co
 
 def format_mean(run: Run, column: str) -> str:
     """Mean ± deviation over seeds, in per cent."""
-    mean, deviation = scores.mean_and_std(run["tables"]).get(column, (None, None))
+    mean, deviation = metrics.mean_and_std(run["tables"]).get(column, (None, None))
     if mean is None:
         return "-"
     return f"{100 * mean:.2f}" + ("" if deviation is None else f" ± {100 * deviation:.2f}")
@@ -368,7 +368,7 @@ def _is_oracle(run: Run) -> bool:
 
 def _is_transductive(run: Run) -> bool:
     method = make(**run["identity"]["method"])
-    return reference.has_reference(method) and method.traits.reference == "target"
+    return contract.has_reference(method) and method.traits.reference == "target"
 
 
 def _allows_small(run: Run) -> bool:
@@ -514,3 +514,28 @@ def _confusion(scores: Sequence[Mapping[str, Any]], classes: int) -> list[list[i
         for true, guess, rows in client_scores["confusion"]:
             total[true, guess] += rows
     return [[int(i), int(j), int(total[i, j])] for i, j in np.argwhere(total)]
+
+
+OutlierHistory = dict[str, Any]
+KEYS = ("norm", "alike", "cosine")  # what a round's line says of a client beside `far`
+
+
+def outlier_history(lines: Sequence[Mapping[str, Any]]) -> list[OutlierHistory]:
+    """By training: the rounds that were compared, and each client's numbers in them."""
+    out: dict[str, OutlierHistory] = {}
+    for line in lines:
+        compared_clients = {id: client_line for id, client_line in line["clients"].items() if "far" in client_line}
+        if not compared_clients:
+            continue
+        about = out.setdefault(line["training"], {"rounds": [], "clients": {}})
+        for id, client_line in compared_clients.items():
+            numbers = [round(float(client_line[key]), 2) if key in client_line else None for key in KEYS]
+            rounds_of_client = about["clients"].setdefault(id, {})
+            rounds_of_client[str(line["round"])] = [int(client_line["far"]), *numbers]
+        about["rounds"].append(line["round"])
+    return [{"training": name, **about} for name, about in out.items() if _any(about)]
+
+
+def _any(about: OutlierHistory) -> bool:
+    """A drawing in which nobody was ever far says nothing."""
+    return any(numbers[0] for by_round in about["clients"].values() for numbers in by_round.values())

@@ -11,10 +11,10 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
-from fedvlm.report.page.model import build_model
+from fedvlm.report.page.model import OutlierHistory, build_model
 from fedvlm.report.page.svg import Line, Panel, bubble_chart, line_class, scatter_chart, slopegraph, svg_text
 from fedvlm.report.runs import Model, model_json
 from fedvlm.report.tables import format_cell
@@ -113,7 +113,7 @@ def main_table_rows(model: Model) -> list[dict[str, Any]]:
     """The table's rows: per column the words, the number to sort by, and what it is to the best."""
     out = []
     for place, run in enumerate(model["runs"]):
-        spread = scores.mean_and_std(run["tables"])
+        spread = metrics.mean_and_std(run["tables"])
         cells = []
         for column in model["columns"]:
             mean, deviation = spread.get(column, (None, None))
@@ -438,30 +438,7 @@ def diagnostic_figures(model: Model) -> list[Markup]:
     return drawn
 
 
-OutlierHistory = dict[str, Any]
 MAX_CLIENTS = 40  # clients in a drawing; those that were far most often come first
-KEYS = ("norm", "alike", "cosine")  # what a round's line says of a client beside `far`
-
-
-def outlier_history(lines: Sequence[Mapping[str, Any]]) -> list[OutlierHistory]:
-    """By training: the rounds that were compared, and each client's numbers in them."""
-    out: dict[str, OutlierHistory] = {}
-    for line in lines:
-        compared_clients = {id: client_line for id, client_line in line["clients"].items() if "far" in client_line}
-        if not compared_clients:
-            continue
-        about = out.setdefault(line["training"], {"rounds": [], "clients": {}})
-        for id, client_line in compared_clients.items():
-            numbers = [round(float(client_line[key]), 2) if key in client_line else None for key in KEYS]
-            rounds_of_client = about["clients"].setdefault(id, {})
-            rounds_of_client[str(line["round"])] = [int(client_line["far"]), *numbers]
-        about["rounds"].append(line["round"])
-    return [{"training": name, **about} for name, about in out.items() if _any(about)]
-
-
-def _any(about: OutlierHistory) -> bool:
-    """A drawing in which nobody was ever far says nothing."""
-    return any(numbers[0] for by_round in about["clients"].values() for numbers in by_round.values())
 
 
 def draw_outliers(about: OutlierHistory) -> Markup:
