@@ -94,11 +94,11 @@ class GHOFL:
             whitened = torch.einsum("ncd,cde->nce", x[:, None] - sent["means"], sent["root"])
         return sent["bias"] - whitened.square().sum(-1) / 2
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """(classes,) True where the upload has statistics of the class."""
         return upload["counts"] > 0
 
-    def means(self, upload: Tensors) -> Tensor | None:
+    def class_means(self, upload: Tensors) -> Tensor | None:
         """(classes, dim) class means, for an audit of what an upload reveals."""
         return upload["sums"] / upload["counts"].clamp(min=1)[:, None]
 

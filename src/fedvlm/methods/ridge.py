@@ -100,11 +100,11 @@ class Ridge:
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return Head(sent["weight"], sent["bias"]).logits(x) + local["log prior"]
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """(classes,) True where the upload has statistics of the class."""
         return upload["counts"] > 0 if "counts" in upload else torch.zeros(1, dtype=torch.bool)
 
-    def means(self, upload: Tensors) -> Tensor | None:
+    def class_means(self, upload: Tensors) -> Tensor | None:
         """(classes, dim) class means, for an audit of what an upload reveals."""
         return upload["sums"] / upload["counts"].clamp(min=1)[:, None] if "sums" in upload else None
 
