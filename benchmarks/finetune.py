@@ -30,7 +30,7 @@ from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.state import Plan, pack_state
 from fedvlm.maths.image_tower import ImageTower
-from fedvlm.runner import memory as room
+from fedvlm.runner import forecast as room
 from fedvlm.runner.settings import Settings
 from fedvlm.storage.files import write_tensors
 

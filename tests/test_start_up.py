@@ -62,7 +62,7 @@ FILE = """
 title = "A table"
 encoder = "store:{store}"
 traffic = true
-bars = false
+baselines = false
 
 [[methods]]
 name = "fedot"

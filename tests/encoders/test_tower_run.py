@@ -13,7 +13,7 @@ import fedvlm
 from fedvlm import machine
 from fedvlm.core import make
 from fedvlm.errors import SettingsError
-from fedvlm.runner import memory as room
+from fedvlm.runner import forecast as room
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import Settings, build
 from fedvlm.testing import toy_world

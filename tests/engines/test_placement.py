@@ -20,8 +20,8 @@ from fedvlm.engines.client import Task, make_client
 from fedvlm.engines.placement import place_method, run_on_device, with_device
 from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import SettingsError
-from fedvlm.runner import provenance
-from fedvlm.runner.provenance import device_info
+from fedvlm.runner import manifest
+from fedvlm.runner.manifest import device_info
 from fedvlm.runner.settings import build
 from fedvlm.testing import check_same, shorten, toy_world, train_toy
 
@@ -120,7 +120,7 @@ def test_the_record_tells_device_name_flags_and_precision(monkeypatch):
     assert device_info(settings, memory=True) == plain
     assert device_info(settings, memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
     assert device_info(replace(settings, encoder="store:x.npz"), memory=False) == plain
-    monkeypatch.setattr(provenance, "choose_device", lambda name: torch.device(name))
+    monkeypatch.setattr(manifest, "choose_device", lambda name: torch.device(name))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     description = device_info(replace(settings, device="cuda", access={"device": "mps"}), memory=False)
     flags = {

@@ -33,7 +33,7 @@ def callers(name):
 
 
 def test_rows_are_divided_for_a_run_in_one_place():
-    assert callers("divide") - BESIDE_A_RUN == {"runner/prepare.py"}
+    assert callers("make_partition") - BESIDE_A_RUN == {"runner/prepare.py"}
 
 
 def test_worlds_and_frozen_tensors_are_built_in_one_place():

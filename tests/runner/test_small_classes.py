@@ -15,8 +15,8 @@ from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian_classes
 from fedvlm.report.tables import compare_table
+from fedvlm.runner.data_warnings import suppressed_warnings
 from fedvlm.runner.settings import build
-from fedvlm.runner.withheld import suppressed_warnings
 from fedvlm.testing import check_method, check_small, toy_world, train_toy
 
 WITH_CLASS_STATISTICS = [name for name, kind in methods().items() if isinstance(kind(), ClassStatistics)]

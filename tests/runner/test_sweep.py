@@ -11,9 +11,8 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.runner.experiments import experiment_runs, swept_grid
+from fedvlm.runner.experiments import experiment_runs, read_grid, read_sweep, run_all, swept_grid
 from fedvlm.runner.settings import build
-from fedvlm.runner.sweep import read_grid, read_sweep, run_all
 
 FEDOT = {"method": {"name": "fedot", "rounds": 1}}
 
@@ -189,7 +188,7 @@ def test_points_of_a_sweep_race_for_their_rate_all_or_none(store, tmp_path):
 
 
 def test_a_value_no_method_takes_is_refused_before_anything_runs(store, tmp_path):
-    with pytest.raises(SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr = -1 "):
+    with pytest.raises(SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr must be above 0"):
         sweep(store, "--sweep", "method.local_epochs=1,2", "--sweep", "method.lr=1,-1")
     assert not (tmp_path / "runs").exists()
 

@@ -7,18 +7,12 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fedvlm.cli.ask import predict, score
-from fedvlm.cli.audit import audit
-from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
-from fedvlm.cli.explain import explain
-from fedvlm.cli.operate import deploy_app
-from fedvlm.cli.papers import reproduce
-from fedvlm.cli.plot import plot
-from fedvlm.cli.run import demo, run
-from fedvlm.cli.runs import compare, list_, report, resume
-from fedvlm.cli.share import export, ledger
-from fedvlm.cli.texts import describe, join
-from fedvlm.cli.verify import verify
+from fedvlm.cli.classifier import export, join, predict, score
+from fedvlm.cli.data import cache_app, describe, embed, partition, serve_encoder
+from fedvlm.cli.deploy import ledger
+from fedvlm.cli.enrolment import deploy_app
+from fedvlm.cli.results import audit, compare, explain, list_, plot, report, resume, verify
+from fedvlm.cli.run import demo, reproduce, run
 
 typer.core.HAS_RICH = False  # typer escapes brackets for rich also where help is plain
 app = typer.Typer(

@@ -172,3 +172,39 @@ def cache_verify(
     typer.echo(f"{len(bad)} damaged rows, {status}" if bad else "every row is sound")
     if bad and not drop:
         sys.exit(1)
+
+
+def describe(
+    data: Annotated[str, typer.Argument(help="`fedvlm list datasets`, or a path.")],
+    model: Annotated[Path, typer.Option(help="Folder of a text-generation model.")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="The JSON file of sentences by class.")],
+    source: Source = None,
+    about: Annotated[str, typer.Option(help="What the data are, in a few words.")] = "",
+    questions: Annotated[int, typer.Option(help="How many the model asks itself.")] = 4,
+) -> None:
+    """Let a local language model describe the classes, for a run's `descriptions`."""
+    import json
+
+    from fedvlm.data.descriptions import load_writer
+    from fedvlm.data.descriptions import write_descriptions as write
+    from fedvlm.runner.load import open_data
+    from fedvlm.storage.files import write_file as save
+
+    dataset = open_data(data, options(source))
+    topic = about or f"an image data set called {dataset.name}"
+    with progress() as report:
+        sentences = write(
+            dataset.classes,
+            topic,
+            load_writer(model),
+            questions,
+            lambda done, total: report("describing", done, total),
+        )
+    save(out, (json.dumps(sentences, indent=1, ensure_ascii=False) + "\n").encode())
+    silent = [name for name, class_sentences in sentences.items() if not class_sentences]
+    typer.echo(
+        f"{sum(map(len, sentences.values()))} sentences about {len(sentences)} classes are in {out}; "
+        f"use them: --set descriptions={out}"
+    )
+    if silent:
+        typer.echo(f"nothing was said of {', '.join(silent)}: the template stays alone", err=True)

@@ -1,5 +1,6 @@
 """Commands that take a federation to several machines."""
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -152,9 +153,9 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
     """Every run of an experiment, and one table of them all."""
     from fedvlm.deploy.runs import describe_absences
     from fedvlm.report.tables import compare_table
+    from fedvlm.runner.experiment_files import find_experiment, read_toml
     from fedvlm.runner.experiments import experiment_runs
-    from fedvlm.runner.named import find_experiment
-    from fedvlm.runner.settings import build, read_toml
+    from fedvlm.runner.settings import build
 
     values = read_toml(find_experiment(experiment))
     settings = [build(run_settings) for run_settings in experiment_runs(values, set_ or [])]
@@ -260,3 +261,140 @@ def _stop_gently() -> None:
 
     signal.signal(signal.SIGTERM, interrupt)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+Folder = Annotated[Path, typer.Argument(help="DIR/server or DIR/site-NAME")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@deploy_app.command()
+def doctor(folder: Folder, as_json: Json = False) -> None:
+    """Look at all that a server or a site needs, before anything runs; 1 if something is wrong."""
+    from dataclasses import asdict
+
+    from fedvlm.deploy.doctor import check_folder
+
+    checks = check_folder(folder)
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=1, ensure_ascii=False))
+    for check in () if as_json else checks:
+        typer.echo(f"{'ok ' if check.ok else '!! '} {check.check}: {check.detail}")
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+@deploy_app.command()
+def status(folder: Folder, as_json: Json = False) -> None:
+    """Say how a server or a site is: the run, the round, who answers, what has left."""
+    from fedvlm.deploy.status import format_status
+    from fedvlm.deploy.status import status as state_of
+
+    state = state_of(folder)
+    document = json.dumps(state, indent=1, ensure_ascii=False, default=str)
+    for line in [document] if as_json else format_status(state):
+        typer.echo(line)
+
+
+@deploy_app.command()
+def log(
+    folder: Folder,
+    as_json: Json = False,
+    follow: Annotated[bool, typer.Option(help="Go on with what comes.")] = False,
+) -> None:
+    """Print what a server or a site has done, a line each."""
+    from time import sleep
+
+    from fedvlm.deploy.events import Event, EventTail, format_event, read_events
+    from fedvlm.deploy.status import is_server
+
+    def show(event: Event) -> None:
+        typer.echo(json.dumps(event, ensure_ascii=False) if as_json else format_event(event))
+
+    is_server(folder)
+    tail = EventTail(folder)
+    for event in read_events(folder):
+        show(event)
+    while follow:
+        for event in tail.read_new():
+            show(event)
+        sleep(0.3)
+
+
+@deploy_app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="DIR/server")],
+    stop: Annotated[bool, typer.Option(help="Stop the run that is going on.")] = False,
+    resume: Annotated[str, typer.Option(help="Go on with a stopped one, by its name.")] = "",
+    as_json: Json = False,
+) -> None:
+    """List a server's runs, stop the one that is going on, or resume one."""
+    from fedvlm.cli.progress import progress
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.runs import resume_run as go_on
+    from fedvlm.deploy.runs import stop_runs as end
+    from fedvlm.deploy.status import list_runs as listed
+    from fedvlm.report.tables import compare_table
+
+    kit = read_server(folder)
+    if stop:
+        typer.echo(f"stopped: {', '.join(end(kit)) or 'there was none'}")
+    elif resume:
+        with progress() as report:
+            result = go_on(kit, resume, report, lambda text: typer.echo(text, err=True))
+        typer.echo(compare_table([result]), nl=False)
+    else:
+        run_rows = listed(folder)
+        if as_json:
+            typer.echo(json.dumps(run_rows, indent=1, ensure_ascii=False))
+        for run in () if as_json else run_rows:
+            typer.echo(f"{run['name']}: {run['method']}, {run['state']}, {run['rounds']} rounds")
+        if not run_rows and not as_json:
+            typer.echo("no run yet: fedvlm deploy run DIR/server EXPERIMENT")
+
+
+@deploy_app.command()
+def watch(
+    folder: Folder,
+    port: Annotated[int, typer.Option(help="0 is any that is free.")] = 0,
+) -> None:
+    """Show a live page of a server or a site, on this machine only. Ctrl-C stops it."""
+    from fedvlm.deploy.watch import serve_live_page
+
+    serve_live_page(folder, port, lambda url: typer.echo(f"open {url}"))
+
+
+def ledger(
+    folder: Annotated[Path, typer.Argument(help="A site's folder.")],
+    head: Annotated[str, typer.Option(help="A head noted before; it must still be there.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What left a site and what came in, checked line by line; exit code 1 if it was changed."""
+    from fedvlm.deploy.ledger import Ledger
+    from fedvlm.report.tables import render_table
+
+    history = Ledger(folder).read()
+    if as_json:
+        typer.echo(json.dumps(history.lines, indent=1, ensure_ascii=False))
+    else:
+        names = ["time", "direction", "kind", "round", "bytes", "content"]
+        rows = [[*(str(line.get(key, ""))[:23] for key in names), _describe_line(line)] for line in history.lines]
+        typer.echo(render_table([*names, "what"], rows, "text", True), nl=False)
+    for number in history.torn:
+        typer.echo(f"line {number} was cut short by a crash; nothing was sent for it", err=True)
+    wrong = [*history.broken]
+    if head and not history.contains(head):
+        wrong.append(f"the head {head} is not in the ledger: its end was cut off or rewritten")
+    for problem in wrong:
+        typer.echo(problem, err=True)
+    if wrong:
+        sys.exit(1)
+    typer.echo(f"{len(history.lines)} lines, each follows the one before; head {history.head}", err=True)
+
+
+def _describe_line(line: dict[str, Any]) -> str:
+    """Why nothing left, or what did: each name with its type and shape."""
+    if "error" in line:
+        return str(line["error"]).splitlines()[0]
+    if "strangers" in line:
+        return f"{line['strangers']} messages that the server did not sign"
+    return ", ".join(f"{name} {shape}" for name, shape in line["fields"].items())

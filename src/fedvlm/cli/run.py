@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedvlm.report.experiment import FinishedExperiment
     from fedvlm.runner.settings import Settings
 
+
 NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
 Sweep = Annotated[list[str] | None, typer.Option(help="a.b=1,2,3: a run for each value; several make a grid.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
@@ -61,7 +62,7 @@ def run(
     from fedvlm.errors import SettingsError, unknown_name
     from fedvlm.report.experiment import key_of, load_experiment
     from fedvlm.report.tables import TABLE_FORMS
-    from fedvlm.runner.named import find_experiment
+    from fedvlm.runner.experiment_files import find_experiment
 
     if not (file or method or data or encoder):
         raise SettingsError("nothing to run; name a TOML file, or --method, or --data DIR for auto")
@@ -80,7 +81,7 @@ def run(
     home = out or Path("runs") / (Path(file).stem if file else _data_name(data, encoder))
     earlier_output = None if again or track else load_experiment(home, key)
     if earlier_output is None or not (no_report or (home / "report.html").exists()):
-        from fedvlm.runner.settings import read_toml
+        from fedvlm.runner.experiment_files import read_toml
 
         values: dict[str, Any] = read_toml(place) if place else {"method": "auto"}
         if method:
@@ -113,7 +114,7 @@ def _run_and_show(
     from fedvlm.report.experiment import FinishedExperiment, store_experiment, write_folder
     from fedvlm.report.page.model import build_model
     from fedvlm.report.page.render import write_model
-    from fedvlm.runner.bars import wants_baselines
+    from fedvlm.runner.experiments import wants_baselines
 
     written, settings, over = _settings(values, *typed)
     # Bars are of one federation: a sweep over anything but a method's settings has several.
@@ -167,8 +168,15 @@ def _settings(
     values: Mapping[str, Any], assignments: list[str], sweep: Sequence[str], tunes: bool
 ) -> "tuple[dict[str, Any], list[Settings], list[str]]":
     """What is asked, as it would be written in a file; each run; what is swept over."""
-    from fedvlm.runner.experiments import base_runs, swept_grid, to_file_values
-    from fedvlm.runner.sweep import build_all, expand, read_grid, read_sweep
+    from fedvlm.runner.experiments import (
+        base_runs,
+        build_all,
+        expand,
+        read_grid,
+        read_sweep,
+        swept_grid,
+        to_file_values,
+    )
     from fedvlm.runner.tune import with_default_tuning
 
     typed = read_sweep(sweep)
@@ -222,10 +230,9 @@ def _execute_all(
     on: str,
 ) -> "tuple[list[Record], list[str], list[Record]]":
     """The runs, what hindered others, and the bars that stand beside them."""
-    from fedvlm.runner.bars import missing_baselines
+    from fedvlm.runner.experiments import missing_baselines, run_all
     from fedvlm.runner.run import default_name, execute_all
-    from fedvlm.runner.sweep import run_all
-    from fedvlm.runner.track import Trackers
+    from fedvlm.runner.trackers import Trackers
 
     def log(message: str) -> None:
         typer.echo(message, err=True)
@@ -271,3 +278,62 @@ def _next_steps(home: Path, records: "Sequence[Record]") -> str:
             f"  fedvlm plot {run}",
         ]
     )
+
+
+def reproduce(
+    item: Annotated[str, typer.Argument(help="A table or figure, as fedot-v1/T1.")],
+    smoke: Annotated[bool, typer.Option(help="Short runs on few rows.")] = False,
+    form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
+    data: Annotated[str | None, typer.Option(help="Other data, as demo.")] = None,
+    encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the records.")] = None,
+    again: Annotated[bool, typer.Option(help="Also what is finished.")] = False,
+) -> None:
+    """Run a paper's table or figure, and print it with our numbers beside the printed ones."""
+    from fedvlm.report.papers import settings_of_item
+    from fedvlm.runner.experiments import run_all
+    from fedvlm.runner.forecast import describe_requirements
+    from fedvlm.runner.run import default_name, execute_all
+
+    overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    overrides = {key: value for key, value in overrides.items() if value is not None}
+    named, settings = settings_of_item(item, overrides, set_ or [])
+
+    def log(message: str) -> None:
+        typer.echo(message, err=True)
+
+    log(f"{item} by {', '.join(named)}")
+    for line in describe_requirements(settings):
+        log(line)
+    with progress() as report:
+
+        def place(run_settings: "Settings") -> Path:
+            name = default_name(run_settings, None)
+            candidates = (Path("runs") / experiment / name for experiment in named)
+            existing = next((path for path in candidates if path.exists()), None)  # by `fedvlm run`
+            return out / name if out else existing or Path("runs") / name
+
+        def go(all: "Sequence[Settings]", keep_going: bool) -> "Sequence[Record | Exception]":
+            requests = [(run_settings, place(run_settings)) for run_settings in all]
+            return execute_all(requests, again, None, report, None, log, keep_going)
+
+        results, failed = run_all(settings, (), go, keep_going=True)
+    typer.echo(table_of(item, results, form), nl=False)
+    log("records: " + ", ".join(str(record.folder) for record in results))
+    fail(failed)
+
+
+def table_of(item: str, results: "Sequence[Record]", form: str) -> str:
+    """The paper's table; of an item in which nothing is printed, ours with what it shows."""
+    from fedvlm.report import tables
+    from fedvlm.report.columns import COLUMNS
+    from fedvlm.report.paper_tables import paper_table
+    from fedvlm.report.papers import find_item, numbers
+    from fedvlm.report.tables import compare_table
+
+    if numbers()[item]:
+        return paper_table(item, results, form)
+    column_names = [requirement.removeprefix("column:") for requirement in find_item(item).needs]
+    table = compare_table(results, form, extra_columns=[name for name in column_names if name in COLUMNS])
+    return table if form in tables.TIDY_FORMS else paper_table(item, results, form) + table

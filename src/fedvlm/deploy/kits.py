@@ -17,7 +17,7 @@ from fedvlm.deploy.membership import SITES_FOLDER, SiteCertificate, certificate_
 from fedvlm.deploy.membership import admitted_sites as admitted
 from fedvlm.deploy.policy import POLICY_FILE as POLICY
 from fedvlm.errors import SettingsError
-from fedvlm.runner.settings import read_toml
+from fedvlm.runner.experiment_files import read_toml
 from fedvlm.storage.files import make_private_folder, to_toml, write_file
 
 SITE_NAME = re.compile(r"\w[\w .-]{0,62}")

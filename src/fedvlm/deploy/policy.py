@@ -15,7 +15,7 @@ from fedvlm.deploy.consent import check_consent
 from fedvlm.deploy.reasons import RequestRefused
 from fedvlm.errors import FedVLMError
 from fedvlm.evaluate.metrics import METRICS
-from fedvlm.runner.settings import read_toml
+from fedvlm.runner.experiment_files import read_toml
 
 POLICY_FILE = "policy.toml"
 ALL_METHODS = "*"

@@ -19,6 +19,7 @@ from fedvlm.engines.client import World
 from fedvlm.errors import DataError, FederationError, SettingsError, join_names
 from fedvlm.evaluate.protocols.contract import has_reference
 from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
+from fedvlm.runner.manifest import provenance
 from fedvlm.runner.prepare import (
     Prepared,
     check_samples,
@@ -27,7 +28,6 @@ from fedvlm.runner.prepare import (
     prepare_client,
     with_calibration,
 )
-from fedvlm.runner.provenance import provenance
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
 from fedvlm.storage.files import write_tensors

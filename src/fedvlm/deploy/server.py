@@ -28,8 +28,8 @@ from fedvlm.evaluate.protocols import Training, contract
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
 from fedvlm.record import Record
 from fedvlm.runner import tune
-from fedvlm.runner.begin import build_manifest
 from fedvlm.runner.load import load
+from fedvlm.runner.manifest import build_manifest
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
 from fedvlm.runner.settings import Settings, build
 from fedvlm.runner.training import file_name, finished_scores, run_training

@@ -30,9 +30,9 @@ from fedvlm.engines.client import measure
 from fedvlm.engines.flower.client import ClientTraining, TrainingHandler, to_arrays, to_tensors
 from fedvlm.engines.flower.wire import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
-from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
+from fedvlm.runner.training import calibration
 from fedvlm.storage.files import read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]

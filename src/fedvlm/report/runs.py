@@ -56,7 +56,7 @@ def run_label(result: Record, without: Collection[str] = ()) -> str:
 def _defaults(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Of a record that does not say it; to ask the method takes seconds, for it takes torch."""
     from fedvlm.core import make
-    from fedvlm.runner.provenance import default_values
+    from fedvlm.runner.manifest import default_values
 
     return default_values(make(name, **settings))
 

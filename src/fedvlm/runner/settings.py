@@ -3,7 +3,6 @@
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel
@@ -11,7 +10,7 @@ from fedvlm.core import MIN_CLASS_CLIENTS, MIN_CLASS_SAMPLES, Method, is_method,
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE_FRACTION, check_ranges, list_field, ranged_field, read_table
 from fedvlm.data.clients import Clients
 from fedvlm.engines.client import Attack, Kind
-from fedvlm.errors import SettingsError, renamed, suggest_path, unknown_name
+from fedvlm.errors import SettingsError, renamed, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -220,20 +219,6 @@ def _check_seeds(value: Any) -> None:
     raise SettingsError(
         f"seeds = {value} may mean two things; write {seeds} for {count}, [{value}] for the seed {value}"
     )
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise SettingsError(
-            f"there is no settings file {path}; {suggest_path(path)}name a .toml file, or an experiment "
-            "(`fedvlm list experiments`)"
-        ) from error
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be read ({error.strerror}); name a .toml file that can") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not valid TOML: {error}") from error
 
 
 def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:

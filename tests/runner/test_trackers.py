@@ -9,7 +9,7 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import SettingsError
-from fedvlm.runner.track import Trackers, numbers
+from fedvlm.runner.trackers import Trackers, numbers
 
 METHOD = {"name": "fedavg", "rounds": 3}
 
@@ -70,7 +70,7 @@ def test_trackers_are_closed_whatever_becomes_of_the_run(rows, tmp_path, monkeyp
         def close(self):
             closed.append(self.place)
 
-    monkeypatch.setattr("fedvlm.runner.track.TRACKER_CLASSES", {"noted": RecordingTracker})
+    monkeypatch.setattr("fedvlm.runner.trackers.TRACKER_CLASSES", {"noted": RecordingTracker})
     with pytest.raises(KeyboardInterrupt):
         fedvlm.run(METHOD, embedded=rows, out=tmp_path / "a", track=["noted:api"])
     store = f"store:{save_store(tmp_path / 'rows', rows)}"

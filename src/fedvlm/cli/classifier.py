@@ -139,3 +139,58 @@ def _report_problems(notes: list[str], skipped: list[tuple[str, str]]) -> None:
         typer.echo(f"skipped {name}: {reason}", err=True)
     if skipped:
         sys.exit(1)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    folder: Annotated[Path, typer.Argument(help="Where the classifier goes.")],
+    client: Annotated[str, typer.Option(help="Whose classifier.")],
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also the head as ONNX.")] = False,
+) -> None:
+    """Write one client's classifier: tensors, settings, class names, encoder and a card."""
+    from fedvlm.classifier.export import export as write
+
+    classifier = write(run, client, folder, onnx)
+    typer.echo(
+        f"{classifier.method.name} for {client} ({len(classifier.frozen.classes)} classes, "
+        f"{classifier.encoder}) is in {folder}"
+    )
+
+
+def join(
+    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
+    data: Annotated[str, typer.Argument(help="The new client's images.")],
+    out: Annotated[Path, typer.Option(help="Where its classifier goes.")],
+    client: Annotated[str, typer.Option(help="What the client is called.")] = "new",
+    source: Source = None,
+    encoder: Annotated[str, typer.Option(help="Where the run's encoder is now.")] = "",
+    access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")] = None,
+    training: Annotated[str | None, typer.Option(help="Which training; the first if left out.")] = None,
+    share: Annotated[float, typer.Option(help="Of the rows to learn from.")] = 0.8,
+) -> None:
+    """Give one more client its own classifier, without any other client taking part."""
+    from fedvlm.classifier.export import ClassifierOrigin, save_with_card
+    from fedvlm.classifier.late_join import embed_for_run
+    from fedvlm.classifier.late_join import join as adapt
+    from fedvlm.result import Result
+
+    result = Result(run)
+    with progress() as report:
+        rows, notes = embed_for_run(result, data, options(source), encoder, options(access), report)
+    for message in notes:
+        typer.echo(message, err=True)
+    done = adapt(result, rows, client, training=training, train_fraction=share)
+    story = ClassifierOrigin(
+        {**result.manifest, "data": rows.name, "rows": rows.fingerprint},
+        f"joined {result.folder.name}",
+        done.n_test_samples,
+        round(done.accuracy * done.n_test_samples),
+    )
+    save_with_card(done.classifier, story, out)
+    if not done.is_adapted:
+        name = done.classifier.method.name
+        typer.echo(f"{name} has no adaptation of its own: {client} gets what every unseen one does")
+    typer.echo(
+        f"{client}: {100 * done.accuracy:.2f} % of {done.n_test_samples} held-out rows "
+        f"({100 * done.unseen_accuracy:.2f} % without adapting), learnt from {done.n_train_samples}; in {out}"
+    )

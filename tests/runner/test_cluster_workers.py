@@ -9,9 +9,9 @@ from counting import Counting, numbered, run
 import fedvlm
 from fedvlm.encoders.store import open_store, save_store
 from fedvlm.record import Record
-from fedvlm.runner import cluster, sight, training
+from fedvlm.runner import cluster, training
+from fedvlm.runner.jobs import Job, JobSpec
 from fedvlm.runner.run import execute_all
-from fedvlm.runner.schedule import Job, JobSpec
 from fedvlm.runner.settings import build
 
 
@@ -129,7 +129,7 @@ def test_trainings_on_images_stay_on_the_machine_of_the_command(rows, tmp_path, 
     monkeypatch.setattr(cluster, "_client", nobody)
     outcomes = []
     order = JobSpec(build({"method": "lora"}), replace(rows, images=object()), 0, "all")
-    job = replace(piece_of(Record(tmp_path), order), work=lambda *args: "trained", done=outcomes.append)
+    job = replace(piece_of(Record(tmp_path), order), work=lambda *args: "trained", on_done=outcomes.append)
     cluster.run_jobs([job], "dask")
     assert outcomes == ["trained"]
 
@@ -149,18 +149,18 @@ def test_a_worker_prepares_base_to_new_from_all_classes(store, tmp_path, monkeyp
     method = {"name": "fedclip", "rounds": 2}
     execute_all([(build({"method": method, **run_options}), tmp_path / "there")], on="dask")
     made = fedvlm.run(method, **run_options, out=tmp_path / "here")
-    lines, files, _ = worked(jobs[0].order, tmp_path / "nowhere", made.manifest)
-    check_left(made, jobs[0].order, lines, files)
+    lines, files, _ = worked(jobs[0].spec, tmp_path / "nowhere", made.manifest)
+    check_left(made, jobs[0].spec, lines, files)
 
 
 def test_rows_are_read_where_a_worker_sees_the_store(store, rows_like, tmp_path):
     made, order = ordered(tmp_path / "here", store, METHOD, protocol="own-test")
-    bare, place = sight.strip_samples(order.settings, order.rows)
-    assert len(bare.x) == 0 and sight.path_exists(place)
+    bare, place = cluster.strip_samples(order.settings, order.rows)
+    assert len(bare.x) == 0 and cluster.path_exists(place)
     order = replace(order, rows=bare)
     lines, files, _ = worked(order, tmp_path / "nowhere", made.manifest, place=place)
     check_left(made, order, lines, files)
-    sight._open_tables.clear()
+    cluster._open_tables.clear()
     save_store(store, rows_like(seed=1))
     for lost in (place, replace(place, path=tmp_path / "gone.npz")):
         with pytest.raises(cluster.SamplesNotVisible):
@@ -174,14 +174,14 @@ def test_rows_are_read_where_a_worker_sees_the_cache(patches, tmp_path, monkeypa
     settings = build({"method": "fedot"})
     some = replace(rows, x=rows.x[::3], content=rows.content[::3])
     some = replace(some, patches=rows.patches[::3] if patches else None)
-    bare, place = sight.strip_samples(settings, some)
-    sight._open_tables.clear()
-    samples = sight.load_samples(bare, place)
+    bare, place = cluster.strip_samples(settings, some)
+    cluster._open_tables.clear()
+    samples = cluster.load_samples(bare, place)
     assert torch.equal(samples.x, some.x)
     assert not patches or torch.equal(samples.patches, some.patches)
-    assert sight.load_samples(bare, place).x is samples.x  # read once
-    sight._open_tables.clear()
-    assert sight.load_samples(replace(bare, content=["00" * 32]), place) is None
-    assert sight.load_samples(bare, replace(place, encoder="ffff")) is None
-    assert sight.load_samples(bare, replace(place, digest="other")) is None
-    assert not sight._open_tables
+    assert cluster.load_samples(bare, place).x is samples.x  # read once
+    cluster._open_tables.clear()
+    assert cluster.load_samples(replace(bare, content=["00" * 32]), place) is None
+    assert cluster.load_samples(bare, replace(place, encoder="ffff")) is None
+    assert cluster.load_samples(bare, replace(place, digest="other")) is None
+    assert not cluster._open_tables

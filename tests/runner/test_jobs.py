@@ -17,10 +17,10 @@ from fedvlm.core import make
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import DataError, FederationError
 from fedvlm.record import Record
-from fedvlm.runner import run, schedule
+from fedvlm.runner import jobs, run
 from fedvlm.runner import training as trainings
+from fedvlm.runner.jobs import Job, run_jobs
 from fedvlm.runner.run import execute_all
-from fedvlm.runner.schedule import Job, run_jobs
 from fedvlm.runner.settings import Settings, build
 from fedvlm.storage.files import is_locked
 
@@ -69,13 +69,13 @@ def make_jobs(costs, work, workers=2, outcomes=None):
 
 
 def test_the_longest_training_begins_first_and_clients_share_what_is_left_over(monkeypatch):
-    began, usual = [], schedule._start
+    began, usual = [], jobs._start
 
     def start(job, workers, other_connections):
         began.append((job.cost, workers))
         return usual(job, workers, other_connections)
 
-    monkeypatch.setattr(schedule, "_start", start)
+    monkeypatch.setattr(jobs, "_start", start)
     run_jobs(make_jobs([1.0, 9.0, 4.0], lambda *all: os.getpid()))
     assert began == [(9.0, 1), (4.0, 1), (1.0, 1)]
     began.clear()
@@ -84,7 +84,7 @@ def test_the_longest_training_begins_first_and_clients_share_what_is_left_over(m
 
 
 def test_short_trainings_stay_in_the_process_and_long_ones_do_not(monkeypatch):
-    monkeypatch.setattr(schedule, "count_cores", lambda: 2)
+    monkeypatch.setattr(jobs, "count_cores", lambda: 2)
     process_ids = []
     run_jobs(make_jobs([0.1, 0.2], lambda *all: os.getpid(), 0, process_ids))
     assert process_ids == [os.getpid()] * 2
@@ -97,9 +97,9 @@ def test_short_trainings_stay_in_the_process_and_long_ones_do_not(monkeypatch):
 
 
 def test_a_forecast_that_was_too_short_is_corrected_by_the_clock(monkeypatch):
-    monkeypatch.setattr(schedule, "count_cores", lambda: 2)
+    monkeypatch.setattr(jobs, "count_cores", lambda: 2)
     ticks = iter(range(0, 100, 3))
-    monkeypatch.setattr(schedule, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(jobs, "perf_counter", lambda: next(ticks))
     process_ids = []
     run_jobs(make_jobs([0.4, 0.3, 0.2, 0.1], lambda *all: os.getpid(), 0, process_ids))
     assert [process_id == os.getpid() for process_id in process_ids] == [True, False, False, False]
@@ -114,7 +114,7 @@ def spoilt(monkeypatch, trouble):
             trouble(record)
         return usual(prepared, training, record, report_rounds)
 
-    monkeypatch.setattr(run, "run_rounds", train)
+    monkeypatch.setattr(run, "train", train)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -236,8 +236,8 @@ def test_processes_end_with_the_one_that_began_them(end, rows, tmp_path):
 @pytest.mark.parametrize("name", ["engine", "device"])
 def test_what_a_forked_process_cannot_do_stays_in_this_one(name):
     value = {"engine": "flower", "device": "cuda"}[name]
-    assert not schedule.must_run_alone(build({"method": "fedavg"}))
-    assert schedule.must_run_alone(build({"method": "fedavg", name: value}))
+    assert not jobs.must_run_alone(build({"method": "fedavg"}))
+    assert jobs.must_run_alone(build({"method": "fedavg", name: value}))
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
@@ -245,4 +245,4 @@ def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch):
     for has_gpu in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-        assert schedule.must_run_alone(auto) is has_gpu
+        assert jobs.must_run_alone(auto) is has_gpu

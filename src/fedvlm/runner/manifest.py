@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -9,9 +10,14 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, make
+from fedvlm.data.partition import Partition
+from fedvlm.data.table import EmbeddedTable
 from fedvlm.devices import Device, choose_device, describe_device, set_deterministic
+from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import Settings
 
 ON_DEVICE = ("demo", "hf", "openai")  # encoders that have access.device
@@ -69,3 +75,40 @@ def commit() -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
+
+
+def class_counts(rows: EmbeddedTable, partition: Partition) -> dict[str, list[int]]:
+    """Training rows per class of each client."""
+    return {
+        id: np.bincount(rows.labels[member.train], minlength=len(rows.classes)).tolist()
+        for id, member in partition.clients.items()
+    }
+
+
+def describe_samples(rows: EmbeddedTable) -> dict[str, Any]:
+    """What the manifest tells of rows and encoder."""
+    return {
+        "encoder": rows.encoder,
+        "rows": rows.fingerprint,
+        "data": rows.name,
+        "classes": rows.classes,
+        "dim": rows.x.shape[1],
+        "scale": rows.scale,
+        "text": None if rows.text is None else rows.text.tolist(),
+    } | template_of(rows)
+
+
+def build_manifest(
+    about: Mapping[str, Any],
+    trainings: Sequence[str],
+    clients: Mapping[str, Mapping[str, int]],  # rows of each part
+    dropped: Mapping[int, int],  # rows, by seed
+) -> dict[str, Any]:
+    """Everything a reader needs to know where the numbers come from."""
+    return {
+        **about,
+        "trainings": list(trainings),
+        "clients": dict(clients),
+        "duplicates_dropped": dict(dropped),
+        **provenance(),
+    }

@@ -14,9 +14,8 @@ from fedvlm.encoders import open_encoder
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.evaluate.protocols import make_protocol as protocol
 from fedvlm.evaluate.protocols.base_to_new import harmonic
-from fedvlm.runner import halves
 from fedvlm.runner.load import load
-from fedvlm.runner.prepare import check_samples, frozen_of, prepare
+from fedvlm.runner.prepare import check_new_classes, check_samples, frozen_of, prepare, split_classes
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
 
@@ -73,7 +72,7 @@ def test_an_image_of_both_halves_is_not_tested_as_new():
 
 
 def test_an_odd_class_is_of_the_base_half():
-    base, new = halves.split_classes(embedded(140, classes=7))
+    base, new = split_classes(embedded(140, classes=7))
     assert (len(base.classes), len(new.classes)) == (4, 3)
     assert ((base.labels >= 0) ^ (new.labels >= 0)).all()
 
@@ -82,10 +81,10 @@ def test_an_odd_class_is_of_the_base_half():
 def test_a_method_is_taken_if_its_classes_come_from_text_alone(rows, name):
     frozen = replace(frozen_of(rows, 0), image_tower=open_encoder("demo").image_tower())
     if name in OPEN:
-        halves.check_new_classes(make(name), frozen)
+        check_new_classes(make(name), frozen)
         return
     with pytest.raises(SettingsError, match="place for each class|keeps labels of its rows"):
-        halves.check_new_classes(make(name), frozen)
+        check_new_classes(make(name), frozen)
 
 
 def test_zero_shot_is_measured_among_the_names_of_each_half(rows, tmp_path):

@@ -1,0 +1,225 @@
+"""Commands that show what came out of runs, and what there is to run."""
+
+import json
+import sys
+from pathlib import Path
+from textwrap import wrap
+from typing import Annotated
+
+import typer
+
+from fedvlm.cli.progress import progress
+
+COLUMNS = 100  # of a list of methods
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Runs or experiments.")],
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The HTML file.")] = None,
+    title: Annotated[str, typer.Option(help="What the page is called.")] = "",
+) -> None:
+    """Write runs as one page that needs no network: tables, curves, clients, how it was run."""
+    from fedvlm.record import Record
+    from fedvlm.report.page.render import write_page
+    from fedvlm.report.runs import runs_in
+
+    results = [Record(folder) for path in runs for folder in runs_in(path) or [path]]
+    only = runs[0] if len(runs) == 1 else runs[0].parent
+    typer.echo(f"report: {write_page(results, out or only / 'report.html', title)}")
+
+
+def resume(folder: Path) -> None:
+    """Go on with a run that was stopped or killed."""
+    from fedvlm.report.tables import compare_table
+    from fedvlm.runner.run import resume as go_on
+
+    with progress() as report:
+        result = go_on(folder, report)
+    typer.echo(compare_table([result]), nl=False)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or experiments, or pages.")],
+    form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
+    all_columns: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
+    traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
+    columns: Annotated[str, typer.Option(help="More of them, as balanced,F1,kappa,worst,method.lr.")] = "",
+    paper: Annotated[bool, typer.Option(help="The papers' tables, with ours beside.")] = False,
+    item: Annotated[str, typer.Option(help="This table or figure, as fedot-v1/T1.")] = "",
+) -> None:
+    """Runs side by side: mean ± deviation over seeds, in per cent."""
+    from fedvlm.report.runs import read_runs
+    from fedvlm.report.tables import compare_table as render
+
+    results = [run for path in runs for run in read_runs(path)]
+    if paper or item:
+        from fedvlm.report.paper_tables import items_of, paper_tables
+
+        typer.echo(paper_tables([item] if item else items_of(results), results, form), nl=False)
+        return
+    column_names = [name.strip() for name in columns.split(",") if name.strip()]
+    table = render(results, form, all_columns, traffic=traffic, extra_columns=column_names)
+    typer.echo(table, nl=False)
+
+
+def list_(
+    kind: Annotated[
+        str,
+        typer.Argument(help="methods, encoders, data, datasets, metrics, protocols, experiments, papers"),
+    ],
+    name: Annotated[str, typer.Argument(help="One of them, of which all is told.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """What there is to choose from."""
+    from fedvlm.report.lists import LISTS
+    from fedvlm.report.tables import render_table
+
+    if kind not in LISTS:
+        from fedvlm.errors import unknown_name
+
+        raise unknown_name("list", kind, LISTS)
+    rows = LISTS[kind]()
+    if name:
+        rows = [row for row in rows if str(next(iter(row.values()))) == name]
+        if not rows:
+            from fedvlm.errors import unknown_name
+
+            raise unknown_name(kind, name, [str(next(iter(row.values()))) for row in LISTS[kind]()])
+    if not rows and not as_json:
+        typer.echo(f"there are no {kind}")
+        return
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    if name:
+        for key, value in rows[0].items():
+            typer.echo(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+        return
+    head = [key for key, value in rows[0].items() if not isinstance(value, list)]
+    body = [[str(row[key]) for key in head] for row in rows]
+    if kind == "methods":
+        head, body = ["method", "what"], _narrow([[row["method"], row["what"]] for row in rows])
+    typer.echo(render_table(head, body, "text", True), nl=False)
+
+
+def _narrow(body: list[list[str]]) -> list[list[str]]:
+    """Two columns that fit a screen; a text goes on in a row below its name's."""
+    first = max(len("method"), *(len(row[0]) for row in body))
+    return [
+        [name if i == 0 else "", line]
+        for name, summary in body
+        for i, line in enumerate(wrap(summary, COLUMNS - first - 2))
+    ]
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    training: Annotated[str | None, typer.Option(help="Of several trainings, which one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of several seeds, which one.")] = None,
+    form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="In the run's folder, for its report.")] = False,
+) -> None:
+    """What each client uploaded, and how well it tells who was in the training rows (AUC)."""
+    from fedvlm.record import Record
+    from fedvlm.report.tables import audit_table
+    from fedvlm.report.tables import write_audit as store
+    from fedvlm.runner.audit import audit as look
+
+    with progress() as report:
+        lines = look(run, training, seed, progress=report)
+    if keep:
+        store(Record(run), lines)
+    if as_json:
+        typer.echo(json.dumps(lines, indent=1, ensure_ascii=False))
+    else:
+        typer.echo(audit_table(lines, form), nl=False)
+
+
+def explain(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    image: Annotated[Path | None, typer.Option(help="An image, of any data.")] = None,
+    name: Annotated[str | None, typer.Option("--class", help="A class; the client's own answer if left out.")] = None,
+    client: Annotated[str | None, typer.Option(help="Whose local prompt; the first.")] = None,
+    gamma: Annotated[list[float] | None, typer.Option(help="γ in (0, 1]; several times for several.")] = None,
+    prompts: Annotated[bool, typer.Option("--prompts", help="A map of the clients' prompts instead.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The PNG file.")] = None,
+) -> None:
+    """Draw what the global and a local prompt look at in an image, or a map of local prompts."""
+    from fedvlm.errors import SettingsError
+    from fedvlm.report import explain as explaining
+    from fedvlm.report.explain import draw_explanation, draw_prompt_map
+
+    if (image is None) == (not prompts):
+        raise SettingsError("explain draws one thing: give --image FILE, or --prompts")
+    if prompts:
+        path = draw_prompt_map(explaining.prompt_map(run, seed), out or run / "prompts.png")
+        typer.echo(f"image: {path}")
+        return
+    assert image is not None
+    explained = explaining.explain(run, image, name=name, client=client, gammas=gamma, seed=seed)
+    typer.echo(
+        f"client {explained.client} gives {explained.name} {explained.probability:.1%}, "
+        f"its answer is {explained.likeliest}"
+    )
+    typer.echo(f"image: {draw_explanation(explained, out or run / f'explain-{image.stem}.png')}")
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="rounds, sweep, bars, reliability, roc, decision, partition, kite, tsne or heat; "
+            "left out, a run's reliability, decision curve and rounds."
+        ),
+    ] = "",
+    columns: Annotated[str, typer.Option(help="A panel each, as C,kappa; of rounds, sweep and bars.")] = "",
+    over: Annotated[str, typer.Option(help="The setting along the axis, as method.blocks.")] = "",
+    training: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
+    image: Annotated[Path | None, typer.Option(help="What prompts look at, for heat.")] = None,
+    name: Annotated[str | None, typer.Option("--class", help="A class, for heat.")] = None,
+    client: Annotated[str | None, typer.Option(help="Whose local prompt, for heat.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The .png or .svg file.")] = None,
+) -> None:
+    """Draw a run, or several in one picture."""
+    from fedvlm.errors import SettingsError
+    from fedvlm.record import Record
+    from fedvlm.report.plots import draw_diagrams, draw_runs
+
+    results = [Record(path) for path in runs]
+    if not kind:
+        if len(results) != 1:
+            raise SettingsError("several runs are drawn as one --kind, as rounds or bars")
+        path = draw_diagrams(results[0], out or runs[0] / "diagrams.png", training, seed)
+    else:
+        folder = runs[0] if len(runs) == 1 else runs[0].parent
+        path = draw_runs(
+            kind,
+            results,
+            out or folder / f"{kind}.png",
+            columns=[column.strip() for column in columns.split(",") if column.strip()],
+            over=over,
+            training=training,
+            seed=seed,
+            image=image,
+            name=name,
+            client=client,
+        )
+    typer.echo(f"image: {path}")
+
+
+def verify(
+    target: Annotated[str, typer.Argument(help="A run, an exported classifier, a store's file, or `cache`.")],
+) -> None:
+    """Check files against the digests and checksums that were written with them."""
+    from fedvlm.report.verify import verify_files
+
+    checked, problems = verify_files(target)
+    for name, problem in problems:
+        typer.echo(f"{name}: {problem}")
+    typer.echo(f"{checked} checked, {len(problems) or 'none'} damaged")
+    if problems:
+        sys.exit(1)
