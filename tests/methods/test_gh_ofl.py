@@ -43,13 +43,13 @@ def probabilities(method, x, y, parts):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_keeps_the_contract(head):
-    check_method(make("gh-ofl", head=head))
+    check_method(make("gh-ofl", classifier=head))
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_any_split_and_order_gives_the_pooled_classifier(head):
     x, y = samples()
-    method = make("gh-ofl", head=head, min_class_samples=1)
+    method = make("gh-ofl", classifier=head, min_class_samples=1)
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(y)))
     parts = list(torch.tensor_split(order, [1, 40, 90]))
     pooled = fit(method, x, y, [slice(None)])[1]
@@ -61,14 +61,14 @@ def test_any_split_and_order_gives_the_pooled_classifier(head):
 
 def test_naive_bayes_is_scikit_learns():
     x, y = samples()
-    ours = probabilities(make("gh-ofl", head="nb", min_class_samples=1), x, y, [slice(None)])
+    ours = probabilities(make("gh-ofl", classifier="nb", min_class_samples=1), x, y, [slice(None)])
     expected = GaussianNB(var_smoothing=0).fit(x.numpy(), y.numpy())
     assert np.abs(ours - expected.predict_proba(x.numpy())).max() < 1e-4
 
 
 def test_linear_discriminant_is_scikit_learns():
     x, y = samples()
-    ours = probabilities(make("gh-ofl", head="lda", shrinkage=0.0, min_class_samples=1), x, y, [slice(None)])
+    ours = probabilities(make("gh-ofl", classifier="lda", shrinkage=0.0, min_class_samples=1), x, y, [slice(None)])
     expected = LinearDiscriminantAnalysis(solver="lsqr").fit(x.numpy(), y.numpy())
     # scikit-learn divides the scatter by N, the paper by N - C
     scaled = LinearDiscriminantAnalysis(solver="lsqr", covariance_estimator=Rescaled(len(y) / (len(y) - 4)))
@@ -89,7 +89,7 @@ class Rescaled:
 
 def test_quadratic_discriminant_is_the_formula_in_numpy():
     x, y = samples()
-    ours = probabilities(make("gh-ofl", head="qda", shrinkage=0.2, min_class_samples=1), x, y, [slice(None)])
+    ours = probabilities(make("gh-ofl", classifier="qda", shrinkage=0.2, min_class_samples=1), x, y, [slice(None)])
     logits = []
     for label in range(4):
         members = x[y == label].numpy()
@@ -105,7 +105,7 @@ def test_quadratic_discriminant_is_the_formula_in_numpy():
 def test_a_class_too_small_to_upload_is_never_predicted(head):
     x, y = samples()
     keep = torch.cat([torch.nonzero(y != 2)[:, 0], torch.nonzero(y == 2)[:3, 0]])
-    method = make("gh-ofl", head=head, min_class_samples=10)
+    method = make("gh-ofl", classifier=head, min_class_samples=10)
     frozen, shared = fit(method, x, y, [keep])
     assert shared["bias"][2] == ABSENT_CLASS_LOGIT
     assert (method.predict(frozen, shared, {}, x.float()).argmax(1) != 2).all()

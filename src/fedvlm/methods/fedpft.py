@@ -22,7 +22,7 @@ MIN_VARIANCE = 1e-6  # added to every variance, as scikit-learn's mixtures do
 @dataclass(frozen=True)
 class FedPFT:
     mixtures: int = ranged_field(1, COUNT)  # K: components per class; 1 in Flower's baseline
-    covariance: Literal["spherical", "diagonal"] = "spherical"
+    covariance: Literal["spherical", "diagonal"] = "spherical"  # of a component
     iterations: int = ranged_field(30, COUNT)  # of expectation maximisation
     ridge: float = ranged_field(1e-4, POSITIVE)  # of the server's logistic regression
     min_class_samples: int = MIN_CLASS_SAMPLES  # samples a class must have at a client to be uploaded

@@ -1,7 +1,7 @@
 """Gaussian classifiers from summed class statistics, in one communication round and without training.
 
 Turazza, Picone and Mamei, The Gaussian-Head OFL Family, ICLR 2026: the closed-form heads GH-NBdiag, GH-LDA and
-GH-QDAfull. FedCGS (Guan et al., CVPR 2025) is the case `head = "lda"`.
+GH-QDAfull. FedCGS (Guan et al., CVPR 2025) is the case `classifier = "lda"`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ JITTER = 1e-6  # added to every variance, as in the authors' code
 @register
 @dataclass(frozen=True)
 class GHOFL:
-    head: Literal["nb", "lda", "qda"] = "lda"  # diagonal, one common or one covariance per class
+    classifier: Literal["nb", "lda", "qda"] = "lda"  # diagonal, one common or one covariance per class
     shrinkage: float = ranged_field(0.05, Range(0, 1))  # of covariances towards their mean variance ("lda", "qda")
     min_class_samples: int = MIN_CLASS_SAMPLES  # samples a class must have at a client for its sums to be uploaded
     rounds: int = ranged_field(1, Range(1, 1))
@@ -36,7 +36,7 @@ class GHOFL:
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, dim = len(frozen.classes), frozen.dim
-        roots = {"nb": (classes, dim), "lda": (dim, dim), "qda": (classes, dim, dim)}[self.head]
+        roots = {"nb": (classes, dim), "lda": (dim, dim), "qda": (classes, dim, dim)}[self.classifier]
         return {"means": torch.zeros(classes, dim), "root": torch.zeros(roots), "bias": torch.zeros(classes)}, {}
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
@@ -45,9 +45,9 @@ class GHOFL:
         y = gaussian_classes.suppress_small_classes(client.y, counts, self.min_class_samples)
         members = gaussian_classes.class_membership(y, classes)  # (samples, classes)
         x = torch.where((y >= 0)[:, None], client.x.double(), 0.0)
-        if self.head == "nb":
+        if self.classifier == "nb":
             second = members.mT @ x.square()
-        elif self.head == "lda":
+        elif self.classifier == "lda":
             second = gaussian_classes.gram(x)
         else:
             second = torch.stack([gaussian_classes.gram(x * of_class[:, None]) for of_class in members.unbind(1)])
@@ -65,11 +65,11 @@ class GHOFL:
     def inverse_roots(self, counts: Tensor, means: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Return R with R Rᵀ the inverse covariance, and half the log determinant of the covariance."""
         dim = means.shape[1]
-        if self.head == "nb":
+        if self.classifier == "nb":
             variance = (second / counts.clamp(min=1)[:, None] - means.square()).clamp(min=0) + JITTER
             return variance.rsqrt(), variance.log().sum(1) / 2
         outer = counts[:, None, None] * means[:, :, None] * means[:, None, :]
-        if self.head == "lda":
+        if self.classifier == "lda":
             scatter = gaussian_classes.unpack(second, dim) - outer.sum(0)
             covariance = scatter / (counts.sum() - len(counts)).clamp(min=1)
         else:
@@ -86,9 +86,9 @@ class GHOFL:
         return vectors * values.rsqrt()[..., None, :], half_log_det.expand(len(counts))
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        if self.head == "lda":
+        if self.classifier == "lda":
             whitened = (x[:, None] - sent["means"]) @ sent["root"]
-        elif self.head == "nb":
+        elif self.classifier == "nb":
             whitened = (x[:, None] - sent["means"]) * sent["root"]
         else:
             whitened = torch.einsum("ncd,cde->nce", x[:, None] - sent["means"], sent["root"])
