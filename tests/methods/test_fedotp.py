@@ -112,10 +112,10 @@ def test_a_client_whose_first_round_comes_late_starts_from_the_first_local_promp
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"gamma": 0.0}, r"gamma = 0.0 is outside \(0, 1\]"),
-        ({"gamma": 1.2}, r"gamma = 1.2 is outside \(0, 1\]"),
-        ({"entropy_reg": 0.0}, "entropy_reg = 0.0 of the entropy is not above 0"),
-        ({"entropy_reg": -1.0}, "not above 0"),
+        ({"gamma": 0.0}, "fedotp.gamma must be above 0 and at most 1, got 0.0"),
+        ({"gamma": 1.2}, "fedotp.gamma must be above 0 and at most 1, got 1.2"),
+        ({"entropy_reg": 0.0}, "fedotp.entropy_reg must be above 0, got 0.0"),
+        ({"entropy_reg": -1.0}, "fedotp.entropy_reg must be above 0, got -1.0"),
         ({"transport": "magic"}, "'unbalanced' or 'classical' or 'averaging'"),
     ],
 )

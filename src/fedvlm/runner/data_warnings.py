@@ -53,7 +53,7 @@ def suppressed_warnings(
     method: Method | None, members: Mapping[str, Any], labels: NDArray[np.int64], classes: int
 ) -> list[str]:
     """What stays at the clients because a class has too few rows there, for the run's owner."""
-    min_samples = (method.traits.min_class_samples if method else None) or 1
+    min_samples = (method.traits.classes.min_class_samples if method else None) or 1
     if min_samples <= 1:
         return []
     counts = {id: np.bincount(labels[entry.train], minlength=classes) for id, entry in members.items()}

@@ -56,7 +56,7 @@ def device_of(name: Device) -> dict[str, Any]:
 def default_values(method: Method) -> dict[str, Any]:
     """What a table says of a run only where it is otherwise, so that it can do without the code."""
     plain = {"method": asdict(make(method.name)), "channel": asdict(Channel())}
-    traits = {"centralised": method.traits.centralised, "reference": method.traits.reference}
+    traits = {"centralised": method.traits.privacy.centralised, "reference": method.traits.training.reference}
     return {**dict(loads(dumps(plain))), **traits}  # as a manifest has it
 
 

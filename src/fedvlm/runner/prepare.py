@@ -108,7 +108,7 @@ class Prepared:
     @property
     def centralised(self) -> bool:
         """Whether the run is no federation: one client with the rows of all that train."""
-        return self.settings.centralised or self.settings.method.traits.centralised
+        return self.settings.centralised or self.settings.method.traits.privacy.centralised
 
     def measured_training(self, training: Training) -> Training:
         """Who trains and who is only measured: if rows are pooled, all clients are."""
@@ -366,7 +366,7 @@ def check_new_classes(method: Method, frozen: Frozen) -> None:
     shapes = [{key: tensor.shape for part in tensor_pair for key, tensor in part.items()} for tensor_pair in made]
     held = sorted(key for key in shapes[0] if shapes[0][key] != shapes[1].get(key))
     reason = f"its {held[0]!r} has a place for each class" if held else ""
-    if method.traits.fixed_classes:
+    if method.traits.classes.fixed:
         reason = "it keeps labels of its rows"
     if reason:
         raise SettingsError(

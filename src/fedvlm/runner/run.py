@@ -191,7 +191,7 @@ def _open_run(settings: Settings, context: RunContext, lock: ExitStack) -> _Run 
             current |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
         record.compare(current)
         lock.close()
-        context.log(f"already finished, read from {record.folder}; --again runs it")
+        context.log(f"already finished, read from {record.folder}; --force re-runs it")
         return record
     seeds = begin_run(settings, context)
     cluster.collect_lost_trainings(record)
