@@ -5,31 +5,21 @@ objectives share no tensor, so one gradient of their sum trains both on the same
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, register
-from fedvlm.core.schema import NON_NEGATIVE, check_ranges, ranged_field
-from fedvlm.methods._heads import head_traits, initial_head
+from fedvlm.core import Batch, Frozen, Tensors, TrainingTraits, register
+from fedvlm.core.schema import NON_NEGATIVE, ranged_field
+from fedvlm.methods._heads import initial_head
+from fedvlm.methods._settings import HeadSettings, head_traits
 
 
 @register
 @dataclass(frozen=True)
-class Ditto:
+class Ditto(HeadSettings):
     prox_weight: float = ranged_field(0.1, NON_NEGATIVE)  # λ of the personal objective
-    lr: float = 1e-3  # η
-    momentum: float = 0.0
-    weight_decay: float = 5e-4  # weight decay
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 50  # T
-    head: Literal["text", "random"] = "text"
-
-    def __post_init__(self) -> None:
-        check_ranges("ditto", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         head = initial_head(self.head, frozen)
@@ -49,5 +39,5 @@ class Ditto:
         return frozen.scale * x @ head.mT
 
     name = "ditto"
-    traits = head_traits(memory=frozenset({"is trained"}))
+    traits = head_traits(training=TrainingTraits(memory=frozenset({"is trained"})))
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, seeds
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import COUNT, POSITIVE, Range, check_ranges, ranged_field
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, Tensors, Traits, register
+from fedvlm.core.schema import COUNT, POSITIVE, Range, ranged_field
 from fedvlm.maths import gaussian_classes, logistic_regression
+from fedvlm.methods._settings import CheckedSettings
 
 MIN_VARIANCE = 1e-6  # added to every variance, as scikit-learn's mixtures do
 
 
 @register
 @dataclass(frozen=True)
-class FedPFT:
+class FedPFT(CheckedSettings):
     mixtures: int = ranged_field(1, COUNT)  # K: components per class; 1 in Flower's baseline
     covariance: Literal["spherical", "diagonal"] = "spherical"  # of a component
     iterations: int = ranged_field(30, COUNT)  # of expectation maximisation
@@ -28,12 +29,9 @@ class FedPFT:
     min_class_samples: int = MIN_CLASS_SAMPLES  # samples a class must have at a client to be uploaded
     rounds: int = ranged_field(1, Range(1, 1))
 
-    def __post_init__(self) -> None:
-        check_ranges("fedpft", self)
-
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), min_class_samples=self.min_class_samples)
+        return Traits(needs=frozenset({"image"}), classes=ClassTraits(min_class_samples=self.min_class_samples))
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, dim = len(frozen.classes), frozen.dim

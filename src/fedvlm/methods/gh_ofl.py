@@ -12,27 +12,29 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import Range, check_ranges, ranged_field
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes
+from fedvlm.methods._settings import CheckedSettings
 
 JITTER = 1e-6  # added to every variance, as in the authors' code
 
 
 @register
 @dataclass(frozen=True)
-class GHOFL:
+class GHOFL(CheckedSettings):
     classifier: Literal["nb", "lda", "qda"] = "lda"  # diagonal, one common or one covariance per class
     shrinkage: float = ranged_field(0.05, Range(0, 1))  # of covariances towards their mean variance ("lda", "qda")
     min_class_samples: int = MIN_CLASS_SAMPLES  # samples a class must have at a client for its sums to be uploaded
     rounds: int = ranged_field(1, Range(1, 1))
 
-    def __post_init__(self) -> None:
-        check_ranges("gh-ofl", self)
-
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), upload_sum="total", min_class_samples=self.min_class_samples)
+        return Traits(
+            needs=frozenset({"image"}),
+            privacy=PrivacyTraits(upload_sum="total"),
+            classes=ClassTraits(min_class_samples=self.min_class_samples),
+        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, dim = len(frozen.classes), frozen.dim
