@@ -19,7 +19,7 @@ def explain(
     """Draw what the global and a local prompt look at in an image, or a map of local prompts."""
     from fedvlm.errors import SettingsError
     from fedvlm.report import explain as explaining
-    from fedvlm.report.explain import draw_explanation, draw_prompt_map
+    from fedvlm.report.plots import draw_explanation, draw_prompt_map
 
     if (image is None) == (not prompts):
         raise SettingsError("explain draws one thing: give --image FILE, or --prompts")

@@ -15,7 +15,7 @@ def plot(
             "left out, a run's reliability, decision curve and rounds."
         ),
     ] = "",
-    columns: Annotated[str, typer.Option(help="A panel each, as C,kappa; of rounds, sweep and bars.")] = "",
+    columns: Annotated[str, typer.Option(help="A panel each, as C,worst; of rounds, sweep and bars.")] = "",
     over: Annotated[str, typer.Option(help="The setting along the axis, as method.blocks.")] = "",
     training: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
@@ -45,7 +45,7 @@ def plot(
             training=training,
             seed=seed,
             image=image,
-            name=name,
+            class_name=name,
             client=client,
         )
     typer.echo(f"image: {path}")
