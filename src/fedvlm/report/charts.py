@@ -405,4 +405,4 @@ def _training_rounds(result: Record, training: str, seed: int | None) -> Chart:
     ]
     series = [with_band(name, mean_curve(curves, key), place) for place, (key, name) in enumerate(names.items())]
     drawn = [line for line in series if line.points]
-    return Chart("Before each round's update", "round", "per cent", drawn)
+    return Chart("Before each round, and as reported", "round", "per cent", drawn)

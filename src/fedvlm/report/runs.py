@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedvlm.errors import DataError, join_names, unknown_name
 from fedvlm.evaluate.metrics import area_under_curve, curve_points
-from fedvlm.evaluate.scores import Table, accuracy
+from fedvlm.evaluate.scores import Table, accuracy, metric
 from fedvlm.record import Record
 from fedvlm.storage.files import CHECKSUM_KEY, flatten, slug
 
@@ -147,12 +147,16 @@ def find_training(record: Record, name: str | None = None, seed: int | None = No
 
 
 def round_curves(record: Record, keys: Sequence[str], digits: int = 12) -> list[dict[str, Any]]:
-    """Return a curve per seed and training: values before each round, and the kB a client has moved so far."""
+    """Return a curve per seed and training: values before each round and, as the last, the reported ones.
+
+    Beside them stands what a client has moved so far, in kB.
+    """
     by_training: dict[str, list[Mapping[str, Any]]] = {}
     for line in record.iter_lines():
         by_training.setdefault(line["training"], []).append(line)
     curves = []
-    for seed in record.manifest["identity"]["seeds"]:
+    trainings = {seed: read_trainings(record, seed) for seed in record.manifest["identity"]["seeds"]}
+    for seed in trainings:
         for training in record.manifest["trainings"]:
             lines = by_training.get(f"{seed}-{slug(training)}", [])
             if not lines:
@@ -161,6 +165,7 @@ def round_curves(record: Record, keys: Sequence[str], digits: int = 12) -> list[
             for key in keys:
                 values = [_round_value(line, key) for line in lines]
                 if any(value is not None for value in values):
+                    values.append(_final_value(trainings[seed][training], key))
                     curve[key] = [
                         value if digits is None or value is None else round(value, digits) for value in values
                     ]
@@ -175,14 +180,24 @@ def _round_value(line: Mapping[str, Any], key: str) -> float | None:
     return value if isinstance(value, float) else None
 
 
+def _final_value(outcome: Mapping[str, Any], key: str) -> float | None:
+    """Return the reported value of a curve; only accuracies and metrics are reported."""
+    groups = {"accuracy": outcome["train"], "unseen": outcome["unseen"], "C": outcome["scores"]}
+    if key in groups:
+        return accuracy(outcome["scores"], groups[key])
+    group, _, name = key.partition(" ")
+    members = {"clients": outcome["train"], "target": outcome["unseen"]}.get(group)
+    return None if members is None else metric(outcome["scores"], members, name)
+
+
 def _kilobytes(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return what a client had moved before each round, the mean over those that train."""
-    total, out = 0.0, []
+    """Return what a client had moved before each round and in the end, the mean over those that train."""
+    total, out = 0.0, [0.0]
     for line in lines:
-        out.append(round(total, 2))
         sizes = [client["bytes_up"] + client["bytes_down"] for client in line["clients"].values()]
         moved = [size for size in sizes if size]
         total += fmean(moved) / 1000 if moved else 0.0
+        out.append(round(total, 2))
     return out
 
 

@@ -315,9 +315,9 @@ def _column_sentence(runs: Sequence[Run], column: str, verdict: Mapping[str, Any
     gaps = []
     for place, (gap, low, high) in chosen["differences"].items():
         if is_federated and run_kind(runs[int(place)]) != FEDERATED:
-            significance = "" if low > 0 or high < 0 else ", not significant"
-            gaps.append(f"{runs[int(place)]['name']} {-100 * gap:+.1f} points{significance}")
-    return f"{out}; gap to {', '.join(gaps)}." if gaps else f"{out}."
+            significance = "" if low > 0 or high < 0 else " (not significant)"
+            gaps.append(f"{runs[int(place)]['name']} {-100 * gap:+.1f}{significance}")
+    return f"{out}; gap in points to {', '.join(gaps)}." if gaps else f"{out}."
 
 
 def run_badges(runs: Sequence[Run]) -> list[list[str]]:

@@ -16,7 +16,7 @@ MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 62, 14, 12, 50
 MAX_NAME_LENGTH = 22  # letters of a name in a drawing; the whole name is in its title
 MAX_NAMED_POINTS = 20  # a scatter chart of more points has no names beside them
 MAX_OUTLIER_CLIENTS = 40  # in a drawing; the most frequent outliers come first
-CATEGORY_BOTTOM = 110  # room for slanted names of categories
+CATEGORY_BOTTOM = 90  # room for slanted names of categories
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
