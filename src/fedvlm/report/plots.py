@@ -112,8 +112,9 @@ def figure_of(drawn: Sequence[Chart], width: float = 4.8) -> Any:
         handles = panels[0].get_legend_handles_labels()[0]
         figure.legend(handles, names[0], loc="outside lower center", ncols=fits, fontsize=8, frameon=False)
     else:
-        for panel in panels:
-            panel.legend(fontsize=7, frameon=False)
+        for panel, listed in zip(panels, names, strict=True):
+            if listed:
+                panel.legend(fontsize=7, frameon=False)
     return figure
 
 
