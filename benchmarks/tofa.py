@@ -22,7 +22,7 @@ from figures import report
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, make
-from fedvlm.data.members import ClientSplit
+from fedvlm.data.partition import ClientSplit
 from fedvlm.engines.client import World
 from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, stores_on_disk

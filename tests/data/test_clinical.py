@@ -13,8 +13,7 @@ from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage
 import fedvlm
 from fedvlm.classifier.predict import predict
 from fedvlm.data import open_dataset
-from fedvlm.data.clinical import to_eight_bit
-from fedvlm.data.png import encode_png
+from fedvlm.data.sources import encode_png, to_eight_bit
 from fedvlm.errors import DataError, SettingsError
 
 NAME = "Doe^Jane"

@@ -5,16 +5,13 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from plain_rows import make_rows
 
 from fedvlm.data.catalogue import class_names
-from fedvlm.data.clients import Clients
-from fedvlm.data.deals import SHARDS_PER_CLIENT, two_level_proportions
-from fedvlm.data.federation import make_partition
-from fedvlm.data.partition import count_table
+from fedvlm.data.clients import SHARDS_PER_CLIENT, SUPERCLASSES, Clients, superclasses, two_level_proportions
+from fedvlm.data.partition import count_table, make_partition
 from fedvlm.data.splits import SPLITS
-from fedvlm.data.superclasses import SUPERCLASSES, superclasses
 from fedvlm.errors import DataError, SettingsError
+from tests.helpers.plain_rows import make_rows
 
 PARTITIONS = ("iid", "shards", "coarse", "coarse-dirichlet")
 

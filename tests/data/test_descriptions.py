@@ -10,7 +10,7 @@ import fedvlm
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.data.descriptions import read_common_descriptions, texts_by_client
 from fedvlm.encoders import open_encoder
-from fedvlm.encoders.descriptions import add_descriptions
+from fedvlm.encoders.text import add_descriptions
 from fedvlm.errors import SettingsError
 from fedvlm.result import Result
 

@@ -19,8 +19,7 @@ from fedvlm.report.papers import (
     items,
     runs_by_item,
 )
-from fedvlm.runner.named import experiments
-from fedvlm.runner.settings import read_toml
+from fedvlm.runner.experiment_files import experiments, read_toml
 
 COVERED = all_coverage()
 

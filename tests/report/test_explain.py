@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fedvlm
 from fedvlm import cli
-from fedvlm.encoders.demo import demo
+from fedvlm.encoders.huggingface import demo
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError
 from fedvlm.report.explain import explain, patch_grid, plane_positions, prompt_map
 from fedvlm.report.page.model import build_model
@@ -107,7 +107,7 @@ def test_the_picture_shown_is_the_one_the_encoder_sees(image):
 
 def test_the_command_draws_both_images(fedotp, folder, image, tmp_path):
     out = tmp_path / "new" / "image.png"
-    output = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--out", out)
+    output = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--output", out)
     assert "bird" in output and str(out) in output
     with Image.open(out) as drawn:
         assert drawn.format == "PNG" and drawn.width > 1000

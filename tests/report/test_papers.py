@@ -19,8 +19,8 @@ from fedvlm.report.papers import (
     numbers,
     papers_folder,
 )
-from fedvlm.runner.named import experiments
-from fedvlm.runner.settings import build, read_toml
+from fedvlm.runner.experiment_files import experiments, read_toml
+from fedvlm.runner.settings import build
 
 COUNTS = {  # rows times columns of every table, counted in the documents; and numbers in the text
     "fedot-v1": {"T1": 140, "T2": 60, "T3": 30, "T5": 170, "T6": 255, "T7": 544, "T8": 816}
@@ -235,12 +235,12 @@ def test_a_missing_file_of_a_paper_is_refused(tmp_path):
 def test_papers_and_experiments_are_shipped_in_the_wheel_where_they_are_looked_for():
     import tomllib
 
-    from fedvlm.runner import named as experiment_module
+    from fedvlm.runner import experiment_files
 
     root = Path(__file__).parents[2]
     made = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     shipped = made["targets"]["wheel"]["force-include"]
     assert shipped == {"experiments": "fedvlm/experiment_files"}
-    assert '"experiment_files"' in Path(experiment_module.__file__).read_text()
+    assert '"experiment_files"' in Path(experiment_files.__file__).read_text()
     assert list((root / "experiments").glob("*.toml")) and list((root / "experiments" / "papers").glob("*.csv"))
     assert papers_folder() == root / "experiments" / "papers"

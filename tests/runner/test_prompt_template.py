@@ -10,7 +10,7 @@ from PIL import Image
 import fedvlm
 from fedvlm.classifier.export import export
 from fedvlm.classifier.personalised import Personalised, client_classifier
-from fedvlm.encoders.demo import demo
+from fedvlm.encoders.huggingface import demo
 from fedvlm.errors import SettingsError
 from fedvlm.record import Record
 from fedvlm.report.explain import explain

@@ -71,7 +71,7 @@ def test_a_finished_run_is_not_run_again_unless_asked(rows, files, tmp_path, mon
     before = files(tmp_path / "a")
     calls = []
     real = trainings.run_rounds
-    monkeypatch.setattr(trainings, "train", lambda *all, **kwargs: calls.append(1) or real(*all, **kwargs))
+    monkeypatch.setattr(trainings, "run_rounds", lambda *all, **kwargs: calls.append(1) or real(*all, **kwargs))
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     assert calls == []
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", again=True)

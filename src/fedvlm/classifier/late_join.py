@@ -17,10 +17,10 @@ from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.parts.bodies import adapts
 from fedvlm.record import Record
 from fedvlm.runner import tune
-from fedvlm.runner.calibrate import calibration
 from fedvlm.runner.load import Progress, encode, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.prepare import Prepared, prepare_client, with_calibration
 from fedvlm.runner.settings import build
+from fedvlm.runner.training import calibration
 
 VALIDATION_FRACTION = 0.25  # of what a client learns from: validation rows, a third of them set aside
 

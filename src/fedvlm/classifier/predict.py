@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from fedvlm.classifier.personalised import Personalised, reopen_encoder
-from fedvlm.data.clinical import EightBitSource, Window
-from fedvlm.data.sources import Archive, Files, is_image, list_archive, list_folder
+from fedvlm.data.sources import Archive, EightBitSource, Files, Window, is_image, list_archive, list_folder
 from fedvlm.data.table import Source, match_classes
-from fedvlm.encoders.cache.workers import prepare
-from fedvlm.encoders.interface import Encoder
+from fedvlm.encoders import Encoder
+from fedvlm.encoders.images import prepare
 from fedvlm.encoders.store import STORE_SUFFIXES, read_unlabelled
 from fedvlm.errors import DataError, join_names, suggest_path
 from fedvlm.evaluate.metrics import compute_metrics, prediction_details

@@ -8,9 +8,9 @@ from typing import Any
 from fedvlm.data import catalogue
 from fedvlm.data.catalogue import Entry, add
 from fedvlm.data.clients import Clients
-from fedvlm.data.clinical import EightBitSource, Window, check_window
-from fedvlm.data.federation import list_samples, make_partition
-from fedvlm.data.kinds import call_reader, detect_kind, kinds, register
+from fedvlm.data.partition import list_samples, make_partition
+from fedvlm.data.readers import call_reader, detect_kind, kinds, register
+from fedvlm.data.sources import EightBitSource, Window, check_window
 from fedvlm.data.table import Dataset, Source, tabulate
 from fedvlm.errors import DataError, suggest_path, unknown_name
 

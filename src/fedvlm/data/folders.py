@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedvlm.data import sources
-from fedvlm.data.table import SPLIT_ALIASES, Dataset, Source, normalise_unicode, tabulate
+from fedvlm.data.table import SPLIT_ALIASES, Dataset, Source, tabulate, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names, suggest_path
 
 LAYOUT_LEVELS = ("class", "domain", "client", "split", "*")
@@ -118,10 +118,10 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
 
 def _check_empty(root: Path, labels: Sequence[str], folders: list[str], level: int) -> None:
     """A folder where a class should be, without an image in any domain, is a class forgotten."""
-    full = {normalise_unicode(label) for label in labels}
+    full = {to_nfc(label) for label in labels}
     for folder in folders:
         parts = folder.split("/")
-        if len(parts) == level + 1 and normalise_unicode(parts[level]) not in full:
+        if len(parts) == level + 1 and to_nfc(parts[level]) not in full:
             raise DataError(
                 f"{root}: class {parts[level]!r} has no images (the folder {folder} is empty); "
                 "add some or remove the folder"

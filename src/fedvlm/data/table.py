@@ -165,7 +165,7 @@ class EmbeddedTable:
         return self.x
 
 
-def normalise_unicode(name: str) -> str:
+def to_nfc(name: str) -> str:
     """A name in one Unicode form, so that it is the same name on every file system."""
     return normalize("NFC", name)
 
@@ -184,14 +184,12 @@ def tabulate(
     A class without rows and a label that is no class are refused, and so are, where no list of
     classes is given, names that differ only in case.
     """
-    rows = [normalise_unicode(label) for label in labels]
+    rows = [to_nfc(label) for label in labels]
     if not rows:
         raise DataError(f"{name} has no images; name a place that has some")
     if "" in rows:
         raise DataError(f"{name}: {source.name(rows.index(''))} has no label; give it one")
-    ordered = (
-        [normalise_unicode(class_name) for class_name in classes] if classes is not None else sort_class_names(rows)
-    )
+    ordered = [to_nfc(class_name) for class_name in classes] if classes is not None else sort_class_names(rows)
     if classes is None:  # a list may tell A from a, as FEMNIST's does; names that happen may not
         check_case_collisions(name, ordered)
     number = {class_name: index for index, class_name in enumerate(ordered)}
@@ -239,7 +237,7 @@ def check_case_collisions(name: str, classes: Sequence[str]) -> None:
 
 
 def string_column(values: Sequence[str] | None, rows: int) -> Strings:
-    return np.array([normalise_unicode(value) for value in values or [""] * rows], dtype=np.str_)
+    return np.array([to_nfc(value) for value in values or [""] * rows], dtype=np.str_)
 
 
 def anonymise_groups(groups: Sequence[str]) -> Strings:
@@ -265,7 +263,7 @@ def readable_name(name: str) -> str:
 
 def match_classes(names: Sequence[str], classes: Sequence[str]) -> list[int]:
     """The number of the class that each name is, -1 for none; case only tells two classes apart."""
-    exact = {normalise_unicode(name).replace("_", " "): index for index, name in enumerate(classes)}
+    exact = {to_nfc(name).replace("_", " "): index for index, name in enumerate(classes)}
     loose = {name.casefold(): index for name, index in exact.items()}
-    normalised = [normalise_unicode(name).replace("_", " ") for name in names]
+    normalised = [to_nfc(name).replace("_", " ") for name in names]
     return [exact.get(name, loose.get(name.casefold(), -1)) for name in normalised]

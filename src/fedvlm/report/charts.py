@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from fedvlm.errors import DataError, SettingsError, unknown_name
-from fedvlm.evaluate.scores import mean_and_std
+from fedvlm.evaluate.metrics import mean_and_std
 from fedvlm.record import Record
 from fedvlm.report.columns import column_value, is_unscaled
 from fedvlm.report.runs import differing_settings, find_training, identities_of, pool_scores, round_curves, run_names
@@ -338,7 +338,7 @@ def _swept_setting(results: Sequence[Record]) -> str:
         swept |= dict.fromkeys(differing_settings(same))
     if len(swept) != 1:
         which = f"differ in {', '.join(sorted(swept))}" if swept else "differ in no setting"
-        raise SettingsError(f"the runs of a method {which}; name one by --over")
+        raise SettingsError(f"the runs of a method {which}; name one by --x-axis")
     return next(iter(swept))
 
 

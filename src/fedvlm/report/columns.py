@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvlm.errors import DataError, unknown_name
-from fedvlm.evaluate import scores
-from fedvlm.evaluate.metrics import METRICS, area_under_curve, curve_points, metrics
-from fedvlm.evaluate.scores import Table
+from fedvlm.evaluate.metrics import (
+    METRICS,
+    Table,
+    area_under_curve,
+    curve_points,
+    mean_accuracy,
+    mean_and_std,
+    mean_metric,
+    metrics,
+)
 from fedvlm.record import Record
 from fedvlm.report.runs import find_training, has_unseen_scores, read_trainings
 from fedvlm.storage.files import flatten, slug
@@ -123,7 +130,7 @@ def _trained(result: Record, seed: int) -> Table:
         if not result.path_of(training, seed, "safetensors").exists():
             continue  # of a page there are no tensors
         shared, local = result.outcome(training, seed)
-        sizes = [_size(tensors, method.traits.memory) for tensors in (shared, *local.values())]
+        sizes = [_size(tensors, method.traits.training.memory) for tensors in (shared, *local.values())]
         if isinstance(method, Factored):
             sizes[0] = _uploaded(result, seed)
         counts += [sizes[0] + local_size for local_size in sizes[1:]]
@@ -147,7 +154,7 @@ def accuracy_matrix(result: Record, seed: int) -> dict[str, dict[str, float]]:
         return {}
     out: dict[str, dict[str, float]] = {}
     for target, about in trainings.items():
-        accuracies = {k: scores.accuracy(about["scores"], training["unseen"]) for k, training in trainings.items()}
+        accuracies = {k: mean_accuracy(about["scores"], training["unseen"]) for k, training in trainings.items()}
         defined = {k: value for k, value in accuracies.items() if value is not None}
         out[target] = {k: v for k, v in defined.items() if k != target or has_unseen_scores(result)}
     return out
@@ -175,7 +182,7 @@ def _client_accuracies(result: Record, seed: int) -> list[list[float]]:
     """By training, the accuracy of every client that trained."""
     accuracies_by_training = []
     for about in read_trainings(result, seed).values():
-        accuracies = [scores.accuracy(about["scores"], [id]) for id in about["train"]]
+        accuracies = [mean_accuracy(about["scores"], [id]) for id in about["train"]]
         accuracies_by_training.append([accuracy for accuracy in accuracies if accuracy is not None])
     return [accuracies for accuracies in accuracies_by_training if accuracies]
 
@@ -194,7 +201,7 @@ def _average(result: Record, seed: int) -> Table:
     out: Table = {}
     for name in METRICS if has_unseen_scores(result) else ():
         metric_values = [
-            scores.metric(training["scores"], (*training["train"], *training["unseen"]), name)
+            mean_metric(training["scores"], (*training["train"], *training["unseen"]), name)
             for training in read_trainings(result, seed).values()
         ]
         out[f"average {name}"] = _mean(metric_values)
@@ -241,7 +248,7 @@ def _metric(name: str) -> "Column":
         out: Table = {}
         trainings = read_trainings(result, seed).values()
         for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
-            mean = _mean(scores.metric(training["scores"], training[key], name) for training in trainings)
+            mean = _mean(mean_metric(training["scores"], training[key], name) for training in trainings)
             if mean is not None:
                 out[f"{name}, {group}"] = mean
         return out
@@ -311,12 +318,12 @@ def setting_text(result: Record, name: str) -> str:
 
 def column_value(result: Record, column: str) -> tuple[float | None, float | None]:
     """Return mean and standard deviation over seeds of a column of its table, or of one on demand."""
-    statistics = scores.mean_and_std(result.tables)
+    statistics = mean_and_std(result.tables)
     if column in statistics:
         return statistics[column]
     if column not in COLUMNS:
         raise unknown_name("column", column, {*statistics, *COLUMNS})
-    return next(iter(scores.mean_and_std(compute_columns(result, [column])).values()), (None, None))
+    return next(iter(mean_and_std(compute_columns(result, [column])).values()), (None, None))
 
 
 def is_unscaled(column: str) -> bool:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fedvlm.classifier.personalised import client_classifier, reopen_encoder
 from fedvlm.core import Matching, make
-from fedvlm.data.superclasses import superclasses
-from fedvlm.encoders.cache.decode import decode
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.data.clients import superclasses
+from fedvlm.encoders.images import Pixels, decode
 from fedvlm.errors import DataError, EncoderError, SettingsError, unknown_name
 from fedvlm.maths.optimal_transport import transport_plan
 from fedvlm.methods._prompts import class_features

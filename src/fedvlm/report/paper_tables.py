@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedvlm.errors import SettingsError, unknown_name
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.record import Record
 from fedvlm.report import tables
 from fedvlm.report.columns import compute_columns, format_number, is_unscaled, to_printed_unit
@@ -64,15 +64,15 @@ def compare_with_paper(name: str, results: Sequence[Record]) -> list[PaperCell]:
 
 
 def _run_columns(result: Record, requested: set[str], results: Sequence[Record]) -> ColumnStatistics:
-    extra_statistics = scores.mean_and_std(compute_columns(result, sorted(requested))) if requested else {}
+    extra_statistics = metrics.mean_and_std(compute_columns(result, sorted(requested))) if requested else {}
     return {
-        **scores.mean_and_std(result.tables),
+        **metrics.mean_and_std(result.tables),
         **extra_statistics,
-        **scores.mean_and_std(_zero_shot_gains(result, results)),
+        **metrics.mean_and_std(_zero_shot_gains(result, results)),
     }
 
 
-def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[scores.Table]:
+def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[metrics.Table]:
     """What a run has more on unseen clients than the zero-shot run beside it, seed by seed."""
     identity = result.manifest["identity"]
     base = [
@@ -81,7 +81,7 @@ def _zero_shot_gains(result: Record, results: Sequence[Record]) -> list[scores.T
         if run.manifest["identity"]["method"]["name"] == "zero-shot"
         and all(run.manifest["identity"][key] == identity[key] for key in SHARED_SETTINGS)
     ]
-    out: list[scores.Table] = [{} for _ in result.tables]
+    out: list[metrics.Table] = [{} for _ in result.tables]
     for table, theirs, gain in zip(result.tables, base[0].tables if base else [], out, strict=False):
         for key, value in table.items():
             less = theirs.get(key)
@@ -290,7 +290,7 @@ def compare_with_papers(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """Return a row per printed number of a run's method, settings and data that the run has as well."""
     rows = []
     for place, run in enumerate(runs):
-        identity, statistics = run["identity"], scores.mean_and_std(run["tables"])
+        identity, statistics = run["identity"], metrics.mean_and_std(run["tables"])
         for item in run["reproduces"] or ():
             for number in numbers().get(item, ()):
                 mean, std = statistics.get(number.column, (None, None))

@@ -15,9 +15,9 @@ from fedvlm.data.clients import By
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.charts import PLOT_KINDS as PLOTS
 from fedvlm.report.columns import COLUMNS, is_unscaled
+from fedvlm.runner.experiment_files import experiment_folders, experiments, read_toml
 from fedvlm.runner.experiments import experiment_runs
-from fedvlm.runner.named import experiment_folders, experiments
-from fedvlm.runner.settings import Settings, build, override, read_toml
+from fedvlm.runner.settings import Settings, build, override
 from fedvlm.storage.files import flatten
 
 STATUSES = ("ok", "void", "copied")
@@ -362,10 +362,6 @@ def item_coverage(item: Item, runs: Mapping[str, Iterable[Mapping[str, Any]]]) -
 @cache
 def runs_by_item() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The runs, as their identities, of the experiments that say they reproduce an item."""
-    from fedvlm.runner.experiments import experiment_runs
-    from fedvlm.runner.named import experiments
-    from fedvlm.runner.settings import build, read_toml
-
     named: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in items()}
     for name, path in experiments().items():
         values = read_toml(path)

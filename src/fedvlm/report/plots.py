@@ -23,6 +23,7 @@ OPTION_USES = {
     "training": ("reliability", "roc", "decision"),
     "image": ("heat",),
 }
+OPTION_NAMES = {"over": "x-axis"}  # of the command line
 DIAGRAMS = ("reliability", "decision", "rounds")  # of one run
 TEXT_COLOUR, MUTED_COLOUR = "#222222", "#888888"
 MAX_LABELLED_CLIENTS = 40  # a map of more clients has no names in it
@@ -38,7 +39,9 @@ def draw_runs(kind: str, results: Sequence[Record], out: str | Path, **given: An
     options = PlotOptions(**given)
     for option, kinds in OPTION_USES.items():
         if getattr(options, option) and kind not in kinds:
-            raise SettingsError(f"--{option} has no use for a plot of kind {kind}; leave it out")
+            raise SettingsError(
+                f"--{OPTION_NAMES.get(option, option)} has no use for a plot of kind {kind}; leave it out"
+            )
     if kind == "tsne":
         if len(results) != 1:
             raise SettingsError(f"a t-SNE map is of one run, and {len(results)} are named; name one")

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.errors import DataError, join_names, unknown_name
-from fedvlm.evaluate.metrics import area_under_curve, curve_points
-from fedvlm.evaluate.scores import Table, accuracy, metric
+from fedvlm.evaluate.metrics import Table, area_under_curve, curve_points, mean_accuracy, mean_metric
 from fedvlm.record import Record
 from fedvlm.storage.files import CHECKSUM_KEY, flatten, slug
 
@@ -95,7 +94,7 @@ def _with_details(name: str, details: Sequence[str]) -> str:
 def _defaults(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Ask the method for its defaults, for a record that lacks them; this imports torch, which takes seconds."""
     from fedvlm.core import make
-    from fedvlm.runner.provenance import default_values
+    from fedvlm.runner.manifest import default_values
 
     return default_values(make(name, **settings))
 
@@ -175,7 +174,7 @@ def round_curves(record: Record, keys: Sequence[str], digits: int = 12) -> list[
 
 def _round_value(line: Mapping[str, Any], key: str) -> float | None:
     if key == "C":  # everyone counts the same, seen and unseen
-        return accuracy(line["clients"], line["clients"])
+        return mean_accuracy(line["clients"], line["clients"])
     value = line.get(key)
     return value if isinstance(value, float) else None
 
@@ -184,10 +183,10 @@ def _final_value(outcome: Mapping[str, Any], key: str) -> float | None:
     """Return the reported value of a curve; only accuracies and metrics are reported."""
     groups = {"accuracy": outcome["train"], "unseen": outcome["unseen"], "C": outcome["scores"]}
     if key in groups:
-        return accuracy(outcome["scores"], groups[key])
+        return mean_accuracy(outcome["scores"], groups[key])
     group, _, name = key.partition(" ")
     members = {"clients": outcome["train"], "target": outcome["unseen"]}.get(group)
-    return None if members is None else metric(outcome["scores"], members, name)
+    return None if members is None else mean_metric(outcome["scores"], members, name)
 
 
 def _kilobytes(lines: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -333,6 +332,13 @@ def read_runs(path: Path) -> list[Record]:
     if path.suffix in (".html", ".htm"):
         return read_page(path)
     return [Record(run_path) for run_path in runs_in(path)] or [finished(Record(path))]
+
+
+def read_compared_runs(path: Path) -> list[Record]:
+    """Read what a page of a folder shows: a run is shown with those that its table compares it with."""
+    if (path / "manifest.json").exists() and (listed := listed_runs(path)):
+        return [Record(run_path) for run_path in listed]
+    return read_runs(path)
 
 
 def finished(record: Record) -> Record:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedvlm.errors import SettingsError, unknown_name
-from fedvlm.evaluate import scores
-from fedvlm.evaluate.metrics import METRICS, metrics
+from fedvlm.evaluate.metrics import METRICS, mean_and_std, metrics
 from fedvlm.record import AUDIT_FILE, Record
 from fedvlm.report.columns import compute_columns, format_number, setting_text, settings_of, split_requested
 from fedvlm.report.runs import has_unseen_scores, read_trainings, run_label
@@ -82,13 +81,13 @@ def table_cells(
 ) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of that table."""
     names, settings = split_requested(results, extra_columns)
-    column_statistics = [scores.mean_and_std(result.tables) for result in results]
+    column_statistics = [mean_and_std(result.tables) for result in results]
     columns = list(dict.fromkeys(key for run_statistics in column_statistics for key in run_statistics))
     if not all_columns and (main := [key for key in columns if key in MAIN_COLUMNS]):
         columns = main
     fraction_columns = list(columns)
     for result, run_statistics in zip(results, column_statistics, strict=True):
-        extra_statistics = scores.mean_and_std(compute_columns(result, names))
+        extra_statistics = mean_and_std(compute_columns(result, names))
         run_statistics |= extra_statistics
         columns += [key for key in extra_statistics if key not in columns]
     last = [*(TRAFFIC_COLUMNS if traffic else ()), "seeds"]
@@ -116,7 +115,7 @@ def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> 
     names, settings = split_requested(results, extra_columns)
     out = []
     for result in results:
-        column_statistics = scores.mean_and_std(result.tables) | scores.mean_and_std(compute_columns(result, names))
+        column_statistics = mean_and_std(result.tables) | mean_and_std(compute_columns(result, names))
         columns = {key: {"mean": mean, "deviation": by} for key, (mean, by) in column_statistics.items()}
         exchanges, moved = result.traffic
         end = {"exchanges": exchanges, "kB per client": moved / 1000, "seeds": len(result.tables)}
@@ -242,7 +241,7 @@ def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = (
     for result in results:
         row: dict[str, Any] = {"method": run_label(result, settings)}
         row |= settings_of(result, settings) | {"seeds": len(result.tables)}
-        column_statistics = scores.mean_and_std(result.tables) | scores.mean_and_std(compute_columns(result, names))
+        column_statistics = mean_and_std(result.tables) | mean_and_std(compute_columns(result, names))
         for key, (mean, deviation) in column_statistics.items():
             row |= {key: mean, f"{key} deviation": deviation}
         exchanges, moved = result.traffic

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedvlm.encoders.cache.folder import cache_directory, list_entries, verify
+from fedvlm.encoders.cache import cache_directory, list_entries, verify
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import DataError
 from fedvlm.record import Record

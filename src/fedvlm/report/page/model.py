@@ -14,9 +14,9 @@ from fedvlm import tensors
 from fedvlm.channel.settings import Channel
 from fedvlm.core import make
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate import protocols, reference
-from fedvlm.evaluate.metrics import METRICS, unpack_correct
-from fedvlm.evaluate.scores import mean_and_std
+from fedvlm.evaluate import protocols
+from fedvlm.evaluate.metrics import METRICS, mean_and_std, unpack_correct
+from fedvlm.evaluate.protocols import contract
 from fedvlm.evaluate.statistics import Cell, Contributions, Difference, compare_with_best, weighted_correct
 from fedvlm.maths import orthogonal
 from fedvlm.methods.fedot import selected_skew
@@ -325,7 +325,7 @@ def run_badges(runs: Sequence[Run]) -> list[list[str]]:
 
     def is_transductive(run: Run) -> bool:
         method = make(**run["identity"]["method"])
-        return reference.has_reference(method) and method.traits.reference == "target"
+        return contract.has_reference(method) and method.traits.training.reference == "target"
 
     checks: dict[str, tuple[str, Callable[[Run], bool]]] = {
         "SMOKE": ("few samples and rounds: these numbers are no results", lambda run: run["identity"]["smoke"]),

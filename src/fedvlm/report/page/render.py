@@ -12,8 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fedvlm.evaluate.metrics import METRICS
-from fedvlm.evaluate.scores import mean_and_std
+from fedvlm.evaluate.metrics import METRICS, mean_and_std
 from fedvlm.record import Record
 from fedvlm.report import charts
 from fedvlm.report.charts import BubbleChart, Chart, Series
