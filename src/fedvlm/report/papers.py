@@ -11,7 +11,7 @@ from math import hypot, isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fedvlm.data.clients import By
+from fedvlm.data.clients import PartitionKind
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.report.charts import PLOT_KINDS as PLOTS
 from fedvlm.report.columns import COLUMNS, is_unscaled
@@ -315,7 +315,7 @@ def available_features() -> set[str]:
     """What items may need besides runs: columns, pictures, ways of making clients."""
     columns = {f"column:{name}" for name in COLUMNS}
     plots = {*(f"plot:{kind}" for kind in PLOTS), *(key for key in PLOT_ALIASES if PLOT_ALIASES[key] in PLOTS)}
-    return {*OTHER_FEATURES, *columns, *plots, *(f"clients:{way}" for way in get_args(By))}
+    return {*OTHER_FEATURES, *columns, *plots, *(f"clients:{way}" for way in get_args(PartitionKind))}
 
 
 def expected_runs(item: Item) -> list[Values]:
