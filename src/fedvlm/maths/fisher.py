@@ -72,8 +72,8 @@ def find_mode(means: Tensor, precisions: Tensor, prior: float, start: Tensor, it
     """Return a mode of the product of the clients' posteriors, each a mixture of Gaussians.
 
     `means` and `precisions` are (clients, components, numbers). Every posterior includes the prior N(0, 1/prior), so
-    all but one are divided out. Each step solves exactly for the mode with fixed responsibilities, which never lowers the
-    density.
+    all but one are divided out. Each step solves exactly for the mode with fixed responsibilities, which never lowers
+    the density.
     """
     clients = means.shape[0]
     constant = 0.5 * precisions.log().sum(dim=-1)
