@@ -12,7 +12,7 @@ from fedvlm.data import open_dataset
 from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.sources import SourceSubset
 from fedvlm.data.table import Dataset, EmbeddedTable
-from fedvlm.encoders import Encoder, encoders, fingerprint, open_encoder
+from fedvlm.encoders import Encoder, encoders, open_encoder
 from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
 from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.encoders.store import Store
@@ -137,7 +137,6 @@ def encode(dataset: Dataset, encoder: Encoder, patches: bool, precision: Precisi
     return embed(
         dataset,
         encoder,
-        fingerprint=fingerprint(encoder),
         patches=patches,
         precision=precision,
         progress=lambda done, total: progress("embedding", done, total),
