@@ -139,12 +139,12 @@ class HuggingFace(TorchEncoder):
         return normalize(features.float(), dim=-1).cpu()
 
     def image_tower(self) -> ImageTower:
-        """The differentiable way from weights and pixels to pooled embeddings."""
+        """Return the differentiable image tower from weights and pixels to pooled embeddings."""
         tower = ImageTower(self.model, lambda pixels: self._image(pixels)[0])
-        return tower.to(CPU) if self.half else tower  # engines place it
+        return tower.to(CPU) if self.half else tower  # engines move it to their device
 
     def text_tower(self, classes: Sequence[str], template: str) -> TextTower:
-        """The differentiable way from context vectors to the features of these classes."""
+        """Return the differentiable text tower from context vectors to the features of these classes."""
         if "text tower" not in self.offers:
             raise EncoderError(f"{self.name} has no text tower for prompts; take a CLIP model")
         text, config = self.model.text_model, self.model.config.text_config
