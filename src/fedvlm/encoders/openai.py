@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
