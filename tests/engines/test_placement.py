@@ -117,12 +117,12 @@ def as_before(monkeypatch):
 def test_the_record_tells_device_name_flags_and_precision(monkeypatch):
     settings = build({"method": "fedot"})
     plain = {"training": {"device": "cpu"}}
-    assert device_info(settings, memory=True) == plain
-    assert device_info(settings, memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
-    assert device_info(replace(settings, encoder="store:x.npz"), memory=False) == plain
+    assert device_info(settings, in_memory=True) == plain
+    assert device_info(settings, in_memory=False)["encoding"] == {"device": "cpu", "precision": "float32"}
+    assert device_info(replace(settings, encoder="store:x.npz"), in_memory=False) == plain
     monkeypatch.setattr(manifest, "choose_device", lambda name: torch.device(name))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    description = device_info(replace(settings, device="cuda", access={"device": "mps"}), memory=False)
+    description = device_info(replace(settings, device="cuda", access={"device": "mps"}), in_memory=False)
     flags = {
         "deterministic algorithms": True,
         "cudnn.deterministic": True,

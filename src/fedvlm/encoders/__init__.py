@@ -24,6 +24,7 @@ __all__ = [
     "Kind",
     "Preprocess",
     "Vectors",
+    "encoder_options",
     "encoders",
     "fingerprint",
     "open_encoder",
@@ -164,15 +165,19 @@ def open_encoder(name: str, **options: Any) -> Encoder:
     kind = kinds[word]
     if bool(rest) != (":" in kind.form):
         raise SettingsError(f"{name!r} does not name an encoder; write {kind.form}")
-    build = getattr(import_module(kind.module), kind.build)
-    allowed = [
-        key for key, parameter in signature(build).parameters.items() if parameter.kind == parameter.KEYWORD_ONLY
-    ]
+    allowed = encoder_options(kind)
     for key in options:
         if key not in allowed:
             raise unknown_name(f"option of {kind.form}", key, allowed or ["(it has no options)"])
+    build = getattr(import_module(kind.module), kind.build)
     encoder: Encoder = build(*([rest] if rest else []), **options)
     return encoder
+
+
+def encoder_options(kind: Kind) -> list[str]:
+    """Return the names of the options that a kind of encoder takes, such as `device`."""
+    parameters = signature(getattr(import_module(kind.module), kind.build)).parameters
+    return [name for name, parameter in parameters.items() if parameter.kind == parameter.KEYWORD_ONLY]
 
 
 def fingerprint(encoder: Encoder) -> str:
