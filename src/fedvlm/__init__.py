@@ -26,7 +26,7 @@ __all__ = [
 
 # Looked up when first used, so that `fedvlm --help` does not wait for torch.
 _HOMES = {
-    "join": "classifier.join",
+    "join": "classifier.late_join",
     "Personalised": "classifier.personalised",
     "Result": "result",
     "compare": "result",

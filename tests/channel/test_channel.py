@@ -21,7 +21,7 @@ from fedvlm.channel.steps import (
     quantise_change,
     upload_change,
 )
-from fedvlm.core import Traits, make, methods, upload_sum
+from fedvlm.core import PrivacyTraits, Traits, make, methods, upload_sum
 from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan, pack_state, unpack_state
@@ -257,7 +257,7 @@ def test_a_secure_run_ends_where_a_plain_one_does(method):
 
 def test_every_method_either_takes_a_sum_or_refuses_a_secure_one_by_name():
     kinds = {name: upload_sum(make(name)) for name in methods()}
-    assert kinds["fedavg"] == "rows"
+    assert kinds["fedavg"] == "samples"
     assert kinds["fedot"] == "clients"
     assert kinds["tofa"] == "total"
     for name in ("promptfl-fedamp", "fens"):
@@ -276,7 +276,7 @@ class Liar(FedAvg):
         return max(uploads, key=lambda upload: float(upload["head"].norm()))
 
     name = "liar"
-    traits = Traits(needs=frozenset({"image", "text"}), upload_sum="rows")
+    traits = Traits(needs=frozenset({"image", "text"}), privacy=PrivacyTraits(upload_sum="samples"))
 
 
 def test_a_method_that_wrongly_says_a_sum_will_do_is_found_out():
@@ -296,10 +296,10 @@ class Loner:
 
 
 def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
-    with pytest.raises(SettingsError, match="loner aggregates single uploads .* add `upload_sum"):
+    with pytest.raises(SettingsError, match="loner aggregates single uploads .*PrivacyTraits\\(upload_sum"):
         check_channel(Channel(secure=True), Loner())
     check_channel(Channel(), Loner())
-    assert upload_sum(make("fedavg")) == "rows"
+    assert upload_sum(make("fedavg")) == "samples"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from fedvlm.channel import Channel
 from fedvlm.core import make
-from fedvlm.engines.flower.local import InProcessEngine
+from fedvlm.engines.flower.engine import InProcessEngine
 from fedvlm.engines.flower.secure import STAGE
 from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.sequential import Sequential

@@ -1,6 +1,7 @@
 """What the server refuses: damage, strangers' tensors, and counts nobody has."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +121,9 @@ def test_odd_scales_of_an_8_bit_upload_are_refused():
     wrong = {**travels, "head/scale": torch.tensor([torch.inf])}
     with pytest.raises(FederationError, match="not finite"):
         inbox().check(decode(Channel(quantise=True), wrong, SENT), SENT, 40, "b", 3, CONTEXT)
+
+
+def test_the_page_of_the_channel_says_that_the_majority_is_the_measure():
+    page = " ".join((Path(__file__).parents[2] / "docs" / "security" / "channel.md").read_text("utf-8").split())
+    assert "from those that most clients upload which were sent the same" in page
+    assert "the round's first" not in page

@@ -11,7 +11,7 @@ import torch
 
 from fedvlm import data, encoders, plugins
 from fedvlm.core import make, methods, registry
-from fedvlm.deploy.policy import Policy
+from fedvlm.deploy.site.policy import Policy
 from fedvlm.errors import OutsideWarning, SettingsError
 from fedvlm.evaluate import metrics, protocols
 

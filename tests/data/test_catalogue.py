@@ -8,11 +8,11 @@ from pathlib import Path
 
 import datasets
 import pytest
-from trees import image, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data.catalogue import PHOTO, PICTURE, Entry, add, catalogue
 from fedvlm.errors import DataError, SettingsError
+from tests.helpers.trees import image, plant
 
 ENTRIES = {name: entry for name, entry in catalogue().items() if name != "demo"}
 WORDS = {"*": "images", "split": "Training"}

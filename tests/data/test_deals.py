@@ -5,13 +5,13 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from plain_rows import make_rows
 
 from fedvlm.data.catalogue import class_names
 from fedvlm.data.clients import SHARDS_PER_CLIENT, SUPERCLASSES, Clients, superclasses, two_level_proportions
 from fedvlm.data.partition import count_table, make_partition
 from fedvlm.data.splits import SPLITS
 from fedvlm.errors import DataError, SettingsError
+from tests.helpers.plain_rows import make_rows
 
 PARTITIONS = ("iid", "shards", "coarse", "coarse-dirichlet")
 

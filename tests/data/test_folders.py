@@ -5,10 +5,10 @@ from copy import deepcopy
 from zipfile import ZipFile, ZipInfo
 
 import pytest
-from trees import grid, image, make_zip, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.errors import DataError, SettingsError
+from tests.helpers.trees import grid, image, make_zip, plant
 
 PATHS = grid(["art", "photo"], ["cat", "dog"])
 

@@ -10,14 +10,14 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 from PIL import Image
-from trees import grid, image, make_zip, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
 from fedvlm.data.partition import list_samples, make_partition
 from fedvlm.data.table import match_classes
-from fedvlm.deploy.rows import _map_labels as own_labels
+from fedvlm.deploy.site.training import _map_labels as own_labels
 from fedvlm.errors import DataError, FedVLMError, SettingsError
+from tests.helpers.trees import grid, image, make_zip, plant
 
 PATHS = grid(["art", "photo"], ["cat", "dog"])
 

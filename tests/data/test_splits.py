@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_rows import make_rows
 
 from fedvlm.data import splits
 from fedvlm.data.clients import Clients
 from fedvlm.data.partition import Partition, SampleList, make_partition
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.seeds import numbers
+from tests.helpers.plain_rows import make_rows
 
 PACS = (2048, 2344, 1670, 3929)  # rows of its domains
 

@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.engines.flower.wire import Message, from_bytes, seal, to_bytes, unseal
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.engines.flower.messages import Message, from_bytes, seal, to_bytes, unseal
 from fedvlm.report.page.render import write_page
 from fedvlm.report.runs import read_page
 from fedvlm.report.verify import verify_files

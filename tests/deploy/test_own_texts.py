@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.kits import read_site, write_site
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import ALL_METHODS
-from fedvlm.deploy.site import Site
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
+from fedvlm.deploy.site.service import Site
 from fedvlm.errors import FederationError
 from fedvlm.record import Record
 

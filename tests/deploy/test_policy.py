@@ -10,10 +10,18 @@ from fedvlm.channel import Channel
 from fedvlm.cli import app
 from fedvlm.core import make
 from fedvlm.data.clients import Clients
-from fedvlm.deploy.consent import give_consent, withdraw_consent
-from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT, RULE_TEXTS, example_policy, explain_policy
-from fedvlm.deploy.policy import Policy, current_policy, read_policy
-from fedvlm.deploy.reasons import ERROR_MESSAGES, RequestRefused, encode_error, render_error
+from fedvlm.deploy.messages import ERROR_MESSAGES, RequestRefused, encode_error, render_error
+from fedvlm.deploy.site.policy import (
+    DEFAULT_POLICY_TEXT,
+    RULE_TEXTS,
+    Policy,
+    current_policy,
+    example_policy,
+    explain_policy,
+    give_consent,
+    read_policy,
+    withdraw_consent,
+)
 from fedvlm.errors import FedVLMError, SettingsError
 
 LABELS = np.array([0] * 20 + [1] * 16 + [3] * 2)

@@ -4,11 +4,8 @@ from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
-import plain_resnet
 import pytest
-import tiny_models
 import torch
-from one_device import META, OneDevice
 from torch.utils._pytree import tree_leaves
 
 from fedvlm import devices
@@ -16,6 +13,8 @@ from fedvlm.devices import to_device
 from fedvlm.encoders import BATCH, encoders, open_encoder, torch_encoder
 from fedvlm.errors import EncoderError
 from fedvlm.maths.text_tower import TextTower
+from tests.helpers import plain_resnet, tiny_models
+from tests.helpers.one_device import META, OneDevice
 
 VISION = ("vit", "deit", "dinov2", "dinov2_with_registers")
 SMALL = ("demo", "clip", "siglip", *VISION, "openai")

@@ -3,12 +3,12 @@ import subprocess
 import sys
 
 import pytest
-import tiny_models
 
 from fedvlm.core import NEEDS
 from fedvlm.encoders import ENCODERS, open_encoder
 from fedvlm.encoders.images import Pixels
 from fedvlm.errors import EncoderError, SettingsError
+from tests.helpers import tiny_models
 
 
 @pytest.mark.parametrize("name", ["onx:a", "stored:a", "HF"])

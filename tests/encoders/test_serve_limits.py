@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import numpy as np
-from live_server import Fake, image, running
 
 from fedvlm.encoders import serve
 from fedvlm.encoders.serve import MAX_DECODES, create_app, limit_connections
+from tests.helpers.live_server import Fake, image, running
 
 
 @contextmanager

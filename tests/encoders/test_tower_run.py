@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from PIL import Image
 from torch.nn.functional import normalize
@@ -17,6 +16,7 @@ from fedvlm.runner import forecast as room
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import Settings, build
 from fedvlm.testing import toy_world
+from tests.helpers import tiny_models
 
 DOMAINS, CLASSES, ROWS = ("art", "photo", "sketch"), ("cat", "dog"), 10
 NOW = {"batch_size": 8, "rounds": 2}

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from one_device import META, OneDevice
 from torch.utils._pytree import tree_leaves
 
 from fedvlm import devices, tensors
@@ -24,6 +23,7 @@ from fedvlm.runner import manifest
 from fedvlm.runner.manifest import device_info
 from fedvlm.runner.settings import build
 from fedvlm.testing import check_same, shorten, toy_world, train_toy
+from tests.helpers.one_device import META, OneDevice
 
 METHOD_NAMES = sorted(methods())
 PROMPTS = [name for name in METHOD_NAMES if "text tower" in make(name).traits.needs]

@@ -1,10 +1,10 @@
 import pytest
-import tiny_models
 import torch
 from torch.func import grad, vmap
 
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import SettingsError
+from tests.helpers import tiny_models
 
 CLASSES = ["cat", "very long name", "alarm_clock", "dog"]
 SENTENCE = "a photo of a"

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import SettingsError
 from fedvlm.maths.image_tower import TARGETS
+from tests.helpers import tiny_models
 
 MAKERS = {
     "clip": tiny_models.clip,

@@ -2,7 +2,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from fedot_world import frozen, one_by_one, pick, stacked, unit
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, make
@@ -10,6 +9,7 @@ from fedvlm.engines.chunks import pad_clients
 from fedvlm.maths import orthogonal
 from fedvlm.methods.fedot import select_candidate
 from fedvlm.testing import make_test_client
+from tests.helpers.fedot_world import frozen, one_by_one, pick, stacked, unit
 
 
 def searching(seed: int, truth: int, rows: int, wrong: float) -> Client:

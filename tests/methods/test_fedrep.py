@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedvlm import tensors
-from fedvlm.core import Traits, make
+from fedvlm.core import TrainingTraits, Traits, make
 from fedvlm.engines.chunks import pad_clients
 from fedvlm.engines.client import make_client
 from fedvlm.errors import SettingsError
@@ -28,7 +28,7 @@ class Only(FedRep):
 
     @property
     def traits(self):
-        return Traits(needs=frozenset({"image"}), memory=frozenset({self.still}))
+        return Traits(needs=frozenset({"image"}), training=TrainingTraits(memory=frozenset({self.still})))
 
 
 def updated(method, id="client-2"):

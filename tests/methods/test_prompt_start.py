@@ -1,7 +1,6 @@
 """What a prompt starts from: the words of the data set's template, before and behind the class."""
 
 import pytest
-import tiny_models
 import torch
 
 from fedvlm.core import Frozen, make, methods
@@ -12,6 +11,7 @@ from fedvlm.errors import SettingsError
 from fedvlm.maths.optimal_transport import transport_plan
 from fedvlm.methods._prompts import class_features
 from fedvlm.testing import check_method, toy_world, train_toy
+from tests.helpers import tiny_models
 
 CLASSES = ("cat", "very long name of a very long clock", "alarm_clock", "dog")
 TEMPLATE = "a photo of a {}, image"

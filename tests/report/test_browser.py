@@ -5,8 +5,9 @@ import json
 from io import BytesIO
 
 import pytest
-from browser import open_page
 from PIL import Image
+
+from tests.helpers.browser import open_page
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_the_picture_shown_is_the_one_the_encoder_sees(image):
 
 def test_the_command_draws_both_images(fedotp, folder, image, tmp_path):
     out = tmp_path / "new" / "image.png"
-    output = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--out", out)
+    output = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--output", out)
     assert "bird" in output and str(out) in output
     with Image.open(out) as drawn:
         assert drawn.format == "PNG" and drawn.width > 1000

@@ -157,7 +157,7 @@ def test_prompts_of_other_methods_look_at_an_image_too(prompted, tmp_path):
     [
         ("pie", {}, "no kind of picture is called 'pie'"),
         ("heat", {}, "give --image FILE"),
-        ("heat", {"image": Path("a.png"), "over": "x"}, "--over has no use"),
+        ("heat", {"image": Path("a.png"), "over": "x"}, "--x-axis has no use"),
         ("roc", {"columns": ["C"]}, "--columns has no use"),
         ("rounds", {"training": "art"}, "--training has no use"),
         ("rounds", {"columns": ["Q"]}, "no curve over the rounds is called 'Q'"),
@@ -175,7 +175,7 @@ def test_what_cannot_be_drawn_is_refused(kind, options, message, runs, tmp_path)
 
 def test_a_sweep_over_several_settings_asks_which(runs, rows, tmp_path):
     other_run = fedvlm.run({"name": "fedot", "rounds": 1, "blocks": 4}, embedded=rows, out=tmp_path / "a")
-    with pytest.raises(SettingsError, match="differ in method.blocks.* name one by --over"):
+    with pytest.raises(SettingsError, match="differ in method.blocks.* name one by --x-axis"):
         draw_runs("sweep", [*runs, other_run], tmp_path / "a.png")
     with pytest.raises(SettingsError, match="differ in no setting"):
         draw_runs("sweep", runs[:1], tmp_path / "a.png")

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from plain_rows import make_rows
 
 from fedvlm import seeds
 from fedvlm.core import make, methods
@@ -18,6 +17,7 @@ from fedvlm.runner.load import load
 from fedvlm.runner.prepare import check_new_classes, check_samples, frozen_of, prepare, split_classes
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
+from tests.helpers.plain_rows import make_rows
 
 # Of all methods; what is not here has a place for each class, or keeps labels.
 OPEN = {

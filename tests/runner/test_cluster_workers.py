@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from counting import Counting, numbered, run
 
 import fedvlm
 from fedvlm.encoders.store import open_store, save_store
@@ -13,6 +12,7 @@ from fedvlm.runner import cluster, training
 from fedvlm.runner.jobs import Job, JobSpec
 from fedvlm.runner.run import execute_all
 from fedvlm.runner.settings import build
+from tests.helpers.counting import Counting, numbered, run
 
 
 def ordered(out, store, method, **settings):

@@ -44,7 +44,7 @@ def test_oddities_of_a_folder_are_said_before_the_run_and_a_finished_one_is_name
         assert any(message.startswith(words) for message in messages), words
     messages.clear()
     execute(settings, tmp_path / "r", log=messages.append)
-    assert messages == [f"already finished, read from {tmp_path / 'r'}; --again runs it"]
+    assert messages == [f"already finished, read from {tmp_path / 'r'}; --force re-runs it"]
 
 
 def manifest(folder: Path, lines: list[str]) -> str:

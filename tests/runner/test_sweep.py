@@ -132,7 +132,7 @@ def sweep(store, *words):
 
 def test_the_table_has_a_column_per_swept_setting_and_the_exit_code_tells_of_failures(store):
     words = ("--sweep", "method.blocks=1,3,4", "--sweep", "clients.shots=4,8")
-    output = sweep(store, *words, "--out", "here")
+    output = sweep(store, *words, "--output", "here")
     assert output.exit_code == 1
     assert "fedot at method.blocks=3, clients.shots=4 failed: blocks = 3 does not" in output.output
     lines = [line.split() for line in output.stdout.splitlines()]
@@ -144,10 +144,10 @@ def test_the_table_has_a_column_per_swept_setting_and_the_exit_code_tells_of_fai
 
 
 def test_finished_points_are_not_run_again_when_the_grid_grows(store, tmp_path):
-    assert sweep(store, "--sweep", "method.blocks=1,2", "--out", "here").exit_code == 0
+    assert sweep(store, "--sweep", "method.blocks=1,2", "--output", "here").exit_code == 0
     before = {path: os.stat(path).st_mtime_ns for path in tmp_path.glob("here/*/result.json")}
     assert len(before) == 2
-    assert sweep(store, "--sweep", "method.blocks=4,2,1", "--out", "here").exit_code == 0
+    assert sweep(store, "--sweep", "method.blocks=4,2,1", "--output", "here").exit_code == 0
     after = {path: os.stat(path).st_mtime_ns for path in tmp_path.glob("here/*/result.json")}
     assert len(after) == 3 and before.items() < after.items()
 

@@ -74,7 +74,7 @@ def test_trackers_are_closed_whatever_becomes_of_the_run(rows, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         fedvlm.run(METHOD, embedded=rows, out=tmp_path / "a", track=["noted:api"])
     store = f"store:{save_store(tmp_path / 'rows', rows)}"
-    call = ["run", "--encoder", store, "--method", "fedavg", "--out", f"{tmp_path / 'b'}"]
+    call = ["run", "--encoder", store, "--method", "fedavg", "--output", f"{tmp_path / 'b'}"]
     monkeypatch.setattr(sys, "argv", ["fedvlm", *call, "--track", "noted:command"])
     with pytest.raises(SystemExit):
         cli.main()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedvlm import parts, seeds
-from fedvlm.core import Frozen, Tensors, Traits
+from fedvlm.core import Frozen, Tensors, TrainingTraits, Traits
 from fedvlm.data.partition import Partition
 from fedvlm.engines.chunks import pad_clients
 from fedvlm.engines.client import make_client, predict
@@ -66,7 +66,7 @@ class Tuned(Prompted):
 
     @property
     def traits(self):
-        return Traits(needs=frozenset({"image tower", "text"}), reference=self.reference)
+        return Traits(needs=frozenset({"image tower", "text"}), training=TrainingTraits(reference=self.reference))
 
 
 @pytest.mark.parametrize("method", [Prompted(), Tuned()], ids=["patches", "pixels"])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from running import execute
 
 import fedvlm
 from fedvlm.errors import SettingsError
@@ -10,6 +9,7 @@ from fedvlm.maths import calibration, gaussian_classes
 from fedvlm.report.tables import compare_table
 from fedvlm.result import Result
 from fedvlm.runner.settings import build
+from tests.helpers.running import execute
 
 TOFA = {"name": "tofa", "text": False}
 

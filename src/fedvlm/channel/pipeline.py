@@ -138,7 +138,7 @@ class UploadPipeline:
     def __init__(self, channel: Channel, method: Method, local: Sequence[str], seed: int) -> None:
         self.channel, self.upload_sum, self.seed = channel, upload_sum(method), seed
         self.releases: Mapping[str, int] = {}
-        self.validator, self.ragged = UploadValidator(channel, local, method), method.traits.ragged_uploads
+        self.validator, self.ragged = UploadValidator(channel, local, method), method.traits.privacy.ragged_uploads
         self.method = method
 
     def run(
@@ -275,4 +275,4 @@ class UploadPipeline:
 
     def _weights_in_sum(self, rows: Mapping[str, int], ids: Sequence[str]) -> dict[str, float]:
         """How much of the sum a client's upload is."""
-        return {id: float(rows[id]) if self.upload_sum == "rows" else 1.0 for id in ids}
+        return {id: float(rows[id]) if self.upload_sum == "samples" else 1.0 for id in ids}

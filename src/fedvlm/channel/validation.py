@@ -61,7 +61,7 @@ class UploadValidator:
     last_sent: tuple[Tensors, Schema, str] | None = None  # all may be sent the same
 
     def __post_init__(self) -> None:  # once, not for every upload
-        self.ragged = self.method.traits.ragged_uploads if self.method else frozenset[str]()
+        self.ragged = self.method.traits.privacy.ragged_uploads if self.method else frozenset[str]()
         self.upload_sum = upload_sum(self.method) if self.method else None
 
     def _schema_of_sent(self, sent: Tensors) -> tuple[Schema, str]:
@@ -123,7 +123,7 @@ class UploadValidator:
         (sent_schema, sent_key), upload_schema = self._schema_of_sent(sent), self._schema_without_ragged(upload)
         majority_client, majority_schema = self.majority.setdefault(sent_key, (client, upload_schema))
         _check_schema(upload_schema, majority_schema, f"client {majority_client}'s", context)
-        if self.upload_sum in ("rows", "clients") and upload_schema and upload_schema != sent_schema:
+        if self.upload_sum in ("samples", "clients") and upload_schema and upload_schema != sent_schema:
             _check_schema(upload_schema, {**upload_schema, **sent_schema}, "what was sent", context)
 
     def _check_sample_count(self, rows: Any, client: str, context: str) -> None:

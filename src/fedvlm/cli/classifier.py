@@ -10,33 +10,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedvlm.cli.data import Source, options
+from fedvlm.cli.options import Access, Json, Quiet, Source, Training, parse_pairs
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
     from fedvlm.classifier.predict import Predictions
 
-Folder = Annotated[Path, typer.Argument(help="A classifier that `fedvlm export` wrote.")]
-EncoderOption = Annotated[str, typer.Option(help="Where its encoder is now, if it moved.")]
-Access = Annotated[list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")]
-Promise = Annotated[float | None, typer.Option(help="Sets that hold the true class so often, as 0.95.")]
+Folder = Annotated[Path, typer.Argument(help="Classifier written by `fedvlm export`.")]
+EncoderOption = Annotated[str, typer.Option(help="Encoder, if it has moved since the export.")]
+Coverage = Annotated[float | None, typer.Option(help="Predict sets with this coverage, e.g. 0.95.")]
 
 
 def predict(
     folder: Folder,
-    images: Annotated[list[Path], typer.Argument(help="Images, folders, .zip archives, or tables of embeddings.")],
+    images: Annotated[list[Path], typer.Argument(help="Images, folders, .zip files or tables of embeddings.")],
     encoder: EncoderOption = "",
     access: Access = None,
-    top: Annotated[int, typer.Option(min=1, help="A line for each of the likeliest classes.")] = 1,
-    all_classes: Annotated[bool, typer.Option("--all", help="A line for each class.")] = False,
-    coverage: Promise = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of CSV.")] = False,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="A file instead of the screen.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Print this many classes per image.")] = 1,
+    all_classes: Annotated[bool, typer.Option("--all", help="Print all classes.")] = False,
+    coverage: Coverage = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of CSV.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", dir_okay=False, help="Write to this file instead of stdout.")
+    ] = None,
+    quiet: Quiet = False,
 ) -> None:
-    """The likeliest class of each image, as CSV; exit code 1 if an image could not be read.
+    """Classify images with an exported classifier.
 
-    With --coverage the set of classes beside it, and a decision where the set has one class: else
-    the classifier abstains.
+    The output is CSV. With --coverage it has a set of classes per image, and a decision where the
+    set has one class. The exit code is 1 if an image cannot be read.
     """
     from fedvlm.classifier.predict import predict as run
     from fedvlm.storage.files import write_file
@@ -46,7 +48,7 @@ def predict(
             folder,
             images,
             encoder,
-            options(access),
+            parse_pairs("--access", access),
             lambda done, total: report("predicting", done, total),
             coverage,
         )
@@ -97,14 +99,17 @@ def _json(predictions: "Predictions", lines: list[dict[str, Any]]) -> str:
 
 def score(
     folder: Folder,
-    data: Annotated[str, typer.Argument(help="Images in folders named after their class.")],
+    data: Annotated[str, typer.Argument(help="Labelled images, e.g. in one folder per class.")],
     source: Source = None,
     encoder: EncoderOption = "",
     access: Access = None,
-    coverage: Promise = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    coverage: Coverage = None,
+    as_json: Json = False,
 ) -> None:
-    """How well a classifier does on labelled images; exit code 1 if one could not be read."""
+    """Evaluate an exported classifier on labelled images.
+
+    The exit code is 1 if an image cannot be read.
+    """
     from fedvlm.classifier.predict import score as run
     from fedvlm.report.tables import render_table
 
@@ -112,9 +117,9 @@ def score(
         evaluation = run(
             folder,
             data,
-            options(source),
+            parse_pairs("--source", source),
             encoder,
-            options(access),
+            parse_pairs("--access", access),
             lambda done, total: report("predicting", done, total),
             coverage,
         )
@@ -142,12 +147,15 @@ def _report_problems(notes: list[str], skipped: list[tuple[str, str]]) -> None:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
-    folder: Annotated[Path, typer.Argument(help="Where the classifier goes.")],
-    client: Annotated[str, typer.Option(help="Whose classifier.")],
-    onnx: Annotated[bool, typer.Option("--onnx", help="Also the head as ONNX.")] = False,
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    folder: Annotated[Path, typer.Argument(help="New folder of the classifier.")],
+    client: Annotated[str, typer.Option(help="Client whose classifier is exported.")],
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also write the head as ONNX.")] = False,
 ) -> None:
-    """Write one client's classifier: tensors, settings, class names, encoder and a card."""
+    """Export one client's classifier from a run.
+
+    The folder has tensors, settings, class names, the encoder's fingerprint and a model card.
+    """
     from fedvlm.classifier.export import export as write
 
     classifier = write(run, client, folder, onnx)
@@ -158,17 +166,20 @@ def export(
 
 
 def join(
-    run: Annotated[Path, typer.Argument(help="The directory of a finished run.")],
-    data: Annotated[str, typer.Argument(help="The new client's images.")],
-    out: Annotated[Path, typer.Option(help="Where its classifier goes.")],
-    client: Annotated[str, typer.Option(help="What the client is called.")] = "new",
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    data: Annotated[str, typer.Argument(help="Images of the new client.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="New folder of the classifier.")],
+    client: Annotated[str, typer.Option(help="Name of the new client.")] = "new",
     source: Source = None,
-    encoder: Annotated[str, typer.Option(help="Where the run's encoder is now.")] = "",
-    access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")] = None,
-    training: Annotated[str | None, typer.Option(help="Which training; the first if left out.")] = None,
-    share: Annotated[float, typer.Option(help="Of the rows to learn from.")] = 0.8,
+    encoder: Annotated[str, typer.Option(help="Encoder of the run, if it has moved.")] = "",
+    access: Access = None,
+    training: Training = None,
+    train_ratio: Annotated[float, typer.Option(help="Fraction of the samples to train on.")] = 0.8,
 ) -> None:
-    """Give one more client its own classifier, without any other client taking part."""
+    """Train a classifier for a late client of a finished run.
+
+    No other client takes part.
+    """
     from fedvlm.classifier.export import ClassifierOrigin, save_with_card
     from fedvlm.classifier.late_join import embed_for_run
     from fedvlm.classifier.late_join import join as adapt
@@ -176,10 +187,12 @@ def join(
 
     result = Result(run)
     with progress() as report:
-        rows, notes = embed_for_run(result, data, options(source), encoder, options(access), report)
+        rows, notes = embed_for_run(
+            result, data, parse_pairs("--source", source), encoder, parse_pairs("--access", access), report
+        )
     for message in notes:
         typer.echo(message, err=True)
-    done = adapt(result, rows, client, training=training, train_fraction=share)
+    done = adapt(result, rows, client, training=training, train_fraction=train_ratio)
     story = ClassifierOrigin(
         {**result.manifest, "data": rows.name, "rows": rows.fingerprint},
         f"joined {result.folder.name}",

@@ -5,21 +5,24 @@ from typing import Annotated, Any
 
 import typer
 
-from fedvlm.cli.deploy import deploy_app
+from fedvlm.cli.deploy import Folder, Server, Site, deploy_app
+from fedvlm.cli.options import examples
 
 __all__ = ["deploy_app"]  # with these commands
-Server = Annotated[Path, typer.Argument(help="DIR/server")]
-Site = Annotated[Path, typer.Argument(help="The site's own folder.")]
 
 
-@deploy_app.command("join-request")
+@deploy_app.command(
+    "join-request",
+    rich_help_panel="Set up",
+    epilog=examples("fedvlm deploy join-request north --name north --invitation invitation.json"),
+)
 def join_request(
     folder: Site,
-    name: Annotated[str | None, typer.Option(help="What the site is to be called.")] = None,
-    invitation: Annotated[Path | None, typer.Option(help="The server's invitation.json, as it sent it.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the site.")] = None,
+    invitation: Annotated[Path | None, typer.Option(help="The server's invitation.json.")] = None,
 ) -> None:
-    """Make a site's own key, and a request for the server to admit it."""
-    from fedvlm.deploy.admission import create_join_request as ask
+    """Create a site's key and its request to join."""
+    from fedvlm.deploy.identity.enrolment import create_join_request as ask
 
     _tell_request(ask(folder, invitation, name))
 
@@ -29,15 +32,15 @@ def _tell_request(request: Any) -> None:
     typer.echo(f"fingerprint, for the server's people to hear: {request.fingerprint}")
 
 
-@deploy_app.command()
+@deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy admit fed/server request.json"))
 def admit(
     folder: Server,
-    request: Annotated[Path, typer.Argument(help="The request.json that a site sent.")],
-    yes: Annotated[bool, typer.Option(help="The fingerprint was compared; do not ask.")] = False,
+    request: Annotated[Path, typer.Argument(help="The site's request.json.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: you have compared the fingerprint.")] = False,
 ) -> None:
-    """Let a site in, after its people have read the same fingerprint out to you."""
-    from fedvlm.deploy.admission import admit_site as sign
-    from fedvlm.deploy.admission import read_request
+    """Admit a site after you have compared the fingerprint."""
+    from fedvlm.deploy.identity.enrolment import admit_site as sign
+    from fedvlm.deploy.identity.enrolment import read_request
     from fedvlm.deploy.kits import read_server
     from fedvlm.errors import FederationError
 
@@ -52,14 +55,14 @@ def admit(
     typer.echo(f"{site_request.site} is admitted; send it {sign(kit, site_request)}, which holds no secret")
 
 
-@deploy_app.command()
+@deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy accept north north.json"))
 def accept(
     folder: Site,
-    file: Annotated[Path, typer.Argument(help="What the server sent: NAME.json.")],
+    file: Annotated[Path, typer.Argument(help="The NAME.json that the server sent.")],
 ) -> None:
-    """Put the server's certificate into the site's folder; it can be started then."""
-    from fedvlm.deploy.admission import accept_certificate as take
-    from fedvlm.deploy.membership import describe_validity
+    """Install the certificate that the server sent to a site."""
+    from fedvlm.deploy.identity.certificates import describe_validity
+    from fedvlm.deploy.identity.enrolment import accept_certificate as take
 
     admission = take(folder, file)
     typer.echo(
@@ -69,12 +72,12 @@ def accept(
     typer.echo(f"fingerprint: {admission.fingerprint}")
 
 
-@deploy_app.command()
-def renew(folder: Annotated[Path, typer.Argument(help="A server's folder, or a site's.")]) -> None:
-    """Renew a server's certificate, or make a site's request for a new key."""
-    from fedvlm.deploy.admission import create_join_request as ask
+@deploy_app.command(rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy renew north"))
+def renew(folder: Folder) -> None:
+    """Renew a server's certificate or request a site's new key."""
+    from fedvlm.deploy.identity.enrolment import create_join_request as ask
+    from fedvlm.deploy.identity.enrolment import renew_server_certificate
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.standing import renew_server_certificate
 
     if (folder / "server.toml").exists():
         days = renew_server_certificate(read_server(folder))
@@ -83,20 +86,20 @@ def renew(folder: Annotated[Path, typer.Argument(help="A server's folder, or a s
         _tell_request(ask(folder))
 
 
-@deploy_app.command()
-def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Its name.")]) -> None:
-    """End a site's key at once, also in a running round."""
-    from fedvlm.deploy.admission import revoke_site as end
+@deploy_app.command(rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy revoke fed/server north"))
+def revoke(folder: Server, site: Annotated[str, typer.Argument(help="Name of the site.")]) -> None:
+    """Revoke a site's key, effective immediately."""
+    from fedvlm.deploy.identity.enrolment import revoke_site as end
     from fedvlm.deploy.kits import read_server
 
     end(read_server(folder), site)
     typer.echo(f"{site} is out from its next message on; its key does not come back")
 
 
-@deploy_app.command()
-def keys(folder: Annotated[Path, typer.Argument(help="A server's folder, or a site's.")]) -> None:
-    """Say whose keys there are, their fingerprints, and how many days they last."""
-    from fedvlm.deploy.standing import certificate_statuses
+@deploy_app.command(rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy keys fed/server"))
+def keys(folder: Folder) -> None:
+    """List keys with fingerprints and days left."""
+    from fedvlm.deploy.identity.enrolment import certificate_statuses
 
     for key_status in certificate_statuses(folder):
         days = "" if key_status.days is None else f"{key_status.days} days left"
@@ -105,22 +108,30 @@ def keys(folder: Annotated[Path, typer.Argument(help="A server's folder, or a si
         )
 
 
-@deploy_app.command()
+@deploy_app.command(
+    rich_help_panel="Consent and policy",
+    epilog=examples("fedvlm deploy withdraw north --by 'Dr Lee'", "fedvlm deploy withdraw fed/server withdrawal.json"),
+)
 def withdraw(
-    folder: Annotated[Path, typer.Argument(help="At a site its folder; at the server DIR/server.")],
-    file: Annotated[Path | None, typer.Argument(help="At the server: what the site sent.")] = None,
-    by: Annotated[str, typer.Option(help="At a site: who withdraws it.")] = "",
-    record: Annotated[list[Path] | None, typer.Option(help="A run's directory outside DIR/server/runs.")] = None,
+    folder: Folder,
+    file: Annotated[Path | None, typer.Argument(help="At the server: the file that the site sent.")] = None,
+    by: Annotated[str, typer.Option(help="At a site: name of the person who decides.")] = "",
+    record: Annotated[
+        list[Path] | None, typer.Option(help="Folder of a run outside the server's folder. Repeatable.")
+    ] = None,
 ) -> None:
-    """Take a site out of all later rounds, and out of what is shared where that is a plain sum."""
+    """Withdraw a site from all later rounds.
+
+    Its part of plain sums, such as TOFA's statistics, is subtracted.
+    """
     if file is None:
-        from fedvlm.deploy.withdrawn import withdraw as leave
+        from fedvlm.deploy.withdrawal import withdraw as leave
 
         path = leave(folder, by)
         typer.echo(f"this site answers no more; send {path} to the server, which takes it out")
         return
-    from fedvlm.deploy.forget import apply_withdrawal
     from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.withdrawal import apply_withdrawal
 
     site, messages = apply_withdrawal(read_server(folder), file, record or [])
     for message in messages:
@@ -128,16 +139,19 @@ def withdraw(
     typer.echo(f"{site} is out of all later rounds; it comes back by a new key only")
 
 
-@deploy_app.command()
+@deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy join fed/server runs/tofa west"))
 def join(
     folder: Server,
-    run: Annotated[str, typer.Argument(help="A finished run: its name, or its directory.")],
-    site: Annotated[str, typer.Argument(help="The site that has come late; it is running.")],
+    run: Annotated[str, typer.Argument(help="Name or folder of a finished run.")],
+    site: Annotated[str, typer.Argument(help="Name of the late site, which must be running.")],
 ) -> None:
-    """Give a late site its classifier: from what is shared and its own rows, without the others."""
-    from fedvlm.deploy.events import format_percent
+    """Give a late site its classifier from a finished run.
+
+    No other site takes part.
+    """
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.runs import join_late_site as bring
+    from fedvlm.deploy.operations.events import format_percent
+    from fedvlm.deploy.server.launch import join_late_site as bring
 
     scores = bring(read_server(folder), run, site, lambda text: typer.echo(text, err=True))
     for name, score in scores.items():

@@ -8,17 +8,21 @@ from typing import Annotated
 
 import typer
 
+from fedvlm.cli.options import Json, Quiet, Seed, TableFormat, Training
 from fedvlm.cli.progress import progress
 
 COLUMNS = 100  # of a list of methods
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Runs or experiments.")],
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The HTML file.")] = None,
-    title: Annotated[str, typer.Option(help="What the page is called.")] = "",
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or experiments.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", dir_okay=False, help="HTML file (default: report.html in the folder)."),
+    ] = None,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "",
 ) -> None:
-    """Write runs as one page that needs no network: tables, curves, clients, how it was run."""
+    """Write one offline HTML page about one or more runs."""
     from fedvlm.record import Record
     from fedvlm.report.page.render import write_page
     from fedvlm.report.runs import runs_in
@@ -28,8 +32,11 @@ def report(
     typer.echo(f"report: {write_page(results, out or only / 'report.html', title)}")
 
 
-def resume(folder: Path) -> None:
-    """Go on with a run that was stopped or killed."""
+def resume(
+    folder: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    quiet: Quiet = False,
+) -> None:
+    """Resume a run that was stopped or killed."""
     from fedvlm.report.tables import compare_table
     from fedvlm.runner.run import resume as go_on
 
@@ -39,15 +46,18 @@ def resume(folder: Path) -> None:
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or experiments, or pages.")],
-    form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
-    all_columns: Annotated[bool, typer.Option("--all", help="Also per domain or client.")] = False,
-    traffic: Annotated[bool, typer.Option(help="Also exchanges and kilobytes.")] = False,
-    columns: Annotated[str, typer.Option(help="More of them, as balanced,F1,kappa,worst,method.lr.")] = "",
-    paper: Annotated[bool, typer.Option(help="The papers' tables, with ours beside.")] = False,
-    item: Annotated[str, typer.Option(help="This table or figure, as fedot-v1/T1.")] = "",
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or experiments, or report pages.")],
+    form: TableFormat = "text",
+    all_columns: Annotated[bool, typer.Option("--all", help="Add a column for each domain or client.")] = False,
+    traffic: Annotated[bool, typer.Option("--traffic", help="Add rounds and kilobytes per client.")] = False,
+    columns: Annotated[str, typer.Option(help="More columns, e.g. balanced,F1,AUC,worst,method.lr.")] = "",
+    paper: Annotated[bool, typer.Option("--paper", help="Compare with the published tables.")] = False,
+    item: Annotated[str, typer.Option(help="Compare with this table or figure, e.g. fedot-v1/T1.")] = "",
 ) -> None:
-    """Runs side by side: mean ± deviation over seeds, in per cent."""
+    """Print runs side by side, as mean ± std over seeds.
+
+    Numbers are in per cent.
+    """
     from fedvlm.report.runs import read_runs
     from fedvlm.report.tables import compare_table as render
 
@@ -65,12 +75,12 @@ def compare(
 def list_(
     kind: Annotated[
         str,
-        typer.Argument(help="methods, encoders, data, datasets, metrics, protocols, experiments, papers"),
+        typer.Argument(help="One of methods, encoders, data, datasets, metrics, protocols, experiments, papers."),
     ],
-    name: Annotated[str, typer.Argument(help="One of them, of which all is told.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    name: Annotated[str, typer.Argument(help="Show all details of this entry.")] = "",
+    as_json: Json = False,
 ) -> None:
-    """What there is to choose from."""
+    """List methods, data sets, encoders, experiments or papers."""
     from fedvlm.report.lists import LISTS
     from fedvlm.report.tables import render_table
 
@@ -113,14 +123,17 @@ def _narrow(body: list[list[str]]) -> list[list[str]]:
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
-    training: Annotated[str | None, typer.Option(help="Of several trainings, which one.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of several seeds, which one.")] = None,
-    form: Annotated[str, typer.Option(help="text, markdown, latex or csv")] = "text",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="In the run's folder, for its report.")] = False,
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    training: Training = None,
+    seed: Seed = None,
+    form: Annotated[str, typer.Option("--format", help="Output format: text, markdown, latex or csv.")] = "text",
+    as_json: Json = False,
+    save: Annotated[bool, typer.Option("--save", help="Save the result in the run's folder, for its report.")] = False,
 ) -> None:
-    """What each client uploaded, and how well it tells who was in the training rows (AUC)."""
+    """Estimate what uploads reveal about the training samples.
+
+    The table has each client's uploads and the AUC of a membership inference attack on them.
+    """
     from fedvlm.record import Record
     from fedvlm.report.tables import audit_table
     from fedvlm.report.tables import write_audit as store
@@ -128,7 +141,7 @@ def audit(
 
     with progress() as report:
         lines = look(run, training, seed, progress=report)
-    if keep:
+    if save:
         store(Record(run), lines)
     if as_json:
         typer.echo(json.dumps(lines, indent=1, ensure_ascii=False))
@@ -137,16 +150,20 @@ def audit(
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
-    image: Annotated[Path | None, typer.Option(help="An image, of any data.")] = None,
-    name: Annotated[str | None, typer.Option("--class", help="A class; the client's own answer if left out.")] = None,
-    client: Annotated[str | None, typer.Option(help="Whose local prompt; the first.")] = None,
-    gamma: Annotated[list[float] | None, typer.Option(help="γ in (0, 1]; several times for several.")] = None,
-    prompts: Annotated[bool, typer.Option("--prompts", help="A map of the clients' prompts instead.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The PNG file.")] = None,
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    image: Annotated[Path | None, typer.Option(help="Image to explain.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--class", help="Class to explain (default: the predicted class).")
+    ] = None,
+    client: Annotated[str | None, typer.Option(help="Client whose local prompt is used (default: the first).")] = None,
+    gamma: Annotated[list[float] | None, typer.Option(help="γ of the transport plan, in (0, 1]. Repeatable.")] = None,
+    prompts: Annotated[bool, typer.Option("--prompts", help="Draw a map of all local prompts instead.")] = False,
+    seed: Seed = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", dir_okay=False, help="PNG file (default: in the run's folder).")
+    ] = None,
 ) -> None:
-    """Draw what the global and a local prompt look at in an image, or a map of local prompts."""
+    """Draw which parts of an image a run's prompts attend to."""
     from fedvlm.errors import SettingsError
     from fedvlm.report import explain as explaining
     from fedvlm.report.explain import draw_explanation, draw_prompt_map
@@ -167,24 +184,29 @@ def explain(
 
 
 def plot(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.")],
     kind: Annotated[
         str,
         typer.Option(
-            help="rounds, sweep, bars, reliability, roc, decision, partition, kite, tsne or heat; "
-            "left out, a run's reliability, decision curve and rounds."
+            help="Kind of plot: rounds, sweep, bars, reliability, roc, decision, partition, kite, tsne or heat "
+            "(default: reliability, decision curve and rounds of one run)."
         ),
     ] = "",
-    columns: Annotated[str, typer.Option(help="A panel each, as C,kappa; of rounds, sweep and bars.")] = "",
-    over: Annotated[str, typer.Option(help="The setting along the axis, as method.blocks.")] = "",
-    training: Annotated[str | None, typer.Option(help="One of its trainings; the first.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the run; its first.")] = None,
-    image: Annotated[Path | None, typer.Option(help="What prompts look at, for heat.")] = None,
-    name: Annotated[str | None, typer.Option("--class", help="A class, for heat.")] = None,
-    client: Annotated[str | None, typer.Option(help="Whose local prompt, for heat.")] = None,
-    out: Annotated[Path | None, typer.Option(dir_okay=False, help="The .png or .svg file.")] = None,
+    columns: Annotated[str, typer.Option(help="One panel per column, e.g. C,AUC (rounds, sweep and bars).")] = "",
+    over: Annotated[
+        str, typer.Option("--x-axis", help="Setting on the x axis, e.g. method.blocks (sweep and bars).")
+    ] = "",
+    training: Training = None,
+    seed: Seed = None,
+    image: Annotated[Path | None, typer.Option(help="Image to explain (heat).")] = None,
+    name: Annotated[str | None, typer.Option("--class", help="Class to explain (heat).")] = None,
+    client: Annotated[str | None, typer.Option(help="Client whose local prompt is used (heat).")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", dir_okay=False, help="PNG or SVG file (default: in the run's folder)."),
+    ] = None,
 ) -> None:
-    """Draw a run, or several in one picture."""
+    """Plot one run, or several in one figure."""
     from fedvlm.errors import SettingsError
     from fedvlm.record import Record
     from fedvlm.report.plots import draw_diagrams, draw_runs
@@ -212,9 +234,12 @@ def plot(
 
 
 def verify(
-    target: Annotated[str, typer.Argument(help="A run, an exported classifier, a store's file, or `cache`.")],
+    target: Annotated[str, typer.Argument(help="Run, exported classifier, table of embeddings, or `cache`.")],
 ) -> None:
-    """Check files against the digests and checksums that were written with them."""
+    """Check files against their checksums.
+
+    The exit code is 1 if a file is damaged.
+    """
     from fedvlm.report.verify import verify_files
 
     checked, problems = verify_files(target)

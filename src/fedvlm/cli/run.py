@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedvlm.cli.options import Encoder, Force, Quiet, Set, Smoke, Source, TableFormat
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -16,49 +17,67 @@ if TYPE_CHECKING:
     from fedvlm.runner.settings import Settings
 
 
-NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
-Sweep = Annotated[list[str] | None, typer.Option(help="a.b=1,2,3: a run for each value; several make a grid.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
+NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write the report page.")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid."),
+]
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--output", "-o", help="Folder of the runs.")] = Path("runs/demo"),
     no_report: NoReport = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Two questions to the embedded emoji: a site nobody has seen, and sites that differ."""
+    """Run the built-in demo (about a minute).
+
+    It compares methods on emoji: at a site nobody has seen, and at sites with different classes.
+    """
     for name, folder in (("demo", "unseen"), ("demo-shift", "shift")):
         run(name, out=out / folder, no_report=no_report)
 
 
 def run(
-    file: Annotated[str | None, typer.Argument(help="A TOML file or an experiment's name.")] = None,
-    method: Annotated[str | None, typer.Option(help="`fedvlm list methods`")] = None,
-    data: Annotated[str | None, typer.Option(help="`fedvlm list datasets`, or a path.")] = None,
-    encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
+    file: Annotated[str | None, typer.Argument(help="Experiment name or TOML file.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method (default: auto; see `fedvlm list methods`).")] = None,
+    data: Annotated[str | None, typer.Option(help="Path of your data or a data set's name (default: demo).")] = None,
+    encoder: Encoder = None,
+    source: Source = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Seed; repeat for several (default: 0).")] = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Instead of runs/NAME.")] = None,
-    smoke: Annotated[bool, typer.Option(help="A short run on few rows.")] = False,
-    again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
-    allow_small: Annotated[bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")] = False,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the run (default: runs/NAME).")] = None,
+    smoke: Smoke = False,
+    again: Force = False,
+    allow_small: Annotated[
+        bool, typer.Option("--allow-small", help="Also upload statistics of small classes.")
+    ] = False,
     attack: Annotated[
-        str | None, typer.Option(help="sign-flip, scale, label-flip, noise or collude: simulated.")
+        str | None, typer.Option(help="Simulate an attack: sign-flip, scale, label-flip, noise or collude.")
     ] = None,
-    attacker_fraction: Annotated[float | None, typer.Option(help="Share of the clients.")] = None,
-    attack_strength: Annotated[float | None, typer.Option(help="Of the attack.")] = None,
+    attacker_fraction: Annotated[
+        float | None, typer.Option(help="Fraction of malicious clients (default: 0.1).")
+    ] = None,
+    attack_strength: Annotated[float | None, typer.Option(help="Strength of the attack (default: by kind).")] = None,
     no_report: NoReport = False,
     tune: Annotated[
         list[str] | None,
-        typer.Option(help="Choose lr on validation rows, as own data's methods do; or none."),
+        typer.Option(help="Setting to tune on validation samples, e.g. lr, or none."),
     ] = None,
     no_baselines: Annotated[
-        bool, typer.Option("--no-baselines", help="Without chance, zero-shot, alone and pooled.")
+        bool, typer.Option("--no-baselines", help="Leave out chance, zero-shot, alone and pooled.")
     ] = False,
-    track: Annotated[list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")] = None,
-    form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
+    track: Annotated[
+        list[str] | None, typer.Option(help="Log to tensorboard:DIR or mlflow:ADDRESS. Repeatable.")
+    ] = None,
+    form: TableFormat = "text",
     sweep: Sweep = None,
-    on: Annotated[str, typer.Option(help="A cluster for the trainings: dask, dask://HOST:PORT.")] = "",
+    on: Annotated[str, typer.Option(help="Cluster to train on: dask or dask://HOST:PORT.")] = "",
+    quiet: Quiet = False,
 ) -> None:
-    """Run a method (auto, if only --data is given) or an experiment, and print its table."""
+    """Run a method or an experiment and print its table.
+
+    Without --method your own data are run with auto. A finished run is read instead of repeated.
+    """
     from fedvlm.errors import SettingsError, unknown_name
     from fedvlm.report.experiment import key_of, load_experiment
     from fedvlm.report.tables import TABLE_FORMS
@@ -69,7 +88,8 @@ def run(
     if form not in TABLE_FORMS:
         raise unknown_name("table form", form, TABLE_FORMS)
     place = find_experiment(file) if file else None
-    overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    set_ = [*(set_ or []), *(f"source.{pair}" for pair in source or [])]
+    overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None, "seeds": seed or None}
     overrides |= {
         "attack": attack,
         "attacker_fraction": attacker_fraction,
@@ -93,7 +113,7 @@ def run(
         _run_and_show(values, typed, *options)
         return
     for record in earlier_output.records[earlier_output.n_baselines :]:
-        typer.echo(f"already finished, read from {record.folder}; --again runs it", err=True)
+        typer.echo(f"already finished, read from {record.folder}; --force re-runs it", err=True)
     _show(home, earlier_output, form, None if no_report else home / "report.html")
 
 
@@ -281,16 +301,17 @@ def _next_steps(home: Path, records: "Sequence[Record]") -> str:
 
 
 def reproduce(
-    item: Annotated[str, typer.Argument(help="A table or figure, as fedot-v1/T1.")],
-    smoke: Annotated[bool, typer.Option(help="Short runs on few rows.")] = False,
-    form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
-    data: Annotated[str | None, typer.Option(help="Other data, as demo.")] = None,
-    encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
+    item: Annotated[str, typer.Argument(help="Table or figure, e.g. fedot-v1/T1 (see `fedvlm list papers`).")],
+    smoke: Smoke = False,
+    form: TableFormat = "text",
+    data: Annotated[str | None, typer.Option(help="Use other data, e.g. demo.")] = None,
+    encoder: Encoder = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the records.")] = None,
-    again: Annotated[bool, typer.Option(help="Also what is finished.")] = False,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the runs.")] = None,
+    again: Force = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Run a paper's table or figure, and print it with our numbers beside the printed ones."""
+    """Run a paper's table and compare it with the published one."""
     from fedvlm.report.papers import settings_of_item
     from fedvlm.runner.experiments import run_all
     from fedvlm.runner.forecast import describe_requirements

@@ -12,9 +12,9 @@ VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
 MIN_CLASS_SAMPLES = 16  # rows of a class below which its statistics stay at the client
 MIN_CLASS_CLIENTS = 3  # clients that have to share in the secure sum of a class's statistics
-UploadSum = Literal["rows", "clients", "total"]
+UploadSum = Literal["samples", "clients", "total"]
 UPLOAD_SUM_MEANINGS: dict[UploadSum, str] = {  # of the uploads, where an aggregate needs to know no more of them
-    "rows": "the mean over rows",
+    "samples": "the mean over samples",
     "clients": "the mean over clients",
     "total": "the plain sum",
 }
@@ -110,44 +110,67 @@ def documented(default: Any, doc: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traits:
-    """What a method says about itself beside its verbs; the defaults say nothing.
+class TrainingTraits:
+    """What a method's training reads and keeps."""
 
-    `traits = Traits(...)` in the class, or a property of that name where it follows from settings.
-    A trait that is a setting's value bears the setting's name.
-    """
-
-    needs: frozenset[str] = documented(frozenset(), f"what it asks of the encoder, of {', '.join(NEEDS)}")
     memory: frozenset[str] = documented(frozenset(), "names of tensors that are kept but not trained")
-    min_samples: int = documented(1, "training rows that every client must have")
+    min_samples: int = documented(1, "training samples that every client must have")
     client_count: str | None = documented(
         None, "name of a shared tensor that holds, from the start, how many clients there are"
     )
-    upload_sum: Literal["rows", "clients", "total"] | None = documented(
-        None,
-        f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all its aggregate needs of uploads, so a secure sum will do",
+    reference: Literal["public", "target"] | None = documented(
+        None, "unlabelled samples that come as `batch.reference` (a setting)"
+    )
+    tunable: tuple[str, ...] | None = documented(
+        None, "settings worth tuning on validation samples; None: `lr`, where there is a `loss`"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyTraits:
+    """What the server has to see of a client."""
+
+    upload_sum: Literal["samples", "clients", "total"] | None = documented(
+        None, f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all that `aggregate` needs, so that a secure sum will do"
     )
     ragged_uploads: frozenset[str] = documented(
         frozenset(), "names of uploaded tensors whose shape differs between clients"
     )
+    centralised: bool = documented(
+        False, "not federated: one client has the samples of all that train, in a simulation only"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassTraits:
+    """How a method treats single classes."""
+
+    fixed: bool = documented(
+        False, "local tensors name classes, though not by their shape: the method cannot learn a new class"
+    )
     min_class_samples: int | None = documented(
-        None, "rows a class must have at a client for its statistics to be uploaded (a setting)"
+        None, "samples a class must have at a client for its statistics to be uploaded (a setting)"
     )
     min_class_clients: int | None = documented(
         None, "clients that must have such a class before any uploads its statistics (a setting)"
     )
-    reference: Literal["public", "target"] | None = documented(
-        None, "unlabelled rows that come as `batch.reference` (a setting)"
-    )
-    centralised: bool = documented(
-        False, "not federated: one client has the rows of all that train, in a simulation only"
-    )
-    fixed_classes: bool = documented(
-        False, "what a client keeps names classes, though not by its shape: no new class is known"
-    )
-    tunable: tuple[str, ...] | None = documented(
-        None, "settings worth choosing on validation rows; None: `lr`, where there is a `loss`"
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a method says about itself beside its verbs, by topic; the defaults say nothing.
+
+    Write `traits = Traits(...)` in the class, or a property of that name where it follows from settings.
+    A trait that is a setting's value has the setting's name.
+    """
+
+    needs: frozenset[str] = documented(frozenset(), f"what it needs of the encoder, of {', '.join(NEEDS)}")
+    training: TrainingTraits = TrainingTraits()
+    privacy: PrivacyTraits = PrivacyTraits()
+    classes: ClassTraits = ClassTraits()
+
+
+TRAIT_GROUPS: dict[str, type] = {"training": TrainingTraits, "privacy": PrivacyTraits, "classes": ClassTraits}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +367,7 @@ def upload_sum(method: Method) -> UploadSum | None:
 
     A method says so in its traits; the standard parts say so themselves.
     """
-    return method.traits.upload_sum or UPLOAD_SUMS.get(type(method).aggregate)
+    return method.traits.privacy.upload_sum or UPLOAD_SUMS.get(type(method).aggregate)
 
 
 def as_stacked(method: Method) -> Stacked | None:
@@ -377,6 +400,6 @@ def setting(method: Method, name: str) -> Any:
 
 def tunable_settings(method: Method) -> tuple[str, ...]:
     """Settings worth choosing on validation rows."""
-    if method.traits.tunable is not None:
-        return method.traits.tunable
+    if method.traits.training.tunable is not None:
+        return method.traits.training.tunable
     return ("lr",) if isinstance(method, Trained) else ()

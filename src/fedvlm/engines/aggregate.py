@@ -33,7 +33,7 @@ class UploadSums:
     def add(self, decoded: DecodedUploads) -> None:
         self.rows += float(decoded.weights.double().sum())
         for upload, weight in zip(decoded.uploads, decoded.weights.tolist(), strict=True):
-            weight_in_sum = weight if self.upload_sum == "rows" else 1.0
+            weight_in_sum = weight if self.upload_sum == "samples" else 1.0
             self.weight += weight_in_sum
             for key, value in upload.items():
                 is_integer = self.upload_sum == "total" and not value.is_floating_point()

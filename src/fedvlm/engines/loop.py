@@ -56,7 +56,7 @@ def open_engine(name: str, world: World, workers: int, rounds: int) -> Engine:
     if name == "single":
         return Sequential(world)
     if name == "flower":
-        from fedvlm.engines.flower.local import InProcessEngine  # takes a second to import
+        from fedvlm.engines.flower.engine import InProcessEngine
 
         return InProcessEngine(world)
     return Batched(world, workers, rounds)

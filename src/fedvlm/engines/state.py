@@ -45,7 +45,7 @@ class State:
 
 def with_client_count(method: Method, plan: Plan, state: State) -> State:
     """With the number of clients that may take part, where a method shares a tensor for it."""
-    name = method.traits.client_count
+    name = method.traits.training.client_count
     if name is None:
         return state
     if name not in state.shared:

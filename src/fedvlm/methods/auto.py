@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import Range, check_ranges, ranged_field
 from fedvlm.maths import calibration, gaussian_classes, logistic_regression
 from fedvlm.methods import _logistic
@@ -40,7 +40,11 @@ class Auto:
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), upload_sum="total", min_class_samples=self.min_class_samples)
+        return Traits(
+            needs=frozenset({"image"}),
+            privacy=PrivacyTraits(upload_sum="total"),
+            classes=ClassTraits(min_class_samples=self.min_class_samples),
+        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         anchor = _logistic.zero_shot_head(frozen)

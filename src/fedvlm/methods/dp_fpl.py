@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.core.schema import COUNT, OPEN_FRACTION, POSITIVE, check_ranges, ranged_field
 from fedvlm.maths.privacy import add_noise_to_all, clipped_sum, epsilon, orthonormal_factors, project_gradient
 from fedvlm.methods._prompts import Start, class_features, initial_prompt, prompt_length, tower_of
@@ -92,8 +92,7 @@ class DPFPL:
 
     name = "dp-fpl"
     traits = Traits(
-        needs=frozenset({"image", "text tower"}),
-        memory=frozenset({"noisy steps", "passes"}),
+        needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"noisy steps", "passes"}))
     )
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation
     update_many = update_sequentially  # stacked clients would hold the gradients of all their rows at once

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softmax, softplus
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register, schedule
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register, schedule
 from fedvlm.maths.networks import (
     MASKED_LOGIT,
     Layers,
@@ -69,9 +69,11 @@ class FAACLIP:
     def traits(self) -> Traits:
         return Traits(
             needs=frozenset({"image", "text"}),
-            memory=MEMORY,
-            min_samples=2,  # BatchNorm has no statistics of one row
-            reference=self.reference if self.adaptation else None,
+            training=TrainingTraits(
+                memory=MEMORY,
+                min_samples=2,  # BatchNorm has no statistics of one sample
+                reference=self.reference if self.adaptation else None,
+            ),
         )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
@@ -182,7 +184,7 @@ def train_chunk(
     parameters = {
         key: value.clone(memory_format=torch.contiguous_format) for key, value in {**sent, **local_tensors}.items()
     }
-    trained = {key: value for key, value in parameters.items() if key not in self.traits.memory}
+    trained = {key: value for key, value in parameters.items() if key not in self.traits.training.memory}
     grads = {key: torch.zeros_like(value) for key, value in trained.items()}
     has_moments, step_settings = bool(states), schedule(self)
     states = {

@@ -14,7 +14,7 @@ from torch.func import grad
 from torch.nn.functional import one_hot
 
 from fedvlm import parts
-from fedvlm.core import MIN_CLASS_SAMPLES, Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, Batch, ClassTraits, Client, Frozen, Tensors, Traits, register
 from fedvlm.methods._heads import head_needs, initial_head
 
 
@@ -34,7 +34,7 @@ class FedGH:
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=head_needs(self.head), min_class_samples=self.min_class_samples)
+        return Traits(needs=head_needs(self.head), classes=ClassTraits(min_class_samples=self.min_class_samples))
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         head = initial_head(self.head, frozen)

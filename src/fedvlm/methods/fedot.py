@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedvlm import parts, tensors
-from fedvlm.core import Client, Frozen, Method, Tensors, register
+from fedvlm.core import Client, Frozen, Method, Tensors, TrainingTraits, register
 from fedvlm.maths import orthogonal
 from fedvlm.methods._heads import head_traits, initial_head
 
@@ -78,7 +78,7 @@ class FedOT:
         return 1.0
 
     name = "fedot"
-    traits = head_traits(memory=frozenset({"leader", "age"}))
+    traits = head_traits(training=TrainingTraits(memory=frozenset({"leader", "age"})))
     loss = parts.cross_entropy
     send, aggregate, adapt = parts.send_all, parts.uniform_mean, parts.no_adaptation
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad
 
 from fedvlm import parts, seeds
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.core.schema import COUNT, check_ranges, ranged_field
 from fedvlm.methods._prompts import Start, class_features, initial_prompt
 from fedvlm.methods.promptfl import PromptFL
@@ -95,7 +95,7 @@ class FENS:
         return out
 
     name = "fens"
-    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"features"}))
+    traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"features"})))
     loss, adapt = PromptFL.loss, parts.no_adaptation
 
 

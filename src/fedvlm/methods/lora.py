@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, seeds
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.methods._towers import count_parameters, text_logits, tower_of
 
@@ -97,6 +97,6 @@ class LoRA:
         }
 
     name = "lora"
-    traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"change"}))
+    traits = Traits(needs=frozenset({"image tower", "text"}), training=TrainingTraits(memory=frozenset({"change"})))
     loss = parts.cross_entropy
     send, adapt = parts.send_all, parts.no_adaptation

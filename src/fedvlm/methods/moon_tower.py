@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.methods._towers import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
@@ -54,7 +54,7 @@ class MoonTower:
         return upload, {"previous": flatten_change(frozen, upload)}
 
     name = "moon-tower"
-    traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"previous"}))
+    traits = Traits(needs=frozenset({"image tower", "text"}), training=TrainingTraits(memory=frozenset({"previous"})))
     predict, describe = FedAvgTower.predict, FedAvgTower.describe
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, ClassTraits, Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.methods._prompts import Start, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
@@ -71,8 +71,8 @@ class PFedPrompt:
     name = "pfedprompt"
     traits = Traits(
         needs=frozenset({"image", "text tower"}),
-        memory=frozenset({"features", "labels", "weight", "sharpness"}),
-        fixed_classes=True,
+        training=TrainingTraits(memory=frozenset({"features", "labels", "weight", "sharpness"})),
+        classes=ClassTraits(fixed=True),
     )
     send, update, aggregate = parts.send_all, parts.sgd, parts.mean
     update_many = sgd_stacked

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.maths import gaussian_classes, logistic_regression
 from fedvlm.methods.alone import fit_local_path
 
@@ -40,5 +40,5 @@ class Pooled:
         return {"slope left": float(sent["slope"])}
 
     name = "pooled"
-    traits = Traits(needs=frozenset({"image"}), centralised=True)
+    traits = Traits(needs=frozenset({"image"}), privacy=PrivacyTraits(centralised=True))
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation

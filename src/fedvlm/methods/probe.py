@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import POSITIVE, check_ranges, ranged_field
 from fedvlm.maths import gaussian_classes, logistic_regression
 from fedvlm.methods import _logistic
@@ -85,4 +85,4 @@ class Probe:
         return x @ weight.mT + bias
 
     name = "probe"
-    traits = Traits(needs=frozenset({"image"}), upload_sum="total")
+    traits = Traits(needs=frozenset({"image"}), privacy=PrivacyTraits(upload_sum="total"))

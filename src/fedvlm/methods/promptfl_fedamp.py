@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, check_ranges, ranged_field
 from fedvlm.methods._prompts import Start, sgd_stacked
 from fedvlm.methods.promptfl_ft import PromptFLFT
@@ -71,7 +71,7 @@ class PromptFLFedAMP:
         return {**parts.uniform_mean(self, first, prompts, torch.ones(len(prompts)), sorted(held)), **held}
 
     name = "promptfl-fedamp"
-    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"offset"}))
+    traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"offset"})))
     # A client's own model is what it makes of its last cloud, as after fine-tuning.
     init, predict, adapt = PromptFLFT.init, PromptFLFT.predict, PromptFLFT.adapt
     update = parts.sgd

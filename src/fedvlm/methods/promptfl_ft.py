@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.methods._prompts import Start, initial_prompt, sgd_stacked
 from fedvlm.methods.promptfl import PromptFL
 
@@ -39,7 +39,7 @@ class PromptFLFT:
         return {"offset": tuned["prompt"] - sent["prompt"]}
 
     name = "promptfl-ft"
-    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"offset"}))
+    traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"offset"})))
     loss = PromptFL.loss
     send, update, aggregate = parts.send_all, parts.sgd, parts.mean
     update_many = sgd_stacked

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, register
 from fedvlm.methods._heads import head_traits, initial_head
 from fedvlm.methods.fedavg import FedAvg
 
@@ -56,6 +56,8 @@ class Scaffold:
         return {**shared, "head": head, "variate": variate}
 
     name = "scaffold"
-    traits = head_traits(memory=frozenset({"variate", "own variate", "clients"}), client_count="clients")
+    traits = head_traits(
+        training=TrainingTraits(memory=frozenset({"variate", "own variate", "clients"}), client_count="clients")
+    )
     update_many = partialmethod(update, train=parts.regularised_head_sgd)
     predict, send, adapt = FedAvg.predict, parts.send_all, parts.no_adaptation

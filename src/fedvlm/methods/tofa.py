@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, tensors
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, UNIT, check_ranges, ranged_field
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths import calibration, gaussian_classes
@@ -70,10 +70,11 @@ class TOFA:
     def traits(self) -> Traits:
         return Traits(
             needs=frozenset({"image"}),
-            upload_sum=None if self.text and self.exchanges == 2 else "total",  # texts have none
-            ragged_uploads=frozenset({"texts"}),  # of clients that bring more or fewer
-            min_class_samples=self.min_class_samples,
-            min_class_clients=self.min_class_clients,
+            privacy=PrivacyTraits(
+                upload_sum=None if self.text and self.exchanges == 2 else "total",  # texts have no sum
+                ragged_uploads=frozenset({"texts"}),  # clients may bring more or fewer texts
+            ),
+            classes=ClassTraits(min_class_samples=self.min_class_samples, min_class_clients=self.min_class_clients),
         )
 
     @property

@@ -130,7 +130,7 @@ def train_minibatches(
     local, states = split_state(local)
     has_state = bool(states)
     everything = {**sent, **local}
-    memory = self.traits.memory
+    memory = self.traits.training.memory
     trained = {key: value for key, value in everything.items() if key not in memory}
     memory_tensors = {key: value for key, value in everything.items() if key in memory}
     states = {key: dict(states.get(key, {})) for key in trained}

@@ -84,7 +84,7 @@ def _trained(result: Record, seed: int) -> Table:
         if not result.path_of(training, seed, "safetensors").exists():
             continue  # of a page there are no tensors
         shared, local = result.outcome(training, seed)
-        sizes = [_size(tensors, method.traits.memory) for tensors in (shared, *local.values())]
+        sizes = [_size(tensors, method.traits.training.memory) for tensors in (shared, *local.values())]
         if isinstance(method, Factored):
             sizes[0] = _uploaded(result, seed)
         counts += [sizes[0] + local_size for local_size in sizes[1:]]

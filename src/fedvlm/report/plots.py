@@ -68,7 +68,7 @@ def draw_runs(
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
     is_unused = {"--columns": bool(columns) and kind not in ("rounds", "sweep", "bars")}
-    is_unused |= {"--over": bool(over) and kind not in ("sweep", "bars")}
+    is_unused |= {"--x-axis": bool(over) and kind not in ("sweep", "bars")}
     is_unused |= {"--training": bool(training) and kind not in ("reliability", "roc", "decision")}
     is_unused |= {"--image": image is not None and kind != "heat"}
     for option, is_given in is_unused.items():
@@ -319,7 +319,7 @@ def _swept_setting(results: Sequence[Record]) -> str:
         )
     if len(swept) != 1:
         differences_text = f"differ in {', '.join(sorted(swept))}" if swept else "differ in no setting"
-        raise SettingsError(f"the runs of a method {differences_text}; name one by --over")
+        raise SettingsError(f"the runs of a method {differences_text}; name one by --x-axis")
     return next(iter(swept))
 
 

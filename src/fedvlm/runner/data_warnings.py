@@ -55,7 +55,7 @@ def suppressed_warnings(
     method: Method | None, clients: Mapping[str, Any], labels: NDArray[np.int64], n_classes: int
 ) -> list[str]:
     """Return a message if class statistics of small classes will not be uploaded; `clients` have `train`."""
-    min_samples = (method.traits.min_class_samples if method else None) or 1
+    min_samples = (method.traits.classes.min_class_samples if method else None) or 1
     if method is None or min_samples <= 1:
         return []
     counts = {id: np.bincount(labels[client.train], minlength=n_classes) for id, client in clients.items()}

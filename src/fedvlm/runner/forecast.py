@@ -142,7 +142,7 @@ def _round_seconds(settings: Settings, entry: Entry, speed: float) -> float:
     visits = settings.fraction * plan.local_epochs * train
     # a client of few rows has steps of few rows
     steps = max(visits / plan.batch_size, settings.fraction * plan.local_epochs * _n_clients(settings, entry))
-    step = STEP_SECONDS * (REFERENCE_FACTOR if settings.method.traits.reference else 1)
+    step = STEP_SECONDS * (REFERENCE_FACTOR if settings.method.traits.training.reference else 1)
     seconds, needs = ROUND_SECONDS + step * steps, settings.method.traits.needs
     if "image tower" in needs:
         seconds += BACKWARD_FACTOR * visits * _flops_per_image(settings) / speed
@@ -271,7 +271,7 @@ def estimate(settings: Settings, frozen: Frozen, image: Sequence[int], clients: 
     # LoRA uploads its factors, whatever the server keeps.
     uploaded = method.factors(frozen) if isinstance(method, Factored) and shared else shared
     all_tensors = {**shared, **uploaded, **local}
-    trained = {key: value for key, value in all_tensors.items() if key not in method.traits.memory}
+    trained = {key: value for key, value in all_tensors.items() if key not in method.traits.training.memory}
     takers = max(1, round(settings.fraction * clients))
     alone = settings.engine != "batched" or not is_cpu(settings.device)
     graph_sizes = [graph_bytes(method, frozen, image, all_tensors, local, rows) for rows in (1, 2)]
@@ -301,7 +301,8 @@ def graph_bytes(
     if not all_tensors or not isinstance(method, Trained):
         return 0
     graph_leaves = {
-        key: value.detach().requires_grad_(key not in method.traits.memory) for key, value in all_tensors.items()
+        key: value.detach().requires_grad_(key not in method.traits.training.memory)
+        for key, value in all_tensors.items()
     }
     tower = frozen.image_tower
     assert tower is not None

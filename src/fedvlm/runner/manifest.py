@@ -110,7 +110,7 @@ def _describe(name: Device) -> dict[str, Any]:
 def default_values(method: Method) -> dict[str, Any]:
     """Return the defaults that a table compares a run's settings with, so that it needs no code."""
     defaults = {"method": asdict(make(method.name)), "channel": asdict(Channel())}
-    traits = {"centralised": method.traits.centralised, "reference": method.traits.reference}
+    traits = {"centralised": method.traits.privacy.centralised, "reference": method.traits.training.reference}
     return {**dict(loads(dumps(defaults))), **traits}  # with lists for tuples, as a manifest has them
 
 

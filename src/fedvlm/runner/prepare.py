@@ -109,7 +109,7 @@ class Prepared:
     @property
     def centralised(self) -> bool:
         """Return whether one client holds the samples of all that train, instead of a federation."""
-        return self.settings.centralised or self.settings.method.traits.centralised
+        return self.settings.centralised or self.settings.method.traits.privacy.centralised
 
     def measured_training(self, training: Training) -> Training:
         """Return who trains and who is only measured; with pooled samples, all clients are only measured."""
@@ -365,7 +365,7 @@ def check_new_classes(method: Method, frozen: Frozen) -> None:
     shapes = [{key: tensor.shape for part in parts for key, tensor in part.items()} for parts in initial]
     per_class = sorted(key for key in shapes[0] if shapes[0][key] != shapes[1].get(key))
     reason = f"its {per_class[0]!r} has a row per class" if per_class else ""
-    if method.traits.fixed_classes:
+    if method.traits.classes.fixed:
         reason = "it stores labels of its samples"
     if reason:
         raise SettingsError(

@@ -127,7 +127,7 @@ def _open_run(
             current |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
         record.compare(current)
         lock.close()
-        options.log(f"already finished, read from {record.folder}; --again runs it again")
+        options.log(f"already finished, read from {record.folder}; --force re-runs it")
         return record
     seeds, warnings = _prepare_seeds(settings, load, options)
     seeds, settings, tuned = _tune(seeds, settings, record, options.progress)

@@ -76,7 +76,7 @@ class Settings:
         idle += ["device"] if self.device == "cpu" else []
         idle += ["attack", "attacker_fraction", "attack_strength"] if self.attack == "none" else []
         used_methods = [method for method in (self.method, self.warm_start) if method is not None]
-        if not (self.allow_small and any(method.traits.min_class_samples for method in used_methods)):
+        if not (self.allow_small and any(method.traits.classes.min_class_samples for method in used_methods)):
             idle.append("allow_small")
         for key in idle:
             del values[key]
@@ -204,7 +204,7 @@ def read_method(value: Any) -> Method:
 
 def _with_privacy_guard(method: Method, settings: Settings) -> Method:
     """Return a method that uploads class statistics only of enough samples and enough clients."""
-    min_samples, min_clients = method.traits.min_class_samples, method.traits.min_class_clients
+    min_samples, min_clients = method.traits.classes.min_class_samples, method.traits.classes.min_class_clients
     if settings.allow_small:
         return method if min_samples is None else replace(method, min_class_samples=1)
     if min_samples is not None and min_samples < MIN_CLASS_SAMPLES:

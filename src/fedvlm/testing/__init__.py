@@ -116,7 +116,7 @@ def check_uploads(world: World) -> None:
     for name, key in sorted(copies):
         raise AssertionError(f"the upload {name!r} is the local tensor {key!r} renamed")
     if isinstance(method, ClassStatistics):
-        check_small(world, method, method.traits.min_class_samples or 1)
+        check_small(world, method, method.traits.classes.min_class_samples or 1)
     assert set(new_local) == set(local), f"update returns local {sorted(new_local)}, init {sorted(local)}"
 
 
@@ -191,7 +191,7 @@ def sum_gap(world: World) -> float:
     shared, local = method.init(world.frozen)
     sent = {id: method.send(shared, id) for id in sorted(world.members)}
     uploads = {id: method.update(world.frozen, sent[id], local, make_client(world, id, 0))[0] for id in sent}
-    ragged = method.traits.ragged_uploads  # what no sum is said of
+    ragged = method.traits.privacy.ragged_uploads  # what no sum is said of
     if not any(uploads.values()) or any(ragged & upload.keys() for upload in uploads.values()):
         return 0.0
     rows = {id: len(world.members[id].train) for id in sent}

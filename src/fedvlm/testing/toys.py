@@ -51,7 +51,7 @@ def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int =
         patches = inputs[:, None] + 0.3 * torch.randn(len(inputs), 6, dim, generator=draw)
         inputs = (3.0 * patches).half()
     last = members[f"client-{len(sizes) - 1}"]
-    reference = last.train if method.traits.reference else last.train[:0]
+    reference = last.train if method.traits.training.reference else last.train[:0]
     return World(method, frozen, 3, x=inputs, y=torch.cat(y), members=members, reference=reference)
 
 

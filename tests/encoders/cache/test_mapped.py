@@ -6,12 +6,12 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-from counting import Counting, dataset, numbered, png, run
 
 from fedvlm.core import make
 from fedvlm.encoders import lazy_rows
 from fedvlm.errors import DataError
 from fedvlm.testing import check_same, toy_world, train_toy
+from tests.helpers.counting import Counting, dataset, numbered, png, run
 
 
 def sums(values):

@@ -6,7 +6,6 @@ from hashlib import sha256
 from multiprocessing import get_context
 from zipfile import ZipFile
 
-import counting
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from fedvlm.data.sources import Archive
 from fedvlm.encoders.images import Pixels, decode
 from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.errors import DataError, EncoderError
+from tests.helpers import counting
 
 CUT = Pixels(size=(6, 5), crop=None)
 IMAGE_BYTES = 3 * 6 * 5

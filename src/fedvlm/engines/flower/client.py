@@ -18,7 +18,7 @@ from fedvlm.channel.pipeline import encode, join_channel_state, split_channel_st
 from fedvlm.channel.steps import to_secagg
 from fedvlm.core import Conditioned, Described, Tensors, upload_sum
 from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_noise, client_world
-from fedvlm.engines.flower.wire import Arrays, Message
+from fedvlm.engines.flower.messages import Arrays, Message
 from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import read_tensors, write_tensors
@@ -165,7 +165,7 @@ def sum_weight(world: World, id: str, about: Mapping[str, Any]) -> float:
     """What a client weighs in a secure sum, 1 at most: its own choice, or a server that gives the
     others no weight would see this one's upload."""
     rows = len(world.members[id].train)
-    if upload_sum(world.method) != "rows":
+    if upload_sum(world.method) != "samples":
         return 1.0
     if not 0 < rows <= about["largest"]:
         raise FederationError(

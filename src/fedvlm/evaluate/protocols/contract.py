@@ -109,7 +109,7 @@ def uniform_weights(training: str, ids: Sequence[str]) -> Weights:
 
 
 def has_reference(method: Method) -> bool:
-    return method.traits.reference is not None
+    return method.traits.training.reference is not None
 
 
 def reference_samples(method: Method, partition: Partition, training: Training) -> NDArray[np.int64]:
@@ -122,7 +122,7 @@ def reference_samples(method: Method, partition: Partition, training: Training) 
         return np.zeros(0, np.int64)
     members = partition.clients
     unseen = [id for id in training.unseen if id in members]  # and not the test rows of all
-    if method.traits.reference == "target":
+    if method.traits.training.reference == "target":
         rows = [members[id].test for id in unseen or training.train]
     else:
         rows = [part for id in unseen for part in (members[id].train, members[id].validation)]
@@ -132,7 +132,7 @@ def reference_samples(method: Method, partition: Partition, training: Training) 
 
 def check_training_data(method: Method, table: EmbeddedTable, partition: Partition, training: Training) -> None:
     """Refuses clients and reference rows a method cannot work with, before any work."""
-    min_samples = method.traits.min_samples
+    min_samples = method.traits.training.min_samples
     for id in training.train:
         if (count := len(partition.clients[id].train)) < min_samples:
             raise DataError(
@@ -148,7 +148,7 @@ def check_training_data(method: Method, table: EmbeddedTable, partition: Partiti
             "unseen and no rows are set aside; set clients.public_ratio to a share of the rows, "
             "as 0.1, or method.reference = 'target' (transductive)"
         )
-    if method.traits.reference == "public":
+    if method.traits.training.reference == "public":
         everyone = {*training.train, *training.unseen} & partition.clients.keys()
         tests = [partition.clients[id].test for id in sorted(everyone)]
         check_disjoint(table.content, rows, np.concatenate(tests))

@@ -368,7 +368,7 @@ def _is_oracle(run: Run) -> bool:
 
 def _is_transductive(run: Run) -> bool:
     method = make(**run["identity"]["method"])
-    return contract.has_reference(method) and method.traits.reference == "target"
+    return contract.has_reference(method) and method.traits.training.reference == "target"
 
 
 def _allows_small(run: Run) -> bool:
