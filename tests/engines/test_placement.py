@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fedvlm import devices, tensors
+from fedvlm import devices, encoders, tensors
 from fedvlm.core import as_stacked, make, methods
 from fedvlm.devices import CPU, choose_device, to_device
 from fedvlm.engines import chunks
@@ -254,3 +254,13 @@ def test_auto_takes_the_gpu_that_is_there(monkeypatch):
         choose_device("cuda")
     method = make("fedot")
     assert with_device(method, "auto") is method
+
+
+def test_the_record_tells_the_device_of_an_encoder_of_another_package(monkeypatch):
+    kind = encoders.Kind("mine:NAME", "made", ("image",), __name__, "my_encoder")
+    monkeypatch.setitem(encoders.ENCODERS, "mine", kind)
+    settings = replace(build({"method": "fedot"}), encoder="mine:a")
+    assert device_info(settings, in_memory=False)["encoding"] == {"device": "cpu"}
+
+
+def my_encoder(name, *, device="cpu"): ...

@@ -12,7 +12,7 @@ from fedvlm.data.partition import list_samples, make_partition
 from fedvlm.data.readers import call_reader, detect_kind, kinds, register
 from fedvlm.data.sources import EightBitSource, Window, check_window
 from fedvlm.data.table import Dataset, Source, tabulate
-from fedvlm.errors import DataError, suggest_path, unknown_name
+from fedvlm.errors import DataError, SettingsError, suggest_path, unknown_name
 
 __all__ = [
     "Clients",
@@ -51,7 +51,8 @@ def open_dataset(name: str, **options: Any) -> Dataset:
             f"there is no {name}; {suggest_path(Path(name))}name a folder, a .zip, a manifest, "
             f"a data set of the catalogue, or one of {', '.join(written)}"
         )
-    raise unknown_name("data set", name, [*entries, *written])
+    refusal = unknown_name("data set", name, [*entries, *written])
+    raise SettingsError(f"the path {name} does not exist, and {refusal}")
 
 
 def _as_eight_bit(dataset: Dataset, window: Window | None) -> Dataset:

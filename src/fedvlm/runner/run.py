@@ -40,12 +40,16 @@ class RunOptions:
 
     again: bool = False  # re-run even if a finished result exists
     embedded: EmbeddedTable | None = None  # samples in memory, instead of `data` and `encoder`
-    progress: Progress = lambda task, done, total: None
+    progress: Progress | None = None
     on_line: Callable[[str, Any], None] | None = None  # gets the run's name and each line of its record
     log: Callable[[str], None] = lambda message: None
     warn: Callable[[str], None] | None = None  # for warnings about the data; `log` if left out
     keep_going: bool = False  # a run that cannot begin does not stop the others
     cluster: str = ""  # dask, dask://HOST:PORT
+
+    def report(self, task: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(task, done, total)
 
 
 def execute(settings: Settings, out: str | Path | None = None, **options: Any) -> Record:
@@ -81,7 +85,7 @@ def execute_all(requests: Sequence[tuple[Settings, Path]], **options: Any) -> li
 def _execute_chunk(
     settings_of: Mapping[Path, Settings], load: Loader, options: RunOptions
 ) -> dict[Path, Record | Exception]:
-    tally = ProgressTotal(options.progress)
+    tally = ProgressTotal(options.report)
     outcomes: dict[Path, Record | Exception] = {}
     runs: dict[Path, _Run] = {}
     with ExitStack() as locks:
@@ -130,7 +134,7 @@ def _open_run(
         options.log(f"already finished, read from {record.folder}; --force re-runs it")
         return record
     seeds, warnings = _prepare_seeds(settings, load, options)
-    seeds, settings, tuned = _tune(seeds, settings, record, options.progress)
+    seeds, settings, tuned = _tune(seeds, settings, record, options.report)
     _begin_record(seeds, settings, record, warnings, tuned, options)
     collect_lost_trainings(record)
     return _Run(record, seeds, lock)
@@ -142,7 +146,7 @@ def _has_manifest(record: Record) -> bool:
 
 def _prepare_seeds(settings: Settings, load: Loader, options: RunOptions) -> tuple[list[Prepared], list[str]]:
     """Load and check the samples and prepare every seed; also return warnings about the data."""
-    samples, warnings = (options.embedded, []) if options.embedded is not None else load(settings, options.progress)
+    samples, warnings = (options.embedded, []) if options.embedded is not None else load(settings, options.report)
     if settings.smoke:
         settings, samples = shrink_for_smoke(settings, samples)
     check_samples(settings, samples)
@@ -305,7 +309,7 @@ def resume(folder: str | Path, progress: Progress | None = None) -> Record:
     manifest = read_manifest(path)
     if manifest["memory"] and Record(path).result() is None:
         raise SettingsError(f"{path} took its samples from memory; call fedvlm.run again with out={str(path)!r}")
-    return execute(build(manifest["identity"]), path, **({} if progress is None else {"progress": progress}))
+    return execute(build(manifest["identity"]), path, progress=progress)
 
 
 def default_name(settings: Settings, embedded: EmbeddedTable | None) -> str:

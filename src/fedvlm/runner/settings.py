@@ -241,20 +241,17 @@ def _check_seeds(value: Any) -> None:
         return
     seeds = list(range(value)) if 0 < value < 10 else [0, 1, 2]
     count = {1: "one seed", 2: "two seeds", 3: "three seeds"}.get(len(seeds), f"{len(seeds)} seeds")
-    raise SettingsError(
-        f"seeds = {value} is ambiguous; write {seeds} for {count}, or [{value}] for the seed {value}"
-    )
+    raise SettingsError(f"seeds = {value} is ambiguous; write {seeds} for {count}, or [{value}] for the seed {value}")
 
 
-def override(values: Mapping[str, Any], assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
-    """Return values with assignments `a.b=1` of a command-line option applied."""
+def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """Return values with assignments `a.b=1` of --set applied."""
     out = dict(values)
     for text in assignments:
         path, equals, raw = text.partition("=")
         if not equals:
-            form = "a.b=value" if option == "--set" else "key=value"
-            raise SettingsError(f"{option} {text!r} is not of the form {form}")
-        out = set_value(out, path.strip(), parse_value(raw), f"{option} {text!r}")
+            raise SettingsError(f"--set {text!r} is not of the form a.b=value")
+        out = set_value(out, path.strip(), parse_value(raw), f"--set {text!r}")
     return out
 
 
