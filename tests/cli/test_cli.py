@@ -233,10 +233,6 @@ def test_an_unknown_cluster_is_refused_also_if_the_run_is_finished(ok, refused, 
     assert "--on must be dask" in refused(*words, "--on", "slurm")
 
 
-def test_a_missing_path_is_called_missing(refused):
-    assert "nowhere does not exist" in refused("run", "--data", "nowhere")
-
-
 def test_partition_keeps_a_target_whole_and_takes_the_first_seed_of_a_run(ok):
     words = (
         "partition",

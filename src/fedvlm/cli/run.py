@@ -220,6 +220,7 @@ def _execute(
     settings: "Sequence[Settings]", swept: Sequence[str], home: Path, with_baselines: bool, command: _Command
 ) -> "tuple[list[Record], list[str], list[Record]]":
     """Execute runs and then their baselines; return the records, the failures and the baselines' records."""
+    from fedvlm.report.runs import BASELINES_FOLDER
     from fedvlm.runner.experiments import missing_baselines, split_outcomes
     from fedvlm.runner.run import default_name, execute_all
     from fedvlm.runner.trackers import Trackers
@@ -245,7 +246,7 @@ def _execute(
         results, failed = split_outcomes(settings, outcomes, swept)
         missing = missing_baselines(settings, results[0]) if with_baselines else []
         requests = [
-            (baseline, out / "bars" / baseline.method.name if out else home / default_name(baseline, None))
+            (baseline, out / BASELINES_FOLDER / baseline.method.name if out else home / default_name(baseline, None))
             for baseline in missing
         ]
         baselines, _ = split_outcomes(missing, execute_all(requests, **options))

@@ -16,7 +16,7 @@ from fedvlm.channel.settings import Channel
 from fedvlm.core import Method, make
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.devices import Device, choose_device, describe_device, set_deterministic
-from fedvlm.encoders import encoder_options, encoders
+from fedvlm.encoders import encoder_options, find_kind
 from fedvlm.runner.prepare import Prepared, template_of
 from fedvlm.runner.settings import Settings
 
@@ -91,10 +91,11 @@ def describe_samples(samples: EmbeddedTable) -> dict[str, Any]:
 def device_info(settings: Settings, in_memory: bool) -> dict[str, Any]:
     """Describe where a run trains and encodes, and the precision of encoding."""
     info = {"training": _describe(settings.device)}
-    kind = None if in_memory else encoders().get(settings.encoder.partition(":")[0])
-    if kind is not None and "device" in encoder_options(kind):
+    if not in_memory and "device" in encoder_options(settings.encoder):
         info["encoding"] = _describe(settings.access.get("device", "cpu"))
-        if kind.module.startswith("fedvlm."):  # encoders of other packages choose their own precision
+        if find_kind(settings.encoder)[0].module.startswith(
+            "fedvlm."
+        ):  # encoders of other packages choose their own precision
             is_half_precision = info["encoding"]["device"] != "cpu"
             info["encoding"]["precision"] = "float16" if is_half_precision else "float32"
     return info

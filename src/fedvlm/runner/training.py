@@ -193,13 +193,13 @@ def read_calibration(record: Record, name: str, id: str) -> Calibration | None:
 
 def calibration_to_json(fit: Calibration) -> dict[str, Any]:
     lists = {"scores": fit.scores.tolist(), "labels": fit.labels.tolist()}
-    return {"log_heat": fit.log_heat, "rows": fit.rows, **lists}
+    return {"log_temperature": fit.log_temperature, "rows": fit.rows, **lists}
 
 
 def calibration_from_json(payload: Mapping[str, Any]) -> Calibration:
     scores = torch.tensor(payload["scores"], dtype=torch.float64)
     labels = torch.tensor(payload["labels"], dtype=torch.int64)
-    return Calibration(float(payload["log_heat"]), int(payload["rows"]), scores, labels)
+    return Calibration(float(payload["log_temperature"]), int(payload["rows"]), scores, labels)
 
 
 def collect_lost_trainings(record: Record) -> None:

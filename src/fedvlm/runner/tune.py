@@ -236,7 +236,7 @@ def continue_trial(
         trial.updates += len(line["clients"])
         on_state(state)
 
-    state = run_rounds(terms, engine, plan, trial.states[name], initial_local, on_round, until)
+    state = run_rounds(terms, engine, replace(plan, stop=until), trial.states[name], initial_local, on_round)
     trial.states[name] = state
     return finish_training(terms, engine, plan, state, initial_local).scores
 
