@@ -67,7 +67,4 @@ def test_the_card_of_a_store_names_a_table(saved, tmp_path, call):
 def test_partition_counts_the_rows_of_a_store(saved, call):
     place = f"store:{saved / 'rows.csv'}"
     lines = call("partition", place, "--set", "clients.partition=own").stdout.splitlines()
-    assert [line.split() for line in lines[2:]] == [
-        ["site-0", "20", "20", "40"],
-        ["site-1", "20", "20", "40"],
-    ]
+    assert [line.split() for line in lines[2:]] == [["site-0", "20", "20", "40"], ["site-1", "20", "20", "40"]]

@@ -68,11 +68,7 @@ def test_bad_names_are_words_and_never_elements(text):
 
 def test_compare_reads_a_page_back_as_the_runs_it_was_made_of(bad_runs, bad_page):
     records = read_page(bad_page)
-    for options in (
-        {},
-        {"all_columns": True, "form": "csv"},
-        {"traffic": True, "extra_columns": ["F1", "ECE"]},
-    ):
+    for options in ({}, {"all_columns": True, "form": "csv"}, {"traffic": True, "extra_columns": ["F1", "ECE"]}):
         assert compare_table(records, **options) == compare_table(bad_runs, **options)
 
 
@@ -120,11 +116,7 @@ def test_runs_of_other_rows_are_not_compared(bad_runs, rows_like, tmp_path):
 
 @pytest.mark.parametrize(
     ("protocol", "settings"),
-    [
-        ("own-test", {}),
-        ("source-target", {"target": ["art"]}),
-        ("cross-device", {"counts": [1, 2], "unseen": 1}),
-    ],
+    [("own-test", {}), ("source-target", {"target": ["art"]}), ("cross-device", {"counts": [1, 2], "unseen": 1})],
 )
 def test_every_protocol_has_a_page_with_a_verdict(rows_like, tmp_path, protocol, settings):
     runs = [

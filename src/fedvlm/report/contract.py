@@ -30,12 +30,7 @@ def contract_page() -> str:
         if name not in TRAIT_GROUPS
     ]
     settings = [
-        (
-            f"`{field.name}`",
-            _value(field.default),
-            str(range_of(field) or ""),
-            field.metadata["doc"],
-        )
+        (f"`{field.name}`", _value(field.default), str(range_of(field) or ""), field.metadata["doc"])
         for field in fields(Schedule)
     ]
     verbs = [(_describe_protocol(kind), (getdoc(kind) or "").replace("\n", " ")) for kind in OPTIONAL_PROTOCOLS]

@@ -19,11 +19,7 @@ EXPERIMENT_FORMAT = "fedvlm experiment 1"
 
 
 def write_folder(
-    folder: Path,
-    values: Mapping[str, Any],
-    runs: Sequence[Record],
-    extra_columns: Sequence[str] = (),
-    **options: Any,
+    folder: Path, values: Mapping[str, Any], runs: Sequence[Record], extra_columns: Sequence[str] = (), **options: Any
 ) -> None:
     """`values` are those of its TOML file; `asked` and other `options` are those of the table."""
     title = values.get("title")

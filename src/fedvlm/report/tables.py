@@ -16,14 +16,7 @@ from fedvlm.storage.files import read_json, write_json
 TIDY_FORMS = ("csv", "json")
 TABLE_FORMS = ("text", "markdown", "latex", *TIDY_FORMS)
 TRAFFIC_COLUMNS = ("exchanges", "kB per client")
-MAIN_COLUMNS = {
-    "G",
-    "P",
-    "C",
-    "own",
-    "global",
-    "average",
-}  # what a table shows first; the rest is per client
+MAIN_COLUMNS = {"G", "P", "C", "own", "global", "average"}  # what a table shows first; the rest is per client
 MAIN_COLUMNS |= {f"{group} {name}" for name in METRICS for group in ("clients", "target")}
 
 
@@ -276,10 +269,7 @@ def audit_table(lines: list[dict[str, Any]], form: str = "text") -> str:
         return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
     body = [
-        [
-            *(cell(line[key]) for key in (*names, *areas)),
-            cell("inf" if line["epsilon"] is None else line["epsilon"]),
-        ]
+        [*(cell(line[key]) for key in (*names, *areas)), cell("inf" if line["epsilon"] is None else line["epsilon"])]
         for line in lines
     ]
     return "\n".join(
