@@ -246,7 +246,7 @@ def test_methods_fit_a_screen_and_one_of_them_tells_all():
     assert max(map(len, lines)) <= 100 and len(lines) > 30
     assert "ridge chosen on validation samples." in " ".join(" ".join(lines).split())
     output = CliRunner().invoke(cli.app, ["list", "methods", "fedot"]).stdout
-    assert "settings: blocks=1" in output and "needs: image, text" in output
+    assert "settings: lr=5e-05" in output and "blocks=1" in output and "needs: image, text" in output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The data sets of the papers: one entry each says what they are and what must be there."""
+"""The catalogue of data sets: one entry says where to get a data set, how it is laid out and what must be in it."""
 
 import json
 from collections import Counter
@@ -22,39 +22,38 @@ PHOTO = ("a photo of a {}.",)  # CoOp, FedOTP, TOFA: with the full stop
 
 @dataclass(frozen=True)
 class Entry:
-    """A data set: where to get it, how it is laid out, what must be in it, how papers use it."""
+    """A data set: where to get it, its layout, what must be in it, and how papers use it."""
 
     name: str
     home: str  # where to get it, in words
-    layout: str = "domain/class"  # of a folder or .zip of it; or "leaf"
-    classes: tuple[str, ...] = ()  # in the order of the labels; empty: as found, sorted
-    domains: Mapping[str, int] = field(default_factory=dict)  # with their rows; 0: not well known
-    rows: int = 0  # images in all, if well known; from the domains if they have numbers
+    layout: str = "domain/class"  # of its folder or .zip; or "leaf"
+    classes: tuple[str, ...] = ()  # in the order of the labels; empty: sorted as found
+    domains: Mapping[str, int] = field(default_factory=dict)  # with their number of images; 0: not well known
+    rows: int = 0  # images in all, if well known; by default the sum over the domains
     templates: tuple[str, ...] = PICTURE
     hub: str = ""  # id on the Hugging Face Hub
-    columns: Mapping[str, str] = field(default_factory=dict)  # image, label, ... of the Hub's copy
+    columns: Mapping[str, str] = field(default_factory=dict)  # image, label, ... of the copy on the Hub
     split_file: str = ""  # of CoOp, in the folder
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of classes, domains
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of classes and domains
     without: tuple[str, ...] = ()  # classes on disk that the papers leave out
-    subset: bool = False  # all classes on disk but the listed ones are left out
-    place: str = ""  # where it is if nobody says
+    subset: bool = False  # all classes on disk except the listed ones are left out
+    place: str = ""  # default root
     protocol: str = ""  # what the papers do with it
     comment: str = ""
 
     @property
     def total(self) -> int:
-        has_counts = all(self.domains.values())
-        return self.rows or (sum(self.domains.values()) if has_counts else 0)
+        return self.rows or (sum(self.domains.values()) if all(self.domains.values()) else 0)
 
     @property
     def shape(self) -> str:
-        """What a person should have on disk."""
+        """Describe the files that must be on disk."""
         first = next(iter(self.domains), "DOMAIN").replace("/", " ")
         words = {"domain": first, "class": "CLASS", "split": "Training", "client": "CLIENT"}
         path = "/".join(words.get(word, "*") for word in self.layout.split("|")[0].split("/"))
         shapes = [f"a folder or .zip with {path}/IMAGE"] if path else []
         if self.split_file:
-            shapes = [f"a folder with {self.split_file} and the images of it"]
+            shapes = [f"a folder with {self.split_file} and its images"]
         if self.layout == "leaf":
             shapes = ["the folder of LEAF's .json files"]
         if self.hub:
@@ -66,29 +65,29 @@ _ENTRIES: dict[str, Entry] = {}
 
 
 def add(entry: Entry) -> Entry:
-    """Adds a data set to the catalogue, so that its name can be opened."""
+    """Add a data set to the catalogue, so that it can be opened by its name."""
     if _ENTRIES.setdefault(entry.name, entry) != entry:
         raise SettingsError(f"the name {entry.name!r} is taken by another data set of the catalogue; choose another")
     return entry
 
 
 def catalogue() -> dict[str, Entry]:
-    """All entries by name: the papers', which come with the package, and outside packages'."""
+    """Return all entries by name: those of the papers, and those of outside packages."""
     load_outside(GROUP)
     return dict(sorted(_ENTRIES.items()))
 
 
 @cache
 def class_names(name: str) -> tuple[str, ...]:
-    """A long list of class names, in the order of the labels."""
+    """Read a long list of class names, in the order of the labels."""
     lists = json.loads((Path(__file__).parent / "classes.json").read_text(encoding="utf-8"))
     return tuple(lists[name])
 
 
 def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True) -> Dataset:
-    """A data set of the catalogue from `root`: a path, or hub:ID; classes in the entry's order.
+    """Open a data set of the catalogue from `root`, a path or hub:ID; classes come in the entry's order.
 
-    With `check` the rows must be as many as are known to be in it; classes are always checked.
+    `check` compares the number of images with the known one; classes are always checked.
     """
     place = str(root) if root else entry.place
     if not place:
@@ -97,10 +96,18 @@ def open_entry(entry: Entry, root: str | Path | None = None, check: bool = True)
     if kind_and_place is None:
         raise DataError(
             f"{place} is not there, so {entry.name} cannot be opened; set root to {entry.shape} "
-            f"(to be had from {entry.home})"
+            f"(available from {entry.home})"
         )
-    data = _read(entry, *kind_and_place)
-    return _check(entry, place, _arrange(entry, place, data), check)
+    data = _arrange(entry, place, _read(entry, *kind_and_place))
+    counts = Counter(data.domains.tolist())
+    if entry.domains and set(counts) != set(entry.domains):
+        raise DataError(
+            f"the domains of {place} are {join_names(sorted(counts))}, those of {entry.name} are "
+            f"{join_names(list(entry.domains))}; set root to {entry.shape}"
+        )
+    if check:
+        _check_counts(entry, place, counts)
+    return data
 
 
 def _read(entry: Entry, kind: str, place: str) -> Dataset:
@@ -116,30 +123,30 @@ def _read(entry: Entry, kind: str, place: str) -> Dataset:
 
 
 def _plain(name: str) -> str:
-    """A name without case, blanks, underscores and hyphens, in which copies differ."""
+    """Drop case, blanks, underscores and hyphens, in which copies differ."""
     return "".join(letter for letter in to_nfc(name).casefold() if letter.isalnum())
 
 
 def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
-    """The entry's spelling and order of classes and domains, without what the papers leave out."""
+    """Spell and order classes and domains as the entry does; drop what the papers leave out."""
     aliases = {_plain(alias): _plain(name) for alias, name in entry.aliases.items()}
 
     def plain(name: str) -> str:
         return aliases.get(_plain(name), _plain(name))
 
     excluded = {_plain(name) for name in entry.without}
-    ordered = entry.classes or tuple(class_name for class_name in data.classes if _plain(class_name) not in excluded)
+    ordered = entry.classes or tuple(name for name in data.classes if _plain(name) not in excluded)
     number = {_plain(name): index for index, name in enumerate(ordered)}
     class_keys = [plain(name) for name in data.classes]
-    strange = [
+    extra = [
         name
         for name, key in zip(data.classes, class_keys, strict=True)
         if key not in number and _plain(name) not in excluded and not entry.subset
     ]
     missing = [name for name in ordered if _plain(name) not in class_keys]
-    if strange or missing:
+    if extra or missing:
         problems = [f"it lacks {join_names(missing)}"] if missing else []
-        problems += [f"it has {join_names(strange)} besides"] if strange else []
+        problems += [f"it also has {join_names(extra)}"] if extra else []
         raise DataError(
             f"the classes of {place} are not those of {entry.name} ({len(ordered)} classes): "
             f"{' and '.join(problems)}; get it from {entry.home}"
@@ -162,30 +169,22 @@ def _arrange(entry: Entry, place: str, data: Dataset) -> Dataset:
     )
 
 
-def _check(entry: Entry, place: str, data: Dataset, rows: bool) -> Dataset:
-    held = Counter(data.domains.tolist())
-    if entry.domains and set(held) != set(entry.domains):
-        raise DataError(
-            f"the domains of {place} are {join_names(sorted(held))}, those of {entry.name} are "
-            f"{join_names(list(entry.domains))}; set root to {entry.shape}"
-        )
-    if not rows:
-        return data
-    short = [
-        f"{domain} has {held[domain]:,} of {expected:,}"
+def _check_counts(entry: Entry, place: str, counts: Counter[str]) -> None:
+    problems = [
+        f"{domain} has {counts[domain]:,} of {expected:,}"
         for domain, expected in entry.domains.items()
-        if expected and held[domain] != expected
+        if expected and counts[domain] != expected
     ]
-    if entry.total and len(data.labels) != entry.total:
-        short.append(f"{len(data.labels):,} of {entry.total:,} in all")
-    if short:
+    if entry.total and counts.total() != entry.total:
+        problems.append(f"{counts.total():,} of {entry.total:,} in all")
+    if problems:
         raise DataError(
-            f"the images of {place} are not as many as are in {entry.name}: {'; '.join(short)}; "
+            f"{place} has another number of images than {entry.name}: {'; '.join(problems)}; "
             f"get it again from {entry.home}, or open it with check = false"
         )
-    return data
 
 
+# The data sets of FedOT, FAA-CLIP, FedOTP and TOFA, and the shipped demo.
 LODO = "FedOT: a client per domain, 60/20/20, each domain held out in turn and scored on its 20 %"
 PATHOLOGICAL_16_SHOT = "FedOTP, TOFA: pathological, 10 clients without a common class, 16 shots"
 DIRICHLET_100_CLIENTS = "FedOTP, TOFA: Dirichlet over 100 clients, alpha 0.3, 10 % of them per round"
@@ -438,5 +437,5 @@ ENTRIES = (
         protocol="FAA-CLIP: four parts at random, three as clients, 70/30, one as target",
     ),
 )
-for entry in ENTRIES:
-    add(entry)
+for _entry in ENTRIES:
+    add(_entry)

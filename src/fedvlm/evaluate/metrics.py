@@ -30,7 +30,17 @@ RESERVED_NAMES = {f"{part}_{quantity}" for part in ("validation", "test") for qu
     *("loss", "reliability", "decision", "hits", "confusion", "recall", "scores"),
 }
 # A table has columns of these names, which are no metrics.
-RESERVED_NAMES |= {"kappa", "kappa-per-target", "cosine", "dof", "seconds", "minutes", "trained", "A[j][i]"}
+RESERVED_NAMES |= {
+    "condition_number",
+    "condition_number-per-target",
+    "kappa",
+    "cosine",
+    "dof",
+    "seconds",
+    "minutes",
+    "trained",
+    "A[j][i]",
+}
 RESERVED_NAMES |= {"P-per-target", "C-per-target", "worst", "spread", "average", "rows", "ROC", "PR"}
 
 
