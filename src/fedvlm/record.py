@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # most of a record is read without torch
     from fedvlm.tensors import Tensors
 
 RECORD_FORMAT = 2  # of what a run leaves on disk; another number is not read
-GRADIENT_NORM_KEY = "slope left"  # what a method calls the slope at which a convex fit of its ended
+GRADIENT_NORM_KEY = "remaining gradient"  # of a convex fit, as methods report it in `describe`
 MAX_CONVERGED_GRADIENT = 1e-5  # a larger one is told; below it scikit-learn predicts the same: auto.md
 PLACES_KEY = "places"  # where the file beside has whose local tensors, if they are many
 DESCRIPTIONS_FILE = "descriptions.safetensors"  # the file of a run that has some

@@ -15,7 +15,7 @@ from fedvlm.channel.outliers import (
     combine_uploads,
     outlier_scores,
 )
-from fedvlm.channel.pipeline import UploadPipeline
+from fedvlm.channel.pipeline import ReceivedUploads, UploadReceiver
 from fedvlm.channel.settings import check_channel, with_deployment_bound
 from fedvlm.core import make, methods, upload_sum
 from fedvlm.engines.client import make_client
@@ -55,7 +55,7 @@ def run_pipeline(channel, now, ids=None):
     names = ids or [f"client-{i}" for i in range(len(now.uploads))]
     rows = {id: int(n) for id, n in zip(names, now.sample_counts.tolist(), strict=True)}
     columns = (dict(zip(names, part, strict=True)) for part in (now.uploads, now.sent))
-    return UploadPipeline(channel, now.method, [], 0).run(0, *columns, rows, {}, (), str)
+    return UploadReceiver(channel, now.method, [], 0).receive(ReceivedUploads(0, *columns, rows))
 
 
 def longer(now, place, factor):

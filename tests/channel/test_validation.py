@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from fedvlm.channel import Channel
-from fedvlm.channel.pipeline import decode
-from fedvlm.channel.steps import quantise_change
+from fedvlm.channel.pipeline import ReceivedUploads, UploadPipeline, UploadReceiver
+from fedvlm.channel.steps import Quantise
 from fedvlm.channel.validation import UploadValidator
 from fedvlm.core import make
+from fedvlm.engines.aggregate import aggregate_uploads, drop_refused
+from fedvlm.engines.client import ClientReply, RoundReplies
 from fedvlm.errors import FederationError
 from fedvlm.storage.files import DamagedError, decode_tensors, encode_tensors
 
@@ -61,14 +63,14 @@ def test_the_same_upload_counts_once_a_round():
 
 @pytest.mark.parametrize("rows", [10**12, -1, 1.5, True, None, "40", float("nan")])
 def test_a_row_count_nobody_has_is_refused(rows):
-    with pytest.raises(FederationError, match="client b, round 3: it says it has .* training rows"):
+    with pytest.raises(FederationError, match="client b, round 3: it reports .* training samples"):
         inbox().check(UPLOAD, SENT, rows, "b", 3, CONTEXT)
 
 
 def test_a_client_may_not_grow_between_rounds():
     box = inbox()
     box.check(UPLOAD, SENT, 40, "b", 3, CONTEXT)
-    with pytest.raises(FederationError, match="says it has 4000 training rows, but said 40 before"):
+    with pytest.raises(FederationError, match="reports 4000 training samples, but reported 40 before"):
         box.check(UPLOAD, SENT, 4000, "b", 4, CONTEXT)
 
 
@@ -109,7 +111,7 @@ def test_a_change_longer_than_the_channel_allows_is_refused():
 
 
 def test_odd_scales_of_an_8_bit_upload_are_refused():
-    travels, _ = quantise_change({"head": torch.ones(4, 6)}, {})
+    travels, _ = Quantise().encode({"head": torch.ones(4, 6)}, {}, None)
     for key, value in (
         ("head", torch.zeros(40, 40, dtype=torch.int8)),
         ("head", torch.zeros(4, 6)),
@@ -117,10 +119,26 @@ def test_odd_scales_of_an_8_bit_upload_are_refused():
         ("head/scale", torch.zeros(1).double()),
     ):
         with pytest.raises(FederationError, match="8-bit numbers with one float32"):
-            decode(Channel(quantise=True), {**travels, key: value}, SENT)
+            UploadPipeline(Channel(quantise=True)).decode({**travels, key: value}, SENT)
     wrong = {**travels, "head/scale": torch.tensor([torch.inf])}
     with pytest.raises(FederationError, match="not finite"):
-        inbox().check(decode(Channel(quantise=True), wrong, SENT), SENT, 40, "b", 3, CONTEXT)
+        inbox().check(UploadPipeline(Channel(quantise=True)).decode(wrong, SENT), SENT, 40, "b", 3, CONTEXT)
+
+
+@pytest.mark.parametrize("channel", [{}, {"secure": True}, {"bound": "median"}, {"aggregation": "krum"}])
+def test_a_round_in_which_every_upload_is_refused_ends_with_the_quorum_and_all_reasons(channel):
+    ids = ("a", "b", "c")
+    uploads = {id: {"head": torch.full((4, 6), torch.nan)} for id in ids}
+    received = ReceivedUploads(0, uploads, dict.fromkeys(ids, SENT), dict.fromkeys(ids, 40), encoded_ids=ids)
+    method = make("fedavg")
+    decoded = UploadReceiver(Channel(**channel), method, [], 0).receive(received)
+    assert decoded.ids == [] and decoded.refused.keys() == set(ids)
+    shared, decoded = aggregate_uploads(method, SENT, decoded, ids, 0)
+    assert shared is SENT
+    replies = {id: ClientReply(uploads[id], {}, {}, 40, is_encoded=True) for id in ids}
+    with pytest.raises(FederationError, match="0 of 3 clients can be used, and 2 must") as refused:
+        drop_refused(RoundReplies(replies, min_clients=2), decoded.refused, ids)
+    assert str(refused.value).count("not finite") == 3
 
 
 def test_the_page_of_the_channel_says_that_the_majority_is_the_measure():

@@ -124,4 +124,4 @@ def test_a_late_client_is_calibrated_and_has_a_card_like_an_exported_one(tmp_pat
     card = (tmp_path / "mine" / "README.md").read_text()
     assert "26 validation rows" in card and "13 rows that nothing" in card and "0.92" in card
     again = Personalised.from_pretrained(tmp_path / "mine").calibration
-    assert again.log_heat == calibration.log_heat and torch.equal(again.scores, calibration.scores)
+    assert again.log_temperature == calibration.log_temperature and torch.equal(again.scores, calibration.scores)

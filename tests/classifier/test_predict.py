@@ -28,7 +28,7 @@ def test_predict_tells_ranks_sets_and_decisions_in_both_forms(runs, folder, tmp_
     }
     for prediction in output["predictions"]:
         assert prediction["decision"] == (prediction["set"][0] if len(prediction["set"]) == 1 else "")
-    with pytest.raises(DataError, match="needs 19 rows set aside, and 2 are there"):
+    with pytest.raises(DataError, match="needs 19 calibration samples, got 2"):
         call("predict", tmp_path / "c", images, "--coverage", "0.95")
 
 

@@ -40,7 +40,7 @@ def test_a_race_over_sites_is_the_race_of_one_process(place):
     assert deployed_tuning["chosen"] == theirs["chosen"] and deployed_tuning["trials"] == theirs["trials"]
     assert deployed.manifest["identity"]["method"] == alone.manifest["identity"]["method"]
     assert deployed.tables == alone.tables
-    assert "tuned on validation rows (4 trials)" in deployed.table()
+    assert "tuned on validation samples (4 trials)" in deployed.table()
 
 
 def test_every_seed_is_raced_over_the_sites(place):

@@ -106,7 +106,7 @@ def test_an_error_of_a_worker_is_said_in_its_part_and_ends_the_round(world, monk
     engine = Batched(small, 2)
     turns = run_parts(engine, 0, [parts_of(small)[1], parts_of(small)[0]])
     assert good in next(turns)[1].replies
-    with pytest.raises(SettingsError, match="70 rows; set max_samples = 70"):
+    with pytest.raises(SettingsError, match="70 samples; set max_samples = 70"):
         next(turns)
     with pytest.raises(FederationError, match="given up"):
         engine.round(1, parts_of(small)[1])

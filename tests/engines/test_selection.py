@@ -12,7 +12,7 @@ from fedvlm.engines.flower.engine import InProcessEngine
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
 from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
-from fedvlm.evaluate.metrics import accuracy
+from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.testing import toy_world
 
 
@@ -59,7 +59,7 @@ def learn(world, engine="single", lines=None, **plan):
         outcome = finish_training(world, runner, full_plan, state, initial_local)
     finally:
         runner.close()
-    return outcome, accuracy(outcome.scores, ids[:-1], "validation")
+    return outcome, mean_accuracy(outcome.scores, ids[:-1], "validation")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -258,7 +258,11 @@ def test_a_class_name_that_fills_the_tower_is_named():
 
 def test_settings_that_cannot_be_meant_are_refused():
     for name, fields, message in [
-        ("promptfl-fedper", {"local_vectors": 16}, "share at least 1"),
+        (
+            "promptfl-fedper",
+            {"local_vectors": 16},
+            r"\(with n_ctx = 16\) must be between 0 and 15, got 16",
+        ),
         ("promptfl-fedamp", {"alpha": 0.0}, "alpha must be above 0, got 0.0"),
         ("promptfolio", {"mix": 1.5}, "mix must be between 0 and 1, got 1.5"),
     ]:

@@ -174,16 +174,27 @@ def test_lora_counts_its_parameters():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"rank": -1}, "lora.rank must be at least 0, got -1"), ({"targets": ()}, "on \\[\\]")]
+    ("settings", "message"),
+    [
+        ({"rank": -1}, "lora.rank must be at least 0, got -1"),
+        ({"targets": ()}, "lora.targets must name at least one of q, k, v, out, up, down"),
+    ],
 )
 def test_lora_refuses_what_is_no_rank_or_target(settings, message):
     with pytest.raises(SettingsError, match=message):
         world_of("lora", **settings).method.init(vit_b_32())
 
 
-@pytest.mark.parametrize("settings", [{"depth": 3}, {"depth": 0}, {"prompts": -1}])
-def test_vpt_refuses_what_the_tower_has_not(settings):
-    with pytest.raises(SettingsError, match=r"in 1 \(shallow\) to 2 \(deep\) blocks"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"depth": 3}, "vpt.depth must be between 1 and 2, got 3"),
+        ({"depth": 0}, "vpt.depth must be at least 1, got 0"),
+        ({"prompts": -1}, "vpt.prompts must be at least 0, got -1"),
+    ],
+)
+def test_vpt_refuses_what_the_tower_has_not(settings, message):
+    with pytest.raises(SettingsError, match=message):
         trained("vpt", **settings)
 
 
@@ -216,7 +227,7 @@ def test_only_the_last_blocks_are_sent():
     world = world_of("fedavg-tower", blocks=1)
     upload, _ = updated(world)
     assert set(upload) == set(world.frozen.image_tower.last(1)) < set(world.frozen.image_tower.weights)
-    with pytest.raises(SettingsError, match="blocks = 9; the image tower has 2"):
+    with pytest.raises(SettingsError, match="blocks must be between 0 and 2, got 9"):
         trained("fedavg-tower", blocks=9)
 
 

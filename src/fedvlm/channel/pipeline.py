@@ -1,119 +1,120 @@
-"""The whole way of an upload: what the client does to it, and what the server makes of it."""
+"""What an upload goes through: the pipeline at the client, and what the server makes of a round's uploads."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import steps
 from fedvlm.channel.outliers import MAX_EXACT_CLIENTS, UploadRound, bound_and_combine, outlier_scores, unchanged_without
 from fedvlm.channel.settings import Channel, ChannelError
 from fedvlm.channel.steps import (
     SCALE_SUFFIX,
-    add_change_noise,
+    SecureSum,
     apply_change,
-    clip_change,
-    dequantise_change,
-    quantise_change,
+    client_steps,
+    from_secagg,
     upload_change,
 )
-from fedvlm.channel.validation import UploadValidator, validate
+from fedvlm.channel.validation import UploadValidator, check_upload
 from fedvlm.core import Method, Tensors, upload_sum
 from fedvlm.errors import FederationError
-from fedvlm.maths.privacy import Draw, seeded_normal
+from fedvlm.maths.privacy import Draw, epsilon, seeded_normal
 from fedvlm.parts.robust import WEIGHTS_FROM_DOTS
 
-SPENT_KEY = "spent"  # Σ 1/z² over a client's rounds: all of them are one Gaussian mechanism of it
+SPENT_KEY = "spent"  # Σ 1/z² over a client's rounds: together they are one Gaussian mechanism of that cost
 COUNTED_KEY = "counted"  # how many uploads that is
-CHANNEL_PREFIX = "channel/"  # where a client's channel keeps its own among the local tensors
-RESIDUAL_PREFIX = "left/"  # what rounding has left over
+CHANNEL_PREFIX = "channel/"  # of a client's channel state, where it is stored with the local tensors
+EVERYONE = "everyone"  # the client that stands for all in a sum
 
 
-def encode(
-    channel: Channel, upload: Tensors, sent: Tensors, channel_state: Tensors, draw: Draw
-) -> tuple[Tensors, Tensors]:
-    """At the client: the tensors that travel, and what its channel keeps for the next round.
+class UploadPipeline:
+    """The steps of a channel in their order: `encode` at the client, `decode` at the server."""
 
-    `draw` is the noise's: by seed in a simulation, from the system's entropy at a site.
-    """
-    if channel.clip and (integer_keys := [k for k, v in upload.items() if not v.is_floating_point()]):
-        raise ChannelError(
-            f"the upload holds whole numbers in {integer_keys[0]!r}, which can be neither clipped nor "
-            "covered by noise; set channel.clip = 0, or choose another method"
-        )
-    if not (channel.clip or channel.quantise):
-        return upload, channel_state
-    change = upload_change(upload, sent)
-    if channel.clip:
-        change = clip_change(change, channel.clip)
-    if channel.noise_multiplier:
-        change = add_change_noise(change, channel.noise_multiplier * channel.clip, draw)
-    if not channel.quantise:
-        return apply_change(upload, sent, change), channel_state
-    residuals = {
-        key.removeprefix(RESIDUAL_PREFIX): value
-        for key, value in channel_state.items()
-        if key.startswith(RESIDUAL_PREFIX)
-    }
-    quantised, residuals = quantise_change(change, residuals)
-    return {**upload, **quantised}, {
-        **channel_state,
-        **{RESIDUAL_PREFIX + key: value for key, value in residuals.items()},
-    }
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.steps = channel, client_steps(channel)
+
+    def encode(self, upload: Tensors, sent: Tensors, state: Tensors, draw: Draw) -> tuple[Tensors, Tensors]:
+        """Return the tensors that travel, and the channel state that the client keeps for the next round.
+
+        `draw` gives the noise: by seed in a simulation, from the system's entropy at a site.
+        """
+        if self.channel.clip and (integers := [key for key in upload if not upload[key].is_floating_point()]):
+            raise ChannelError(
+                f"the upload holds integers in {integers[0]!r}, which can neither be clipped nor get noise; "
+                "set channel.clip = 0, or choose another method"
+            )
+        if not self.steps:
+            return upload, state
+        change = upload_change(upload, sent)
+        for step in self.steps:
+            change, state = step.encode(change, state, draw)
+        return {**upload, **change} if self.channel.quantise else apply_change(upload, sent, change), state
+
+    def decode(self, encoded: Tensors, sent: Tensors) -> Tensors:
+        """Return the upload from the tensors that travelled."""
+        if not self.channel.quantise:
+            return encoded
+        change = {key: value for key, value in encoded.items() if key + SCALE_SUFFIX in encoded}
+        scales = {key + SCALE_SUFFIX for key in change}
+        change |= {key: encoded[key] for key in scales}
+        for step in reversed(self.steps):
+            change = step.decode(change)
+        upload = {key: change.get(key, value) for key, value in encoded.items() if key not in scales}
+        return apply_change(upload, sent, change)
+
+    def cost(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Return what a round costs each client, as 1/z² of the Gaussian mechanism that the server sees.
+
+        The server sees every upload, or in a secure sum only all of them with all their noise.
+        """
+        if not self.channel.noise_multiplier:
+            return {}
+        square = sum(weight**2 for weight in weights.values())
+        fractions = {id: weight**2 / square if self.channel.secure else 1.0 for id, weight in weights.items()}
+        return {id: sum(step.cost(fraction) for step in self.steps) for id, fraction in fractions.items()}
 
 
 def join_channel_state(local: Tensors, channel_state: Tensors) -> Tensors:
-    """A client's local tensors and what its channel keeps, to be stored in one place."""
+    """Return a client's local tensors and its channel state, to be stored in one place."""
     return {**local, **{CHANNEL_PREFIX + key: value for key, value in channel_state.items()}}
 
 
 def split_channel_state(stored: Tensors) -> tuple[Tensors, Tensors]:
-    channel_state = {
-        key.removeprefix(CHANNEL_PREFIX): value for key, value in stored.items() if key.startswith(CHANNEL_PREFIX)
-    }
-    return {key: value for key, value in stored.items() if not key.startswith(CHANNEL_PREFIX)}, channel_state
-
-
-def decode(channel: Channel, encoded: Tensors, sent: Tensors) -> Tensors:
-    """At the server: the upload, from the tensors that travelled."""
-    if not channel.quantise:
-        return encoded
-    keys = [key for key in encoded if key + SCALE_SUFFIX in encoded]
-    scales = {key + SCALE_SUFFIX for key in keys}
-    change = dequantise_change(encoded, keys)
-    upload = {key: change.get(key, value) for key, value in encoded.items() if key not in scales}
-    return apply_change(upload, sent, change)
-
-
-def privacy_cost(channel: Channel, weights: Mapping[str, float]) -> dict[str, float]:
-    """What one round costs each client, as 1/z² of the Gaussian mechanism that the server sees.
-
-    It sees every upload, or in a secure sum only all of them with all their noise.
-    """
-    if not channel.noise_multiplier:
-        return {}
-    square = sum(weight**2 for weight in weights.values())
-    return {
-        id: (weight**2 / square if channel.secure else 1.0) / channel.noise_multiplier**2
-        for id, weight in weights.items()
-    }
+    """Return a client's local tensors and its channel state, from where both are stored."""
+    keys = [key for key in stored if key.startswith(CHANNEL_PREFIX)]
+    local = {key: value for key, value in stored.items() if key not in keys}
+    return local, {key.removeprefix(CHANNEL_PREFIX): stored[key] for key in keys}
 
 
 def spent_epsilon(channel: Channel, channel_states: Mapping[str, Tensors]) -> float:
-    """ε at δ of the client that has spent most: its changes against none at all."""
-    from fedvlm.maths.privacy import epsilon
-
-    spent = max(
-        (float(channel_state[SPENT_KEY]) for channel_state in channel_states.values() if SPENT_KEY in channel_state),
-        default=0.0,
-    )
+    """Return ε at δ of the client that has spent most: its changes against no change at all."""
+    spent = max((float(state[SPENT_KEY]) for state in channel_states.values() if SPENT_KEY in state), default=0.0)
     return epsilon(spent**-0.5, 1, delta=channel.delta) if spent else 0.0
 
 
 def are_equal(a: Tensors, b: Tensors) -> bool:
+    """Tell whether two dicts hold the same tensors."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@dataclass(frozen=True)
+class ReceivedUploads:
+    """One round's uploads as they come to the server."""
+
+    round: int
+    uploads: Mapping[str, Tensors]
+    sent: Mapping[str, Tensors]  # what each client was sent
+    sample_counts: Mapping[str, int]
+    channel_states: Mapping[str, Tensors] = field(default_factory=dict)
+    # Clients on other machines have encoded their uploads: a faulty one is left out. In this process it is an error.
+    encoded_ids: Collection[str] = ()
+    context_of: Callable[[str], str] = str  # names method, client and round in an error
+    secure_sum: Tensors | None = None  # all that came of the uploads, if SecAgg+ has summed them
+    # Uploads that have left each client by its own count, also those that never arrived: each has cost as much.
+    releases: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,157 +123,137 @@ class DecodedUploads:
 
     ids: Sequence[str]
     uploads: Sequence[Tensors]
-    weights: torch.Tensor
+    weights: Tensor
     sizes: Mapping[str, int]  # bytes that travelled, by client
-    channel_states: Mapping[str, Tensors]  # what the channel keeps, by client
+    channel_states: Mapping[str, Tensors]  # what each client's channel keeps
     refused: Mapping[str, str] = field(default_factory=dict)  # whose upload is not used, and why
-    outliers: Mapping[str, dict[str, float]] = field(default_factory=dict)  # how far from the others
-    stored: Collection[str] = ()  # whose local tensors are where they belong
+    outliers: Mapping[str, dict[str, float]] = field(default_factory=dict)  # each client's distance to the others
+    stored: Collection[str] = ()  # clients whose local tensors are stored already
     # of uploads that are added up: clients with and without whom all others count as they came
     unchanged_without: frozenset[str] = frozenset()
 
 
-class UploadPipeline:
-    """Carries the uploads of one training."""
+class UploadReceiver:
+    """Decodes, validates, compares and sums the uploads of one training, round by round."""
 
-    def __init__(self, channel: Channel, method: Method, local: Sequence[str], seed: int) -> None:
-        self.channel, self.upload_sum, self.seed = channel, upload_sum(method), seed
-        self.releases: Mapping[str, int] = {}
-        self.validator, self.ragged = UploadValidator(channel, local, method), method.traits.privacy.ragged_uploads
-        self.method = method
+    def __init__(self, channel: Channel, method: Method, local_names: Sequence[str], seed: int) -> None:
+        self.channel, self.method, self.seed = channel, method, seed
+        self.pipeline, self.upload_sum = UploadPipeline(channel), upload_sum(method)
+        self.validator = UploadValidator(channel, local_names, method)
 
-    def run(
-        self,
-        number: int,
-        uploads: Mapping[str, Tensors],
-        sent: Mapping[str, Tensors],
-        rows: Mapping[str, int],
-        channel_states: Mapping[str, Tensors],
-        encoded_ids: Collection[str],
-        context_of: Callable[[str], str],
-        total: Tensors | None = None,
-        releases: Mapping[str, int] | None = None,
-    ) -> DecodedUploads:
-        """`passed` are the clients that did their half themselves: their uploads are `leave`'s, and
-        one that does not fit is left out; that of a client in this process is a mistake.
-
-        If only a `total` came, of SecAgg+, it is all there is. `releases` are how many uploads have
-        left each client by its own count, also those that never arrived: each has cost as much.
-        """
-        self.releases = releases or {}
-        after = {id: channel_states.get(id, {}) for id in uploads}
-        if total is not None:
-            return self._decode_sum(number, total, sent, rows, after, context_of(", ".join(uploads)))
-        sizes, decoded, refused = {}, {}, {}
-
-        @contextmanager
-        def refusing(id: str) -> Iterator[None]:
-            try:
-                yield
-            except ChannelError as error:
-                if id not in encoded_ids:
-                    raise FederationError(f"{context_of(id)}: {error}") from error
-                refused[id] = f"{context_of(id)}: {error}"
-            except Exception as error:
-                if id not in encoded_ids:
-                    raise
-                is_explained = isinstance(error, FederationError)
-                refused[id] = str(error) if is_explained else f"{context_of(id)}: its upload does not fit"
-
-        for id, upload in uploads.items():
-            with refusing(id):
+    def receive(self, received: ReceivedUploads) -> DecodedUploads:
+        """Return the uploads that the aggregate may use, or the sum of them."""
+        if received.secure_sum is not None:
+            return self._decode_sum(received, received.secure_sum)
+        states = {id: received.channel_states.get(id, {}) for id in received.uploads}
+        sizes, decoded = {}, {}
+        refused: dict[str, str] = {}
+        for id, upload in received.uploads.items():
+            with _refuse_faulty(received, id, refused):
                 encoded = upload
-                if id not in encoded_ids and not self.channel.is_off:
-                    # where it is off, all there is to it is what the inbox looks at
-                    validate(upload, self.validator.local_names, context_of(id))
-                    noise_draw = seeded_normal(seeds.generator("channel noise", self.seed, id, number))
-                    encoded, after[id] = encode(self.channel, upload, sent[id], after[id], noise_draw)
-                decoded[id] = decode(self.channel, encoded, sent[id])
+                if id not in received.encoded_ids and not self.channel.is_off:
+                    check_upload(upload, self.validator.local_names, received.context_of(id))
+                    draw = seeded_normal(seeds.generator("channel noise", self.seed, id, received.round))
+                    encoded, states[id] = self.pipeline.encode(upload, received.sent[id], states[id], draw)
+                decoded[id] = self.pipeline.decode(encoded, received.sent[id])
                 sizes[id] = tensors.count_bytes(encoded)
-        self.validator.find_majority(number, decoded, sent)
-        for id in list(decoded):
-            with refusing(id):
-                self.validator.check(decoded[id], sent[id], rows[id], id, number, context_of(id))
-        self.validator.last_sent = None  # it may be large
-        decoded = {id: upload for id, upload in decoded.items() if id not in refused}
-        ids = list(decoded)
-        after = {id: after[id] for id in ids}
-        weights = torch.tensor([float(rows[id]) for id in ids])
-        new_states = self._add_privacy_cost(after, self._weights_in_sum(rows, [id for id in ids if uploads[id]]))
-        decoded_round = DecodedUploads(ids, list(decoded.values()), weights, sizes, new_states, refused)
-        if not any(uploads.values()):
-            return decoded_round
-        if not self.channel.secure:
-            return self._compare(decoded_round, sent)
-        masked, seed_parts = {}, (self.seed, number)
-        for id, upload in decoded.items():
-            if ragged_keys := [key for key in upload if key in self.ragged]:
-                raise FederationError(
-                    f"{context_of(id)}: {ragged_keys[0]!r} is each client's own and has no sum; set "
-                    "channel.secure = false"
-                )
-            weighted_upload = steps.weight_upload(upload, self._weights_in_sum(rows, ids)[id], context_of(id))
-            masked[id] = steps.mask_upload(
-                steps.to_fixed_point(weighted_upload, len(ids), context_of(id)), ids, id, seed_parts
-            )
-        sizes = {id: tensors.count_bytes(upload) for id, upload in masked.items()}
-        upload = steps.from_fixed_point(steps.sum_masked(masked.values()), str(self.upload_sum), decoded[ids[0]])
-        return DecodedUploads(["everyone"], [upload], weights.sum(0, keepdim=True), sizes, new_states, refused)
+        self._validate(received, decoded, refused)
+        uploads = {id: upload for id, upload in decoded.items() if id not in refused}
+        weights = torch.tensor([float(received.sample_counts[id]) for id in uploads])
+        uploaders = [id for id in uploads if received.uploads[id]]
+        new_states = self._add_cost({id: states[id] for id in uploads}, received, uploaders)
+        result = DecodedUploads(list(uploads), list(uploads.values()), weights, sizes, new_states, refused)
+        if not uploaders:
+            return result
+        return self._sum(received, result, uploads) if self.channel.secure else self._compare(result, received.sent)
 
-    def _compare(self, decoded_round: DecodedUploads, sent: Mapping[str, Tensors]) -> DecodedUploads:
-        """Says who is far from the rest; bound and combined by a robust rule, where asked."""
-        if self.upload_sum is None or len({tuple(entry) for entry in decoded_round.uploads}) > 1:
-            return decoded_round
-        sent_tensors = [sent[id] for id in decoded_round.ids]
-        upload_round = UploadRound(
-            self.method, self.upload_sum, decoded_round.uploads, sent_tensors, decoded_round.weights
+    def _validate(self, received: ReceivedUploads, decoded: Mapping[str, Tensors], refused: dict[str, str]) -> None:
+        self.validator.find_majority(received.round, decoded, received.sent)
+        for id, upload in decoded.items():
+            with _refuse_faulty(received, id, refused):
+                count, context = received.sample_counts[id], received.context_of(id)
+                self.validator.check(upload, received.sent[id], count, id, received.round, context)
+        self.validator.last_sent = None  # it may be large
+
+    def _sum(
+        self, received: ReceivedUploads, decoded: DecodedUploads, uploads: Mapping[str, Tensors]
+    ) -> DecodedUploads:
+        """Return the secure sum in place of the uploads."""
+        for id, upload in uploads.items():
+            if ragged := [key for key in upload if key in self.method.traits.privacy.ragged_uploads]:
+                raise FederationError(
+                    f"{received.context_of(id)}: {ragged[0]!r} has another shape at each client, so there is no sum "
+                    "of it; set channel.secure = false"
+                )
+        step = SecureSum((self.seed, received.round))
+        masked = step.encode(uploads, self._weights_in_sum(received, list(uploads)), received.context_of)
+        total = step.decode(masked.values(), self.upload_sum == "total", decoded.uploads[0])
+        sizes = {id: tensors.count_bytes(upload) for id, upload in masked.items()}
+        return replace(
+            decoded, ids=[EVERYONE], uploads=[total], weights=decoded.weights.sum(0, keepdim=True), sizes=sizes
         )
+
+    def _compare(self, decoded: DecodedUploads, sent: Mapping[str, Tensors]) -> DecodedUploads:
+        """Find outliers; bound the uploads and combine them by a robust rule, if the channel does."""
+        if self.upload_sum is None or len({tuple(upload) for upload in decoded.uploads}) > 1:
+            return decoded
+        sent_tensors = [sent[id] for id in decoded.ids]
+        upload_round = UploadRound(self.method, self.upload_sum, decoded.uploads, sent_tensors, decoded.weights)
         is_exact = len(sent_tensors) <= MAX_EXACT_CLIENTS or self.channel.aggregation in WEIGHTS_FROM_DOTS
         dots = upload_round.dots() if is_exact else upload_round.approximate_dots()
-        ids, uploads, weights = bound_and_combine(self.channel, upload_round, decoded_round.ids, dots)
-        outliers = outlier_scores(decoded_round.ids, dots)
+        ids, uploads, weights = bound_and_combine(self.channel, upload_round, decoded.ids, dots)
         unchanged: frozenset[str] = frozenset()
         if self.upload_sum == "total" and self.channel.aggregation == "mean":
-            median = self.channel.bound == "median"
-            is_unchanged = unchanged_without(upload_round, dots) if median else [True] * len(decoded_round.ids)
-            unchanged = frozenset(id for id, entry in zip(decoded_round.ids, is_unchanged, strict=True) if entry)
+            is_bound = self.channel.bound == "median"
+            is_unchanged = unchanged_without(upload_round, dots) if is_bound else [True] * len(decoded.ids)
+            unchanged = frozenset(id for id, flag in zip(decoded.ids, is_unchanged, strict=True) if flag)
+        outliers = outlier_scores(decoded.ids, dots)
         return replace(
-            decoded_round, ids=ids, uploads=uploads, weights=weights, outliers=outliers, unchanged_without=unchanged
+            decoded, ids=ids, uploads=uploads, weights=weights, outliers=outliers, unchanged_without=unchanged
         )
 
-    def _decode_sum(
-        self,
-        number: int,
-        total: Tensors,
-        sent: Mapping[str, Tensors],
-        rows: Mapping[str, int],
-        channel_states: Mapping[str, Tensors],
-        context: str,
-    ) -> DecodedUploads:
-        first = sent[min(sent)]
-        if any(not are_equal(first, upload) for upload in sent.values()):
-            raise FederationError(f"{context}: not all were sent the same, so there is no sum of it")
-        upload = steps.from_secagg(total, first, self.channel, context)
-        validate(upload, (), context)
-        size = tensors.count_bytes(total)  # as many numbers, of 8 bytes, come from each client
-        weights = torch.tensor([float(sum(rows[id] for id in channel_states))])
-        new_states = self._add_privacy_cost(channel_states, self._weights_in_sum(rows, list(channel_states)))
-        return DecodedUploads(["everyone"], [upload], weights, dict.fromkeys(channel_states, size), new_states)
+    def _decode_sum(self, received: ReceivedUploads, mean: Tensors) -> DecodedUploads:
+        """Return the one upload that SecAgg+ made of all."""
+        ids, context = list(received.uploads), received.context_of(", ".join(received.uploads))
+        sent = received.sent[min(received.sent)]
+        if any(not are_equal(sent, other) for other in received.sent.values()):
+            raise FederationError(f"{context}: the clients were not sent the same, so their changes have no sum")
+        upload = from_secagg(mean, sent, self.channel, context)
+        check_upload(upload, (), context)
+        size = tensors.count_bytes(mean)  # each client uploads as many numbers, of 8 bytes
+        weights = torch.tensor([float(sum(received.sample_counts[id] for id in ids))])
+        states = self._add_cost({id: received.channel_states.get(id, {}) for id in ids}, received, ids)
+        return DecodedUploads([EVERYONE], [upload], weights, dict.fromkeys(ids, size), states)
 
-    def _add_privacy_cost(
-        self, channel_states: Mapping[str, Tensors], weights: Mapping[str, float]
+    def _add_cost(
+        self, channel_states: Mapping[str, Tensors], received: ReceivedUploads, uploaders: Sequence[str]
     ) -> dict[str, Tensors]:
-        """What the channel keeps, with this round's cost of privacy added."""
-        after = dict(channel_states)
-        for id, cost in privacy_cost(self.channel, weights).items():
-            before = after[id].get(SPENT_KEY, torch.zeros((), dtype=torch.float64))
-            counted = int(after[id].get(COUNTED_KEY, 0))
-            count = max(1, self.releases.get(id, 0) - counted)
-            after[id] = {**after[id], SPENT_KEY: before + cost * count}
-            if self.releases.get(id):
-                after[id][COUNTED_KEY] = torch.tensor(counted + count)
-        return {id: channel_state for id, channel_state in after.items() if channel_state}
+        """Return the channel states with this round's privacy cost added."""
+        states = dict(channel_states)
+        for id, cost in self.pipeline.cost(self._weights_in_sum(received, uploaders)).items():
+            spent = states[id].get(SPENT_KEY, torch.zeros((), dtype=torch.float64))
+            counted = int(states[id].get(COUNTED_KEY, 0))
+            count = max(1, received.releases.get(id, 0) - counted)
+            states[id] = {**states[id], SPENT_KEY: spent + cost * count}
+            if received.releases.get(id):
+                states[id][COUNTED_KEY] = torch.tensor(counted + count)
+        return {id: state for id, state in states.items() if state}
 
-    def _weights_in_sum(self, rows: Mapping[str, int], ids: Sequence[str]) -> dict[str, float]:
-        """How much of the sum a client's upload is."""
-        return {id: float(rows[id]) if self.upload_sum == "samples" else 1.0 for id in ids}
+    def _weights_in_sum(self, received: ReceivedUploads, ids: Sequence[str]) -> dict[str, float]:
+        return {id: float(received.sample_counts[id]) if self.upload_sum == "samples" else 1.0 for id in ids}
+
+
+@contextmanager
+def _refuse_faulty(received: ReceivedUploads, id: str, refused: dict[str, str]) -> Iterator[None]:
+    """Note why an upload of another machine cannot be used; one of this process is an error."""
+    try:
+        yield
+    except ChannelError as error:
+        if id not in received.encoded_ids:
+            raise FederationError(f"{received.context_of(id)}: {error}") from error
+        refused[id] = f"{received.context_of(id)}: {error}"
+    except Exception as error:
+        if id not in received.encoded_ids:
+            raise
+        is_explained = isinstance(error, FederationError)
+        refused[id] = str(error) if is_explained else f"{received.context_of(id)}: its upload does not fit"

@@ -23,11 +23,10 @@ def report(
     title: Annotated[str, typer.Option(help="Title of the page.")] = "",
 ) -> None:
     """Write one offline HTML page about one or more runs."""
-    from fedvlm.record import Record
     from fedvlm.report.page.render import write_page
-    from fedvlm.report.runs import runs_in
+    from fedvlm.report.runs import read_compared_runs
 
-    results = [Record(folder) for path in runs for folder in runs_in(path) or [path]]
+    results = [result for path in runs for result in read_compared_runs(path)]
     only = runs[0] if len(runs) == 1 else runs[0].parent
     typer.echo(f"report: {write_page(results, out or only / 'report.html', title)}")
 
@@ -166,7 +165,7 @@ def explain(
     """Draw which parts of an image a run's prompts attend to."""
     from fedvlm.errors import SettingsError
     from fedvlm.report import explain as explaining
-    from fedvlm.report.explain import draw_explanation, draw_prompt_map
+    from fedvlm.report.plots import draw_explanation, draw_prompt_map
 
     if (image is None) == (not prompts):
         raise SettingsError("explain draws one thing: give --image FILE, or --prompts")
@@ -208,10 +207,10 @@ def plot(
 ) -> None:
     """Plot one run, or several in one figure."""
     from fedvlm.errors import SettingsError
-    from fedvlm.record import Record
     from fedvlm.report.plots import draw_diagrams, draw_runs
+    from fedvlm.report.runs import read_runs
 
-    results = [Record(path) for path in runs]
+    results = [result for path in runs for result in read_runs(path)]
     if not kind:
         if len(results) != 1:
             raise SettingsError("several runs are drawn as one --kind, as rounds or bars")
@@ -227,7 +226,7 @@ def plot(
             training=training,
             seed=seed,
             image=image,
-            name=name,
+            class_name=name,
             client=client,
         )
     typer.echo(f"image: {path}")

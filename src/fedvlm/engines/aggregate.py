@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fedvlm.channel.pipeline import DecodedUploads
+from fedvlm.channel.pipeline import EVERYONE, DecodedUploads
 from fedvlm.core import Method, Tensors, UploadSum, upload_sum
 from fedvlm.engines.client import RoundReplies, TrainingTerms
 from fedvlm.errors import FederationError
@@ -53,7 +53,7 @@ class UploadSums:
             for key, value in self.total.items()
         }
         return DecodedUploads(
-            ["everyone"],
+            [EVERYONE],
             [mean_upload],
             torch.tensor([self.rows]),
             self.sizes,

@@ -27,6 +27,7 @@ class Plan:
     unseen: tuple[str, ...]
     fraction: float = 1.0  # of the training clients in each round
     selection: Selection = "last"
+    stop: int | None = None  # the round before which to stop; None: after all rounds of the method
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds, tensors
-from fedvlm.channel.pipeline import decode, encode
+from fedvlm.channel.pipeline import UploadPipeline
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.client import Task, TrainingTerms, World, predict
@@ -121,8 +121,9 @@ def _epsilons(result: Record, training: str, seed: int) -> dict[str, float]:
 def as_received(terms: TrainingTerms, number: int, task: Task, upload: Tensors) -> Tensors:
     """An upload as the server has it, behind the channel; a secure sum would hide it."""
     draw = seeded_normal(seeds.generator("channel noise", terms.seed, task.id, number))
-    travels, _ = encode(terms.channel, upload, task.sent, {}, draw)
-    return decode(terms.channel, travels, task.sent)
+    pipeline = UploadPipeline(terms.channel)
+    encoded, _ = pipeline.encode(upload, task.sent, {}, draw)
+    return pipeline.decode(encoded, task.sent)
 
 
 def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> Line:

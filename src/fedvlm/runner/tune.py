@@ -177,7 +177,7 @@ def continue_trial(
         trial.updates += len(line["clients"])
         keep(state)
 
-    state = run_rounds(terms, engine, client_plan, trial.states[training], initial_local, count, until)
+    state = run_rounds(terms, engine, replace(client_plan, stop=until), trial.states[training], initial_local, count)
     trial.states[training] = state
     return finish_training(terms, engine, client_plan, state, initial_local).scores
 

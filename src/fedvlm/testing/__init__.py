@@ -9,7 +9,7 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
-from fedvlm.channel.pipeline import UploadPipeline
+from fedvlm.channel.pipeline import ReceivedUploads, UploadReceiver
 from fedvlm.core import ClassStatistics, Method, Noisy, Tensors, register, upload_sum
 from fedvlm.engines.client import World, as_tensors, make_client
 from fedvlm.engines.loop import Outcome
@@ -197,6 +197,6 @@ def sum_gap(world: World) -> float:
     rows = {id: len(world.members[id].train) for id in sent}
     results = []
     for channel in (Channel(), Channel(secure=True)):
-        decoded = UploadPipeline(channel, method, list(local), 0).run(0, uploads, sent, rows, {}, (), str)
+        decoded = UploadReceiver(channel, method, list(local), 0).receive(ReceivedUploads(0, uploads, sent, rows))
         results.append(method.aggregate(shared, decoded.uploads, decoded.weights, decoded.ids))
     return tensors.max_relative_difference(*results)

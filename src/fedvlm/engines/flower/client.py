@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from fedvlm import tensors
-from fedvlm.channel import validate
-from fedvlm.channel.pipeline import encode, join_channel_state, split_channel_state
+from fedvlm.channel.pipeline import UploadPipeline, join_channel_state, split_channel_state
 from fedvlm.channel.steps import SECAGG_LIMIT, to_secagg
+from fedvlm.channel.validation import check_upload
 from fedvlm.core import Conditioned, Described, Tensors, upload_sum
 from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_noise, client_world
 from fedvlm.engines.flower.messages import Arrays, Message
@@ -138,9 +138,9 @@ class TrainingHandler:
         after, upload, masked = version, done.upload or {}, False
         place = error_context(world, number, id)
         if done.upload is not None:
-            validate(upload, initial_local, place)
+            check_upload(upload, initial_local, place)
             draw = channel_noise(world, id, number)
-            upload, channel_state = encode(world.channel, upload, sent, channel_state, draw)
+            upload, channel_state = UploadPipeline(world.channel).encode(upload, sent, channel_state, draw)
             if masked := world.channel.secure and bool(upload):
                 upload = to_secagg(upload, sent, sum_weight(world, id, header), world.channel, place)
         if task.trains:

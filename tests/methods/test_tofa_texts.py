@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedvlm.maths import alignment
+from fedvlm.methods import tofa
 
 CLASSES, DIM = 4, 8
 unit = torch.nn.functional.normalize
@@ -17,10 +17,10 @@ def world(texts=3, seed=0):
 
 
 def b(means, present, texts, temperature=0.5, sharpness=10.0):
-    margins = alignment.text_margins(means, present, texts, sharpness)
-    terms, voting = alignment.vote_terms(margins, present)
+    margins = tofa.text_margins(means, present, texts, sharpness)
+    terms, voting = tofa.vote_terms(margins, present)
     has_text = texts.abs().amax(-1) > 0
-    return alignment.weigh_texts(terms, voting.long(), has_text, temperature)
+    return tofa.weigh_texts(terms, voting.long(), has_text, temperature)
 
 
 ALL = torch.ones(CLASSES, dtype=torch.bool)
@@ -40,7 +40,7 @@ def test_margins_of_zero_or_less_give_finite_weights():
     means, texts = world()
     for wrong in (means.roll(1, 0), torch.zeros_like(means) + means.mean(0)):
         texts[:, 1] = wrong
-        terms, _ = alignment.vote_terms(alignment.text_margins(means, ALL, texts, 100.0), ALL)
+        terms, _ = tofa.vote_terms(tofa.text_margins(means, ALL, texts, 100.0), ALL)
         assert terms.isfinite().all()
         assert b(means, ALL, texts, sharpness=100.0).isfinite().all()
 
@@ -50,8 +50,8 @@ def test_only_classes_held_beside_another_are_voted_on(held):
     means, texts = world()
     present = torch.zeros(CLASSES, dtype=torch.bool)
     present[held] = True
-    margins = alignment.text_margins(means * present[:, None], present, texts, 100.0)
-    terms, voting = alignment.vote_terms(margins, present)
+    margins = tofa.text_margins(means * present[:, None], present, texts, 100.0)
+    terms, voting = tofa.vote_terms(margins, present)
     assert voting.nonzero().flatten().tolist() == (held if len(held) > 1 else [])
     assert (terms[~voting] == 0).all()
     weights = b(means, present, texts)
@@ -62,7 +62,7 @@ def test_only_classes_held_beside_another_are_voted_on(held):
 def test_a_template_that_does_not_tell_a_class_gives_no_vote():
     means, texts = world()
     texts[0, 0] = means[1]
-    _, voting = alignment.vote_terms(alignment.text_margins(means, ALL, texts, 100.0), ALL)
+    _, voting = tofa.vote_terms(tofa.text_margins(means, ALL, texts, 100.0), ALL)
     assert voting.tolist() == [False, True, True, True]
 
 
@@ -78,9 +78,9 @@ def test_a_text_that_is_not_there_has_no_weight_and_none_leaves_the_template():
     texts[1, 1:] = 0
     weights = b(means, ALL, texts)
     assert weights[1].tolist() == [1, 0, 0]
-    mixed = alignment.mix_texts(b(means, ALL, texts[:, :1]), texts[:, :1])
+    mixed = tofa.mix_texts(b(means, ALL, texts[:, :1]), texts[:, :1])
     assert torch.equal(mixed, texts[:, 0])
-    assert torch.equal(alignment.mix_texts(weights, texts)[1], texts[1, 0])
+    assert torch.equal(tofa.mix_texts(weights, texts)[1], texts[1, 0])
 
 
 def test_cosines_of_a_cone_without_a_scale_weigh_all_texts_the_same():
@@ -93,11 +93,11 @@ def test_cosines_of_a_cone_without_a_scale_weigh_all_texts_the_same():
 
 @pytest.mark.parametrize("at_once", [1, 7, 800])
 def test_margins_are_those_of_a_softmax_over_the_classes_present(at_once, monkeypatch):
-    monkeypatch.setattr(alignment, "TEXTS_PER_CHUNK", at_once)
+    monkeypatch.setattr(tofa, "TEXTS_PER_CHUNK", at_once)
     draw = torch.Generator().manual_seed(3)
     means, texts = torch.randn(9, 6, generator=draw).double(), torch.randn(9, 3, 6, generator=draw)
     present = torch.tensor([True, False, True, True, True, False, True, True, False])
-    actual = alignment.text_margins(means, present, texts, 2.0)
+    actual = tofa.text_margins(means, present, texts, 2.0)
     for c in range(9):
         for m in range(3):
             p = (2 * means[present] @ texts[c, m].double()).softmax(0)
