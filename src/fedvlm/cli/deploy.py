@@ -211,7 +211,7 @@ def policy(folder: Site) -> None:
     from fedvlm.deploy.site.policy import explain_policy, read_policy
 
     rules = read_policy(folder)
-    for line in (*explain_policy(rules), *describe_spending(PrivacyBudget(Ledger(folder)), rules)):
+    for line in (*explain_policy(rules), *describe_spending(PrivacyBudget(Ledger(folder).history()), rules)):
         typer.echo(line)
 
 
