@@ -132,7 +132,7 @@ def run(
 
 def _run_and_show(values: dict[str, Any], assignments: Sequence[str], sweep: Sequence[str], command: _Command) -> None:
     """Execute the runs, show their table, and store it for the same command."""
-    from fedvlm.report.experiment import FinishedExperiment, store_experiment, write_folder
+    from fedvlm.report.experiment import FinishedExperiment, store_experiment, with_earlier_runs, write_folder
     from fedvlm.report.page.model import build_model
     from fedvlm.report.page.render import write_model
     from fedvlm.runner.experiments import wants_baselines
@@ -148,11 +148,13 @@ def _run_and_show(values: dict[str, Any], assignments: Sequence[str], sweep: Seq
     runs = [*baselines, *results]
     options = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
     options |= {"extra_columns": swept, "chance": with_baselines}
-    write_folder(home, {**written, **({"baselines": False} if command.no_baselines else {})}, runs, **options)
+    shown = with_earlier_runs(home, runs)
+    write_folder(home, {**written, **({"baselines": False} if command.no_baselines else {})}, shown, **options)
     title = values.get("title") or ""
     reproduced_by = f"fedvlm run {shlex.quote(command.file)}" if command.file else ""
-    model = build_model(runs, title, values.get("paper"), reproduced_by)
-    sentences = model["sentences"] if len(runs) > 1 and one_federation else []
+    model = build_model(shown, title, values.get("paper"), reproduced_by)
+    compared = model if len(shown) == len(runs) else build_model(runs)
+    sentences = compared["sentences"] if len(runs) > 1 and one_federation else []
     output = FinishedExperiment([str(record.folder) for record in runs], len(baselines), options, title, sentences)
     if not failed:
         store_experiment(home, command.key, output)
