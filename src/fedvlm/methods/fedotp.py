@@ -58,6 +58,5 @@ class FedOTP(PromptSettings):
 
     name = "fedotp"
     traits = Traits(needs=frozenset({"patches", "text tower"}))
-    loss = parts.cross_entropy
+    loss, update_many = parts.cross_entropy, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
-    update_many = sgd_stacked

@@ -35,6 +35,5 @@ class PromptFolio(PromptSettings):
 
     name = "promptfolio"
     traits = Traits(needs=frozenset({"image", "text tower"}))
-    loss = PromptFL.loss
+    loss, update_many = PromptFL.loss, sgd_stacked
     send, update, aggregate, adapt = parts.send_all, parts.sgd, parts.mean, parts.no_adaptation
-    update_many = sgd_stacked
