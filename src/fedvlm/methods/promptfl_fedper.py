@@ -34,7 +34,7 @@ class PromptFLFedPer(PromptSettings):
         prompt = initial_prompt(self, frozen)
         self.check_local_vectors(len(prompt))
         cut = len(prompt) - self.local_vectors
-        return {"prompt": prompt[:cut]}, {"own": prompt[cut:]} if self.local_vectors else {}
+        return {"prompt": prompt[:cut]}, {"local prompt": prompt[cut:]} if self.local_vectors else {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return prompt_logits(frozen, torch.cat([sent["prompt"], *local.values()], dim=-2), x)
