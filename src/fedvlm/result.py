@@ -79,7 +79,7 @@ class Result(Record):
 def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any:
     """Runs side by side as a pandas data frame; a run is a result, its directory, or a page.
 
-    `columns` are further ones, as kappa or worst, and settings, as method.blocks.
+    `columns` are further ones, as condition_number or worst, and settings, as method.blocks.
     """
     return comparison_frame(
         [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))],

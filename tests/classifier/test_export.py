@@ -226,7 +226,7 @@ def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys, c
     done = call("ledger", tmp_path, "--head", head[:10])
     assert done.exit_code == 0
     assert "not allowed here" in done.stdout
-    assert "2 lines, each follows the one before" in done.stderr
+    assert "2 lines, the hash chain is intact" in done.stderr
     assert len(json.loads(call("ledger", tmp_path, "--json").stdout)) == 2
     ledger.path.write_text(ledger.path.read_text().replace('"bytes": 3', '"bytes": 1'))
     done = call("ledger", tmp_path)

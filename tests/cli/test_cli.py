@@ -238,15 +238,15 @@ def test_help_has_no_escapes(ok, words):
 def test_a_missing_folder_is_called_missing_with_the_nearest_name(refused, tmp_path):
     (tmp_path / "images").mkdir()
     text = refused("run", "--method", "fedot", "--data", tmp_path / "imagse")
-    assert f"there is no {tmp_path / 'imagse'}; did you mean {tmp_path / 'images'}?" in text
+    assert f"there is no file or folder {tmp_path / 'imagse'}; did you mean {tmp_path / 'images'}?" in text
 
 
 def test_methods_fit_a_screen_and_one_of_them_tells_all():
     lines = CliRunner().invoke(cli.app, ["list", "methods"]).stdout.splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) > 30
-    assert "ridge chosen on validation rows." in " ".join(" ".join(lines).split())
+    assert "ridge chosen on validation samples." in " ".join(" ".join(lines).split())
     output = CliRunner().invoke(cli.app, ["list", "methods", "fedot"]).stdout
-    assert "settings: blocks=1" in output and "needs: image, text" in output
+    assert "settings: lr=5e-05" in output and "blocks=1" in output and "needs: image, text" in output
 
 
 @pytest.mark.parametrize(

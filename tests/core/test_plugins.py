@@ -146,7 +146,7 @@ def test_what_cannot_be_used_is_refused_with_what_to_add():
         data.register("mine", bare)
     with pytest.raises(SettingsError, match="metric 'mine': it has no docstring"):
         metrics.register("mine", bare)
-    with pytest.raises(SettingsError, match="'loss': scores or tables have another thing of that"):
+    with pytest.raises(SettingsError, match="'loss': the name is taken by a column of tables"):
         metrics.register("loss", metrics.auc)
     with pytest.raises(SettingsError, match="'kappa': scores or tables have another thing of that"):
         metrics.register("kappa", metrics.auc)  # which is a condition number

@@ -69,10 +69,10 @@ def test_other_sentences_are_other_rows(tmp_path, table, encoder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"bird": ["a bird"]}, "says nothing of the class 'sea animal'"),
+        ({"bird": ["a bird"]}, "lacks the class 'sea animal'"),
         ({**GOOD, "brid": []}, "did you mean 'bird'"),
-        ({**GOOD, "bird": "a bird"}, "list of strings"),
-        ({**GOOD, "bird": [" "]}, "none of them empty"),
+        ({**GOOD, "bird": "a bird"}, "list of non-empty strings"),
+        ({**GOOD, "bird": [" "]}, "list of non-empty strings"),
         (["a bird"], "no table"),
         ({**GOOD, "bird": ["word " * 80]}, "shorten it"),
     ],

@@ -142,6 +142,6 @@ def test_a_long_prompt_and_a_class_nobody_has_are_refused_before_any_work(rows, 
     with pytest.raises(SettingsError, match="n_ctx = 50, but the text tower reads 24 tokens"):
         fedvlm.run({"name": "fedotp", "n_ctx": 50}, embedded=able, out=out)
     nobody = replace(able, classes=(*able.classes, "eel"), text_tower=toy_text_tower(5, 16), text=None)
-    with pytest.raises(DataError, match="class 'eel' has no rows"):
+    with pytest.raises(DataError, match="class 'eel' has no samples"):
         fedvlm.run({"name": "fedotp", **SHORT_SETTINGS}, embedded=nobody, out=out)
     assert not (out / "manifest.json").exists()

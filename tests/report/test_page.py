@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 import fedvlm
 from fedvlm.cli import app
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.page.model import build_model, run_names
+from fedvlm.report.page.model import build_model
 from fedvlm.report.page.render import render_page, write_page
 from fedvlm.report.page.svg import nice_ticks
-from fedvlm.report.runs import read_page
+from fedvlm.report.runs import read_page, run_names
 from fedvlm.report.tables import compare_table
 
 
@@ -103,7 +103,7 @@ def test_best_has_the_largest_mean_and_level_runs_have_nought_in_their_interval(
         assert means[verdict["best"]] == max(means)
         for place, (mean, low, high) in verdict["differences"].items():
             assert mean == pytest.approx(means[int(place)] - max(means), abs=1e-5)
-            assert (int(place) in verdict["level"]) == (low <= 0 <= high)
+            assert (int(place) in verdict["similar"]) == (low <= 0 <= high)
     assert all(
         model["runs"][v["best"]]["name"] in s
         for v, s in zip(model["verdicts"].values(), model["sentences"], strict=False)
@@ -114,7 +114,7 @@ def test_runs_of_other_rows_are_not_compared(bad_runs, rows_like, tmp_path):
     other_data = fedvlm.run("zero-shot", out=tmp_path / "o", embedded=rows_like(seed=5), seeds=[0, 1])
     model = build_model([bad_runs[0], other_data])
     assert model["verdicts"] == {}
-    assert "Nothing is compared" in model["sentences"][-1]
+    assert "No test of significance" in model["sentences"][-1]
     render_page(model)
 
 
@@ -139,7 +139,7 @@ def test_every_protocol_has_a_page_with_a_verdict(rows_like, tmp_path, protocol,
     ]
     model = build_model(runs)
     assert model["verdicts"] and model["sentences"]
-    assert "unseen" not in model["runs"][2]["sure"]  # it has learnt nothing for them
+    assert "unseen" not in model["runs"][2]["calibration"]  # it has learnt nothing for them
     out = write_page(runs, tmp_path / "page.html")
     assert compare_table(read_page(out)) == compare_table(runs)
 
@@ -153,12 +153,12 @@ def test_badges_say_what_makes_numbers_weak(rows_like, tmp_path):
 
 def test_names_are_as_short_as_tells_runs_apart():
     def run(**settings):
-        return {"identity": {"seeds": [0], "method": settings}}
+        return {"seeds": [0], "method": settings}
 
     assert run_names([run(name="a", lr=1, x=2), run(name="b", lr=3)]) == ["a", "b"]
     runs = [run(name="a", lr=1, x=2), run(name="a", lr=3, x=2)]
-    assert run_names(runs) == ["a (lr 1)", "a (lr 3)"]
-    assert run_names([run(name="a"), run(name="a")]) == ["a [1]", "a [2]"]
+    assert run_names(runs) == ["a (lr=1)", "a (lr=3)"]
+    assert run_names([run(name="a"), run(name="a")], unique=True) == ["a [1]", "a [2]"]
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.431, 0.562), (3, 3), (-2, 1e6), (1e-7, 2e-7)])

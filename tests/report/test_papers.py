@@ -234,13 +234,14 @@ def test_a_missing_file_of_a_paper_is_refused(tmp_path):
 
 def test_papers_and_experiments_are_shipped_in_the_wheel_where_they_are_looked_for():
     import tomllib
+    from inspect import getsource
 
-    from fedvlm.runner import experiments as experiment_module
+    from fedvlm.runner.experiment_files import experiment_folders
 
     root = Path(__file__).parents[2]
     made = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     shipped = made["targets"]["wheel"]["force-include"]
     assert shipped == {"experiments": "fedvlm/experiment_files"}
-    assert '"experiment_files"' in Path(experiment_module.__file__).read_text()
+    assert '"experiment_files"' in getsource(experiment_folders)
     assert list((root / "experiments").glob("*.toml")) and list((root / "experiments" / "papers").glob("*.csv"))
     assert papers_folder() == root / "experiments" / "papers"

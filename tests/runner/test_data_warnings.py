@@ -35,7 +35,7 @@ def test_oddities_of_a_folder_are_said_before_the_run_and_a_finished_one_is_name
     record = execute(settings, tmp_path / "r", log=messages.append)
     assert messages == record.manifest["notes"]
     for words in (
-        "passed over, as they are no images: a/notes.txt",
+        "ignored, because they are no images: a/notes.txt",
         "domain 'empty' has no images and is left out",
         "client 'c' has one class only, 'normal'",
         "10 or fewer validation rows to choose by at a (4), b (4), c (4)",
@@ -88,7 +88,7 @@ def test_a_group_in_two_places_is_refused_by_name(tmp_path: Path) -> None:
     for number in range(8):
         draw(tmp_path / f"{number}.png", number)
     across = [f"{n}.png,{n % 2},{'ab'[n // 4]},p," for n in range(8)]
-    with pytest.raises(DataError, match="group '0' has rows at 'a' and at 'b'"):
+    with pytest.raises(DataError, match="group '0' has samples at 'a' and at 'b'"):
         make_partition(list_samples(open_dataset(manifest(tmp_path, across))), Clients(partition="own"), 0)
     marked = [f"{n}.png,{n % 2},a,p,{('train', 'test')[n % 2]}" for n in range(8)]
     with pytest.raises(DataError, match="group '0' is in"):

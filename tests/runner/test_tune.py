@@ -94,7 +94,7 @@ def test_the_run_has_the_chosen_rate_and_the_table_says_how(rows, tmp_path):
     run = fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **TUNED)
     chosen = run.manifest["tuned"]["chosen"]["lr"]
     assert run.manifest["identity"]["method"]["lr"] == chosen
-    assert "tuned on validation rows (4 trials)" in run.table()
+    assert "tuned on validation samples (4 trials)" in run.table()
     again = fedvlm.run("fedavg", embedded=rows, out=tmp_path / "r", **TUNED)
     assert again.manifest == run.manifest
 

@@ -250,6 +250,7 @@ def _execute_all(
     on: str,
 ) -> "tuple[list[Record], list[str], list[Record]]":
     """The runs, what hindered others, and the bars that stand beside them."""
+    from fedvlm.report.runs import BASELINES_FOLDER
     from fedvlm.runner.experiments import missing_baselines, run_all
     from fedvlm.runner.run import default_name, execute_all
     from fedvlm.runner.trackers import Trackers
@@ -273,7 +274,9 @@ def _execute_all(
 
         results, failed = run_all(settings, over, go)
         for run_settings in missing_baselines(settings, results[0]) if with_baselines else ():
-            place = out / "bars" / run_settings.method.name if out else home / default_name(run_settings, None)
+            place = (
+                out / BASELINES_FOLDER / run_settings.method.name if out else home / default_name(run_settings, None)
+            )
             baseline_requests.append((run_settings, place))
         baselines = run_all(
             [run_settings for run_settings, _ in baseline_requests],

@@ -1,66 +1,61 @@
-"""Settings: how rows become clients."""
+"""Assign samples to clients: the settings of a federation and every way to partition a pool of samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from fedvlm.core.schema import COUNT, FRACTION, NON_NEGATIVE, POSITIVE, list_field, ranged_field, read_fields
-from fedvlm.data import splits
-from fedvlm.data.splits import SPLITS, Ints
+from fedvlm.data.splits import SPLITS, Floats, Ints
 from fedvlm.errors import SettingsError
 from fedvlm.seeds import numbers
 
-MAX_VAL_SHOTS = 4  # validation rows of a class at most, where training rows are counted: CoOp's
-By = Literal[
-    "domain",
-    "own",
-    "iid",
-    "shards",
-    "dirichlet",
-    "pathological",
-    "domain-dirichlet",
-    "coarse",
-    "coarse-dirichlet",
+MAX_VAL_SHOTS = 4  # validation samples per class in few-shot runs, as in CoOp
+SHARDS_PER_CLIENT = 2  # as in the paper on federated averaging
+FINE_ALPHA = 10.0  # concentration within a superclass, as in the public code of FedOTP
+MAX_DIRICHLET_DRAWS = 1000  # attempts at a Dirichlet draw that gives every client enough samples
+PartitionKind = Literal[
+    "domain", "own", "iid", "shards", "dirichlet", "pathological", "domain-dirichlet", "coarse", "coarse-dirichlet"
 ]
 
 
 @dataclass(frozen=True)
 class Clients:
-    partition: By = "domain"  # own: the data's own client column (writers, sites)
-    # clients where rows are dealt; of each domain for domain-dirichlet
+    """How samples become clients, and each client's samples train, validation and test."""
+
+    partition: PartitionKind = "domain"  # own: the data's own client column (writers, sites)
+    # number of clients where samples are assigned; for domain-dirichlet per domain
     count: int = ranged_field(10, COUNT)
     alpha: float = ranged_field(0.3, POSITIVE)  # Dirichlet concentration
-    min_samples: int = ranged_field(10, COUNT)  # training rows a Dirichlet client has at least
-    shots: int = ranged_field(0, NON_NEGATIVE)  # training rows per class and client; 0: all
-    # likewise; left out: as many as shots, 4 at most
+    min_samples: int = ranged_field(10, COUNT)  # training samples that every Dirichlet client has at least
+    shots: int = ranged_field(0, NON_NEGATIVE)  # training samples per class and client; 0: all
+    # validation samples per class and client; default: as many as shots, at most 4
     val_shots: int | None = ranged_field(None, NON_NEGATIVE)
     ratios: tuple[float, float, float] = (0.6, 0.2, 0.2)  # train, validation, test
-    calibration_ratio: float | None = ranged_field(
-        None, FRACTION
-    )  # share of validation rows set aside; own data: a third
-    domains: tuple[str, ...] = list_field()  # whose rows become clients; empty: all
-    public_ratio: float = ranged_field(
-        0.0, FRACTION
-    )  # share set aside as nobody's rows, for methods that adapt to a reference
+    # fraction of the validation samples kept for calibration; own data: a third
+    calibration_ratio: float | None = ranged_field(None, FRACTION)
+    domains: tuple[str, ...] = list_field()  # domains whose samples become clients; empty: all
+    # fraction kept as public samples of no client, for methods that adapt to a reference set
+    public_ratio: float = ranged_field(0.0, FRACTION)
 
     def __post_init__(self) -> None:
         read_fields("clients", self)
-        ratios = self.ratios
-        if min(ratios) < 0 or ratios[0] == 0 or not abs(sum(ratios) - 1) < 1e-9:
-            raise SettingsError(
-                f"clients.ratios = {list(ratios)} do not fit; they are above 0 for train, not "
-                f"negative, and sum to 1, not {sum(ratios):g}"
-            )
+        ratios = list(self.ratios)
+        if min(ratios) < 0:
+            raise SettingsError(f"clients.ratios must not be negative, got {ratios}")
+        if ratios[0] == 0:
+            raise SettingsError(f"clients.ratios must be above 0 for train, got {ratios}")
+        if not abs(sum(ratios) - 1) < 1e-9:
+            raise SettingsError(f"clients.ratios must sum to 1, got {ratios}, which sum to {sum(ratios):g}")
 
     @property
     def n_val_shots(self) -> int:
-        """Validation rows per class and client, 0 for all: those who train on few choose on few."""
+        """Validation samples per class and client; 0 means all."""
         return min(self.shots, MAX_VAL_SHOTS) if self.val_shots is None else self.val_shots
 
 
-SUPERCLASSES = {
+SUPERCLASSES = {  # of CIFAR-100
     "aquatic mammals": "beaver, dolphin, otter, seal, whale",
     "fish": "aquarium fish, flatfish, ray, shark, trout",
     "flowers": "orchid, poppy, rose, sunflower, tulip",
@@ -86,59 +81,50 @@ SUPERCLASS_OF = {class_name: name for name, members in SUPERCLASSES.items() for 
 
 
 def superclasses(classes: Sequence[str]) -> list[str]:
-    """The superclass of each class; classes of other data have none."""
+    """Return the CIFAR-100 superclass of each class."""
     for name in classes:
         if name not in SUPERCLASS_OF:
             raise SettingsError(
-                f"class {name!r} has no superclass: clients by superclass are for CIFAR-100; "
-                'make them by "dirichlet" or "pathological"'
+                f"class {name!r} has no superclass: this partition is for CIFAR-100; "
+                'set clients.partition to "dirichlet" or "pathological"'
             )
     return [SUPERCLASS_OF[name] for name in classes]
 
 
-SHARDS_PER_CLIENT = 2  # per client, as the paper on federated averaging has it
-FINE_ALPHA = 10.0  # concentration within a superclass, as the public code of FedOTP has it
+@dataclass(frozen=True)
+class Pool:
+    """Samples that are assigned together: a domain or the whole data set."""
+
+    name: str
+    title: str  # for messages
+    labels: Ints  # (samples,)
+    parts: Ints  # (samples,) numbers of SPLITS
 
 
-def assign_clients(
-    labels: Ints,
-    parts: Ints,
-    clients: Clients,
-    classes: Sequence[str],
-    seed: int,
-    pool: str,
-    title: str,
-) -> Ints:
-    """The client of each row of a pool, counted from 0."""
-    drawn = numbers(clients.partition, seed, pool)
-    count = clients.count
-    if clients.partition == "pathological":
-        return splits.pathological(len(classes), count, drawn)[labels]
-    if clients.partition == "iid":
-        return _assign_per_split(parts, lambda rows: _assign_evenly(rows, count, drawn))
-    if clients.partition == "shards":
-        return assign_shards(labels, parts, count, drawn)
-    if clients.partition == "coarse":
-        return assign_superclasses(labels, parts, superclasses(classes), count, drawn)
-    groups = superclasses(classes) if clients.partition == "coarse-dirichlet" else []
-
-    def draw(rng: np.random.Generator) -> splits.Floats:
-        return two_level_proportions(groups, count, clients.alpha, rng)[np.unique(labels)]
-
-    return splits.dirichlet(
-        labels,
-        parts,
-        count,
-        clients.alpha,
-        clients.min_samples,
-        drawn,
-        title,
-        draw if groups else None,
-    )
+def assign_clients(pool: Pool, settings: Clients, classes: Sequence[str], seed: int) -> Ints:
+    """Return the client of each sample of a pool, counted from 0."""
+    rng = numbers(settings.partition, seed, pool.name)
+    count = settings.count
+    if settings.partition == "pathological":
+        return pathological(len(classes), count, rng)[pool.labels]
+    if settings.partition == "iid":
+        return _assign_per_split(pool.parts, lambda rows: _assign_evenly(rows, count, rng))
+    if settings.partition == "shards":
+        return assign_shards(pool, count, rng)
+    if settings.partition == "coarse":
+        return assign_superclasses(pool, superclasses(classes), count, rng)
+    present = np.unique(pool.labels)
+    if settings.partition == "coarse-dirichlet":
+        groups = superclasses(classes)
+        return dirichlet(
+            pool, settings, rng, lambda: two_level_proportions(groups, count, settings.alpha, rng)[present]
+        )
+    concentration = np.full(count, settings.alpha)
+    return dirichlet(pool, settings, rng, lambda: rng.dirichlet(concentration, size=len(present)))
 
 
-def _assign_per_split(parts: Ints, assign: splits.Assigner) -> Ints:
-    """Train, validation and test rows dealt by themselves, so that each client has its part."""
+def _assign_per_split(parts: Ints, assign: Callable[[Ints], Ints]) -> Ints:
+    """Assign train, validation and test samples separately, so that each client gets some of each."""
     owner = np.empty(len(parts), dtype=np.int64)
     for part in range(len(SPLITS)):
         rows = np.flatnonzero(parts == part)
@@ -147,32 +133,48 @@ def _assign_per_split(parts: Ints, assign: splits.Assigner) -> Ints:
 
 
 def _assign_evenly(rows: Ints, count: int, rng: np.random.Generator) -> Ints:
-    """At random, no client more than one row ahead of another."""
+    """Assign at random; client sizes differ by at most one."""
     owner = np.empty(len(rows), dtype=np.int64)
     owner[rng.permutation(len(rows))] = np.arange(len(rows)) % count
     return owner
 
 
-def assign_shards(labels: Ints, parts: Ints, count: int, rng: np.random.Generator) -> Ints:
-    """Rows sorted by class are cut into equal shards, of which every client is dealt SHARDS.
+def pathological(classes: int, clients: int, rng: np.random.Generator) -> Ints:
+    """Return the client of each class: classes shuffled, round(classes / clients) each, the rest to the last.
 
-    A shard is the same stretch of train, validation and test, so that a client is tested on the
-    classes it trains on.
+    As in the code of FedOTP: 37 classes for 10 clients are nine times four and one.
+    """
+    classes_per_client = round(classes / clients)
+    if classes_per_client < 1 or classes_per_client * (clients - 1) >= classes:
+        raise SettingsError(
+            f"{classes} classes cannot be assigned to {clients} clients without overlap: "
+            f"round({classes}/{clients}) = {classes_per_client} classes each leave none for the last; "
+            "set another clients.count"
+        )
+    owner = np.empty(classes, dtype=np.int64)
+    owner[rng.permutation(classes)] = np.minimum(np.arange(classes) // classes_per_client, clients - 1)
+    return owner
+
+
+def assign_shards(pool: Pool, count: int, rng: np.random.Generator) -> Ints:
+    """Sort samples by class, cut them into equal shards and give SHARDS_PER_CLIENT of them to every client.
+
+    A shard is the same stretch of train, validation and test, so a client is tested on the classes it trains on.
     """
     order = rng.permutation(SHARDS_PER_CLIENT * count) % count  # the client of each shard
 
     def assign_samples(rows: Ints) -> Ints:
         place = np.empty(len(rows), dtype=np.int64)
-        place[np.argsort(labels[rows], kind="stable")] = np.arange(len(rows))
+        place[np.argsort(pool.labels[rows], kind="stable")] = np.arange(len(rows))
         return order[place * len(order) // max(1, len(rows))]
 
-    return _assign_per_split(parts, assign_samples)
+    return _assign_per_split(pool.parts, assign_samples)
 
 
-def assign_superclasses(labels: Ints, parts: Ints, groups: Sequence[str], count: int, rng: np.random.Generator) -> Ints:
-    """A superclass to each client, or several to each if clients are fewer.
+def assign_superclasses(pool: Pool, groups: Sequence[str], count: int, rng: np.random.Generator) -> Ints:
+    """Give one superclass to each client, or several if there are fewer clients.
 
-    The clients of a superclass share all its classes evenly, as figure A5 of FedOTP has it.
+    The clients of a superclass share all its classes evenly, as in figure A5 of FedOTP.
     """
     names, group = np.unique(groups, return_inverse=True)
     spread = np.arange(max(count, len(names)))
@@ -180,24 +182,62 @@ def assign_superclasses(labels: Ints, parts: Ints, groups: Sequence[str], count:
 
     def assign_samples(rows: Ints) -> Ints:
         owner = np.empty(len(rows), dtype=np.int64)
-        for label in np.unique(labels[rows]):
-            in_class = np.flatnonzero(labels[rows] == label)
-            those = client[superclass == group[label]]
-            owner[in_class] = those[(_assign_evenly(in_class, len(those), rng) + label) % len(those)]
+        for label in np.unique(pool.labels[rows]):
+            in_class = np.flatnonzero(pool.labels[rows] == label)
+            superclass_clients = client[superclass == group[label]]
+            turn = _assign_evenly(in_class, len(superclass_clients), rng) + label
+            owner[in_class] = superclass_clients[turn % len(superclass_clients)]
         return owner
 
-    return _assign_per_split(parts, assign_samples)
+    return _assign_per_split(pool.parts, assign_samples)
 
 
-def two_level_proportions(groups: Sequence[str], count: int, alpha: float, rng: np.random.Generator) -> splits.Floats:
-    """(classes, clients): what share of a class each client has.
+def two_level_proportions(groups: Sequence[str], count: int, alpha: float, rng: np.random.Generator) -> Floats:
+    """(classes, clients): draw the fraction of each class that each client gets.
 
-    A client draws how much it likes each superclass (alpha), and in it each class (FINE).
+    A client draws the proportions of the superclasses (alpha), and within each those of its classes (FINE_ALPHA).
     """
     names, group = np.unique(groups, return_inverse=True)
     proportions = rng.dirichlet(np.full(len(names), alpha), size=count)[:, group]
     for number in range(len(names)):
         in_group = np.flatnonzero(group == number)
         proportions[:, in_group] *= rng.dirichlet(np.full(len(in_group), FINE_ALPHA), size=count)
-    proportions = proportions.T + 1e-300  # a class that nobody likes is everyone's
+    proportions = proportions.T + 1e-300  # a class that no client drew goes to all
     return np.asarray(proportions / proportions.sum(1, keepdims=True), dtype=np.float64)
+
+
+def dirichlet(pool: Pool, settings: Clients, rng: np.random.Generator, draw: Callable[[], Floats]) -> Ints:
+    """Return the client of each sample by one draw of proportions (classes present, clients) for all splits.
+
+    Draw again until every client has `min_samples` training samples and a sample of each split that exists.
+    """
+    labels, parts, clients = pool.labels, pool.parts, settings.count
+    cells = [
+        np.flatnonzero((labels == label) & (parts == part))
+        for label in np.unique(labels)
+        for part in range(len(SPLITS))
+    ]
+    sizes = np.bincount(parts, minlength=len(SPLITS))
+    min_counts = np.array([settings.min_samples, 1, 1]) * (sizes > 0)
+    if (short := sizes < min_counts * clients).any():
+        part = int(np.argmax(short))
+        raise SettingsError(
+            f"{pool.title}: {sizes[part]} {SPLITS[part]} samples are too few for {clients} clients with at least "
+            f"{min_counts[part]} each; set a smaller clients.count or clients.min_samples"
+        )
+    for _ in range(MAX_DIRICHLET_DRAWS):
+        owner = np.empty(len(labels), dtype=np.int64)
+        proportions = draw()
+        for index, cell in enumerate(cells):
+            ends = np.floor(np.cumsum(proportions[index // len(SPLITS)])[:-1] * len(cell) + 0.5)
+            mixed = rng.permutation(cell)
+            owner[mixed] = np.searchsorted(ends, np.arange(len(cell)), side="right")
+        counts = np.zeros((clients, len(SPLITS)), dtype=np.int64)
+        np.add.at(counts, (owner, parts), 1)
+        if (counts >= min_counts).all():
+            return owner
+    raise SettingsError(
+        f"{pool.title}: in {MAX_DIRICHLET_DRAWS} draws with alpha = {settings.alpha} some of {clients} clients always "
+        f"had fewer than {settings.min_samples} training samples or none of a split; set a larger clients.alpha, a "
+        "smaller clients.min_samples or a smaller clients.count"
+    )

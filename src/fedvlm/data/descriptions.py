@@ -1,4 +1,8 @@
-"""Sentences about the classes, common to all clients or brought by one, and their embeddings."""
+"""Descriptions of classes: read sentences from files, or write them with a local text-generation model.
+
+The model first writes questions about the data set and then answers each for every class, after Zhu et al., AWT,
+NeurIPS 2024, as TOFA does. Decoding is greedy, so the same model writes the same sentences.
+"""
 
 import json
 import re
@@ -12,12 +16,12 @@ from torch import Tensor
 from fedvlm.data.table import EmbeddedTable, readable_name
 from fedvlm.errors import SettingsError, unknown_name
 
-KEYWORDS = "keywords"  # the word that stands for the sentences that come with the demo
+KEYWORDS = "keywords"  # stands for the sentences shipped with the demo
 Sentences = list[list[str]]  # by class
 
 
 def read_common_descriptions(common: str, rows: EmbeddedTable) -> Sentences:
-    """Every class of the data must be in the file, if only with an empty list."""
+    """Read the sentences of every class; a class may have an empty list but must be in the file."""
     path = Path(common)
     if common == KEYWORDS:
         path = Path(__file__).parent / "demo" / "keywords.json"
@@ -29,14 +33,12 @@ def read_common_descriptions(common: str, rows: EmbeddedTable) -> Sentences:
     class_sentences = match_sentences(path, read_file(path), rows.classes)
     for name, sentences in zip(rows.classes, class_sentences, strict=True):
         if sentences is None:
-            raise SettingsError(
-                f"{path} says nothing of the class {name!r}; add it, with [] if there is nothing to say"
-            )
+            raise SettingsError(f"{path} lacks the class {name!r}; add it, with [] if it has no sentences")
     return [sentences or [] for sentences in class_sentences]
 
 
 def read_client_descriptions(path: str, classes: Sequence[str]) -> dict[str, Sentences]:
-    """By client; a client need not describe every class."""
+    """Read the sentences of each client; a client need not describe every class."""
     tables = read_file(Path(path))
     return {
         id: [sentences or [] for sentences in match_sentences(Path(path), table, classes)]
@@ -57,7 +59,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def match_sentences(path: Path, table: Any, classes: Sequence[str]) -> list[list[str] | None]:
-    """The sentences of each class, None where the file does not name it."""
+    """Return the sentences of each class, None where the file lacks it."""
     if not isinstance(table, Mapping):
         raise SettingsError(f'{path} holds {table!r:.60}; write {{"class": ["sentence", ...]}}')
     names = {readable_name(name): index for index, name in enumerate(classes)}
@@ -65,20 +67,16 @@ def match_sentences(path: Path, table: Any, classes: Sequence[str]) -> list[list
     for name, sentences in table.items():
         if readable_name(name) not in names:
             raise unknown_name(f"class of {path}", name, classes)
-        sound = isinstance(sentences, list) and all(
-            isinstance(sentence, str) and sentence.strip() for sentence in sentences
-        )
-        if not sound:
+        if not isinstance(sentences, list) or not all(isinstance(text, str) and text.strip() for text in sentences):
             raise SettingsError(
-                f"{path}: the sentences of {name!r} are {sentences!r:.60}; they are a list of "
-                "strings, none of them empty"
+                f"{path}: the sentences of {name!r} must be a list of non-empty strings, got {sentences!r:.60}"
             )
         out[names[readable_name(name)]] = [" ".join(sentence.split()) for sentence in sentences]
     return out
 
 
 def texts_by_client(texts: Mapping[str, Tensor], ids: Iterable[str]) -> dict[str, Tensor]:
-    """Own texts for every client, none of them real where a client brought none: one shape."""
+    """Return texts of one shape for every client; zeros for a client that provides none."""
     if not texts:
         return {}
     ids = list(ids)
@@ -89,7 +87,7 @@ def texts_by_client(texts: Mapping[str, Tensor], ids: Iterable[str]) -> dict[str
     return {id: texts.get(id, none) for id in ids}
 
 
-MAX_SENTENCE_WORDS = 15  # of a sentence: what the paper asks for, and short enough for every text tower
+MAX_SENTENCE_WORDS = 15  # as in the paper, and short enough for every text tower
 QUESTION_PROMPT = (
     "Here is {about}. Its categories include {classes}. Write {count} questions, one on each line, "
     "that ask how a category looks: its shape, colour, texture, parts or surroundings."
@@ -108,7 +106,7 @@ def write_descriptions(
     questions: int = 4,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, list[str]]:
-    """Sentences by class; a class the model has nothing to say about has an empty list."""
+    """Write sentences for each class; a class without a usable answer has an empty list."""
     report = progress or (lambda done, total: None)
     names = [readable_name(class_name) for class_name in classes]
     answer = write(QUESTION_PROMPT.format(about=about, classes=", ".join(names[:10]), count=questions), 40 * questions)
@@ -125,13 +123,13 @@ def write_descriptions(
 
 
 def split_lines(text: str) -> list[str]:
-    """Lines of words, without the numbers and bullets before them."""
+    """Split into lines of words, without numbers and bullets."""
     bare = [re.sub(r"^[\s\d.):*•-]+", "", line).strip() for line in text.splitlines()]
     return [line for line in bare if re.search(r"\w\w", line)]
 
 
 def split_sentences(text: str, name: str) -> list[str]:
-    """Each names its class and is cut to a length that text towers read."""
+    """Split into sentences that name their class and are short enough for a text tower."""
     out = []
     for line in split_lines(text):
         for part in re.split(r"(?<=[.!?])\s+", line):
@@ -145,7 +143,7 @@ def split_sentences(text: str, name: str) -> list[str]:
 
 
 def load_writer(folder: str | Path) -> Writer:
-    """A causal language model of the transformers library in a folder; nothing is downloaded."""
+    """Load a causal language model of the transformers library from a folder; nothing is downloaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:

@@ -18,6 +18,7 @@ from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, 
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, ranged_field
 from fedvlm.maths.networks import (
     MASKED_LOGIT,
+    StackedNetwork,
     apply_layers,
     backward,
     batch_norm_weights,
@@ -181,13 +182,15 @@ def write_gradients(method: FAACLIP, frozen: Frozen, parameters: Tensors, batch:
 
     The batch has a leading axis of clients.
     """
-    x, real, size, layers = batch.x, batch.real, batch.x.shape[1], LAYERS[method.mask]
+    x, real, size = batch.x, batch.real, batch.x.shape[1]
+    mask_network = StackedNetwork(LAYERS[method.mask], "mask", parameters)
+    discriminator = StackedNetwork(DISCRIMINATOR, "judge", parameters)
     if method.adaptation:
         real = torch.cat([real, real.new_ones(batch.reference.shape[:2])], 1)
         x = torch.cat([x, batch.reference], 1)
     norm_weights = batch_norm_weights(real, x.dtype)
-    sample_weights = batch_norm_weights(batch.real, x.dtype).rows[..., None]
-    logits, mask_saved, new = forward(layers, "mask", parameters, method.feature_norm * x, norm_weights)
+    sample_weights = batch_norm_weights(batch.real, x.dtype).samples[..., None]
+    logits, mask_saved, new = forward(mask_network, method.feature_norm * x, norm_weights)
     mask = softmax(logits, 2)
     masked = mask * x
     norm = torch.linalg.vector_norm(masked, dim=2, keepdim=True).clamp_(min=MIN_NORM)
@@ -195,20 +198,19 @@ def write_gradients(method: FAACLIP, frozen: Frozen, parameters: Tensors, batch:
     grad = torch.zeros_like(masked)
     grad[:, :size] = contrastive_gradient(method, frozen, masked[:, :size], batch, sample_weights / 2)
     if method.adaptation:
-        domain_logits, domain_saved, statistics = forward(DISCRIMINATOR, "judge", parameters, masked, norm_weights)
+        domain_logits, domain_saved, statistics = forward(discriminator, masked, norm_weights)
         new |= statistics
         # the derivative of softplus(-logit) for the client's samples and of softplus(logit) for the reference's
         domain_error = torch.sigmoid(domain_logits)
         domain_error[:, :size].sub_(1).mul_(sample_weights)
         domain_error[:, size:].div_(max(1, domain_error.shape[1] - size))
         domain_error.mul_(method.adaptation_weight / 2)
-        reversed_grad = backward(DISCRIMINATOR, "judge", parameters, domain_saved, domain_error, norm_weights, grads)
-        grad.sub_(reversed_grad)
+        grad.sub_(backward(discriminator, domain_saved, domain_error, norm_weights, grads))  # reversed
     # through the division by the norm, the product with x and the softmax
     grad = torch.addcmul(grad, masked, (grad * masked).sum(2, keepdim=True), value=-1)
     grad.div_(norm).mul_(x)
     grad = torch.ops.aten._softmax_backward_data(grad, mask, 2, mask.dtype)
-    backward(layers, "mask", parameters, mask_saved, grad, norm_weights, grads, needs_input_gradient=False)
+    backward(mask_network, mask_saved, grad, norm_weights, grads, needs_input_gradient=False)
     return new
 
 

@@ -10,7 +10,7 @@ from fedvlm.errors import SettingsError, unknown_name
 from fedvlm.evaluate.metrics import METRICS, mean_and_std, metrics
 from fedvlm.record import AUDIT_FILE, Record
 from fedvlm.report.columns import compute_columns, format_number, setting_text, settings_of, split_requested
-from fedvlm.report.runs import has_unseen_scores, run_label
+from fedvlm.report.runs import has_unseen_scores, read_trainings, run_label
 from fedvlm.storage.files import read_json, write_json
 
 TIDY_FORMS = ("csv", "json")
@@ -164,7 +164,7 @@ DECIMALS = 7  # as a page keeps them
 def client_scores(result: Record) -> Iterator[dict[str, Any]]:
     """Every seed, training and client that has test rows, with all its metrics."""
     for seed in result.manifest["identity"]["seeds"]:
-        for training, about in result.trainings(seed).items():
+        for training, about in read_trainings(result, seed).items():
             unseen_ids = about["unseen"] if has_unseen_scores(result) else []
             for id, client in about["scores"].items():
                 if not client["test_rows"] or id not in (*about["train"], *unseen_ids):

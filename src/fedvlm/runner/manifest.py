@@ -17,10 +17,9 @@ from fedvlm.core import Method, make
 from fedvlm.data.partition import Partition
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.devices import Device, choose_device, describe_device, set_deterministic
+from fedvlm.encoders import encoder_options
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import Settings
-
-ON_DEVICE = ("demo", "hf", "openai")  # encoders that have access.device
 
 
 def provenance() -> dict[str, Any]:
@@ -39,7 +38,7 @@ def provenance() -> dict[str, Any]:
 def device_info(settings: Settings, memory: bool) -> dict[str, Any]:
     """Where a run computes and by which flags, and in which precision its images are encoded."""
     out = {"training": device_of(settings.device)}
-    if not memory and settings.encoder.partition(":")[0] in ON_DEVICE:
+    if not memory and "device" in encoder_options(settings.encoder):
         description = device_of(settings.access.get("device", "cpu"))
         is_half_precision = description["device"] != "cpu"
         out["encoding"] = description | {"precision": "float16" if is_half_precision else "float32"}

@@ -203,7 +203,7 @@ def save_calibrations(record: Record, name: str, training: str, seed: int, world
 def to_json(fit: Calibration) -> dict[str, Any]:
     """A calibration as JSON holds it."""
     return {
-        "log_heat": fit.log_heat,
+        "log_temperature": fit.log_temperature,
         "rows": fit.rows,
         "scores": fit.scores.tolist(),
         "labels": fit.labels.tolist(),
@@ -213,7 +213,7 @@ def to_json(fit: Calibration) -> dict[str, Any]:
 def from_json(payload: Mapping[str, Any]) -> Calibration:
     scores = torch.tensor(payload["scores"], dtype=torch.float64)
     labels = torch.tensor(payload["labels"], dtype=torch.int64)
-    return Calibration(float(payload["log_heat"]), int(payload["rows"]), scores, labels)
+    return Calibration(float(payload["log_temperature"]), int(payload["rows"]), scores, labels)
 
 
 def read_calibration(record: Record, name: str, id: str) -> Calibration | None:
