@@ -82,8 +82,7 @@ def compare_runs(*runs: Record | str | Path, columns: Sequence[str] = ()) -> Any
     `columns` are further ones, as condition_number or worst, and settings, as method.blocks.
     """
     return comparison_frame(
-        [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))],
-        columns,
+        [record for run in runs for record in ([run] if isinstance(run, Record) else read_runs(Path(run)))], columns
     )
 
 

@@ -168,11 +168,7 @@ def test_a_nan_of_the_encoder_is_said_of_its_picture_only(runs, folder, tmp_path
 
 @pytest.mark.parametrize(
     ("images", "message"),
-    [
-        (["nowhere"], "there is no "),
-        (["empty"], "has no images"),
-        (["note.txt"], "does not end as"),
-    ],
+    [(["nowhere"], "there is no "), (["empty"], "has no images"), (["note.txt"], "does not end as")],
 )
 def test_places_without_pictures_are_refused(runs, tmp_path, images, message):
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")

@@ -11,14 +11,7 @@ import pytest
 from fedvlm.core import check_type, methods
 from fedvlm.data.catalogue import catalogue
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.papers import (
-    ROUNDS,
-    differences,
-    find_item,
-    items,
-    numbers,
-    papers_folder,
-)
+from fedvlm.report.papers import ROUNDS, differences, find_item, items, numbers, papers_folder
 from fedvlm.runner.experiment_files import experiments, read_toml
 from fedvlm.runner.settings import build
 
@@ -70,10 +63,7 @@ def means_of_fedot():
             for column, number in row.items():
                 unseen = column.removeprefix("C, target ")
                 if unseen != column and number.method != "zero-shot":
-                    yield (
-                        number,
-                        [parts[0][key][f"G {unseen}"], *[parts[1][key][f"P, target {unseen}"]] * 3],
-                    )
+                    yield (number, [parts[0][key][f"G {unseen}"], *[parts[1][key][f"P, target {unseen}"]] * 3])
 
 
 def means_of_others():

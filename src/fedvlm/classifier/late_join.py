@@ -79,12 +79,7 @@ def join(
 
 
 def embed_for_run(
-    run: Record,
-    data: str,
-    source: Mapping[str, Any],
-    encoder: str,
-    access: Mapping[str, Any],
-    progress: Progress,
+    run: Record, data: str, source: Mapping[str, Any], encoder: str, access: Mapping[str, Any], progress: Progress
 ) -> tuple[EmbeddedTable, list[str]]:
     """A data set as the run's own encoder sees it; `encoder` says where that is, if it moved."""
     identity = run.manifest["identity"]

@@ -54,9 +54,9 @@ class Personalised:
         array or a tensor.
         """
         try:
-            x = torch.as_tensor(x)
+            x = torch.as_tensor(x if isinstance(x, Tensor) else np.asarray(x))  # also of a data frame
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"these rows are no numbers ({error}); give an array") from error
+            raise DataError(f"the embeddings are not numeric ({error}); pass an array of numbers") from error
         expected_shape: tuple[int | str, ...] = ("rows", self.frozen.dim)
         if "image tower" in self.method.traits.needs:
             expected_shape = ("rows", 3, "height", "width")

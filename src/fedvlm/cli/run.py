@@ -131,7 +131,7 @@ def _run_and_show(
     on: str,
 ) -> None:
     """What was not shown before: runs it, shows it and remembers that."""
-    from fedvlm.report.experiment import FinishedExperiment, store_experiment, write_folder
+    from fedvlm.report.experiment import FinishedExperiment, store_experiment, with_earlier_runs, write_folder
     from fedvlm.report.page.model import build_model
     from fedvlm.report.page.render import write_model
     from fedvlm.runner.experiments import wants_baselines
@@ -145,11 +145,13 @@ def _run_and_show(
     runs = [*baselines, *results]
     words = {"paper": values.get("paper"), "traffic": values.get("traffic", False)}
     words |= {"extra_columns": over, "chance": with_baselines}
-    write_folder(home, {**written, **({"baselines": False} if no_baselines else {})}, runs, **words)
+    shown = with_earlier_runs(home, runs)
+    write_folder(home, {**written, **({"baselines": False} if no_baselines else {})}, shown, **words)
     title = values.get("title") or ""
     command = f"fedvlm run {shlex.quote(file)}" if file else ""
-    model = build_model(runs, title, values.get("paper"), command)
-    sentences = model["sentences"] if len(runs) > 1 and one_world else []
+    model = build_model(shown, title, values.get("paper"), command)
+    compared = model if len(shown) == len(runs) else build_model(runs)
+    sentences = compared["sentences"] if len(runs) > 1 and one_world else []
     output = FinishedExperiment([str(record.folder) for record in runs], len(baselines), words, title, sentences)
     if not failed:
         store_experiment(home, key, output)

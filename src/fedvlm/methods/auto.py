@@ -55,13 +55,11 @@ class Auto(CheckedSettings):
         )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        state = _logistic.initial_state(frozen)
-        zero = torch.zeros((), dtype=torch.float64)
-        path = PathState(torch.zeros_like(state.anchor, dtype=torch.float64), zero + torch.inf, zero)
-        gaussian = Head(torch.zeros(len(frozen.classes), frozen.dim), torch.zeros(len(frozen.classes)))
-        shared = {**_logistic.start_optimiser(state.anchor), **save_state(SERVER, state), **save_state(PATH, path)}
-        local = {"weight change": gaussian.weight, "bias change": gaussian.bias, "mix weights": torch.zeros(3)}
-        return {**shared, **save_state(GAUSSIAN, gaussian)}, local
+        classes, zero = len(frozen.classes), torch.zeros((), dtype=torch.float64)
+        path = PathState(torch.zeros(classes, frozen.dim + 1, dtype=torch.float64), zero + torch.inf, zero)
+        head = Head(torch.zeros(classes, frozen.dim), torch.zeros(classes))
+        shared = {**_logistic.initial_tensors(frozen), **save_state(PATH, path), **save_state(GAUSSIAN, head)}
+        return shared, {"weight change": head.weight, "bias change": head.bias, "mix weights": torch.zeros(3)}
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         """Send what the coming round evaluates; the keys say which round it is."""

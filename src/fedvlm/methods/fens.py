@@ -50,7 +50,9 @@ class FENS(PromptSettings):
         if "prompt" in sent:
             return prompt_logits(frozen, sent["prompt"], x)
         features = class_features(frozen, sent["prompts"]) if "prompts" in sent else local["features"]
-        return ensemble_logits(sent, frozen.scale * x @ features.flatten(0, 1).mT)
+        logits = frozen.scale * x @ features.flatten(0, 1).mT  # (samples, prompts * classes)
+        hidden = (logits @ sent["hidden weight"] + sent["hidden bias"]).relu()
+        return hidden @ sent["out weight"] + sent["out bias"]
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         """Train the prompt, or return the gradient of the network, by what was sent."""
@@ -88,12 +90,6 @@ class FENS(PromptSettings):
     name = "fens"
     traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"features"})))
     loss, adapt = PromptFL.loss, parts.no_adaptation
-
-
-def ensemble_logits(network: Tensors, logits: Tensor) -> Tensor:
-    """Return (samples, classes) from the logits (samples, prompts * classes) of all prompts."""
-    hidden = (logits @ network["hidden weight"] + network["hidden bias"]).relu()
-    return hidden @ network["out weight"] + network["out bias"]
 
 
 def initial_network(clients: int, classes: int, units: int, seed: int) -> Tensors:
