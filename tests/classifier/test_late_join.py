@@ -109,7 +109,7 @@ def test_the_command_writes_a_classifier_and_says_how_good_it_is(tmp_path):
     fedvlm.run("tofa", data=str(tmp_path / "old"), out=run, protocol="own-test", allow_small=True)
     output = CliRunner().invoke(app, ["join", run, str(tmp_path / "new"), "--output", out])
     assert output.exit_code == 0, output.output
-    assert "new: 100.00 % of " in output.output
+    assert "new: 100.00 % accuracy on " in output.output
     assert Personalised.from_pretrained(out).client == "new"
 
 
