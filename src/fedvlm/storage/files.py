@@ -16,13 +16,13 @@ from pathlib import Path
 from time import sleep
 from typing import IO, TYPE_CHECKING, Any
 
+import tomli_w
 from safetensors import SafetensorError, safe_open
 
 from fedvlm.errors import DataError, suggest_path
 
 if TYPE_CHECKING:  # what is JSON is read without torch
     from fedvlm.tensors import Tensors
-from json import dumps
 
 
 @contextmanager
@@ -375,29 +375,19 @@ def read_tensors(path: Path) -> tuple[Tensors, Any]:
         raise DataError(f"{path} is damaged: {error}; delete it and resume") from error
 
 
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Write TOML by tomli-w; what is None is left out, because TOML has no null."""
 
-
-def to_toml(values: Mapping[str, Any], prefix: str = "") -> str:
-    """A table with the tables and lists of tables in it; strings as JSON, which TOML reads alike.
-
-    What is None is left out: TOML has no word for it.
-    """
-    head, rest = "", ""
-    for key, value in values.items():
-        name = key if BARE_KEY.fullmatch(key) else dumps(key, ensure_ascii=False)
-        path = f"{prefix}.{name}" if prefix else name
+    def without_none(value: Any) -> Any:
         if isinstance(value, Mapping):
-            rest += f"\n[{path}]\n{to_toml(value, path)}"
-        elif isinstance(value, list) and value and all(isinstance(table, Mapping) for table in value):
-            rest += "".join(f"\n[[{path}]]\n{to_toml(table, path)}" for table in value)
-        elif value is not None:
-            head += f"{name} = {dumps(value, ensure_ascii=False)}\n"
-    return head + rest
+            return {key: without_none(entry) for key, entry in value.items() if entry is not None}
+        return [without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    return tomli_w.dumps(without_none(values))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables by dotted names."""
+    """Return nested tables by dotted names."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
