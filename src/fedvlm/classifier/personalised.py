@@ -19,7 +19,7 @@ from fedvlm.maths.calibration import Calibration, score_limits
 from fedvlm.record import Record
 from fedvlm.runner.load import open_towers
 from fedvlm.runner.prepare import frozen_from, template_of
-from fedvlm.runner.training import from_json, read_calibration, to_json
+from fedvlm.runner.training import calibration_from_json, calibration_to_json, read_calibration
 from fedvlm.runner.tune import seed_search
 from fedvlm.storage.files import read_tensors, write_tensors
 
@@ -142,7 +142,7 @@ class Personalised:
         if self.window is not None:
             about["window"] = self.window
         if self.calibration is not None:
-            about["calibration"] = to_json(self.calibration)
+            about["calibration"] = calibration_to_json(self.calibration)
         write_tensors(Path(folder) / "classifier.safetensors", tensors, about)
 
     @classmethod
@@ -167,7 +167,7 @@ class Personalised:
             group("local"),
             about["client"],
             about["encoder"],
-            from_json(about["calibration"]) if "calibration" in about else None,
+            calibration_from_json(about["calibration"]) if "calibration" in about else None,
             check_window(about.get("window")),
         )
 
