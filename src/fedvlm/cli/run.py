@@ -177,7 +177,7 @@ def _show(home: Path, output: "FinishedExperiment", form: str, page: Path | None
         echo("\n".join(output.sentences))
     echo("records: " + ", ".join(str(record.folder) for record in records))
     echo(_next_steps(home, records))
-    echo(f"table: {home / 'table.md'}, {home / 'table.json'}; asked: {home / home.name}.toml")
+    echo(f"table: {home / 'table.md'}, {home / 'table.json'}; settings: {home / home.name}.toml")
     if page is not None:
         echo(f"report: {page}")
 
