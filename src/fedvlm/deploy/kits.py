@@ -88,8 +88,8 @@ def _read(kind: type[K], path: Path) -> K:
     table = read_toml(path)
     if (kit_format := table.pop("format", 1)) != KIT_FORMAT:
         raise SettingsError(
-            f"{path}: this fedvlm needs kits of format {KIT_FORMAT}, got format {kit_format}; create new kits: "
-            "fedvlm deploy init"
+            f"{path}: this fedvlm needs kits of format {KIT_FORMAT}, got format {kit_format}; create new kits: fedvlm "
+            "deploy init"
         )
     return read_table(kind, str(path), table, ": ", folder=path.parent)
 
@@ -122,8 +122,8 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     _check_new_kits(folder, sites)
     if not HOST_NAME.fullmatch(host) or not 0 < port < 65536:
         raise SettingsError(
-            f"host = {host!r} and port = {port} are no address; name the server as the sites reach "
-            "it, as clinic.example or 192.0.2.7, and a port up to 65535"
+            f"host = {host!r} and port = {port} are no address; name the server as the sites reach it, as "
+            "clinic.example or 192.0.2.7, and a port up to 65535"
         )
     address = f"{host}:{port}"
     signing, server_pub = create_key_pair()
@@ -193,18 +193,17 @@ def write_secret(path: Path, data: bytes) -> None:
 
 def site_readme(name: str) -> str:
     return (
-        f"This folder is the site's, and nobody else's: `key` is its secret.\n"
-        f"Read policy.toml: it says what this site answers, whatever the server asks.\n"
-        f"Start the site: fedvlm deploy site {name} --data IMAGES --encoder ENCODER\n"
+        "This folder is the site's, and nobody else's: `key` is its secret.\nRead policy.toml: it says what this site "
+        f"answers, whatever the server asks.\nStart the site: fedvlm deploy site {name} --data IMAGES --encoder "
+        "ENCODER\n"
     )
 
 
 def server_readme() -> str:
     return (
-        "Keep this folder on the server: all *.key files are its secrets.\n"
-        "Give invitation.json to sites that are to join; fedvlm deploy admit lets them in.\n"
-        "Start the server: fedvlm deploy server server\n"
-        "Run an experiment over the sites: fedvlm deploy run server experiment.toml\n"
+        "Keep this folder on the server: all *.key files are its secrets.\nGive invitation.json to sites that are to "
+        "join; fedvlm deploy admit lets them in.\nStart the server: fedvlm deploy server server\nRun an experiment "
+        "over the sites: fedvlm deploy run server experiment.toml\n"
     )
 
 

@@ -220,8 +220,8 @@ class WithdrawalResult:
 def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -> tuple[str, list[WithdrawalResult]]:
     """Takes a site out by the file that it signed; its name, and what became of what it gave.
 
-    Nothing is changed if the file is not the site's, or says what was never accepted of it; nor
-    while a run is going on. The site's key ends, so the same file is never taken twice.
+    Nothing is changed if the file is not the site's, or says what was never accepted of it; nor while a run is going
+    on. The site's key ends, so the same file is never taken twice.
     """
     site, uploads = read_withdrawal(kit, file)
     folders = [path.parent for path in sorted((kit.folder / "runs").glob("*/manifest.json"))]
@@ -307,12 +307,7 @@ def _removal_plans(record: Record, site: str, uploads: dict[str, dict[int, Tenso
 
 
 def _removal_plan(
-    record: Record,
-    settings: Settings,
-    training: Training,
-    seed: int,
-    site: str,
-    uploads: dict[str, dict[int, Tensors]],
+    record: Record, settings: Settings, training: Training, seed: int, site: str, uploads: dict[str, dict[int, Tensors]]
 ) -> RemovalPlan | None:
     """None if the site gave nothing to this training, or it was taken out already."""
     name = file_name(training, seed)

@@ -45,8 +45,8 @@ class LinkedSubprocess:
 def make_retrying(make: Callable[[], Any], retry_server_errors: bool = True) -> Callable[[], Any]:
     """What breaks on the way, also inside TLS, is tried again, and so is a server in `trouble`.
 
-    Flower gives up at once: its SuperNode lives on deaf, and its SuperExec ends. A run that ended
-    is answered with 403, so nothing is tried longer than its run.
+    Flower gives up at once: its SuperNode lives on deaf, and its SuperExec ends. A run that ended is answered with 403,
+    so nothing is tried longer than its run.
     """
     import httpx
     from flwr.supercore.retry import exponential

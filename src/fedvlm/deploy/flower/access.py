@@ -1,10 +1,9 @@
 """Who gets in at the port of a Flower process: its own kin with a secret, and sites with a key.
 
-Flower serves its sites, its command line and its own processes at one port, and asks only the
-sites for a key. Whoever may call the rest runs programs as the server's user. So nothing passes
-but what is named here: a site's calls, signed by a key of this federation, and calls of processes
-that can read the secret of a folder. The secret is what counts, not the address: behind a proxy
-on the same machine, and for its other users, every caller looks local.
+Flower serves its sites, its command line and its own processes at one port, and asks only the sites for a key. Whoever
+may call the rest runs programs as the server's user. So nothing passes but what is named here: a site's calls, signed
+by a key of this federation, and calls of processes that can read the secret of a folder. The secret is what counts, not
+the address: behind a proxy on the same machine, and for its other users, every caller looks local.
 """
 
 import os

@@ -167,8 +167,8 @@ def describe_exit(link: Process) -> str:
     if "sqlite3.DatabaseError" in link.tail():
         database = link.log.with_name(DATABASE_FILE)
         remedy = (
-            f"{database} is damaged: move it away, then start the server and the sites again (no "
-            "record is in it; a run goes on by its own command)"
+            f"{database} is damaged: move it away, then start the server and the sites again (no record is in it; a "
+            "run goes on by its own command)"
         )
     elif "sqlite3.OperationalError" in link.tail():
         remedy = "its database cannot be written: look at the disk, and start the server again"
@@ -185,8 +185,8 @@ def _check_access_denied(kit: ServerKit) -> None:
         status = call.getresponse().status
     if status != FORBIDDEN:
         raise FederationError(
-            f"the SuperLink answers outsiders ({status} instead of {FORBIDDEN}), so it was stopped; "
-            "this Flower was not tested: pip install 'fedvlm[flower]' again"
+            f"the SuperLink answers outsiders ({status} instead of {FORBIDDEN}), so it was stopped; this Flower was "
+            "not tested: pip install 'fedvlm[flower]' again"
         )
 
 
@@ -218,16 +218,13 @@ def check_server(address: str, ca: Path) -> None:
     host, _, port = address.rpartition(":")
     context = tls_context(ca)
     try:
-        with (
-            socket.create_connection((host, int(port)), 5) as plain,
-            context.wrap_socket(plain, server_hostname=host),
-        ):
+        with socket.create_connection((host, int(port)), 5) as plain, context.wrap_socket(plain, server_hostname=host):
             return
     except ssl.SSLCertVerificationError as error:
         verify_error = error.verify_message
         remedy = (
-            "it was made for another federation: ca.crt of this folder and the server's must be "
-            "of the same `fedvlm deploy init`"
+            "it was made for another federation: ca.crt of this folder and the server's must be of the same `fedvlm "
+            "deploy init`"
         )
         if "expired" in verify_error or "not yet valid" in verify_error:
             remedy = "look at the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
@@ -240,8 +237,8 @@ def check_server(address: str, ca: Path) -> None:
         raise Unreachable(f"{address} ends the connection before it has begun") from error
     except ssl.SSLError as error:
         raise FederationError(
-            f"{address} does not answer with TLS ({error.reason}); is another program listening "
-            "there? plain HTTP is refused"
+            f"{address} does not answer with TLS ({error.reason}); is another program listening there? plain HTTP is "
+            "refused"
         ) from error
     except OSError as error:
         raise Unreachable(f"nobody answers at {address} ({error})") from error

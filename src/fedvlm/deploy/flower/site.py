@@ -281,10 +281,7 @@ def is_refused(error: Exception) -> bool:
 
 def run_assigned_task(app: Any, spec: Any) -> None:
     """A task that the SuperNode gave away, by the token that is for it alone."""
-    from flwr.supercore.interceptors import (
-        RuntimeTokenHttpInterceptor,
-        RuntimeVersionHttpInterceptor,
-    )
+    from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
     from flwr.supercore.retry import make_simple_http_retry_invoker
     from flwr.supercore.runtime import RuntimeHttpClient
 

@@ -1,7 +1,7 @@
 """What a server says of a site: this name, this key, until then; signed, and without a secret.
 
-The file is certificate and kit in one: the server keeps it in `sites/`, and the site gets a copy
-with all that it needs beside its own key. Taking it out of `sites/` ends the membership.
+The file is certificate and kit in one: the server keeps it in `sites/`, and the site gets a copy with all that it needs
+beside its own key. Taking it out of `sites/` ends the membership.
 """
 
 import json
@@ -138,8 +138,8 @@ def read_certificate(path: Path, server: bytes) -> SiteCertificate:
                 raise ValueError("a time without its zone")
     except (FederationError, SettingsError, ValueError) as error:
         raise DataError(
-            f"{path} is not signed by this federation's server, or was changed; have the server "
-            "send it again, as `fedvlm deploy admit` wrote it"
+            f"{path} is not signed by this federation's server, or was changed; have the server send it again, as "
+            "`fedvlm deploy admit` wrote it"
         ) from error
     return SiteCertificate(**{name: words[name] for name in CERTIFICATE_FIELDS})
 
@@ -178,15 +178,15 @@ def read_own_certificate(folder: Path) -> SiteCertificate:
     """The certificate in a site's folder, if it holds and is of the site's own key."""
     if not all((folder / name).exists() for name in (CERTIFICATE_FILE, "server.pub", "key")):
         raise SettingsError(
-            f"{folder} has no key with a certificate: no server has admitted this site, or an "
-            f"older fedvlm made the kit; ask for it: fedvlm deploy join-request {folder}, and put "
-            f"in what the server sends: fedvlm deploy accept {folder} FILE"
+            f"{folder} has no key with a certificate: no server has admitted this site, or an older fedvlm made the "
+            f"kit; ask for it: fedvlm deploy join-request {folder}, and put in what the server sends: fedvlm deploy "
+            f"accept {folder} FILE"
         )
     certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
     if certificate.key.encode() != Signer(folder / "key").public:
         raise SettingsError(
-            f"{folder / CERTIFICATE_FILE} is of another key than {folder / 'key'}; take the newest that the "
-            f"server sent: fedvlm deploy accept {folder} FILE"
+            f"{folder / CERTIFICATE_FILE} is of another key than {folder / 'key'}; take the newest that the server "
+            f"sent: fedvlm deploy accept {folder} FILE"
         )
     if certificate.invalid_reason:
         raise FederationError(

@@ -1,7 +1,7 @@
 """How a site joins, gets a new key and leaves; its private key never leaves its folder.
 
-A site makes a key and a request out of the server's invitation. The server signs the request once
-its people have heard the fingerprint from the site's. What it signed goes back to the site.
+A site makes a key and a request out of the server's invitation. The server signs the request once its people have heard
+the fingerprint from the site's. What it signed goes back to the site.
 """
 
 from contextlib import AbstractContextManager
@@ -72,8 +72,8 @@ def create_join_request(folder: Path, invitation: Path | None = None, site: str 
         request = read_signed_request(path)
         if invitation is not None or site not in (None, request.site):
             raise SettingsError(
-                f"{path} asks for {request.site} already; send it, or delete it and {folder / NEXT_KEY_FILE} to "
-                "begin anew"
+                f"{path} asks for {request.site} already; send it, or delete it and {folder / NEXT_KEY_FILE} to begin "
+                "anew"
             )
         return request
     (folder / NEXT_KEY_FILE).unlink(missing_ok=True)  # of a request that was never written
@@ -94,8 +94,8 @@ def create_join_request(folder: Path, invitation: Path | None = None, site: str 
 def _join_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str]:
     if invitation is None or site is None:
         raise SettingsError(
-            f"{folder} has no certificate yet; name the site and the server's invitation, as "
-            f"fedvlm deploy join-request {folder} --name NAME --invitation {INVITATION_FILE}"
+            f"{folder} has no certificate yet; name the site and the server's invitation, as fedvlm deploy "
+            f"join-request {folder} --name NAME --invitation {INVITATION_FILE}"
         )
     check_name(site)
     words = read_document(invitation, "invitation", ("address", "ca", "server"))
@@ -106,8 +106,8 @@ def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> 
     certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
     if invitation is not None or site not in (None, certificate.site):
         raise SettingsError(
-            f"{folder} is the folder of {certificate.site} and its server; for another name or federation "
-            f"take another folder, for a new key say fedvlm deploy renew {folder}"
+            f"{folder} is the folder of {certificate.site} and its server; for another name or federation take another "
+            f"folder, for a new key say fedvlm deploy renew {folder}"
         )
     # An old key that has expired vouches for nobody: the server's people begin anew.
     return (
@@ -125,8 +125,8 @@ def read_signed_request(path: Path) -> JoinRequest:
         Verifier(words["key"].encode(), REQUEST_PREFIX)(Message(words), "its maker")
     except (FederationError, ValueError) as error:
         raise DataError(
-            f"{path} is not signed by the key that it names, so it was changed or damaged on its "
-            "way; have the site send it again"
+            f"{path} is not signed by the key that it names, so it was changed or damaged on its way; have the site "
+            "send it again"
         ) from error
     return JoinRequest(path, **{name: words[name] for name in REQUEST_FIELDS})
 
@@ -142,8 +142,8 @@ def read_request(kit: ServerKit, path: Path) -> JoinRequest:
     check_name(request.site)
     if (server / ENDED_FOLDER / _archive_name(request.key)).exists():
         raise FederationError(
-            f"the key of {path} was revoked or replaced, and does not come back; have {request.site} "
-            "delete its request and make a new one"
+            f"the key of {path} was revoked or replaced, and does not come back; have {request.site} delete its "
+            "request and make a new one"
         )
     return replace(request, remark=_describe_request(kit, request))
 
@@ -154,8 +154,8 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
         certificate = find_certificate(kit.folder, name)
         if certificate and certificate.key == request.key:
             raise FederationError(
-                f"this very key was admitted as {name}, and is so once; send the site its "
-                f"certificate: {certificate_path(kit.folder, name)}"
+                f"this very key was admitted as {name}, and is so once; send the site its certificate: "
+                f"{certificate_path(kit.folder, name)}"
             )
         if name.casefold() != request.site.casefold():
             continue
@@ -167,10 +167,9 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
         ):
             return f"{name} renews its key; the old one ends"
         raise FederationError(
-            f"the name {name} is taken by another key, which did not sign this request; if {name} "
-            "itself has lost its key or let it expire, end that: fedvlm deploy revoke "
-            f"{kit.folder} {name!r}, and admit this after comparing the fingerprint; else have "
-            "the site choose another name"
+            f"the name {name} is taken by another key, which did not sign this request; if {name} itself has lost its "
+            f"key or let it expire, end that: fedvlm deploy revoke {kit.folder} {name!r}, and admit this after "
+            "comparing the fingerprint; else have the site choose another name"
         )
     if request.renewal:
         return f"{request.site} had a key that was revoked here; it is admitted as if it were new"
@@ -231,16 +230,16 @@ def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
     certificate = read_certificate(file, server.encode())
     if certificate.federation != _requested_federation(folder):
         raise FederationError(
-            f"{file} is of another federation than the one that {folder} asked to join; have its "
-            "server send the certificate"
+            f"{file} is of another federation than the one that {folder} asked to join; have its server send the "
+            "certificate"
         )
     for name in (NEXT_KEY_FILE, "key"):
         if (folder / name).exists() and Signer(folder / name).public == certificate.key.encode():
             break
     else:
         raise FederationError(
-            f"{file} is for site {certificate.site} with a key that is not in {folder}; have the server "
-            f"send the certificate of the newest request, {folder / JOIN_REQUEST_FILE}"
+            f"{file} is for site {certificate.site} with a key that is not in {folder}; have the server send the "
+            f"certificate of the newest request, {folder / JOIN_REQUEST_FILE}"
         )
     if certificate.invalid_reason:
         raise FederationError(f"{file}: {certificate.invalid_reason}; have the server admit a new request")

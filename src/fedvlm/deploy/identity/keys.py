@@ -1,7 +1,7 @@
 """Certificates, keys and signatures of a federation.
 
-TLS says that a site talks to its server; signatures say that a parcel was made by the holder of
-the server's or a site's folder, whoever may reach the port.
+TLS says that a site talks to its server; signatures say that a parcel was made by the holder of the server's or a
+site's folder, whoever may reach the port.
 """
 
 import ipaddress
@@ -40,10 +40,7 @@ def create_certificates(host: str, start: datetime | None = None, days: int = CE
     identifier = x509.SubjectKeyIdentifier.from_public_key(root.public_key())
     ca = _certificate_builder(ROOT_NAME, root.public_key(), start, ROOT_CERTIFICATE_DAYS, authority=True)
     ca = ca.add_extension(usage, critical=True).add_extension(identifier, critical=False)
-    papers = {
-        "ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(_pem()),
-        "ca.key": _private_pem(root),
-    }
+    papers = {"ca.crt": ca.sign(root, hashes.SHA256()).public_bytes(_pem()), "ca.key": _private_pem(root)}
     return papers | create_server_certificate(host, papers["ca.key"], start, days)
 
 
@@ -130,9 +127,7 @@ def create_key_pair() -> tuple[bytes, bytes]:
 
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
     return private, _openssh(key.public_key())
 
@@ -212,6 +207,6 @@ class Verifier:
             self.key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, ValueError) as error:
             raise FederationError(
-                f"the message is not signed by {signer} of this federation; "
-                "are both folders of the same `fedvlm deploy init`?"
+                f"the message is not signed by {signer} of this federation; are both folders of the same `fedvlm "
+                "deploy init`?"
             ) from error

@@ -201,8 +201,8 @@ def _check_versions() -> str:
 
     api.import_flower()
     return (
-        f"fedvlm {fedvlm.__version__}, flwr {version('flwr')}, torch {version('torch')}, "
-        f"Python {sys.version.split()[0]}"
+        f"fedvlm {fedvlm.__version__}, flwr {version('flwr')}, torch {version('torch')}, Python "
+        f"{sys.version.split()[0]}"
     )
 
 
@@ -247,8 +247,8 @@ def _check_port(kit: ServerKit, port: int) -> str:
             listener.bind(("127.0.0.1", port))
         except OSError as error:
             raise CheckFailed(
-                f"{port} is taken ({error.strerror}); stop the other program, or choose another "
-                "port in server.toml and in the kits"
+                f"{port} is taken ({error.strerror}); stop the other program, or choose another port in server.toml "
+                "and in the kits"
             ) from error
     return f"{port} is free; the server is not running"
 

@@ -133,8 +133,8 @@ class RemoteEngine(FlowerEngine):
         for part, expected in (("validation", held), ("test", counts["test"])):
             if scores[f"{part}_rows"] not in (0, expected):
                 raise FederationError(
-                    f"it says it has {scores[f'{part}_rows']} {part} rows, and said {expected} when "
-                    "it opened the training"
+                    f"it says it has {scores[f'{part}_rows']} {part} rows, and said {expected} when it opened the "
+                    "training"
                 )
 
     def wait_for_sites(self) -> None:
@@ -232,8 +232,8 @@ class RemoteEngine(FlowerEngine):
             check_sample_count(header["samples"][part], self.channel, "it")
         if self.kit.max_samples and header["samples"]["train"] > self.kit.max_samples:
             raise FederationError(
-                f"it says it has {header['rows']['train']} training rows; server.toml believes "
-                f"{self.kit.max_samples} at most"
+                f"it says it has {header['rows']['train']} training rows; server.toml believes {self.kit.max_samples} "
+                "at most"
             )
 
     def describe_difference(self, first: str, name: str) -> str | None:
@@ -254,8 +254,8 @@ class RemoteEngine(FlowerEngine):
             or tensors.max_relative_difference(first_value, theirs) > MAX_RELATIVE_DIFFERENCE
         ):
             return (
-                f"sites {first} and {name} start from different tensors, though their "
-                "encoders are the same; do they have the same templates and versions?"
+                f"sites {first} and {name} start from different tensors, though their encoders are the same; do they "
+                "have the same templates and versions?"
             )
         return None
 

@@ -53,8 +53,8 @@ def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Cal
             if "pending" in status and looked - started > MAX_PENDING_SECONDS:
                 run_flwr(kit, "stop", id, CONNECTION_NAME)
                 raise FederationError(
-                    f"the server has not begun the run in {MAX_PENDING_SECONDS:g} s; stop it and start it "
-                    f"again, and see {log}"
+                    f"the server has not begun the run in {MAX_PENDING_SECONDS:g} s; stop it and start it again, and "
+                    f"see {log}"
                 )
             if not any(word in status for word in ACTIVE_STATUSES):
                 sleep(1.0)
@@ -74,8 +74,8 @@ def _run_status(kit: ServerKit, id: str) -> str:
             return str(listed["runs"][0].get("status")) if listed["runs"] else "unknown"
         if not is_server_up(kit):
             raise FederationError(
-                f"the server at {kit.address} does not answer any more; start it: fedvlm deploy "
-                f"server {kit.folder}, and run the same command again to go on"
+                f"the server at {kit.address} does not answer any more; start it: fedvlm deploy server {kit.folder}, "
+                "and run the same command again to go on"
             )
     reason = str(listed.get("error-message", listed)).strip()
     raise FederationError(f"the server does not say how the run is: {reason}")
@@ -252,11 +252,7 @@ def start_site(folder: Path) -> Process:
 
 
 def rehearse(
-    settings: Settings,
-    place: Path,
-    out: Path | None = None,
-    progress: Progress | None = None,
-    **rules: Any,
+    settings: Settings, place: Path, out: Path | None = None, progress: Progress | None = None, **rules: Any
 ) -> Result:
     """All of it on this machine: a process per client of the experiment, ports of loopback."""
     report = progress or (lambda label, done, total: None)
@@ -288,8 +284,8 @@ def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rul
     ids = list(prepare(settings, rows, settings.seeds[0]).partition.clients)
     if len(ids) > 32:
         raise SettingsError(
-            f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; "
-            "32 is the most: set a smaller clients.count"
+            f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; 32 is the most: set a "
+            "smaller clients.count"
         )
     create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
     for id in ids:

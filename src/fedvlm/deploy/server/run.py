@@ -101,8 +101,8 @@ class FederatedTuning:
                 if over:
                     name, reason = min(over.items())
                     raise FederationError(
-                        f"the race for {', '.join(self.settings.tune)} does not begin; {name}: "
-                        f"{reason}; leave tune out, or take fewer rounds"
+                        f"the race for {', '.join(self.settings.tune)} does not begin; {name}: {reason}; leave tune "
+                        "out, or take fewer rounds"
                     )
                 self.engines[place, training.name] = engine
 
@@ -136,8 +136,8 @@ class FederatedTuning:
         validation_accuracy = metrics.mean_accuracy(scores, judges, "validation")
         if validation_accuracy is None:
             raise FederationError(
-                f"tune = {list(self.settings.tune)}: no site tells its hits on validation rows "
-                "(its policy's `scores`), so nothing can be chosen by them; leave tune out"
+                f"tune = {list(self.settings.tune)}: no site tells its hits on validation rows (its policy's "
+                "`scores`), so nothing can be chosen by them; leave tune out"
             )
         return validation_accuracy
 
@@ -179,8 +179,8 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         tune.check_tunable(settings)
     if settings.method.traits.privacy.centralised or settings.centralised:
         raise SettingsError(
-            f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
-            "which only a simulation has; choose another method, as 'auto' or 'alone'"
+            f"{settings.method.name} is not federated: it takes all clients' rows in one place, which only a "
+            "simulation has; choose another method, as 'auto' or 'alone'"
         )
     if settings.attack != "none":
         raise SettingsError(f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run")
@@ -195,15 +195,15 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
     check_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
         raise SettingsError(
-            "the server has no images to take class names from; name the classes in the "
-            "experiment, as [source] classes = ['cat', 'dog']"
+            "the server has no images to take class names from; name the classes in the experiment, as [source] "
+            "classes = ['cat', 'dog']"
         )
     wants = contract.has_reference(settings.method) and not kit.rehearsal
     if wants and not (kit.folder / REFERENCE_FILE).exists():
         raise DataError(
             f"the method {settings.method.name} needs public reference rows, and there is no "
-            f"{kit.folder / REFERENCE_FILE}; make it: fedvlm deploy reference {kit.folder} --data "
-            "IMAGES --encoder ENCODER"
+            f"{kit.folder / REFERENCE_FILE}; make it: fedvlm deploy reference {kit.folder} --data IMAGES --encoder "
+            "ENCODER"
         )
 
 
@@ -212,8 +212,8 @@ def describe_bound(settings: Settings) -> str:
     channel = with_deployment_bound(settings.channel, settings.method)
     if channel.bound == "median":
         return (
-            "changes longer than twice the round's median are shortened, and rows above four times "
-            "the median do not count (channel.bound)"
+            "changes longer than twice the round's median are shortened, and rows above four times the median do not "
+            "count (channel.bound)"
         )
     if channel.secure:
         return (
@@ -345,8 +345,8 @@ class DeployedRun:
         view = "patches" if "patches" in settings.method.traits.needs else "image"
         if view not in values:
             raise DataError(
-                f"{self.kit.folder / REFERENCE_FILE} has no {view} rows, which {settings.method.name} "
-                "works on; make it again: fedvlm deploy reference"
+                f"{self.kit.folder / REFERENCE_FILE} has no {view} rows, which {settings.method.name} works on; make "
+                "it again: fedvlm deploy reference"
             )
         return {"reference": values[view]}
 

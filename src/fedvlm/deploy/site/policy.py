@@ -118,8 +118,8 @@ class Policy:
         if not {ALL_METHODS, method.name} & set(self.methods):
             raise RequestRefused(
                 "method",
-                f"the method {method.name} is not allowed here, only "
-                f"{', '.join(self.methods) or 'none'}; see methods in {POLICY_FILE}",
+                f"the method {method.name} is not allowed here, only {', '.join(self.methods) or 'none'}; see methods "
+                f"in {POLICY_FILE}",
             )
         if self.clip and not 0 < channel.clip <= self.clip:
             raise RequestRefused(
@@ -222,10 +222,7 @@ RULE_TEXTS = {
         "with fewer training rows than this nothing is trained",
         "a model of a handful of rows tells which they were",
     ),
-    "max_samples": (
-        "training rows that are used at most, drawn here; 0: all",
-        "what is not used cannot leave",
-    ),
+    "max_samples": ("training rows that are used at most, drawn here; 0: all", "what is not used cannot leave"),
     "server_divides": (
         "the server may say shots, ratios and the seed of the division",
         "two trainings that differ by one row tell that row",
@@ -262,10 +259,7 @@ RULE_TEXTS = {
         "answers of scores alone, per training",
         "a server could ask for the loss of any head, as often as it likes",
     ),
-    "consent": (
-        "no round starts without a person's consent (fedvlm deploy consent)",
-        "somebody knows that it happens",
-    ),
+    "consent": ("no round starts without a person's consent (fedvlm deploy consent)", "somebody knows that it happens"),
 }
 
 

@@ -366,9 +366,8 @@ def describe_supernode_exit(kit: SiteKit, node: Process) -> str:
     if causes:
         return f"site {kit.name} stopped, for {causes[0]}; start it again. Flower says:\n{log_tail}"
     return (
-        f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not "
-        "known there, because it was revoked or renewed, has expired, or is of another federation "
-        "(ask the server's people, who see it by `fedvlm deploy keys`), or a copy of the kit is "
-        "connected (or was, a minute ago), or the server has a new database (start the site "
-        f"again). Flower says:\n{log_tail}"
+        f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not known there, because it "
+        "was revoked or renewed, has expired, or is of another federation (ask the server's people, who see it by "
+        "`fedvlm deploy keys`), or a copy of the kit is connected (or was, a minute ago), or the server has a new "
+        f"database (start the site again). Flower says:\n{log_tail}"
     )

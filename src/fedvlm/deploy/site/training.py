@@ -23,14 +23,7 @@ from fedvlm.errors import DataError, FederationError, SettingsError, join_names
 from fedvlm.evaluate.protocols.contract import has_reference
 from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
 from fedvlm.runner.manifest import provenance
-from fedvlm.runner.prepare import (
-    Prepared,
-    check_samples,
-    frozen_of,
-    prepare,
-    prepare_client,
-    with_calibration,
-)
+from fedvlm.runner.prepare import Prepared, check_samples, frozen_of, prepare, prepare_client, with_calibration
 from fedvlm.runner.settings import Settings
 from fedvlm.seeds import numbers
 from fedvlm.tensors import count_bytes
@@ -53,11 +46,7 @@ class SiteTraining:
 
 
 def load_site_training(
-    kit: SiteKit,
-    settings: Settings,
-    spec: Mapping[str, Any],
-    reference: Tensor | None,
-    policy: Policy,
+    kit: SiteKit, settings: Settings, spec: Mapping[str, Any], reference: Tensor | None, policy: Policy
 ) -> SiteTraining:
     """The world of one training at this site; classes and method are the server's to say, how rows
     are divided only as far as the policy says so."""
@@ -119,13 +108,13 @@ def with_reference(world: World, reference: Tensor | None) -> World:
         return world
     if reference is None:
         raise FederationError(
-            f"the method {world.method.name} needs reference rows, and the server sent none; "
-            "the server's folder must hold them: fedvlm deploy reference"
+            f"the method {world.method.name} needs reference rows, and the server sent none; the server's folder must "
+            "hold them: fedvlm deploy reference"
         )
     if not isinstance(world.x, Tensor) or reference.shape[1:] != world.x.shape[1:]:
         raise FederationError(
-            f"the server's reference rows are of shape {tuple(reference.shape[1:])}, this site's "
-            f"of {tuple(world.x.shape[1:])}; make the reference with the same encoder"
+            f"the server's reference rows are of shape {tuple(reference.shape[1:])}, this site's of "
+            f"{tuple(world.x.shape[1:])}; make the reference with the same encoder"
         )
     rows = len(world.x)
     return replace(
@@ -163,8 +152,8 @@ def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str)
     if strange := [dataset.classes[i] for i in np.flatnonzero(number < 0).tolist()]:
         raise ReportedError(
             "classes",
-            f"site {site} has images of {strange[0]!r}, which is no class of this experiment; "
-            f"its classes are {join_names(classes)}",
+            f"site {site} has images of {strange[0]!r}, which is no class of this experiment; its classes are "
+            f"{join_names(classes)}",
             count=len(strange),
         )
     out: NDArray[np.int64] = number[dataset.labels]
@@ -177,16 +166,11 @@ def align_stored_classes(rows: EmbeddedTable, classes: list[str], site: str) -> 
     held = [normalise_class_name(name) for name in rows.classes]
     if rows.text is not None and (missing := sorted(set(classes) - set(held))):
         raise DataError(
-            f"the store of site {site} has no text of class {missing[0]!r}; "
-            "embed the images with an encoder instead, or add the class to the store"
+            f"the store of site {site} has no text of class {missing[0]!r}; embed the images with an encoder instead, "
+            "or add the class to the store"
         )
     order = [] if rows.text is None else [held.index(name) for name in classes]
-    return replace(
-        rows,
-        classes=tuple(classes),
-        labels=labels,
-        text=None if rows.text is None else rows.text[order],
-    )
+    return replace(rows, classes=tuple(classes), labels=labels, text=None if rows.text is None else rows.text[order])
 
 
 def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -> list[str]:
@@ -195,8 +179,8 @@ def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -
         return []
     if not kit.data or not kit.encoder:
         raise SettingsError(
-            f"site {kit.name} needs its images and an encoder: "
-            f"fedvlm deploy site {kit.folder} --data IMAGES --encoder demo"
+            f"site {kit.name} needs its images and an encoder: fedvlm deploy site {kit.folder} --data IMAGES --encoder "
+            "demo"
         )
     encoder, notes = open_encoder_with_notes(kit.encoder, kit.access)
     done = encode(open_data(kit.data, kit.source), encoder, False, "float32", progress)
@@ -255,8 +239,8 @@ def format_request(asked_event: dict[str, Any] | None) -> list[str]:
     noise = "without noise" if not asked_event["noise"] else f"with noise {asked_event['noise']:g}"
     lines = [
         f"The server asks for {asked_event['method']}, {asked_event['rounds']} rounds.",
-        f"In the first round {', '.join(asked_event['leaves']) or 'nothing but scores'} would leave this "
-        f"site ({asked_event['bytes']} bytes), {noise}. No image leaves.",
+        f"In the first round {', '.join(asked_event['leaves']) or 'nothing but scores'} would leave this site "
+        f"({asked_event['bytes']} bytes), {noise}. No image leaves.",
     ]
     if asked_event["after"]:
         lines.append(f"ε so far {asked_event['before']:.3g}, after this run {asked_event['after']:.3g}.")

@@ -1,7 +1,7 @@
 """All of Flower that fedvlm touches: its public names, taken late, and the inner ones by name.
 
-A new version of Flower is tried by this list: tests/engines/flower/test_api.py says which name has
-changed. Only this module and `deploy/flower` import flwr.
+A new version of Flower is tried by this list: tests/engines/flower/test_api.py says which name has changed. Only this
+module and `deploy/flower` import flwr.
 """
 
 import os
@@ -94,8 +94,8 @@ def import_flower() -> Any:
 
     if telemetry.FLWR_TELEMETRY_ENABLED != "0":
         raise SettingsError(
-            "Flower was imported with telemetry on, before fedvlm could turn it off; "
-            "set FLWR_TELEMETRY_ENABLED=0 before importing flwr"
+            "Flower was imported with telemetry on, before fedvlm could turn it off; set FLWR_TELEMETRY_ENABLED=0 "
+            "before importing flwr"
         )
     return flwr.app
 

@@ -1,8 +1,8 @@
 """The client's side of Flower: answers a parcel with the method's verbs, and keeps `local`.
 
-`local` tensors are kept by version: the number of the round that made them plus one, and 0 for
-those nobody has trained. The server names the version it goes on from, so that a round whose
-answer was lost, or a server that was resumed, is answered as if nothing had happened.
+`local` tensors are kept by version: the number of the round that made them plus one, and 0 for those nobody has
+trained. The server names the version it goes on from, so that a round whose answer was lost, or a server that was
+resumed, is answered as if nothing had happened.
 """
 
 from collections.abc import Mapping
@@ -125,9 +125,9 @@ class TrainingHandler:
         initial_local = tensors.copy(world.method.init(world.frozen)[1])
         if version and version not in held:
             raise LostLocalError(
-                f"{error_context(world, number, id)}: the server goes on from local tensors of version "
-                f"{version}, but this client has {sorted(held) or 'none'}; bring its folder of "
-                "personal state back, or run the experiment again from the start"
+                f"{error_context(world, number, id)}: the server goes on from local tensors of version {version}, but "
+                f"this client has {sorted(held) or 'none'}; bring its folder of personal state back, or run the "
+                "experiment again from the start"
             )
         sent = to_tensors(message.arrays)
         local, channel_state = split_channel_state(held[version] if version else initial_local)

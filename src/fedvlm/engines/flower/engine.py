@@ -1,7 +1,7 @@
 """The same verbs through Flower's messages: the server's side.
 
-A client answers with what it uploads, its scores, and a number for the version of its `local`
-tensors; these stay with it, in its Context.state.
+A client answers with what it uploads, its scores, and a number for the version of its `local` tensors; these stay with
+it, in its Context.state.
 """
 
 import traceback
@@ -176,8 +176,8 @@ class FlowerEngine:
         sealed = self._sealed(notice)
         if not MIN_SECURE_SITES <= len(sealed) <= MOST_MEMBERS:
             raise FederationError(
-                f"round {number}: a secure sum hides a client among others, and takes three to a "
-                f"thousand; {len(sealed)} are there. Set channel.secure = false, or change fraction"
+                f"round {number}: a secure sum hides a client among others, and takes three to a thousand; "
+                f"{len(sealed)} are there. Set channel.secure = false, or change fraction"
             )
         outcome = exchange_securely(
             self.grid, {self.nodes[id]: message for id, message in sealed.items()}, number, self.deadline
@@ -228,9 +228,8 @@ class FlowerEngine:
         for key in ("kind", "training", "round", "nonce"):
             if message.header.get(key) != request.header[key]:
                 raise FederationError(
-                    f"{context}: the reply is to another request (its {key} is "
-                    f"{str(message.header.get(key))[:80]!r}, not {request.header[key]!r}); it is left "
-                    "out"
+                    f"{context}: the reply is to another request (its {key} is {str(message.header.get(key))[:80]!r}, "
+                    f"not {request.header[key]!r}); it is left out"
                 )
         if message.header.get("client") != id and request.header["kind"] != "open":
             raise FederationError(f"{context}: the reply is another client's")
@@ -260,8 +259,8 @@ class FlowerEngine:
         if len(replies) < required:
             reasons = "\n".join(f"  {id}: {reason}" for id, reason in sorted(self.missing.items()))
             raise FederationError(
-                f"round {number}: {len(replies)} of {n_clients} clients answered, and {required} must "
-                f"(quorum {self.quorum:g}); the run can be resumed once they are back\n{reasons}"
+                f"round {number}: {len(replies)} of {n_clients} clients answered, and {required} must (quorum "
+                f"{self.quorum:g}); the run can be resumed once they are back\n{reasons}"
             )
 
 

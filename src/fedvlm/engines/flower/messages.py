@@ -90,10 +90,7 @@ def read_context_state(context: Any, context_name: str) -> Message:
 
 
 def collect_replies(
-    grid: Any,
-    ids: Iterable[str],
-    seconds: float | None,
-    is_complete: Callable[[], bool] = lambda: False,
+    grid: Any, ids: Iterable[str], seconds: float | None, is_complete: Callable[[], bool] = lambda: False
 ) -> Iterator[Any]:
     """Replies to messages as they come, until all are there, or enough, or time is up.
 

@@ -1,9 +1,9 @@
 """SecAgg+ of Flower around a round: the server gets the mean of what sites upload, and no upload.
 
-Flower has SecAgg+ in its older interface only, where a request is `FitIns` and an answer `FitRes`.
-Ours travels in them whole: the request as bytes among the settings, the words of the answer among
-the metrics, and its arrays, masked, as the parameters. The number of examples, which Flower sends
-in the clear, is always 1: a weight is one of the masked numbers.
+Flower has SecAgg+ in its older interface only, where a request is `FitIns` and an answer `FitRes`. Ours travels in them
+whole: the request as bytes among the settings, the words of the answer among the metrics, and its arrays, masked, as
+the parameters. The number of examples, which Flower sends in the clear, is always 1: a weight is one of the masked
+numbers.
 """
 
 import hmac
@@ -224,8 +224,8 @@ class SecureExchange:
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Any]:
         """Flower looks every three seconds, and forgets why a site did not answer; we do not.
 
-        Nor does it lift the masks if a site has left before all had shares of its key: the others
-        then fail at the very end. So that is said here, while nothing has been uploaded.
+        Nor does it lift the masks if a site has left before all had shares of its key: the others then fail at the very
+        end. So that is said here, while nothing has been uploaded.
         """
         messages = list(messages)
         stage = messages[0].content[STAGE]["stage"]
