@@ -51,7 +51,7 @@ HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
 
 @dataclass(frozen=True)
 class ServerKit:
-    """server.toml in the server's folder."""
+    """Hold server.toml of the server's folder."""
 
     folder: Path
     address: str  # host:port, as the sites reach it
@@ -65,7 +65,7 @@ class ServerKit:
 
 @dataclass(frozen=True)
 class SiteKit:
-    """site.toml in a site's kit."""
+    """Hold site.toml of a site's kit."""
 
     folder: Path
     name: str
@@ -103,7 +103,7 @@ def read_site(folder: Path) -> SiteKit:
 
 
 def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
-    """The kit with what was said on the command line."""
+    """Return the kit with the options of the command line."""
     options = dict(options)
     if Path(str(options.get("data", ""))).exists() and options.get("data"):
         options["data"] = str(Path(options["data"]).resolve())
@@ -111,14 +111,14 @@ def with_options(kit: SiteKit, options: Mapping[str, Any]) -> SiteKit:
 
 
 def write_site(kit: SiteKit) -> None:
-    """Writes what a kit says into its site.toml."""
+    """Write a kit's options into its site.toml."""
     values = {option.name: getattr(kit, option.name) for option in fields(kit) if option.name != "folder"}
     table = {"format": KIT_FORMAT, **{name: value for name, value in values.items() if value}}
     write_file(kit.folder / "site.toml", to_toml(table).encode())
 
 
 def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **server: Any) -> list[Path]:
-    """Writes the server's folder, and for a rehearsal a kit per site with a key made here."""
+    """Create the server's folder, and for a rehearsal a kit per site with a key made here."""
     _check_new_kits(folder, sites)
     if not HOST_NAME.fullmatch(host) or not 0 < port < 65536:
         raise SettingsError(
@@ -153,7 +153,7 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
 
 
 def fill_site_folder(folder: Path, site_certificate: SiteCertificate, certificate: bytes) -> None:
-    """A site's folder with what its server says; what is the site's own to say stays as it is."""
+    """Fill a site's folder with what its server sent; the site's own files stay as they are."""
     for file, data in (
         (CERTIFICATE, certificate),
         ("server.pub", site_certificate.server.encode()),
@@ -184,7 +184,7 @@ def _check_new_kits(folder: Path, sites: Sequence[str]) -> None:
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """A file only its owner can read, from its first byte on."""
+    """Write a file that only its owner can read, from its first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
@@ -212,7 +212,7 @@ SQLITE_SIDE_FILES = (".db-wal", ".db-shm")  # of a database that is copied by it
 
 
 def write_backup(folder: Path, file: Path) -> int:
-    """Writes the file; how many files are in it. A site must not be running."""
+    """Write a backup file and return how many files it holds; a site must not be running."""
     if not any((folder / name).is_file() for name in KIT_FILES):
         raise SettingsError(f"{folder} is no server's folder and no site's kit; name one")
     if file.exists() or file.resolve().is_relative_to(folder.resolve()):
@@ -229,7 +229,7 @@ def write_backup(folder: Path, file: Path) -> int:
 
 
 def restore_backup(file: Path, folder: Path) -> int:
-    """Writes the folder, which must be new, if all of the file is sound; how many files it has."""
+    """Restore a backup into a new folder if it is intact; return the number of files."""
     if folder.exists():
         raise SettingsError(f"{folder} is there already; keys are never overwritten: name a new one")
     with explain_os_errors(folder), tempfile.TemporaryDirectory(dir=folder.parent) as place:
@@ -256,7 +256,7 @@ def _relative_files(folder: Path) -> set[str]:
 
 @contextmanager
 def _snapshot(folder: Path) -> Iterator[Path]:
-    """The files of a folder at one moment; databases by their own means, no locks, no drafts."""
+    """Copy the files of a folder at one moment: databases by their own backup, no locks, no drafts."""
     with tempfile.TemporaryDirectory() as place:
         for path in sorted(folder.rglob("*")):
             if not path.is_file() or path.is_symlink() or path.name[0] == ".":

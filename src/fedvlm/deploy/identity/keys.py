@@ -1,7 +1,7 @@
-"""Certificates, keys and signatures of a federation.
+"""Create and use the keys, TLS certificates and signatures of a federation.
 
-TLS says that a site talks to its server; signatures say that a parcel was made by the holder of the server's or a
-site's folder, whoever may reach the port.
+TLS proves that a site talks to its server; signatures prove that the holder of the server's or a site's folder made a
+message, whoever may reach the port.
 """
 
 import ipaddress
@@ -28,7 +28,7 @@ def _require_cryptography() -> Any:
 
 
 def create_certificates(host: str, start: datetime | None = None, days: int = CERTIFICATE_DAYS) -> dict[str, bytes]:
-    """A root of its own with its key, and the server's certificate by it."""
+    """Create a root certificate with its key, and the server's certificate signed by it."""
     _require_cryptography()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -47,7 +47,7 @@ def create_certificates(host: str, start: datetime | None = None, days: int = CE
 def create_server_certificate(
     host: str, ca_key: bytes, start: datetime | None = None, days: int = CERTIFICATE_DAYS
 ) -> dict[str, bytes]:
-    """A key and a certificate for the server, by a root that its sites know already."""
+    """Create a key and a certificate for the server, signed by the root that its sites know."""
     _require_cryptography()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -82,7 +82,7 @@ def _certificate_builder(word: str, key: Any, start: datetime, days: int, author
 
 
 def _backdated_now() -> datetime:
-    """A little ago, for clocks that are slow."""
+    """Return a time a little ago, for slow clocks."""
     return datetime.now(UTC) - timedelta(hours=1)
 
 
@@ -100,7 +100,7 @@ def _private_pem(key: Any) -> bytes:
 
 
 def certificate_expiry(path: Path) -> datetime:
-    """When a certificate of TLS ends."""
+    """Return when a TLS certificate expires."""
     _require_cryptography()
     from cryptography.x509 import load_pem_x509_certificate
 
@@ -120,7 +120,7 @@ def _alternative_name(host: str) -> Any:
 
 
 def create_key_pair() -> tuple[bytes, bytes]:
-    """An elliptic-curve key as Flower's node authentication takes it: private and public part."""
+    """Create an elliptic-curve key pair as Flower's node authentication needs it: private and public part."""
     _require_cryptography()
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -140,7 +140,7 @@ def _openssh(key: Any) -> bytes:
 
 
 def load_public_key(data: bytes) -> Any:
-    """A key as `key_pair` makes it, and of no other kind; else ValueError."""
+    """Load a public key of the kind that `create_key_pair` makes; raise ValueError for any other."""
     _require_cryptography()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -158,7 +158,7 @@ def load_public_key(data: bytes) -> Any:
 
 
 class Signer:
-    """Signs parcels with a private key file."""
+    """Sign messages with a private key file."""
 
     def __init__(self, path: Path, prefix: bytes = MESSAGE_PREFIX) -> None:
         _require_cryptography()
@@ -175,7 +175,7 @@ class Signer:
         return _openssh(self.key.public_key())
 
     def __call__(self, message: Message) -> Message:
-        """The parcel sealed: with a checksum, and a signature over it."""
+        """Return the message with a checksum and a signature over it."""
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -186,7 +186,7 @@ class Signer:
 
 
 class Verifier:
-    """Checks parcels against a public key, or a file with one."""
+    """Verify messages by a public key, or a file with one."""
 
     def __init__(self, source: Path | bytes, prefix: bytes = MESSAGE_PREFIX) -> None:
         self.prefix = prefix

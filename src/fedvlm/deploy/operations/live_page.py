@@ -1,4 +1,4 @@
-"""The live page's service: on this machine, for who has the token, read-only but for consent."""
+"""Serve the live page on this machine for whoever has the token; read-only except for consent."""
 
 import asyncio
 import hmac
@@ -29,7 +29,7 @@ STYLE = """
 
 
 def live_view(folder: Path) -> dict[str, Any]:
-    """Plain lines and lights; the page puts them in as text."""
+    """Return the lines and lights of the page, which inserts them as text."""
     state = status(folder)
     history = events.read_events(folder)
     lines = format_status(state)
@@ -63,7 +63,7 @@ def _site_lights(state: State) -> list[dict[str, str]]:
 
 
 def list_alarms(state: State) -> list[str]:
-    """What a person should look at now."""
+    """List what needs attention now."""
     out = []
     if state["who"] == "server":
         ill = [name for name, site_state in state["sites"].items() if site_state["state"] in ("missing", "refused")]
@@ -79,7 +79,7 @@ def list_alarms(state: State) -> list[str]:
 
 
 def finished_record(state: State) -> Record | None:
-    """The run that ended, if it has a result: the page then leads to its report."""
+    """Return the record of the run that ended, if it has a result."""
     run = state.get("run") or {}
     if run.get("state") not in END_STATES or not run.get("record"):
         return None
@@ -88,7 +88,7 @@ def finished_record(state: State) -> Record | None:
 
 
 def live_page(folder: Path) -> tuple[str, str]:
-    """The page and its policy; its only requests are to where it came from."""
+    """Return the page and its content security policy; it requests only from where it came."""
     from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 
     script = (files("fedvlm.deploy.operations") / "live.js").read_text("utf-8")
@@ -116,7 +116,7 @@ HEADERS = {
 
 
 def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
-    """`hosts` are the names this service is known by: a request for another is a trick of DNS."""
+    """Create the web application; a request for a host that is not in `hosts` is DNS rebinding."""
     try:
         from fastapi import FastAPI, Request
         from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -206,7 +206,7 @@ def _apply_consent(folder: Path, words: dict[str, Any]) -> str:
 
 
 async def _stream(folder: Path) -> AsyncIterator[str]:
-    """The view, each time it has changed."""
+    """Yield the view each time it has changed."""
     last = ""
     while True:
         now = await asyncio.to_thread(live_view, folder)
@@ -218,7 +218,7 @@ async def _stream(folder: Path) -> AsyncIterator[str]:
 
 
 def prometheus_metrics(folder: Path) -> str:
-    """The numbers of the status, as Prometheus reads them."""
+    """Return the numbers of the status in Prometheus' text format."""
     state = status(folder)
     lines = ["# TYPE fedvlm_up gauge", f"fedvlm_up {int(state['up'])}"]
     if state["who"] == "server":
@@ -240,7 +240,7 @@ def _escape_label(text: str) -> str:
 
 
 def serve_live_page(folder: Path, port: int, ready: Callable[[str], None]) -> None:
-    """Serves on this machine until it is interrupted; `ready` gets the address with its token."""
+    """Serve on this machine until interrupted; `ready` gets the address with its token."""
     from secrets import token_urlsafe
 
     import uvicorn

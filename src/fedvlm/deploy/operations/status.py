@@ -1,4 +1,4 @@
-"""Looks at a server's or a site's folder before anything runs: each line is well, or what to do."""
+"""Report the state of a server or a site from its folder, and check the folder before anything runs."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def status(folder: Path) -> State:
 
 
 def server_status(folder: Path) -> State:
-    """Whether it is up, which run it is at, and how each site is."""
+    """Return whether the server is up, its run, and the state of each site."""
     from fedvlm.deploy.flower.processes import is_server_up
 
     kit = read_server(folder)
@@ -64,7 +64,7 @@ def server_status(folder: Path) -> State:
 
 
 def site_status(folder: Path) -> State:
-    """Whether it runs, what it was asked, what has left it and what may still leave."""
+    """Return whether the site runs, what has left it and what may still leave."""
     kit = read_site(folder)
     history, ledger, policy = events.read_events(folder), Ledger(folder).history(), read_policy(folder)
     budget = PrivacyBudget(ledger)
@@ -103,7 +103,7 @@ def _describe_consent(kit: SiteKit) -> str:
 
 
 def format_status(state: State) -> list[str]:
-    """A handful of lines for people."""
+    """Return the status as a few lines."""
     last = [f"last: {events.format_event(state['last'])}"] if state["last"] else []
     if state["who"] == "site":
         keys = ("trainings", "rounds", "bytes out", "last out", "consent", "classifiers")
@@ -133,7 +133,7 @@ def format_status(state: State) -> list[str]:
 
 
 def list_runs(folder: Path) -> list[State]:
-    """The records in a server's folder: what each is, and how far."""
+    """List the records in a server's folder with their progress."""
     out = []
     for path in sorted((folder / "runs").glob("*/manifest.json")):
         record = Record(path.parent)
@@ -184,7 +184,7 @@ def _run_check(name: str, check: Check) -> Finding:
 
 
 class CheckFailed(FedVLMError):
-    """What is wrong, with the remedy."""
+    """A failed check, with the remedy."""
 
 
 def _common_checks(folder: Path) -> Iterator[tuple[str, Check]]:
@@ -268,7 +268,7 @@ def _check_sites(kit: ServerKit) -> str:
 
 
 def _check_reachable(address: str, folder: Path) -> str:
-    """The server by the name that sites use, with its certificate, and its clock."""
+    """Check that the server answers by the name that sites use, with its certificate and a right clock."""
     try:
         check_server(address, folder / "ca.crt")
     except Unreachable as error:

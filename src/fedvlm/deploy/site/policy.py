@@ -1,4 +1,4 @@
-"""What a site allows, in a file the site owns; it is enforced there, whatever the server asks."""
+"""Hold what a site allows in a file that the site owns, and its people's consent; enforced whatever the server asks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and
 
 
 def give_consent(folder: str | Path, by: str, methods: Sequence[str] = (), days: float = 1.0) -> datetime:
-    """Notes that a person agrees to rounds of these methods (none: all) for some days from now."""
+    """Record that a person agrees to rounds of these methods (none: all) for some days from now."""
     if not by.strip():
         raise SettingsError("nobody is named; say who consents, as --by 'A. Person'")
     if not days > 0:
@@ -43,12 +43,12 @@ def give_consent(folder: str | Path, by: str, methods: Sequence[str] = (), days:
 
 
 def withdraw_consent(folder: str | Path) -> None:
-    """No round starts from here on; one that has begun is not called back."""
+    """Withdraw the consent: no round starts from now on; a round that has begun continues."""
     (Path(folder) / CONSENT_FILE).unlink(missing_ok=True)
 
 
 def refuse_consent(folder: str | Path, by: str, reason: str) -> None:
-    """Notes that a person refuses; the server learns that, and not why."""
+    """Record that a person refuses; the server learns that, and not why."""
     if not by.strip():
         raise SettingsError("nobody is named; say who refuses, as --by 'A. Person'")
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -80,7 +80,7 @@ SCORE_STEPS = 20  # coarse scores are multiples of 1/20
 
 
 class Protection(Protocol):
-    """What a policy asks of a channel: how it clips, how much noise it adds, what it hides."""
+    """Describe what a policy checks of a channel: clipping, noise and secure sums."""
 
     @property
     def clip(self) -> float: ...
@@ -114,7 +114,7 @@ class Policy:
     consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
 
     def admit(self, folder: str | Path, method: Method, channel: Protection, labels: NDArray[np.int64]) -> None:
-        """Refuses a round before anything is computed. `labels` are those of the training rows."""
+        """Refuse a round before anything is computed. `labels` are those of the training samples."""
         if not {ALL_METHODS, method.name} & set(self.methods):
             raise RequestRefused(
                 "method",
@@ -145,13 +145,13 @@ class Policy:
             check_consent(Path(folder), method.name)
 
     def small_classes(self, labels: NDArray[np.int64]) -> list[int]:
-        """The classes whose statistics stay here."""
+        """Return the classes whose statistics stay here."""
         counts = np.bincount(labels, minlength=1)
         small_classes: list[int] = np.flatnonzero((counts > 0) & (counts < self.min_class_samples)).tolist()
         return small_classes
 
     def with_min_class_samples(self, method: Method) -> Method:
-        """The method, made to leave out classes of few rows, whatever the experiment says."""
+        """Return the method with this site's minimum of samples per class, whatever the experiment says."""
         current_minimum = setting(method, "min_class_samples")
         if current_minimum is None or current_minimum >= self.min_class_samples:
             return method
@@ -159,7 +159,7 @@ class Policy:
         return made
 
     def check_partition(self, clients: Clients) -> None:
-        """Refuses a division that singles rows out: two that differ by a row tell it."""
+        """Refuse a partition that singles samples out: two trainings that differ by one sample reveal it."""
         allowed = replace(Clients(), partition=clients.partition, count=clients.count, domains=clients.domains)
         allowed = replace(allowed, alpha=clients.alpha, min_samples=clients.min_samples)
         if not self.server_divides and clients != allowed:
@@ -167,11 +167,11 @@ class Policy:
 
     @property
     def score_detail(self) -> str:
-        """Scores are told so; beside noise, exact ones would undo it."""
+        """Return how exact scores may be; beside noise, exact scores would undo it."""
         return "none" if self.scores == "exact" and (self.noise_multiplier or self.epsilon) else self.scores
 
     def allowed_scores(self, scores: Mapping[str, Any]) -> dict[str, Any]:
-        """The scores that may leave."""
+        """Return the scores that may leave."""
         counts = {
             f"{part}_{count_name}": int(scores[f"{part}_{count_name}"])
             for part in ("validation", "test")
@@ -189,19 +189,19 @@ class Policy:
         return {**counts, **{key: round(score * SCORE_STEPS) / SCORE_STEPS for key, score in rest.items()}}
 
     def check_upload_size(self, size: int) -> None:
-        """Refuses to let a message of this many bytes leave."""
+        """Refuse a reply of more bytes than allowed."""
         if self.max_upload_bytes and size > self.max_upload_bytes:
             raise RequestRefused("upload", bytes=size, most=self.max_upload_bytes)
 
 
 def read_policy(folder: str | Path) -> Policy:
-    """The policy of a site's folder; without the file nothing is allowed."""
+    """Read the policy of a site's folder; without the file nothing is allowed."""
     path = Path(folder) / POLICY_FILE
     return read_table(Policy, str(path), read_toml(path), ": ")
 
 
 def current_policy(folder: str | Path) -> Policy:
-    """The policy for one message; one that cannot be read refuses it."""
+    """Read the policy for one message; refuse the message if the policy cannot be read."""
     try:
         return read_policy(folder)
     except (FedVLMError, OSError) as error:
@@ -264,7 +264,7 @@ RULE_TEXTS = {
 
 
 def example_policy(methods: tuple[str, ...] = DEFAULT_METHODS) -> str:
-    """The policy that `fedvlm deploy init` writes."""
+    """Return the policy that `fedvlm deploy init` writes."""
     lines = ["# What this site allows; the server cannot change it. `fedvlm deploy policy` explains."]
     for rule in fields(Policy):
         value = list(methods) if rule.name == "methods" else rule.default
@@ -273,7 +273,7 @@ def example_policy(methods: tuple[str, ...] = DEFAULT_METHODS) -> str:
 
 
 def explain_policy(policy: Policy) -> list[str]:
-    """A line or two for each rule."""
+    """Explain each rule in a line or two."""
     out = []
     for name, (meaning, benefit) in RULE_TEXTS.items():
         value = getattr(policy, name)
@@ -296,7 +296,7 @@ DEFAULT_POLICY_TEXT = example_policy()
 
 
 def check_not_withdrawn(folder: Path, key: bytes) -> None:
-    """Refuses everything once this site has withdrawn, until it has another key."""
+    """Refuse everything once this site has withdrawn, until it has another key."""
     if not (folder / WITHDRAWN_FILE).exists():
         return
     try:

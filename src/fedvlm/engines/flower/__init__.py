@@ -1,7 +1,7 @@
-"""All of Flower that fedvlm touches: its public names, taken late, and the inner ones by name.
+"""Import Flower late and list every name of it that fedvlm uses, public and internal.
 
-A new version of Flower is tried by this list: tests/engines/flower/test_api.py says which name has changed. Only this
-module and `deploy/flower` import flwr.
+tests/engines/flower/test_api.py reports which name a new version of Flower has changed. Only this module and
+`deploy/flower` import flwr.
 """
 
 import os
@@ -84,7 +84,7 @@ INTERNAL_NAMES = (  # what deploy/flower calls or replaces, module and name
 
 
 def import_flower() -> Any:
-    """Flower's message types, imported late and without telemetry."""
+    """Import Flower's message types, late and without telemetry."""
     os.environ.update(QUIET_ENVIRONMENT)
     try:
         import flwr.app
