@@ -122,7 +122,7 @@ def create_kits(folder: Path, sites: Sequence[str], host: str, port: int, **serv
     _check_new_kits(folder, sites)
     if not HOST_NAME.fullmatch(host) or not 0 < port < 65536:
         raise SettingsError(
-            f"host = {host!r} and port = {port} are no address; name the server as the sites reach it, as "
+            f"host = {host!r} and port = {port} are not an address; name the server as the sites reach it, e.g. "
             "clinic.example or 192.0.2.7, and a port up to 65535"
         )
     address = f"{host}:{port}"
@@ -169,9 +169,7 @@ def fill_site_folder(folder: Path, site_certificate: SiteCertificate, certificat
 
 def check_name(name: str) -> None:
     if not SITE_NAME.fullmatch(name):
-        raise SettingsError(
-            f"the site name {name!r} does not fit; use letters, digits, blanks, dots, - and _, 63 at most"
-        )
+        raise SettingsError(f"the site name {name!r} is invalid; use at most 63 letters, digits, spaces, dots, - and _")
 
 
 def _check_new_kits(folder: Path, sites: Sequence[str]) -> None:
@@ -193,17 +191,16 @@ def write_secret(path: Path, data: bytes) -> None:
 
 def site_readme(name: str) -> str:
     return (
-        "This folder is the site's, and nobody else's: `key` is its secret.\nRead policy.toml: it says what this site "
-        f"answers, whatever the server asks.\nStart the site: fedvlm deploy site {name} --data IMAGES --encoder "
-        "ENCODER\n"
+        "This folder belongs to the site alone: `key` is its secret.\nRead policy.toml: it says what this site allows, "
+        f"whatever the server asks.\nStart the site: fedvlm deploy site {name} --data IMAGES --encoder ENCODER\n"
     )
 
 
 def server_readme() -> str:
     return (
-        "Keep this folder on the server: all *.key files are its secrets.\nGive invitation.json to sites that are to "
-        "join; fedvlm deploy admit lets them in.\nStart the server: fedvlm deploy server server\nRun an experiment "
-        "over the sites: fedvlm deploy run server experiment.toml\n"
+        "Keep this folder on the server: all *.key files are its secrets.\nGive invitation.json to sites that should "
+        "join; fedvlm deploy admit admits them.\nStart the server: fedvlm deploy server server\nRun an experiment over "
+        "the sites: fedvlm deploy run server experiment.toml\n"
     )
 
 
@@ -214,9 +211,9 @@ SQLITE_SIDE_FILES = (".db-wal", ".db-shm")  # of a database that is copied by it
 def write_backup(folder: Path, file: Path) -> int:
     """Write a backup file and return how many files it holds; a site must not be running."""
     if not any((folder / name).is_file() for name in KIT_FILES):
-        raise SettingsError(f"{folder} is no server's folder and no site's kit; name one")
+        raise SettingsError(f"{folder} is neither a server's folder nor a site's kit; name one")
     if file.exists() or file.resolve().is_relative_to(folder.resolve()):
-        raise SettingsError(f"{file} is there already, or inside {folder}; name a new file elsewhere")
+        raise SettingsError(f"{file} exists already, or is inside {folder}; name a new file elsewhere")
     with exclusive_lock(folder / ".lock", f"{folder} is in use; stop the site first"), _snapshot(folder) as copy:
         write_index(copy)
         names = [INDEX_FILE, *sorted(_relative_files(copy) - {INDEX_FILE})]
@@ -231,7 +228,7 @@ def write_backup(folder: Path, file: Path) -> int:
 def restore_backup(file: Path, folder: Path) -> int:
     """Restore a backup into a new folder if it is intact; return the number of files."""
     if folder.exists():
-        raise SettingsError(f"{folder} is there already; keys are never overwritten: name a new one")
+        raise SettingsError(f"{folder} exists already; keys are never overwritten: name a new folder")
     with explain_os_errors(folder), tempfile.TemporaryDirectory(dir=folder.parent) as place:
         made = Path(place) / "folder"
         make_private_folder(made)
@@ -241,10 +238,10 @@ def restore_backup(file: Path, folder: Path) -> int:
             bad = check_index(made)
             extra = _relative_files(made) - {INDEX_FILE}
         except (OSError, tarfile.TarError, DataError, KeyError, TypeError) as error:
-            raise DataError(f"{file} is no whole backup ({error}); take another") from error
+            raise DataError(f"{file} is not a complete backup ({error}); use another backup") from error
         if bad:
             name, problem = next(iter(bad.items()))
-            raise DataError(f"{file} is damaged: {name} {problem}; take another")
+            raise DataError(f"{file} is damaged: {name} {problem}; use another backup")
         (made / INDEX_FILE).unlink()
         made.rename(folder)
     return len(extra)

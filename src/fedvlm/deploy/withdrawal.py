@@ -48,7 +48,7 @@ WITHDRAWAL_PREFIX = b"fedvlm withdrawal\n"  # no reply of a round is a withdrawa
 def withdraw(folder: Path, by: str) -> Path:
     """End all replies of this site from now on; return the file for its server."""
     if not by.strip():
-        raise SettingsError("nobody is named; say who withdraws, as --by 'A. Person'")
+        raise SettingsError("nobody is named; name who withdraws, e.g. --by 'A. Person'")
     kit, certificate, sign = read_site(folder), read_own_certificate(folder), Signer(folder / "key", WITHDRAWAL_PREFIX)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(folder / WITHDRAWN_FILE, {"by": by, "time": now, "key": sign.public.decode()})
@@ -92,9 +92,9 @@ def removal_obstacle(settings: Settings) -> str:
     """Return why no site's contribution to such a run can be removed, or nothing."""
     method, channel = settings.method, settings.channel
     if upload_sum(method) != "total":
-        return f"what {method.name} shares is trained or averaged, and no plain sum of uploads"
+        return f"what {method.name} shares is trained or averaged, and not a plain sum of uploads"
     if channel.secure:
-        return "the server has only seen a secure sum"
+        return "the server has seen only a secure sum"
     if channel.noise_multiplier or setting(method, "noise_multiplier"):
         return "the uploads had noise"
     if channel.aggregation != "mean":
@@ -102,7 +102,7 @@ def removal_obstacle(settings: Settings) -> str:
     if channel.quantise:
         return "the uploads were rounded to 8 bits"
     if method.rounds > MAX_CACHED_REPLIES:
-        return f"a site keeps its last {MAX_CACHED_REPLIES} answers, and {method.name} takes {method.rounds}"
+        return f"a site keeps its last {MAX_CACHED_REPLIES} replies, and {method.name} takes {method.rounds}"
     return ""
 
 
@@ -155,7 +155,7 @@ class UploadSums:
         """Return what would be shared if the site had never taken part, and subtract it here; the caller writes the
         file."""
         if sorted(self.sites) != list(range(method.rounds)):
-            raise NotRemovableError("not all of its rounds were noted")
+            raise NotRemovableError("not all of its rounds were recorded")
         shared = self.before[0]
         for number in range(method.rounds):
             other_sites = self.sites[number].keys() - {site}
@@ -163,7 +163,7 @@ class UploadSums:
                 raise NotRemovableError("nobody else took part")
             for id in other_sites:
                 if not are_equal(method.send(shared, id), method.send(self.before[number], id)):
-                    raise NotRemovableError(f"the others answered round {number + 1} to what it had changed before")
+                    raise NotRemovableError(f"the others' uploads of round {number + 1} depend on its earlier ones")
             self.before[number] = shared
             if site in self.sites[number]:
                 self._subtract(number, site, uploads.get(number))
@@ -177,9 +177,9 @@ class UploadSums:
         if upload is None:
             raise NotRemovableError(f"its upload of round {number + 1} is not in what it sent")
         if not entry["plain"]:
-            raise NotRemovableError(f"in round {number + 1} the bound on changes was at work, with it or without it")
+            raise NotRemovableError(f"in round {number + 1} the bound changed uploads, with it or without it")
         if upload_digest(upload) != entry["digest"]:
-            raise FederationError(f"what it says it has uploaded in round {number + 1} is not what was accepted of it")
+            raise FederationError(f"the upload that it claims for round {number + 1} is not what was accepted from it")
         total = self.total[number]
         self.total[number] = {key: total[key] - upload[key].to(total[key].dtype) for key in total}
         del self.sites[number][site]
@@ -200,7 +200,7 @@ def _strip_prefix(values: Tensors, name: str) -> Tensors:
 
 
 MAX_WITHDRAWAL_BYTES = 1 << 30  # bytes of a file from a site
-NEW_RUN_NEEDED = "only a new run forgets it"
+NEW_RUN_NEEDED = "only a new run is without it"
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class WithdrawalResult:
     reason: str = ""  # it is not, if it is not
 
     def __str__(self) -> str:
-        end = "taken out of what is shared" if self.removed else f"not taken out: {self.reason}; {NEW_RUN_NEEDED}"
+        end = "removed from the shared tensors" if self.removed else f"not removed: {self.reason}; {NEW_RUN_NEEDED}"
         return f"{self.run}, {self.training}: {end}"
 
 
@@ -238,7 +238,7 @@ def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -
         {
             "run": plan_item.run,
             "training": plan_item.training,
-            "what": "taken out" if plan_item.removed else plan_item.reason,
+            "what": "removed" if plan_item.removed else plan_item.reason,
         }
         for plan_item in (plan.result for plan in plans)
     ]
@@ -258,7 +258,7 @@ def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror}); name the site's file") from error
     except Exception as error:
-        raise DataError(f"{file} is no withdrawal, or damaged ({error}); send it again") from error
+        raise DataError(f"{file} is not a withdrawal, or damaged ({error}); send it again") from error
     certificate: SiteCertificate = current_certificate(kit.folder, fields.client)
     Verifier(certificate.key.encode(), WITHDRAWAL_PREFIX)(message, f"site {certificate.site}")
     if fields.federation != certificate.federation:

@@ -16,7 +16,9 @@ def replace_attributes(module: Any, **replacements: Any) -> None:
     """Replace attributes of a Flower module; a version of Flower that was not tested may not have them."""
     for name, value in replacements.items():
         if not hasattr(module, name):
-            raise SettingsError(f"{module.__name__} of this Flower has no {name}; pip install 'fedvlm[flower]' again")
+            raise SettingsError(
+                f"{module.__name__} of this version of Flower has no {name}; pip install 'fedvlm[flower]' again"
+            )
         setattr(module, name, value)
 
 

@@ -59,7 +59,7 @@ def auth_token(folder: Path) -> str:
         secret = (folder / SECRET_FILE).read_bytes()
     except OSError as error:
         raise SettingsError(
-            f"{folder / SECRET_FILE} cannot be read ({error}); only the user who owns the folder has a say there"
+            f"{folder / SECRET_FILE} cannot be read ({error}); only the user who owns the folder can use it"
         ) from error
     return hmac(secret, b"fedvlm pass", sha256).hexdigest()
 

@@ -167,11 +167,11 @@ def describe_exit(link: Process) -> str:
     if "sqlite3.DatabaseError" in link.tail():
         database = link.log.with_name(DATABASE_FILE)
         remedy = (
-            f"{database} is damaged: move it away, then start the server and the sites again (no record is in it; a "
-            "run goes on by its own command)"
+            f"{database} is damaged: move it away, then start the server and the sites again (no record is in it; "
+            "repeat the command of a run to resume it)"
         )
     elif "sqlite3.OperationalError" in link.tail():
-        remedy = "its database cannot be written: look at the disk, and start the server again"
+        remedy = "its database cannot be written: check the disk, and start the server again"
     return f"the SuperLink ended{how}; {remedy}. Its log ends with:\n{link.tail()}"
 
 
@@ -185,8 +185,8 @@ def _check_access_denied(kit: ServerKit) -> None:
         status = call.getresponse().status
     if status != FORBIDDEN:
         raise FederationError(
-            f"the SuperLink answers outsiders ({status} instead of {FORBIDDEN}), so it was stopped; this Flower was "
-            "not tested: pip install 'fedvlm[flower]' again"
+            f"the SuperLink answers outsiders ({status} instead of {FORBIDDEN}), so it was stopped; this version of "
+            "Flower was not tested: pip install 'fedvlm[flower]' again"
         )
 
 
@@ -199,7 +199,7 @@ def tls_context(ca: Path) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(ca))
     except OSError as error:  # also where it is no certificate
         raise SettingsError(
-            f"{ca} is missing or no certificate ({error}); take the folder as fedvlm wrote it"
+            f"{ca} is missing or not a certificate ({error}); restore the folder as fedvlm wrote it"
         ) from error
 
 
@@ -227,21 +227,21 @@ def check_server(address: str, ca: Path) -> None:
             "deploy init`"
         )
         if "expired" in verify_error or "not yet valid" in verify_error:
-            remedy = "look at the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
+            remedy = "check the clocks, or renew it at the server: fedvlm deploy renew FOLDER"
         elif "match" in verify_error:
             remedy = "name the server in `fedvlm deploy init --host` as the sites reach it"
         raise FederationError(
             f"the certificate of the server at {address} is refused ({verify_error}); {remedy}"
         ) from error
     except ssl.SSLEOFError as error:  # as a proxy does whose server is down
-        raise Unreachable(f"{address} ends the connection before it has begun") from error
+        raise Unreachable(f"{address} closes the connection before it is established") from error
     except ssl.SSLError as error:
         raise FederationError(
             f"{address} does not answer with TLS ({error.reason}); is another program listening there? plain HTTP is "
             "refused"
         ) from error
     except OSError as error:
-        raise Unreachable(f"nobody answers at {address} ({error})") from error
+        raise Unreachable(f"no server answers at {address} ({error})") from error
 
 
 def run_flwr(kit: ServerKit, *words: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.3  # seconds between looks, where Flower takes 3; one small req
 LOCAL_POLL_SECONDS = 0.05  # between looks for what the site's own process has answered, where Flower takes 0.5
 SERVER_NAP_SECONDS = 1.0  # Flower's naps above it are between requests to the server
 REPLY_TIMEOUT_SECONDS = 60.0  # seconds in which all of an answer of this machine has come in
-CONNECTION_LOST = "its connection to the server has failed for good"
+CONNECTION_LOST = "its connection to the server has failed permanently"
 NODE_FILE_VARIABLE = "FEDVLM_NODE"  # the variable that names the file with the number of the last connection
 
 
@@ -127,7 +127,7 @@ def bounded_store(store: Any) -> Any:
                 self.asked.pop(object_id, None)
             elif time.monotonic() - self.asked.setdefault(object_id, time.monotonic()) > REPLY_TIMEOUT_SECONDS:
                 del self.asked[object_id]
-                raise FederationError(f"the rest of an answer did not come in {REPLY_TIMEOUT_SECONDS:g} s")
+                raise FederationError(f"the rest of a reply did not arrive within {REPLY_TIMEOUT_SECONDS:g} s")
             return content
 
     return Bounded
@@ -214,7 +214,7 @@ def create_client_app() -> Any:
         except FederationError:
             raise
         except Exception as error:  # Flower tells the server what an exception says
-            raise FederationError("the site did not answer; its own log says why") from error
+            raise FederationError("the site did not reply; see the site's log") from error
 
     def forward(message: Any, context: Any) -> Any:
         state = read_context_state(context, "the state of this site")

@@ -54,7 +54,7 @@ class SiteCertificate:
         if now >= datetime.fromisoformat(self.valid_until):
             return f"its certificate has expired on {self.valid_until[:10]}"
         if now < datetime.fromisoformat(self.valid_from):
-            return f"its certificate is not yet valid, before {self.valid_from}; look at the clocks"
+            return f"its certificate is not yet valid, before {self.valid_from}; check the clocks"
         return ""
 
 
@@ -83,7 +83,7 @@ def read_document(path: Path, kind: str, names: tuple[str, ...]) -> dict[str, st
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); name the {kind}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is damaged, or no {kind}; have it sent again") from error
+        raise DataError(f"{path} is damaged, or not a {kind}; ask for it again") from error
     expected = {"kind", *names}
     if (
         not isinstance(words, dict)
@@ -91,7 +91,7 @@ def read_document(path: Path, kind: str, names: tuple[str, ...]) -> dict[str, st
         or words["kind"] != kind
         or not all(isinstance(field_value, str) for field_value in words.values())
     ):
-        raise DataError(f"{path} is no {kind} of this version of fedvlm; have it made again")
+        raise DataError(f"{path} is not a valid {kind} of this version of fedvlm; ask for a new one")
     return words
 
 
@@ -151,7 +151,7 @@ def current_certificate(server: Path, site: str) -> SiteCertificate:
         raise SettingsError(f"{site} has no certificate at this server, or its key was revoked")
     certificate = read_certificate(path, Signer(server / "signing.key").public)
     if certificate.site != site:
-        raise DataError(f"{path} is the certificate of {certificate.site}; give the file its name back")
+        raise DataError(f"{path} is the certificate of {certificate.site}; rename the file back")
     return certificate
 
 
@@ -185,12 +185,11 @@ def read_own_certificate(folder: Path) -> SiteCertificate:
     certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
     if certificate.key.encode() != Signer(folder / "key").public:
         raise SettingsError(
-            f"{folder / CERTIFICATE_FILE} is of another key than {folder / 'key'}; take the newest that the server "
+            f"{folder / CERTIFICATE_FILE} is for another key than {folder / 'key'}; use the newest that the server "
             f"sent: fedvlm deploy accept {folder} FILE"
         )
     if certificate.invalid_reason:
         raise FederationError(
-            f"site {certificate.site}: {certificate.invalid_reason}; make a request for a new one: fedvlm deploy renew "
-            f"{folder}"
+            f"site {certificate.site}: {certificate.invalid_reason}; request a new one: fedvlm deploy renew {folder}"
         )
     return certificate

@@ -109,7 +109,7 @@ def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> 
             f"{folder} is the folder of {certificate.site} and its server; for another name or federation take another "
             f"folder, for a new key say fedvlm deploy renew {folder}"
         )
-    # An old key that has expired vouches for nobody: the server's people begin anew.
+    # An old key that has expired endorses nothing: the server's people compare the fingerprint again.
     return (
         certificate.federation,
         certificate.site,
@@ -142,7 +142,7 @@ def read_request(kit: ServerKit, path: Path) -> JoinRequest:
     check_name(request.site)
     if (server / ENDED_FOLDER / _archive_name(request.key)).exists():
         raise FederationError(
-            f"the key of {path} was revoked or replaced, and does not come back; have {request.site} delete its "
+            f"the key of {path} was revoked or replaced, and is never admitted again; have {request.site} delete its "
             "request and make a new one"
         )
     return replace(request, remark=_describe_request(kit, request))
@@ -154,7 +154,7 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
         certificate = find_certificate(kit.folder, name)
         if certificate and certificate.key == request.key:
             raise FederationError(
-                f"this very key was admitted as {name}, and is so once; send the site its certificate: "
+                f"this key is already admitted as {name}; send the site its certificate: "
                 f"{certificate_path(kit.folder, name)}"
             )
         if name.casefold() != request.site.casefold():
@@ -165,7 +165,7 @@ def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
             and not certificate.invalid_reason
             and _is_endorsed(request, certificate)
         ):
-            return f"{name} renews its key; the old one ends"
+            return f"{name} renews its key; the old one is revoked"
         raise FederationError(
             f"the name {name} is taken by another key, which did not sign this request; if {name} itself has lost its "
             f"key or let it expire, end that: fedvlm deploy revoke {kit.folder} {name!r}, and admit this after "
@@ -191,7 +191,7 @@ def admit_site(kit: ServerKit, request: JoinRequest) -> Path:
     with _admission_lock(kit):
         # The folder, or the request, may have changed since somebody compared the fingerprint.
         if read_request(kit, request.path) != request:
-            raise FederationError(f"{request.path} was changed meanwhile; begin again")
+            raise FederationError(f"{request.path} was changed meanwhile; start again")
         _archive_certificate(kit, request.site)
         issue_certificate(kit.folder, kit.address, request.site, request.key.encode())
     return certificate_path(kit.folder, request.site)
@@ -230,7 +230,7 @@ def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
     certificate = read_certificate(file, server.encode())
     if certificate.federation != _requested_federation(folder):
         raise FederationError(
-            f"{file} is of another federation than the one that {folder} asked to join; have its server send the "
+            f"{file} belongs to another federation than the one that {folder} asked to join; have its server send the "
             "certificate"
         )
     for name in (NEXT_KEY_FILE, "key"):
@@ -322,7 +322,7 @@ def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
     lines = []
     if (folder / JOIN_REQUEST_FILE).exists():
         request = read_signed_request(folder / JOIN_REQUEST_FILE)
-        remark = f"asked for; send {request.path} to the server"
+        remark = f"requested; send {request.path} to the server"
         lines.append(CertificateStatus(request.site, request.fingerprint, None, remark))
     if (folder / CERTIFICATE_FILE).exists():
         certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
@@ -332,5 +332,7 @@ def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
             )
         )
     if not lines:
-        raise SettingsError(f"{folder} is no server's folder and no site's; name one, as DIR/server or DIR/site-a")
+        raise SettingsError(
+            f"{folder} is neither a server's folder nor a site's; name one, e.g. DIR/server or DIR/site-a"
+        )
     return lines

@@ -107,7 +107,7 @@ def certificate_expiry(path: Path) -> datetime:
     try:
         return load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path} is no certificate ({error}); bring the folder back as it was") from error
+        raise SettingsError(f"{path} is not a certificate ({error}); restore the folder") from error
 
 
 def _alternative_name(host: str) -> Any:
@@ -151,7 +151,7 @@ def load_public_key(data: bytes) -> Any:
     except UnsupportedAlgorithm as error:
         raise ValueError(str(error)) from error
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp384r1":
-        raise ValueError("a key of another kind than fedvlm makes")
+        raise ValueError("a key of another type than fedvlm creates")
     if _openssh(key) != data:
         raise ValueError("more than a key")
     return key
@@ -168,7 +168,9 @@ class Signer:
         try:
             self.key: Any = load_ssh_private_key(path.read_bytes(), None)
         except (OSError, ValueError) as error:
-            raise SettingsError(f"{path} is no private key ({error}); take the folder as fedvlm wrote it") from error
+            raise SettingsError(
+                f"{path} is not a private key ({error}); restore the folder as fedvlm wrote it"
+            ) from error
 
     @property
     def public(self) -> bytes:
@@ -194,7 +196,9 @@ class Verifier:
             self.key = load_public_key(source if isinstance(source, bytes) else source.read_bytes())
         except (OSError, ValueError) as error:
             named = "this" if isinstance(source, bytes) else source
-            raise SettingsError(f"{named} is no public key ({error}); take the folder as fedvlm wrote it") from error
+            raise SettingsError(
+                f"{named} is not a public key ({error}); restore the folder as fedvlm wrote it"
+            ) from error
 
     def __call__(self, message: Message, signer: str) -> None:
         from cryptography.exceptions import InvalidSignature
@@ -207,6 +211,6 @@ class Verifier:
             self.key.verify(signature, signed, ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, ValueError) as error:
             raise FederationError(
-                f"the message is not signed by {signer} of this federation; are both folders of the same `fedvlm "
+                f"the message is not signed by {signer} of this federation; do both folders come from the same `fedvlm "
                 "deploy init`?"
             ) from error

@@ -28,26 +28,26 @@ EVENT_MESSAGES: Mapping[str, str] = {
     "down": "the server is stopped",
     "begun": "{method}, {training}: {rounds} rounds over {sites}",
     "waiting": "waiting for {sites}, {left} s more",
-    "connected": "{site} is connected: {rows} training rows",
-    "refused": "{site} takes no part: {why}",
+    "connected": "{site} is connected: {samples} training samples",
+    "refused": "{site} does not take part: {why}",
     "round": "round {round} of {rounds}: {answered} of {asked} sites{accuracy}, {kB} kB, {seconds} s",
-    "withdrew": "{site} has withdrawn; its contribution is out of {out} of {of} trainings",
-    "joined": "{site} has joined after the last round: {rows} training rows",
+    "withdrew": "{site} has withdrawn; its contribution was removed from {out} of {of} trainings",
+    "joined": "{site} has joined after the last round: {samples} training samples",
     "missing": "round {round}: {site} is missing: {why}",
     "ended": "the run is finished; its record is in {record}",
     "failed": "the run ended: {why}",
     # at a site
     "connecting": "site {site} is connecting to {address}; its certificate {until}; stop it with Ctrl-C",
-    "unreachable": "{why}; trying again every second",
-    "reached": "the server answers; waiting for a run",
+    "unreachable": "{why}; retrying every second",
+    "reached": "the server is up; waiting for a run",
     "asks": "the server asks for {method}, {rounds} rounds, and a person has to consent: fedvlm deploy consent",
-    "opened": "{method}: a training over {rows} training rows, {validation} validation rows and "
-    "{classes} classes of this site",
+    "opened": "{method}: opened a training with {samples} training and {validation} validation samples of {classes} "
+    "classes",
     "sent": "{what}: {bytes} bytes left this site ({fields})",
-    "withdrawn": "{by} has withdrawn this site; it answers no more",
+    "withdrawn": "{by} has withdrawn this site; it no longer answers requests",
     "said": "{text}",
-    "gained": "on its {rows} validation rows: {federated} right with the federation, {alone} by this site's rows alone",
-    "classifier": "its classifier is in {place}",
+    "gained": "correct on {samples} validation samples: {federated} with the federation, {alone} by this site alone",
+    "classifier": "the classifier is in {place}",
 }
 
 

@@ -68,7 +68,7 @@ def list_alarms(state: State) -> list[str]:
     if state["who"] == "server":
         ill = [name for name, site_state in state["sites"].items() if site_state["state"] in ("missing", "refused")]
         if ill and state["run"].get("state") == "running":
-            out.append(f"{len(ill)} of {len(state['sites'])} sites take no part")
+            out.append(f"{len(ill)} of {len(state['sites'])} sites do not take part")
         if state["run"].get("state") == "failed":
             out.append(f"the run failed: {state['run']['why']}"[:300])
         if not state["up"]:
@@ -184,12 +184,12 @@ def create_app(folder: Path, token: str, hosts: set[str]) -> Any:
 
 def _refusal(request: Any, token: str, hosts: set[str]) -> tuple[int, str] | None:
     if request.headers.get("host", "") not in hosts:
-        return 421, "this service is not known by that name"
+        return 421, "this service does not have that name"
     origin = request.headers.get("origin")
     if origin is not None and origin not in {f"http://{host}" for host in hosts}:
-        return 403, "another page asks"
+        return 403, "another page sent this request"
     if request.method == "POST" and origin is None:
-        return 403, "only this service's own page may answer"
+        return 403, "only the page of this service may send this"
     credentials = request.query_params.get("token") or request.headers.get("authorization", "")
     if not hmac.compare_digest(credentials.removeprefix("Bearer ").encode(), token.encode()):
         return 401, "the token is missing or wrong; use the address that the command printed"

@@ -27,7 +27,9 @@ END_STATES = {"ended", "failed"}
 
 def is_server(folder: Path) -> bool:
     if not any((folder / name).exists() for name in ("server.toml", "site.toml")):
-        raise SettingsError(f"{folder} is no server's folder and no site's; name one, as DIR/server or DIR/site-a")
+        raise SettingsError(
+            f"{folder} is neither a server's folder nor a site's; name one, e.g. DIR/server or DIR/site-a"
+        )
     return (folder / "server.toml").exists()
 
 
@@ -56,7 +58,7 @@ def server_status(folder: Path) -> State:
             run |= {"state": kind, "why": event.get("why", "")}
         if name in sites and kind in ("connected", "refused", "missing"):
             sites[name].update(state=kind, why=event.get("why", ""), time=event["time"])
-            sites[name] |= {"rows": event["rows"]} if "rows" in event else {}
+            sites[name] |= {"samples": event["samples"]} if "samples" in event else {}
     return {
         **{"who": "server", "address": kit.address, "up": is_server_up(kit), "run": run},
         **{"sites": sites, "last": history[-1] if history else None},
@@ -125,10 +127,10 @@ def format_status(state: State) -> list[str]:
             f"{run['rounds']}{', accuracy ' + accuracy if accuracy else ''} {run.get('why', '')}".rstrip()
         )
     for name, site_state in state["sites"].items():
-        rows = f", {site_state['rows']} training rows" if "rows" in site_state else ""
+        samples = f", {site_state['samples']} training samples" if "samples" in site_state else ""
         reason = f": {site_state['why']}" if site_state.get("why") else ""
         when = f" ({site_state['time']})" if "time" in site_state else ""
-        lines.append(f"  {name}: {site_state['state']}{rows}{reason}{when}")
+        lines.append(f"  {name}: {site_state['state']}{samples}{reason}{when}")
     return lines + last
 
 
@@ -209,14 +211,14 @@ def _check_versions() -> str:
 def _check_disk(folder: Path) -> str:
     free = shutil.disk_usage(folder).free
     if free < MIN_FREE_BYTES:
-        raise CheckFailed(f"{free / 1e9:.1f} GB are free at {folder}; make room, 1 GB is little")
+        raise CheckFailed(f"{free / 1e9:.1f} GB are free at {folder}; free at least 1 GB")
     return f"{free / 1e9:.0f} GB are free"
 
 
 def _check_permissions(folder: Path) -> str:
     if folder.stat().st_mode & 0o077:
-        raise CheckFailed(f"others on this machine can look into {folder}; chmod 700 {folder}")
-    return "only its owner can look into it"
+        raise CheckFailed(f"other users of this machine can read {folder}; chmod 700 {folder}")
+    return "only its owner can read it"
 
 
 def _server_checks(kit: ServerKit) -> Iterator[tuple[str, Check]]:
@@ -233,7 +235,7 @@ def _check_name(host: str) -> str:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
     except OSError as error:
         raise CheckFailed(
-            f"{host} is no name that this machine can resolve ({error}); look at DNS, or name the server by its address"
+            f"{host} cannot be resolved on this machine ({error}); check DNS, or name the server by its address"
         ) from error
     return f"{host} is {', '.join(addresses)}"
 
@@ -255,8 +257,8 @@ def _check_port(kit: ServerKit, port: int) -> str:
 
 def _check_expiry(days: int, remedy: str) -> str:
     if days < EXPIRY_WARNING_DAYS:
-        raise CheckFailed(f"it lasts {days} days more; {remedy}")
-    return f"it lasts {days} days"
+        raise CheckFailed(f"it expires in {days} days; {remedy}")
+    return f"it is valid for {days} days"
 
 
 def _check_sites(kit: ServerKit) -> str:
@@ -304,7 +306,7 @@ def _check_encoder(kit: SiteKit) -> str:
     if kit.plays:
         return "the experiment's, in a rehearsal"
     if not kit.encoder:
-        raise CheckFailed(f"none is named: fedvlm deploy site {kit.folder} --encoder NAME --data IMAGES")
+        raise CheckFailed(f"no encoder is set: fedvlm deploy site {kit.folder} --encoder NAME --data IMAGES")
     if kit.encoder.startswith("store:"):
         return kit.encoder
     encoder, _ = open_encoder_with_notes(kit.encoder, kit.access)
@@ -317,7 +319,7 @@ def _check_images(kit: SiteKit) -> str:
     if kit.plays or kit.encoder.startswith("store:"):
         return "none of its own to read"
     if not kit.data:
-        raise CheckFailed(f"none are named: fedvlm deploy site {kit.folder} --data IMAGES --encoder NAME")
+        raise CheckFailed(f"no images are set: fedvlm deploy site {kit.folder} --data IMAGES --encoder NAME")
     dataset = open_data(kit.data, kit.source)
     return f"{len(dataset.labels)} images of {len(dataset.classes)} classes: " + ", ".join(dataset.classes[:8])
 

@@ -85,7 +85,7 @@ class RemoteEngine(FlowerEngine):
     def unseal(self, message: Message, id: str, context: str) -> Message:
         name = str(message.header.get("client"))
         if name not in self.kit.sites:
-            raise FederationError(f"{context}: {name[:80]!r} is no site of this federation")
+            raise FederationError(f"{context}: {name[:80]!r} is not a site of this federation")
         if reason := self.exclusion_reason(name):
             raise FederationError(f"{context}: {reason}")
         try:
@@ -127,14 +127,13 @@ class RemoteEngine(FlowerEngine):
         check_reply(message, request.header)
         check_arrays(message)
         if message.header["releases"] > message.header["round"] + MAX_LOST_UPLOADS:
-            raise FederationError("it says that more of its uploads have left than can have")
+            raise FederationError("it reports more uploads than it can have sent")
         counts, scores = self.counts[id], message.header["scores"]
         held = counts["validation"] or counts["train"]
         for part, expected in (("validation", held), ("test", counts["test"])):
             if scores[f"{part}_rows"] not in (0, expected):
                 raise FederationError(
-                    f"it says it has {scores[f'{part}_rows']} {part} rows, and said {expected} when it opened the "
-                    "training"
+                    f"it reports {scores[f'{part}_rows']} {part} samples, but {expected} when it opened the training"
                 )
 
     def wait_for_sites(self) -> None:
@@ -213,7 +212,7 @@ class RemoteEngine(FlowerEngine):
         self.sites[name] = SiteOpening(header, first, values.get("text"))
         self.counts[name] = dict(header["samples"])
         self.rows[name] = self.counts[name]["train"]
-        self.log_event("connected", site=name, rows=self.rows[name])
+        self.log_event("connected", site=name, samples=self.rows[name])
 
     def check_opening(self, message: Message, request: Message) -> None:
         """Check what a single site can get wrong; differences between sites are checked later."""
@@ -223,17 +222,17 @@ class RemoteEngine(FlowerEngine):
         if header["opened"] != self.training or (expected_classes and header["classes"] != expected_classes):
             raise FederationError("it opened another training, or with other classes")
         if not header["scale"] > 0 or not header["classes"]:
-            raise FederationError("the scale of its encoder, or its list of classes, does not fit")
+            raise FederationError("the scale of its encoder, or its list of classes, is invalid")
         shape = (len(header["classes"]), header["dim"])
         for key, value in message.arrays.items():
             if not (key.startswith("shared/") or (key == "text" and value.shape == shape)):
-                raise FederationError("it sends tensors that no opening has")
+                raise FederationError("it sends tensors that do not belong to an opening")
         for part in SPLITS:
             check_sample_count(header["samples"][part], self.channel, "it")
         if self.kit.max_samples and header["samples"]["train"] > self.kit.max_samples:
             raise FederationError(
-                f"it says it has {header['rows']['train']} training rows; server.toml believes {self.kit.max_samples} "
-                "at most"
+                f"it reports {header['samples']['train']} training samples, but server.toml allows "
+                f"{self.kit.max_samples} at most"
             )
 
     def describe_difference(self, first: str, name: str) -> str | None:
@@ -246,7 +245,7 @@ class RemoteEngine(FlowerEngine):
             if not _is_close(first_value, theirs):
                 return (
                     f"sites {first} and {name} do not have the same {key}: {str(first_value)[:80]!r} and "
-                    f"{str(theirs)[:80]!r}; all sites need the same, to the fingerprint"
+                    f"{str(theirs)[:80]!r}; all sites need the same encoder and classes"
                 )
         first_value, theirs = (_clamped({**site.first, **site.texts}) for site in (first_site, second_site))
         if (

@@ -53,14 +53,14 @@ def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Cal
             if "pending" in status and looked - started > MAX_PENDING_SECONDS:
                 run_flwr(kit, "stop", id, CONNECTION_NAME)
                 raise FederationError(
-                    f"the server has not begun the run in {MAX_PENDING_SECONDS:g} s; stop it and start it again, and "
-                    f"see {log}"
+                    f"the server has not started the run within {MAX_PENDING_SECONDS:g} s; restart the server, and see "
+                    f"{log}"
                 )
             if not any(word in status for word in ACTIVE_STATUSES):
                 sleep(1.0)
                 if not done() and not (kit.folder / ERROR_FILE).exists():
                     raise FederationError(
-                        f"the run ended without a result ({status}); run the same command again to go on, and see {log}"
+                        f"the run ended without a result ({status}); repeat the command to resume, and see {log}"
                     )
         sleep(0.2)
     on_poll()
@@ -74,11 +74,11 @@ def _run_status(kit: ServerKit, id: str) -> str:
             return str(listed["runs"][0].get("status")) if listed["runs"] else "unknown"
         if not is_server_up(kit):
             raise FederationError(
-                f"the server at {kit.address} does not answer any more; start it: fedvlm deploy server {kit.folder}, "
-                "and run the same command again to go on"
+                f"the server at {kit.address} no longer answers; start it: fedvlm deploy server {kit.folder}, and "
+                "repeat the command to resume"
             )
     reason = str(listed.get("error-message", listed)).strip()
-    raise FederationError(f"the server does not say how the run is: {reason}")
+    raise FederationError(f"the server does not report the state of the run: {reason}")
 
 
 FLOWER_APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
@@ -241,7 +241,7 @@ def describe_absences(result: Result) -> list[str]:
         for name, reason in line.get("missing", {}).items():
             reasons.setdefault(name, []).append(reason.strip().splitlines()[-1])
     return [
-        f"{name} took no part in {len(whys)} of {len(lines)} rounds; the last time because: {whys[-1]}"
+        f"{name} was missing in {len(whys)} of {len(lines)} rounds; the last reason: {whys[-1]}"
         for name, whys in sorted(reasons.items())
     ]
 
@@ -284,8 +284,8 @@ def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rul
     ids = list(prepare(settings, rows, settings.seeds[0]).partition.clients)
     if len(ids) > 32:
         raise SettingsError(
-            f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; 32 is the most: set a "
-            "smaller clients.count"
+            f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; at most 32 are "
+            "allowed: set a smaller clients.count"
         )
     create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
     for id in ids:

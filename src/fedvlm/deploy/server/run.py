@@ -101,8 +101,8 @@ class FederatedTuning:
                 if over:
                     name, reason = min(over.items())
                     raise FederationError(
-                        f"the race for {', '.join(self.settings.tune)} does not begin; {name}: {reason}; leave tune "
-                        "out, or take fewer rounds"
+                        f"tuning of {', '.join(self.settings.tune)} does not start; {name}: {reason}; leave tune out, "
+                        "or set fewer rounds"
                     )
                 self.engines[place, training.name] = engine
 
@@ -136,8 +136,8 @@ class FederatedTuning:
         validation_accuracy = metrics.mean_accuracy(scores, judges, "validation")
         if validation_accuracy is None:
             raise FederationError(
-                f"tune = {list(self.settings.tune)}: no site tells its hits on validation rows (its policy's "
-                "`scores`), so nothing can be chosen by them; leave tune out"
+                f"tune = {list(self.settings.tune)}: no site reports its correct validation samples (`scores` of its "
+                "policy), so nothing can be chosen by them; leave tune out"
             )
         return validation_accuracy
 
@@ -179,18 +179,18 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
         tune.check_tunable(settings)
     if settings.method.traits.privacy.centralised or settings.centralised:
         raise SettingsError(
-            f"{settings.method.name} is not federated: it takes all clients' rows in one place, which only a "
-            "simulation has; choose another method, as 'auto' or 'alone'"
+            f"{settings.method.name} is not federated: it needs all clients' samples in one place, which only a "
+            "simulation has; choose another method, e.g. 'auto' or 'alone'"
         )
     if settings.attack != "none":
         raise SettingsError(f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run")
     if settings.device != "cpu":
         raise SettingsError(
-            f"device = {settings.device!r} is for simulations: what a site computes on is its own affair; leave it out"
+            f"device = {settings.device!r} is for simulations: each site chooses its own device; leave it out"
         )
     if settings.protocol == BaseToNew.name:
         raise SettingsError(
-            f"protocol = {settings.protocol!r} is for simulations: it leaves classes of the sites out; take 'own-test'"
+            f"protocol = {settings.protocol!r} is for simulations: it leaves out classes of the sites; use 'own-test'"
         )
     check_secagg(settings.channel, settings.method)
     if not kit.rehearsal and "classes" not in settings.source:
@@ -201,7 +201,7 @@ def check_deployable(kit: ServerKit, settings: Settings) -> None:
     wants = contract.has_reference(settings.method) and not kit.rehearsal
     if wants and not (kit.folder / REFERENCE_FILE).exists():
         raise DataError(
-            f"the method {settings.method.name} needs public reference rows, and there is no "
+            f"the method {settings.method.name} needs public reference samples, and there is no "
             f"{kit.folder / REFERENCE_FILE}; make it: fedvlm deploy reference {kit.folder} --data IMAGES --encoder "
             "ENCODER"
         )
@@ -212,13 +212,11 @@ def describe_bound(settings: Settings) -> str:
     channel = with_deployment_bound(settings.channel, settings.method)
     if channel.bound == "median":
         return (
-            "changes longer than twice the round's median are shortened, and rows above four times the median do not "
+            "changes above twice the round's median are shortened, and samples above four times the median do not "
             "count (channel.bound)"
         )
     if channel.secure:
-        return (
-            f"only channel.clip = {channel.clip} bounds a change, at its site: in a secure sum nobody sees single ones"
-        )
+        return f"only channel.clip = {channel.clip} bounds a change, at its site: the server sees no single upload"
     if channel.bound:
         return f"changes of a norm above {channel.bound} are refused (channel.bound)"
     return f"nothing bounds a change: {settings.method.name} aggregates single uploads in its own way"
@@ -345,8 +343,8 @@ class DeployedRun:
         view = "patches" if "patches" in settings.method.traits.needs else "image"
         if view not in values:
             raise DataError(
-                f"{self.kit.folder / REFERENCE_FILE} has no {view} rows, which {settings.method.name} works on; make "
-                "it again: fedvlm deploy reference"
+                f"{self.kit.folder / REFERENCE_FILE} has no {view} embeddings, which {settings.method.name} works on; "
+                "make it again: fedvlm deploy reference"
             )
         return {"reference": values[view]}
 
@@ -360,14 +358,14 @@ def with_rules(kit: ServerKit, rules: Mapping[str, Any]) -> ServerKit:
     return replace(kit, **check_settings("the run", rules, ServerKit, excluded=fixed_fields))
 
 
-STOPPED_MESSAGE = "it was stopped, or the server was; run the same command again to go on"
+STOPPED_MESSAGE = "it was stopped, or the server was; repeat the command to resume"
 
 
 def run_request(grid: Any, folder: Path, id: str = "") -> None:
     """Carry out the request in the server's folder as the ServerApp, and write down why it failed if it did."""
     request, log_event = read_json(folder / RUN_REQUEST_FILE), EventLog(folder)
     if request.get("id", "") != id:  # as if this process began late; it would get in the way
-        raise FederationError("another run was asked for before this one began; ask for it again")
+        raise FederationError("another run was requested before this one started; request it again")
 
     def report_failure(reason: str, full_text: str) -> None:
         log_event("failed", why=reason)
@@ -431,7 +429,7 @@ class LateJoin:
     def join_training(self, settings: Settings, training: Training, seed: int) -> Mapping[str, Any]:
         record, method, name = self.run.record, settings.method, file_name(training, seed)
         if finished_scores(record, name) is None:
-            raise SettingsError(f"{record.folder} is not finished; go on with it: fedvlm deploy run")
+            raise SettingsError(f"{record.folder} is not finished; resume it: fedvlm deploy run")
         engine = self.run.open_training(settings, training, seed)
         self.check_compatible(engine)
         sent = method.send(record.outcome(training.name, seed)[0], self.site)
@@ -441,7 +439,7 @@ class LateJoin:
         took = [line["round"] + 1 for line in lines if self.site in line["clients"]]
         task = Task(self.site, sent, RemoteState(max(took, default=0)), True)
         answers = engine.adapt(method.rounds, [task])
-        self.run.log_event("joined", site=self.site, rows=engine.rows[self.site], training=name)
+        self.run.log_event("joined", site=self.site, samples=engine.rows[self.site], training=name)
         return answers.replies[self.site].scores
 
     def check_compatible(self, engine: RemoteEngine) -> None:
@@ -470,7 +468,7 @@ def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventL
         raise SettingsError(f"{site} has no certificate at this server; admit it first")
     record = Record(out)
     if record.result() is None:
-        raise SettingsError(f"{out} is no finished run; go on with it: fedvlm deploy run")
+        raise SettingsError(f"{out} is not a finished run; resume it: fedvlm deploy run")
     alone = replace(kit, sites=(site,), quorum=1.0)
     settings = build(record.manifest["identity"])
     other_nodes = {node for name, node in known_nodes(kit).items() if name != site}

@@ -27,9 +27,9 @@ WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and
 def give_consent(folder: str | Path, by: str, methods: Sequence[str] = (), days: float = 1.0) -> datetime:
     """Record that a person agrees to rounds of these methods (none: all) for some days from now."""
     if not by.strip():
-        raise SettingsError("nobody is named; say who consents, as --by 'A. Person'")
+        raise SettingsError("nobody is named; name who consents, e.g. --by 'A. Person'")
     if not days > 0:
-        raise SettingsError(f"days = {days}; consent lasts for more than 0 days")
+        raise SettingsError(f"days must be above 0, got {days}")
     now = datetime.now(UTC)
     until = now + timedelta(days=days)
     consent = {
@@ -50,7 +50,7 @@ def withdraw_consent(folder: str | Path) -> None:
 def refuse_consent(folder: str | Path, by: str, reason: str) -> None:
     """Record that a person refuses; the server learns that, and not why."""
     if not by.strip():
-        raise SettingsError("nobody is named; say who refuses, as --by 'A. Person'")
+        raise SettingsError("nobody is named; name who refuses, e.g. --by 'A. Person'")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     refusal = {"by": by, "refused": now, "reason": reason}
     write_file(Path(folder) / CONSENT_FILE, json.dumps(refusal, indent=1, ensure_ascii=False).encode())
@@ -93,24 +93,24 @@ class Protection(Protocol):
 @dataclass(frozen=True)
 class Policy:
     methods: tuple[str, ...] = ()  # the methods that may run here; none unless they are named
-    # statistics of a class of fewer training rows stay here
+    # statistics of a class with fewer training samples stay here
     min_class_samples: int = ranged_field(16, NON_NEGATIVE)
     min_samples: int = ranged_field(16, NON_NEGATIVE)  # with fewer training rows nothing is trained
     # training rows that are used at most, drawn by the site; 0: all
     max_samples: int = ranged_field(0, NON_NEGATIVE)
-    server_divides: bool = False  # the server may say shots, ratios and the seed of the division
-    max_upload_bytes: int = ranged_field(50_000_000, NON_NEGATIVE)  # bytes of one message to the server; 0: any
-    # the channel must clip to this norm or a smaller one; 0: it need not clip
+    server_divides: bool = False  # the server may choose shots, ratios and the seed of the partition
+    max_upload_bytes: int = ranged_field(50_000_000, NON_NEGATIVE)  # maximum bytes of one message to the server; 0: any
+    # the channel must clip to this norm or less; 0: it need not clip
     clip: float = ranged_field(0.0, NON_NEGATIVE)
-    noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be this or more
-    epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # ε of all that leaves, in total; 0: not limited
+    noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be at least this
+    epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # total ε of all uploads; 0: not limited
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
     secure: bool = False  # uploads leave in a secure sum only
     scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
     trainings: int = ranged_field(100, NON_NEGATIVE)  # that may be opened, in total
     rounds: int = ranged_field(500, NON_NEGATIVE)  # that are answered, per training
     all_rounds: int = ranged_field(10_000, NON_NEGATIVE)  # likewise in total
-    measures: int = ranged_field(600, NON_NEGATIVE)  # answers of scores alone, per training
+    measures: int = ranged_field(600, NON_NEGATIVE)  # maximum of replies with scores alone, per training
     consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
 
     def admit(self, folder: str | Path, method: Method, channel: Protection, labels: NDArray[np.int64]) -> None:
@@ -124,14 +124,14 @@ class Policy:
         if self.clip and not 0 < channel.clip <= self.clip:
             raise RequestRefused(
                 "clip",
-                f"channel.clip = {channel.clip:g}, but this site wants its change clipped to {self.clip:g} or less",
+                f"channel.clip must be above 0 and at most {self.clip:g}, got {channel.clip:g}",
                 most=self.clip,
             )
         if channel.noise_multiplier < self.noise_multiplier:
             raise RequestRefused(
                 "noise",
-                f"channel.noise_multiplier = {channel.noise_multiplier:g}, but this site wants "
-                f"{self.noise_multiplier:g} or more",
+                f"channel.noise_multiplier must be at least {self.noise_multiplier:g}, "
+                f"got {channel.noise_multiplier:g}",
                 least=self.noise_multiplier,
             )
         if self.secure and not channel.secure:
@@ -212,54 +212,57 @@ def current_policy(folder: str | Path) -> Policy:
 RULE_TEXTS = {
     "methods": (
         "methods that may run here",
-        'a method sends what it sends; name those you have read about. ["*"] is all of them',
+        'each method uploads something else; list those you know. ["*"] allows all',
     ),
     "min_class_samples": (
-        "statistics of a class of fewer training rows stay here",
+        "statistics of a class with fewer training samples stay here",
         "the mean of few images is nearly the images themselves",
     ),
     "min_samples": (
-        "with fewer training rows than this nothing is trained",
-        "a model of a handful of rows tells which they were",
+        "with fewer training samples than this nothing is trained",
+        "a model of a handful of samples reveals them",
     ),
-    "max_samples": ("training rows that are used at most, drawn here; 0: all", "what is not used cannot leave"),
+    "max_samples": ("maximum of training samples that are used, drawn here; 0: all", "what is not used cannot leave"),
     "server_divides": (
-        "the server may say shots, ratios and the seed of the division",
-        "two trainings that differ by one row tell that row",
+        "the server may choose shots, ratios and the seed of the partition",
+        "two trainings that differ by one sample reveal it",
     ),
     "max_upload_bytes": (
-        "bytes of one message to the server; 0: any",
+        "maximum bytes of one message to the server; 0: any",
         "a large message can hold the data; heads, prompts and statistics are small",
     ),
     "clip": (
-        "the channel must clip to this norm or a smaller one; 0: it need not",
-        "one site's change is bounded, and noise counts for something",
+        "the channel must clip to this norm or less; 0: it need not",
+        "clipping bounds one site's change, so that noise can hide it",
     ),
     "noise_multiplier": (
-        "the channel's noise multiplier must be this or more",
-        "with noise nobody can be sure whether a row was there",
+        "the channel's noise multiplier must be at least this",
+        "with noise nobody can be sure whether a sample was used",
     ),
     "epsilon": (
-        "ε of all that leaves, in total; 0: not limited",
-        "noise is used up by asking often; above it no upload leaves",
+        "total ε of all uploads; 0: not limited",
+        "repeated requests use the noise up; above the limit no upload leaves",
     ),
-    "delta": ("δ at which ε is counted", "the chance that the promise of ε does not hold"),
+    "delta": ("δ at which ε is counted", "the probability that the bound ε does not hold"),
     "secure": (
-        "uploads leave in a secure sum only",
-        "the server sees what all sites say together, and not what this one says",
+        "uploads leave only in a secure sum",
+        "the server sees the sum of all uploads, and not this site's",
     ),
     "scores": (
-        'what is told of how well it works here: "exact", "coarse" or "none"',
-        "exact losses of heads that a server makes up tell of rows; beside noise they are not told",
+        'how exactly scores are reported: "exact", "coarse" or "none"',
+        "exact losses of heads that a server makes up reveal samples; with noise they are not reported",
     ),
-    "trainings": ("trainings that may be opened, in total", "each tells a little more"),
-    "rounds": ("rounds that are answered, per training", "each tells a little more"),
-    "all_rounds": ("rounds that are answered, in total", "each tells a little more"),
+    "trainings": ("maximum of trainings, in total", "each reveals a little more"),
+    "rounds": ("maximum of rounds, per training", "each reveals a little more"),
+    "all_rounds": ("maximum of rounds, in total", "each reveals a little more"),
     "measures": (
-        "answers of scores alone, per training",
-        "a server could ask for the loss of any head, as often as it likes",
+        "maximum of replies with scores alone, per training",
+        "a server could request the loss of any head, as often as it likes",
     ),
-    "consent": ("no round starts without a person's consent (fedvlm deploy consent)", "somebody knows that it happens"),
+    "consent": (
+        "no round starts without a person's consent (fedvlm deploy consent)",
+        "somebody at the site knows of each training",
+    ),
 }
 
 
@@ -282,9 +285,9 @@ def explain_policy(policy: Policy) -> list[str]:
         usual = "" if name == "methods" or value == getattr(Policy(), name) else " (not the usual)"
         out.append(f"{name} = {_yes_no(value)}{usual}: {meaning}.\n    Why: {benefit}.")
     if policy.score_detail == "none":
-        out.append("No scores of this site's rows are told.")
+        out.append("No scores of this site are reported.")
     else:
-        out.append(f"Scores of this site's rows are told, {policy.score_detail}.")
+        out.append(f"Scores of this site are reported: {policy.score_detail}.")
     return out
 
 

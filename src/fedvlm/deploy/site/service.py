@@ -212,7 +212,7 @@ class Site:
         """Log which classes are too small to upload; the server is not told."""
         names = [site_training.world.frozen.classes[i] for i in policy.small_classes(site_training.labels)]
         if names and isinstance(site_training.world.method, ClassStatistics):
-            self.log_text(f"of these classes there are few rows; nothing leaves: {', '.join(names)}")
+            self.log_text(f"these classes have too few samples, so nothing of them is uploaded: {', '.join(names)}")
 
     def _load_training(self, key: str, policy: Policy) -> ClientTraining:
         """Return an opened training; after a restart, load it from its folder."""
@@ -244,14 +244,14 @@ class Site:
         try:
             self._save_classifier(training, sent, local)
         except Exception:
-            self.log_text(f"its classifier cannot be kept:\n{traceback.format_exc()}")
+            self.log_text(f"the classifier cannot be saved:\n{traceback.format_exc()}")
 
     def _save_classifier(self, training: ClientTraining, sent: Tensors, local: Tensors) -> None:
         site_training, world = self.site_trainings[training.key], training.world
         place = self.kit.folder / "classifiers" / slug(site_training.title)
         # A classifier sends what it holds once more: most methods send all of it, as it is.
         if tensors.max_relative_difference(sent, world.method.send(sent, training.id)) > 0:
-            self.log_text(f"{world.method.name} sends each client tensors of its own; none is kept")
+            self.log_text(f"{world.method.name} sends each client its own tensors; no classifier is saved")
             return
         calibrated = calibration(world, sent, local, training.id)
         classifier = Personalised(
@@ -269,7 +269,7 @@ def _check_same_encoder(stored_spec: Mapping[str, Any], site_training: SiteTrain
         raise ReportedError(
             "encoder",
             f"this site began this training with the encoder {stored_spec['encoder']}, and now has "
-            f"{site_training.encoder}; give it the first one again, or start another experiment",
+            f"{site_training.encoder}; use the first one again, or start another experiment",
         )
 
 
@@ -309,7 +309,7 @@ def serve_site(kit: SiteKit, print_line: PrintLine, stop: Event | None = None) -
                 except TimeoutError:
                     continue
                 except OSError as error:  # as when no file can be opened for a while
-                    log_event("said", text=f"a request was not taken ({error})")
+                    log_event("said", text=f"a request was not accepted ({error})")
                     stop.wait(0.5)
                     continue
                 with stream:
@@ -364,10 +364,10 @@ def describe_supernode_exit(kit: SiteKit, node: Process) -> str:
     if node.killed:
         causes.append(f"its SuperNode was ended by {node.killed}")
     if causes:
-        return f"site {kit.name} stopped, for {causes[0]}; start it again. Flower says:\n{log_tail}"
+        return f"site {kit.name} stopped: {causes[0]}; start it again. Flower says:\n{log_tail}"
     return (
-        f"site {kit.name} is not let in at {kit.address}, or no longer; either its key is not known there, because it "
-        "was revoked or renewed, has expired, or is of another federation (ask the server's people, who see it by "
-        "`fedvlm deploy keys`), or a copy of the kit is connected (or was, a minute ago), or the server has a new "
-        f"database (start the site again). Flower says:\n{log_tail}"
+        f"site {kit.name} is not admitted at {kit.address}; either its key is not known there, because it was revoked "
+        "or renewed, has expired, or is of another federation (ask the server's people, who see it by `fedvlm deploy "
+        "keys`), or a copy of the kit is connected (or was, a minute ago), or the server has a new database (start the "
+        f"site again). Flower says:\n{log_tail}"
     )

@@ -102,7 +102,7 @@ def _replace_member(prepared: Prepared, id: str, member: ClientSplit) -> Prepare
 def _check_plays(prepared: Prepared, plays: str) -> None:
     members = prepared.partition.clients
     if plays not in members:
-        raise SettingsError(f"plays = {plays!r} is no client of this experiment; it has {join_names(list(members))}")
+        raise SettingsError(f"plays = {plays!r} is not a client of this experiment; it has {join_names(list(members))}")
 
 
 def with_reference(world: World, reference: Tensor | None) -> World:
@@ -111,12 +111,12 @@ def with_reference(world: World, reference: Tensor | None) -> World:
         return world
     if reference is None:
         raise FederationError(
-            f"the method {world.method.name} needs reference rows, and the server sent none; the server's folder must "
-            "hold them: fedvlm deploy reference"
+            f"the method {world.method.name} needs reference samples, and the server sent none; the server's folder "
+            "must hold them: fedvlm deploy reference"
         )
     if not isinstance(world.x, Tensor) or reference.shape[1:] != world.x.shape[1:]:
         raise FederationError(
-            f"the server's reference rows are of shape {tuple(reference.shape[1:])}, this site's of "
+            f"the server's reference samples have shape {tuple(reference.shape[1:])}, this site's "
             f"{tuple(world.x.shape[1:])}; make the reference with the same encoder"
         )
     rows = len(world.x)
@@ -136,7 +136,7 @@ def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> 
     """Embed the site's own data by its own encoder, under the experiment's classes."""
     settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
     if not kit.data and not kit.encoder.startswith("store:"):
-        raise SettingsError(f"site {kit.name} has no data; name it, as --data IMAGES")
+        raise SettingsError(f"site {kit.name} has no data; name it, e.g. --data IMAGES")
     if kit.encoder.startswith("store:"):
         alone = replace(settings, encoder=kit.encoder, source=kit.source, smoke=False)
         return align_stored_classes(load(alone, ignore_progress)[0], classes, kit.name)
@@ -155,7 +155,7 @@ def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str)
     if strange := [dataset.classes[i] for i in np.flatnonzero(number < 0).tolist()]:
         raise ReportedError(
             "classes",
-            f"site {site} has images of {strange[0]!r}, which is no class of this experiment; its classes are "
+            f"site {site} has images of {strange[0]!r}, which is not a class of this experiment; its classes are "
             f"{join_names(classes)}",
             count=len(strange),
         )
@@ -192,7 +192,7 @@ def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -
 
 def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> dict[str, Any]:
     """Count correct validation samples of the federated classifier and of one trained on own samples alone."""
-    scores = {"rows": measured["validation_rows"], "federated": measured["validation_hits"]}
+    scores = {"samples": measured["validation_rows"], "federated": measured["validation_hits"]}
     if tuple(world.x.shape[1:]) != (world.frozen.dim,):
         return {**scores, "alone": "?"}  # its rows are patches or pixels, and a probe has none
     probe = replace(world, method=make("alone"))

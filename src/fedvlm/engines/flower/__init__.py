@@ -102,6 +102,6 @@ def import_flower() -> Any:
 
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC_NAMES:
-        raise AttributeError(f"fedvlm takes nothing called {name!r} from Flower")
+        raise AttributeError(f"fedvlm does not use {name!r} of Flower")
     import_flower()
     return getattr(import_module(PUBLIC_NAMES[name]), name)

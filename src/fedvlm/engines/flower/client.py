@@ -118,14 +118,14 @@ class TrainingHandler:
         header = message.header
         training = self.trainings.get(header["training"])
         if training is None:
-            raise FederationError(f"the training {header['training']} is not open here; the server opens it first")
+            raise FederationError(f"the training {header['training']} is not open here; the server must open it first")
         world, id, number, version = training.world, training.id, header["round"], header["version"]
         held = training.read(state, version)
         initial_local = tensors.copy(world.method.init(world.frozen)[1])
         if version and version not in held:
             raise LostLocalError(
-                f"{error_context(world, number, id)}: the server goes on from local tensors of version {version}, but "
-                f"this client has {sorted(held) or 'none'}; bring its folder of personal state back, or run the "
+                f"{error_context(world, number, id)}: the server continues from local tensors of version {version}, "
+                f"but this client has {sorted(held) or 'none'}; bring its folder of personal state back, or run the "
                 "experiment again from the start"
             )
         sent = to_tensors(message.arrays)
@@ -174,7 +174,7 @@ def sum_weight(world: World, id: str, header: Mapping[str, Any]) -> float:
     if not 0 < rows <= header["largest"]:
         raise FederationError(
             f"{error_context(world, header['round'], id)}: the server says that no client has more than "
-            f"{header['largest']} rows, but this one has {rows}; it runs another version"
+            f"{header['largest']} samples, but this one has {rows}; it runs another version"
         )
     return float(rows / header["largest"])
 

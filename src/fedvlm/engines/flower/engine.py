@@ -139,7 +139,7 @@ class FlowerEngine:
         messages = [self._message(sealed[id], self.nodes[id], number) for id in connected]
         for id, sent in zip(connected, self.grid.push_messages(messages), strict=True):
             if sent is None:
-                self.missing[id] = "the server's SuperLink did not take the message"
+                self.missing[id] = "the server's SuperLink did not accept the message"
             else:
                 pending[sent] = (id, sealed[id])
         replies: dict[str, Message] = {}
@@ -228,7 +228,7 @@ class FlowerEngine:
             if message.header.get(key) != request.header[key]:
                 raise FederationError(
                     f"{context}: the reply is to another request (its {key} is {str(message.header.get(key))[:80]!r}, "
-                    f"not {request.header[key]!r}); it is left out"
+                    f"not {request.header[key]!r}); it is ignored"
                 )
         if message.header.get("client") != id and request.header["kind"] != "open":
             raise FederationError(f"{context}: the reply is another client's")
@@ -246,7 +246,7 @@ class FlowerEngine:
         except FederationError as error:
             self.missing[id] = str(error)
         except Exception as error:
-            reason = f"its reply cannot be used ({type(error).__name__}); it is left out"
+            reason = f"its reply cannot be used ({type(error).__name__}); it is ignored"
             self.missing[id] = f"{_describe_request(id, request)}: {reason}"
 
     def _required_replies(self, n_clients: int) -> int:

@@ -54,7 +54,7 @@ def seal(message: Message) -> Message:
 def unseal(message: Message, context: str) -> Message:
     """Refuse a message that differs by a bit from the sealed one."""
     if message.header.get("checksum") != checksum(message):
-        raise FederationError(f"{context}: the message is damaged, its checksum does not fit; it is left out")
+        raise FederationError(f"{context}: the message is damaged, its checksum is wrong; it is ignored")
     return message
 
 
@@ -78,7 +78,7 @@ def from_records(records: Any, context: str) -> Message:
             raise TypeError("its words are no table")
     except Exception as error:  # whatever the bytes of a stranger make numpy or JSON raise
         raise FederationError(
-            f"{context}: the message cannot be read ({type(error).__name__}: {error}); it is left out"
+            f"{context}: the message cannot be read ({type(error).__name__}: {error}); it is ignored"
         ) from error
     return message
 
@@ -120,5 +120,5 @@ def from_bytes(data: bytes) -> Message:
     header, names = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["header"])
     arrays = load(data)  # in an order of its own
     if sorted(names) != sorted(arrays):
-        raise FederationError("the names of its arrays are not those it holds")
+        raise FederationError("the names of its arrays do not match its header")
     return Message(header, {name: arrays[name] for name in names})

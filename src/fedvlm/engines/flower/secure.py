@@ -67,7 +67,7 @@ def mask_upload(message: Any, context: Any, call_next: Callable[[Any, Any], Any]
     if not staged and REQUEST not in message.content:
         return call_next(message, context)
     if not staged or message.metadata.message_type != "train":  # Flower would not mask these
-        raise _refusal("the upload was asked for outside the stage that masks it")
+        raise _refusal("the upload was requested outside the stage that masks it")
     app = import_flower()
     config = dict(message.content[STAGE])
     state = dict(context.state.config_records.get(STATE, {}))
@@ -172,7 +172,7 @@ def wrap_reply(reply: Message, hidden: bool) -> Any:
     app = import_flower()
     if not hidden:
         if reply.header.get("masked"):  # whatever the server asks: this site's upload goes masked
-            raise FederationError("the upload of a secure sum was asked for without a mask")
+            raise FederationError("the upload of a secure sum was requested without a mask")
         return to_records(reply)
     if "error" in reply.header:  # raised, because it must not enter the sum
         raise FederationError(json.dumps(reply.header["error"]))
@@ -244,7 +244,7 @@ class SecureExchange:
     def failure_reason(self, node: int) -> str:
         """Return why a site is missing in the sum."""
         if node in self.answered:
-            return "it stayed, but too few others did for the masks to be lifted"
+            return "it stayed, but too few others did to lift the masks"
         return self.failures.get(node, "it did not stay to the end of the sum")
 
 
