@@ -73,7 +73,8 @@ class FENS(PromptSettings):
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         if "prompts" not in shared:
-            prompts = torch.stack([upload["prompt"] for upload in uploads])
+            in_order = sorted(range(len(ids)), key=ids.__getitem__)  # the network has a place for each client
+            prompts = torch.stack([uploads[place]["prompt"] for place in in_order])
             seed, classes = shared["origin"].tolist()
             return {"prompts": prompts, **initial_network(len(uploads), classes, self.units, seed)}
         network = {key: shared[key] for key in NETWORK}
