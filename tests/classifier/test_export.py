@@ -62,7 +62,7 @@ def test_the_card_says_what_it_is_and_what_not_to_expect(runs, tmp_path):
     card = (tmp_path / "c" / "README.md").read_text()
     for words in (result.manifest["encoder"], "blue, red", "`lr` | 0.05", "site-0", ONNX_FILE):
         assert words in card
-    assert "treat the\nfolder as you treat the rows" in card
+    assert "protect the\nfolder as you protect the samples" in card
 
 
 def test_a_client_whose_own_tensors_are_at_its_site_is_sent_there(runs, tmp_path, monkeypatch):
@@ -168,11 +168,7 @@ def test_a_nan_of_the_encoder_is_said_of_its_picture_only(runs, folder, tmp_path
 
 @pytest.mark.parametrize(
     ("images", "message"),
-    [
-        (["nowhere"], "there is no "),
-        (["empty"], "has no images"),
-        (["note.txt"], "does not end as"),
-    ],
+    [(["nowhere"], "there is no "), (["empty"], "has no images"), (["note.txt"], "does not end as")],
 )
 def test_places_without_pictures_are_refused(runs, tmp_path, images, message):
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
@@ -188,7 +184,7 @@ def test_a_folder_without_a_classifier_and_a_damaged_one_are_refused(runs, tmp_p
     export(runs("fedavg", **QUICK).folder, "site-0", tmp_path / "c")
     path = tmp_path / "c" / "classifier.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(DataError, match="not a whole safetensors file|damaged"):
+    with pytest.raises(DataError, match="not a complete safetensors file|damaged"):
         predict(tmp_path / "c", [tmp_path])
 
 
@@ -226,7 +222,7 @@ def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys, c
     done = call("ledger", tmp_path, "--head", head[:10])
     assert done.exit_code == 0
     assert "not allowed here" in done.stdout
-    assert "2 lines, each follows the one before" in done.stderr
+    assert "2 lines, the hash chain is intact" in done.stderr
     assert len(json.loads(call("ledger", tmp_path, "--json").stdout)) == 2
     ledger.path.write_text(ledger.path.read_text().replace('"bytes": 3', '"bytes": 1'))
     done = call("ledger", tmp_path)

@@ -40,7 +40,7 @@ def test_a_table_is_answered_row_by_row_as_python_does(saved, tmp_path, call):
     classifier = fedvlm.Personalised.from_pretrained(saved / "classifier")
     assert [line["class"] for line in lines] == classifier.predict(x) == names
     assert [line["file"] for line in lines] == [f"scan-{i}.png" for i in range(10)]
-    assert "new.csv are taken as those of store " in done.stderr
+    assert "new.csv are assumed to be of store " in done.stderr
 
 
 def test_a_row_without_a_direction_is_passed_over_and_named(saved, tmp_path, call):
@@ -67,7 +67,13 @@ def test_the_card_of_a_store_names_a_table(saved, tmp_path, call):
 def test_partition_counts_the_rows_of_a_store(saved, call):
     place = f"store:{saved / 'rows.csv'}"
     lines = call("partition", place, "--set", "clients.partition=own").stdout.splitlines()
-    assert [line.split() for line in lines[2:]] == [
-        ["site-0", "20", "20", "40"],
-        ["site-1", "20", "20", "40"],
-    ]
+    assert [line.split() for line in lines[2:]] == [["site-0", "20", "20", "40"], ["site-1", "20", "20", "40"]]
+
+
+def test_embeddings_of_a_data_frame_are_predicted_and_texts_are_refused(saved):
+    pandas = pytest.importorskip("pandas")
+    classifier = fedvlm.Personalised.from_pretrained(saved / "classifier")
+    x = np.random.default_rng(0).normal(size=(4, classifier.frozen.dim)).astype(np.float32)
+    assert classifier.predict(pandas.DataFrame(x)) == classifier.predict(x)
+    with pytest.raises(fedvlm.errors.DataError, match="not numeric"):
+        classifier.predict(pandas.DataFrame({"a": ["x", "y"]}))

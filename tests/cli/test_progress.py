@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from fedvlm.cli.progress import QUIET_SECONDS, ProgressBars, ProgressLines, clock_time
+from fedvlm.cli.run import progress_line
+from fedvlm.core import make
 
 
 class Clock:
@@ -65,7 +67,7 @@ def test_images_are_counted_by_the_second_while_they_are_encoded():
 def test_a_line_says_the_training_its_round_and_accuracy_on_validation_rows():
     line = {"training": "0-art", "round": 4, "validation": 0.8125, "accuracy": 0.99}
     output = progress_lines(1.0, lines=[line])[0]
-    assert output.startswith("fedavg: training 0-art, round 5, 81.2 % of validation rows: 10 of 100")
+    assert output.startswith("fedavg: training 0-art, round 5, 81.2 % validation accuracy: 10 of 100")
     assert "99" not in output  # nothing of test rows before a run has ended
     assert progress_lines(1.0, lines=[{**line, "validation": None}])[0].startswith(
         "fedavg: training 0-art, round 5: 10 of 100"
@@ -101,9 +103,16 @@ def test_a_bar_says_the_same_and_takes_names_as_they_are():
     watch.update_status("fedavg", {"training": "0-[red]x", "round": 4, "validation": 0.5})
     watch("fedavg", 5, 10)
     bar.stop()
-    assert "fedavg: training 0-[red]x, round 5, 50.0 % of validation rows" in out.getvalue()
+    assert "fedavg: training 0-[red]x, round 5, 50.0 % validation accuracy" in out.getvalue()
     assert "0.5/s" in out.getvalue()
 
 
 def test_hours_are_written_as_on_a_clock():
     assert clock_time(3725.4) == "1:02:05"
+
+
+def test_progress_shows_no_accuracy_that_adaptation_will_change():
+    """`alone` and `auto` fit their classifiers after the last round: before it they are at chance."""
+    line = {"training": "0-all", "round": 0, "validation": 0.044}
+    for name, accuracy in {"alone": None, "auto": None, "fedavg": 0.044}.items():
+        assert progress_line(make(name), line)["validation"] == accuracy

@@ -252,7 +252,7 @@ def test_the_command_at_the_site_and_at_the_server(place):
     folder = str(place.site("photo"))
     assert "nobody is named" in str(go.invoke(app, ["deploy", "withdraw", folder]).exception)
     output = go.invoke(app, ["deploy", "withdraw", folder, "--by", "A. Person"]).output
-    assert "answers no more" in output and WITHDRAWAL_FILE in output
+    assert "no longer answers" in output and WITHDRAWAL_FILE in output
     done = go.invoke(app, ["deploy", "withdraw", str(place.kit.folder), f"{folder}/{WITHDRAWAL_FILE}"])
     assert "one, 0-all: removed from the shared tensors" in done.output, done.exception
-    assert "photo is out of all later rounds" in done.output
+    assert "photo takes part in no later round" in done.output

@@ -122,8 +122,7 @@ def test_a_key_hides_its_run_everywhere(opened):
 
 
 @pytest.mark.parametrize(
-    ("form", "prefix"),
-    [("Markdown", "| method | G |"), ("LaTeX", r"\begin{tabular}{lrrr"), ("CSV", "method,G,P,C,")],
+    ("form", "prefix"), [("Markdown", "| method | G |"), ("LaTeX", r"\begin{tabular}{lrrr"), ("CSV", "method,G,P,C,")]
 )
 def test_table_is_copied(opened, form, prefix):
     opened.find_element("css selector", f"[data-copy=main-table][data-form={form}]").click()

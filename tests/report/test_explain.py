@@ -70,7 +70,7 @@ def test_similarity_is_the_cosine_of_each_patch_and_the_class_behind_each_prompt
     patches = torch.from_numpy(encoder.embed([pixels], patches=True).patches).float()[0]
     unit = torch.nn.functional.normalize(patches, dim=1)
     for cosines, prompt in zip(
-        explanation.similarity, (classifier.shared["prompt"], classifier.local["own"]), strict=True
+        explanation.similarity, (classifier.shared["prompt"], classifier.local["local prompt"]), strict=True
     ):
         text = classifier.frozen.text_tower(prompt)[classifier.frozen.classes.index("fruit")]
         np.testing.assert_allclose(cosines.ravel(), (unit @ text).numpy(), atol=1e-5)

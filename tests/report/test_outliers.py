@@ -63,9 +63,5 @@ def test_a_drawing_has_those_first_that_were_far_most_often_and_escapes_their_na
 
 
 def test_lines_of_older_records_without_likeness_are_drawn():
-    line = {
-        "training": "t",
-        "round": 0,
-        "clients": {"a": {"norm": 9.0, "cosine": 0.1, "far": True}},
-    }
+    line = {"training": "t", "round": 0, "clients": {"a": {"norm": 9.0, "cosine": 0.1, "far": True}}}
     assert "9 times the median norm, 0.1 cosine" in str(draw_outliers(outlier_history([line])[0]))

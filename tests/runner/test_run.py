@@ -125,7 +125,7 @@ def test_a_client_that_joins_later_gets_the_shared_head_and_the_identity(rows, t
 
 def test_predicting_with_other_embeddings_is_refused(rows, tmp_path):
     classifier = fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a").personalised("photo")
-    with pytest.raises(DataError, match=r"shape \(5, 8\) do not fit; this classifier takes \(rows, 16\)"):
+    with pytest.raises(DataError, match=r"must have the shape \(samples, 16\) and come from .*; got \(5, 8\)"):
         classifier.logits(torch.zeros(5, 8))
     with pytest.raises(DataError, match="NaN or infinite"):
         classifier.logits(torch.full((1, 16), torch.nan))
@@ -153,17 +153,17 @@ def spoiled(rows, place, value):
         (
             lambda r: replace(r, labels=np.where(r.labels == 3, 9, r.labels)),
             {},
-            "label 9 is outside",
+            "label 9 must be from 0 to 3",
         ),
         (lambda r: replace(r, text=None), {}, "fedot needs text .* head = 'random'"),
         (lambda r: r, {"method": {**QUICK, "blocks": 3}}, "3.*divi.*1, 2, 4, 8, 16"),
         (lambda r: replace(r, classes=(*r.classes, "elk")), {}, "elk"),
         (lambda r: r, {"protocol": "own"}, "did you mean 'own-test'"),
         (lambda r: r, {"fraction": 0.0}, "fraction must be above 0 and at most 1, got 0.0"),
-        (lambda r: r, {"seeds": [1, 1]}, "each once"),
-        (lambda r: r, {"seeds": 3}, r"seeds = 3 .* \[0, 1, 2\] .* three seeds, \[3\] .* seed 3"),
-        (lambda r: r, {"seeds": 1}, r"seeds = 1 .* \[0\] .* one seed, \[1\] .* seed 1"),
-        (lambda r: r, {"seeds": 50}, r"seeds = 50 .* \[0, 1, 2\] .* three seeds, \[50\]"),
+        (lambda r: r, {"seeds": [1, 1]}, "different numbers"),
+        (lambda r: r, {"seeds": 3}, r"seeds = 3 .* \[0, 1, 2\] .* three seeds, or \[3\] .* seed 3"),
+        (lambda r: r, {"seeds": 1}, r"seeds = 1 .* \[0\] .* one seed, or \[1\] .* seed 1"),
+        (lambda r: r, {"seeds": 50}, r"seeds = 50 .* \[0, 1, 2\] .* three seeds, or \[50\]"),
         (lambda r: r, {"seed": 1}, "did you mean 'seeds'"),
         (lambda r: r, {"clients": {"partition": "domian"}}, "did you mean 'domain'"),
         (lambda r: r, {"clients": {"shots": -1}}, "clients.shots must be .*, got -1"),

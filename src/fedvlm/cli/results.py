@@ -1,4 +1,4 @@
-"""Commands that show what came out of runs, and what there is to run."""
+"""Compare, report, plot, explain, audit and verify runs; list what can be run."""
 
 import json
 import sys
@@ -112,7 +112,7 @@ def list_(
 
 
 def _narrow(body: list[list[str]]) -> list[list[str]]:
-    """Two columns that fit a screen; a text goes on in a row below its name's."""
+    """Wrap the second column, so that both fit on a screen."""
     first = max(len("method"), *(len(row[0]) for row in body))
     return [
         [name if i == 0 else "", line]
@@ -176,8 +176,8 @@ def explain(
     assert image is not None
     explained = explaining.explain(run, image, name=name, client=client, gammas=gamma, seed=seed)
     typer.echo(
-        f"client {explained.client} gives {explained.name} {explained.probability:.1%}, "
-        f"its answer is {explained.likeliest}"
+        f"client {explained.client}: probability of {explained.name} is {explained.probability:.1%}, "
+        f"predicted class is {explained.likeliest}"
     )
     typer.echo(f"image: {draw_explanation(explained, out or run / f'explain-{image.stem}.png')}")
 

@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import calibration, gaussian_classes
 from fedvlm.maths.logistic_regression import RIDGES, Head, fit_ridge_path, split_head, summed_cross_entropy
 from fedvlm.methods import _logistic
 from fedvlm.methods._logistic import OPTIMISER, SERVER, ServerState, load_state, save_state
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
 MIX_WEIGHTS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part
 FIRST_RIDGE, LAST_RIDGE = 1e-1, 1e-6  # of the path
@@ -42,26 +42,15 @@ class PathState(NamedTuple):
 
 @register
 @dataclass(frozen=True)
-class Auto(CheckedSettings):
-    min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded by name
+class Auto(StatisticsSettings):
     rounds: int = ranged_field(16, Range(2))  # the first also collects statistics, the last only scores mixes
 
-    @property
-    def traits(self) -> Traits:
-        return Traits(
-            needs=frozenset({"image"}),
-            privacy=PrivacyTraits(upload_sum="total"),
-            classes=ClassTraits(min_class_samples=self.min_class_samples),
-        )
-
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        state = _logistic.initial_state(frozen)
-        zero = torch.zeros((), dtype=torch.float64)
-        path = PathState(torch.zeros_like(state.anchor, dtype=torch.float64), zero + torch.inf, zero)
-        gaussian = Head(torch.zeros(len(frozen.classes), frozen.dim), torch.zeros(len(frozen.classes)))
-        shared = {**_logistic.start_optimiser(state.anchor), **save_state(SERVER, state), **save_state(PATH, path)}
-        local = {"weight change": gaussian.weight, "bias change": gaussian.bias, "mix weights": torch.zeros(3)}
-        return {**shared, **save_state(GAUSSIAN, gaussian)}, local
+        classes, zero = len(frozen.classes), torch.zeros((), dtype=torch.float64)
+        path = PathState(torch.zeros(classes, frozen.dim + 1, dtype=torch.float64), zero + torch.inf, zero)
+        head = Head(torch.zeros(classes, frozen.dim), torch.zeros(classes))
+        shared = {**_logistic.initial_tensors(frozen), **save_state(PATH, path), **save_state(GAUSSIAN, head)}
+        return shared, {"weight change": head.weight, "bias change": head.bias, "mix weights": torch.zeros(3)}
 
     def send(self, shared: Tensors, id: str) -> Tensors:
         """Send what the coming round evaluates; the keys say which round it is."""
@@ -183,7 +172,7 @@ class Auto(CheckedSettings):
         names = ("weight of shared head", "weight of local head", "weight of class frequencies")
         return dict(zip(names, local["mix weights"].tolist(), strict=True))
 
-    name = "auto"
+    name, traits = "auto", statistics_traits("total")
 
 
 def moments(total: Tensors) -> gaussian_classes.Moments:

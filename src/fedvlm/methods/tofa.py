@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
 from fedvlm.core.schema import COUNT, OPEN_FRACTION, POSITIVE, UNIT, ranged_field
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths import calibration, gaussian_classes
 from fedvlm.maths.gaussian_classes import fixed_point_step, from_fixed_point, to_fixed_point
 from fedvlm.maths.privacy import spent
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import StatisticsSettings
 from fedvlm.methods._stacking import update_sequentially
 from fedvlm.tensors import remember_latest
 
@@ -32,7 +32,7 @@ MIN_MARGIN = 1e-3  # ε: smaller margins count as this, because the score takes 
 
 @register
 @dataclass(frozen=True)
-class TOFA(CheckedSettings):
+class TOFA(StatisticsSettings):
     visual: bool = True  # the three parts of the paper's ablation
     text: bool = True  # False: the visual classifier alone
     fusion: bool = True  # False: both modalities weigh the same, uncalibrated
@@ -44,7 +44,6 @@ class TOFA(CheckedSettings):
     calibration: Literal["leave-one-out", "held-out"] = "leave-one-out"
     # largest number of samples of a client; sets the fixed point of uploads
     max_samples: int = ranged_field(4096, COUNT)
-    min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded
     min_class_clients: int = 1  # nor are classes of fewer clients; above 1, a first round counts them
     noise_multiplier: float = 0.0  # noise in uploads, as a multiple of what one sample can change
     delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is reported
@@ -128,7 +127,10 @@ class TOFA(CheckedSettings):
             out |= gaussian_classes.pooled_prior(total, self.max_samples, self.shrinkage)
         if "scores" in total:
             out |= align_texts(shared, total, self.temperature)
-        return out | ({"texts": gather_texts(uploads, ids)} if "texts" in uploads[0] else {})
+        if "texts" in uploads[0]:  # of all clients, ordered by id, without columns of padding
+            texts = torch.cat([uploads[i]["texts"] for i in sorted(range(len(ids)), key=lambda i: ids[i])], dim=1)
+            out["texts"] = texts[:, texts.abs().amax((0, 2)) > 0]
+        return out
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
         if not self.visual:
@@ -275,13 +277,6 @@ def align_texts(shared: Tensors, total: Tensors, temperature: float) -> Tensors:
     b = weigh_texts(terms, total["voters"], has_text, temperature).float()
     out = {"weights": b[:, :n_common]}
     return out if client_texts is None else out | {"client texts": mix_texts(b[:, n_common:], client_texts)}
-
-
-def gather_texts(uploads: Sequence[Tensors], ids: Sequence[str]) -> Tensor:
-    """Return the (classes, texts, dim) texts of all clients, ordered by id, without columns of padding."""
-    ordered = sorted(range(len(ids)), key=lambda i: ids[i])
-    all_texts = torch.cat([uploads[i]["texts"] for i in ordered], dim=1)
-    return all_texts[:, all_texts.abs().amax((0, 2)) > 0]
 
 
 def text_margins(means: Tensor, present: Tensor, texts: Tensor, scale: float) -> Tensor:

@@ -24,7 +24,7 @@ from fedvlm.evaluate.metrics import (
     metrics,
 )
 from fedvlm.record import Record
-from fedvlm.report.runs import find_training, has_unseen_scores, read_trainings
+from fedvlm.report.runs import differing_settings, find_training, has_unseen_scores, read_trainings
 from fedvlm.storage.files import flatten, slug
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ CLIENT_GROUPS = {"own": "train", "unseen": "unseen"}  # the clients that a metri
 # How columns begin that are not shown in per cent, and their decimals.
 DIGITS_BY_PREFIX = {"condition_number": 2, "cosine": 3, "dof": 0, "seconds": 3, "minutes": 3, "trained": 0, "rows": 0}
 KAPPA_DIGITS = 3
+CONTEXT_SETTINGS = ("data", "encoder", "protocol")  # that a table states where runs differ in them
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -285,8 +286,10 @@ def split_requested(results: Sequence[Record], names: Iterable[str]) -> tuple[li
     for name in requested:
         if name not in columns and name not in setting_names:
             raise unknown_name("column", name, columns | setting_names)
+    flat = [flatten(result.manifest["identity"]) for result in results]
+    context = [key for key in CONTEXT_SETTINGS if key in differing_settings(flat) and key not in requested]
     chosen = [name for name in requested if name in columns]
-    return chosen, [name for name in requested if name not in columns]
+    return chosen, [*context, *(name for name in requested if name not in columns)]
 
 
 def compute_columns(result: Record, names: Iterable[str]) -> list[Table]:

@@ -126,7 +126,7 @@ class PromptMap:
 
 def local_prompts(result: Record, seed: int | None = None) -> dict[str, Tensor]:
     """What the clients of a run's first training have learnt for themselves, if it is a prompt."""
-    prompts = {id: prompt.get("own", prompt.get("prompt")) for id, prompt in result.local(seed=seed).items()}
+    prompts = {id: prompt.get("local prompt", prompt.get("prompt")) for id, prompt in result.local(seed=seed).items()}
     return {id: prompt for id, prompt in prompts.items() if prompt is not None and prompt.ndim == 2}
 
 
@@ -190,7 +190,7 @@ def prompt_heatmaps(
     client_id = client or next(iter(results[0].local(seed=seed)))
     for result, title in zip(results, run_names(identities_of(results)), strict=True):
         classifier = client_classifier(result, client or next(iter(result.local(seed=seed))), seed)
-        local = classifier.local.get("prompt", classifier.local.get("own"))
+        local = classifier.local.get("prompt", classifier.local.get("local prompt"))
         tensors = {"shared": classifier.shared.get("prompt"), "local": local}
         prompts = {kind: tensor for kind, tensor in tensors.items() if tensor is not None and tensor.ndim == 2}
         if not prompts:

@@ -34,7 +34,7 @@ from fedvlm.runner.load import encode, load, open_data, open_encoder_with_notes
 from fedvlm.runner.manifest import build_manifest
 from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
 from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.training import file_name, finished_scores, run_training
+from fedvlm.runner.training import TrainingRun, file_name, finished_scores, run_training
 from fedvlm.storage.files import read_json, read_tensors, write_file, write_json, write_tensors
 
 BUDGET_EXCEEDED = ERROR_MESSAGES["tuning"].split("{")[0]
@@ -132,7 +132,9 @@ class FederatedTuning:
             write_tensors(path, flat, {**about, "updates": trial.updates})
 
         plan = Plan(training.train, (), self.settings.fraction)
-        scores = tune.continue_trial(trial, training.name, terms, engine, plan, initial_local, until, keep)
+        scores = tune.continue_trial(
+            trial, training.name, tune.TrialTraining(terms, engine, plan, initial_local), until, keep
+        )
         validation_accuracy = metrics.mean_accuracy(scores, judges, "validation")
         if validation_accuracy is None:
             raise FederationError(
@@ -295,13 +297,10 @@ class DeployedRun:
         name = file_name(training, seed)
         terms, initial_local = self.make_terms(settings, engine, seed)
         return run_training(
-            settings,
-            training,
-            terms,
+            TrainingRun(settings, training, terms, self.record),
             engine,
             State(0, first.first, {}, channel=tune.initial_spend(self.tuned, training.name, seed)),
             initial_local,
-            self.record,
             lambda done: self.on_progress(name, done, settings.method.rounds),
             checkpoint_seconds=0.0,  # a round over the network is worth a checkpoint
             on_sum=self.sum_recorder(settings, name),

@@ -50,7 +50,7 @@ from fedvlm.engines.flower.messages import Message, to_bytes
 from fedvlm.errors import FederationError, FedVLMError
 from fedvlm.runner.prepare import template_of
 from fedvlm.runner.settings import build
-from fedvlm.runner.training import calibration
+from fedvlm.runner.training import fit_calibration
 from fedvlm.storage.files import exclusive_lock, read_json, read_tensors, slug, write_json, write_tensors
 
 PrintLine = Callable[[str], None]
@@ -253,7 +253,7 @@ class Site:
         if tensors.max_relative_difference(sent, world.method.send(sent, training.id)) > 0:
             self.log_text(f"{world.method.name} sends each client its own tensors; no classifier is saved")
             return
-        calibrated = calibration(world, sent, local, training.id)
+        calibrated = fit_calibration(world, sent, local, training.id)
         classifier = Personalised(
             world.method, world.frozen, sent, local, training.id, site_training.encoder, calibrated
         )

@@ -316,7 +316,7 @@ def _column_sentence(runs: Sequence[Run], column: str, verdict: Mapping[str, Any
     for place, (gap, low, high) in chosen["differences"].items():
         if is_federated and run_kind(runs[int(place)]) != FEDERATED:
             significance = "" if low > 0 or high < 0 else " (not significant)"
-            gaps.append(f"{runs[int(place)]['name']} {-100 * gap:+.1f}{significance}")
+            gaps.append(f"{runs[int(place)]['name']} {round(-100 * gap, 1) + 0.0:+.1f}{significance}")
     return f"{out}; gap in points to {', '.join(gaps)}." if gaps else f"{out}."
 
 
