@@ -17,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, register
 from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import calibration, gaussian_classes
 from fedvlm.maths.logistic_regression import RIDGES, Head, fit_ridge_path, split_head, summed_cross_entropy
 from fedvlm.methods import _logistic
 from fedvlm.methods._logistic import OPTIMISER, SERVER, ServerState, load_state, save_state
-from fedvlm.methods._settings import CheckedSettings
+from fedvlm.methods._settings import StatisticsSettings, statistics_traits
 
 MIX_WEIGHTS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part
 FIRST_RIDGE, LAST_RIDGE = 1e-1, 1e-6  # of the path
@@ -42,17 +42,8 @@ class PathState(NamedTuple):
 
 @register
 @dataclass(frozen=True)
-class Auto(CheckedSettings):
-    min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded by name
+class Auto(StatisticsSettings):
     rounds: int = ranged_field(16, Range(2))  # the first also collects statistics, the last only scores mixes
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(
-            needs=frozenset({"image"}),
-            privacy=PrivacyTraits(upload_sum="total"),
-            classes=ClassTraits(min_class_samples=self.min_class_samples),
-        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, zero = len(frozen.classes), torch.zeros((), dtype=torch.float64)
@@ -181,7 +172,7 @@ class Auto(CheckedSettings):
         names = ("weight of shared head", "weight of local head", "weight of class frequencies")
         return dict(zip(names, local["mix weights"].tolist(), strict=True))
 
-    name = "auto"
+    name, traits = "auto", statistics_traits("total")
 
 
 def moments(total: Tensors) -> gaussian_classes.Moments:
