@@ -153,7 +153,7 @@ def test_a_client_with_one_training_row_is_refused_by_name(rows, tmp_path):
     splits[[0, 1, 2, 3, 5]] = "train"  # four rows of art, one of photo
     splits[8:12] = "train"  # sketch
     marked = replace(rows, splits=splits)
-    with pytest.raises(DataError, match="client photo has 1 training rows, but faa-clip needs"):
+    with pytest.raises(DataError, match="client photo has 1 training samples, but faa-clip needs"):
         fedvlm.run(QUICK, embedded=marked, out=tmp_path / "a", **PLAIN)
     fedvlm.run({"name": "fedavg", "rounds": 1}, embedded=marked, out=tmp_path / "b", **PLAIN)
 

@@ -12,7 +12,7 @@ from fedvlm.data import open_dataset
 from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.sources import SourceSubset
 from fedvlm.data.table import Dataset, EmbeddedTable
-from fedvlm.encoders import Encoder, encoders, fingerprint, open_encoder
+from fedvlm.encoders import Encoder, WarningEncoder, encoders, open_encoder
 from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
 from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.encoders.store import Store
@@ -129,15 +129,16 @@ def open_data(data: str, source: Mapping[str, Any]) -> Dataset:
 def open_encoder_with_notes(encoder: str, access: Mapping[str, Any]) -> tuple[Encoder, list[str]]:
     """Open an encoder; also return a list that collects its warnings, as of a changed remote encoder."""
     notes: list[str] = []
-    box = {"warn": notes.append} if encoder.startswith("http") else {}
-    return open_encoder(encoder, **access, **box), notes
+    opened = open_encoder(encoder, **access)
+    if isinstance(opened, WarningEncoder):
+        opened.warn = notes.append
+    return opened, notes
 
 
 def encode(dataset: Dataset, encoder: Encoder, patches: bool, precision: Precision, progress: Progress) -> EmbedResult:
     return embed(
         dataset,
         encoder,
-        fingerprint=fingerprint(encoder),
         patches=patches,
         precision=precision,
         progress=lambda done, total: progress("embedding", done, total),
