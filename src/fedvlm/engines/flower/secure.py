@@ -1,9 +1,8 @@
-"""SecAgg+ of Flower around a round: the server gets the mean of what sites upload, and no upload.
+"""Run a round through Flower's SecAgg+: the server gets the mean of the uploads, and no single upload.
 
-Flower has SecAgg+ in its older interface only, where a request is `FitIns` and an answer `FitRes`.
-Ours travels in them whole: the request as bytes among the settings, the words of the answer among
-the metrics, and its arrays, masked, as the parameters. The number of examples, which Flower sends
-in the clear, is always 1: a weight is one of the masked numbers.
+Flower has SecAgg+ only in its older interface, with `FitIns` and `FitRes`. Our messages travel inside them: the request
+as bytes among the settings, the reply's header among the metrics, and its masked arrays as parameters. The number of
+examples, which Flower sends in the clear, is always 1: the weight is one of the masked numbers.
 """
 
 import hmac
@@ -68,7 +67,7 @@ def mask_upload(message: Any, context: Any, call_next: Callable[[Any, Any], Any]
     if not staged and REQUEST not in message.content:
         return call_next(message, context)
     if not staged or message.metadata.message_type != "train":  # Flower would not mask these
-        raise _refusal("the upload was asked for outside the stage that masks it")
+        raise _refusal("the upload was requested outside the stage that masks it")
     app = import_flower()
     config = dict(message.content[STAGE])
     state = dict(context.state.config_records.get(STATE, {}))
@@ -162,18 +161,18 @@ def _tag(state: Mapping[str, Any], source: int, target: int) -> bytes:
 
 
 def unwrap_request(content: Any) -> Message | None:
-    """The parcel inside a message of SecAgg+; None if it is an ordinary one."""
+    """Return the message inside a SecAgg+ message, or None if it is an ordinary one."""
     if REQUEST not in content:
         return None
     return from_bytes(content[REQUEST]["parcel"])
 
 
 def wrap_reply(reply: Message, hidden: bool) -> Any:
-    """A reply as it travels: as it is, or (`hidden`) as SecAgg+ takes it and masks its arrays."""
+    """Return a reply as it travels: as it is, or (`hidden`) in the form whose arrays SecAgg+ masks."""
     app = import_flower()
     if not hidden:
         if reply.header.get("masked"):  # whatever the server asks: this site's upload goes masked
-            raise FederationError("the upload of a secure sum was asked for without a mask")
+            raise FederationError("the upload of a secure sum was requested without a mask")
         return to_records(reply)
     if "error" in reply.header:  # raised, because it must not enter the sum
         raise FederationError(json.dumps(reply.header["error"]))
@@ -191,14 +190,14 @@ def wrap_reply(reply: Message, hidden: bool) -> Any:
 
 @dataclass(frozen=True)
 class Node:
-    """What Flower takes for a client's proxy."""
+    """Stand in for a client's proxy in Flower."""
 
     node_id: int
 
 
 @dataclass
 class SecureExchange:
-    """What Flower takes for a strategy and a grid: whom to ask, and what came of it."""
+    """Stand in for a strategy and a grid in Flower: whom to ask, and the outcome."""
 
     grid: Any
     parcels: Mapping[int, Message]  # by node
@@ -222,10 +221,10 @@ class SecureExchange:
         return None, {}
 
     def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> list[Any]:
-        """Flower looks every three seconds, and forgets why a site did not answer; we do not.
+        """Send messages and wait for replies, polling often and keeping each site's error, unlike Flower.
 
-        Nor does it lift the masks if a site has left before all had shares of its key: the others
-        then fail at the very end. So that is said here, while nothing has been uploaded.
+        Flower does not lift the masks either if a site leaves before all have shares of its key: the others fail at the
+        very end. So that is raised here, before anything was uploaded.
         """
         messages = list(messages)
         stage = messages[0].content[STAGE]["stage"]
@@ -243,16 +242,16 @@ class SecureExchange:
         return replies
 
     def failure_reason(self, node: int) -> str:
-        """Why a site is in no sum."""
+        """Return why a site is missing in the sum."""
         if node in self.answered:
-            return "it stayed, but too few others did for the masks to be lifted"
+            return "it stayed, but too few others did to lift the masks"
         return self.failures.get(node, "it did not stay to the end of the sum")
 
 
 def exchange_securely(grid: Any, parcels: Mapping[int, Message], number: int, timeout: float | None) -> SecureExchange:
-    """One round of SecAgg+; without enough sites to the end, nobody's words are in the result.
+    """Run one round of SecAgg+; without enough sites to the end, the result has no replies.
 
-    If sites leave before any has uploaded, the others begin again without them.
+    If sites leave before any upload, the others start again without them.
     """
     failures: dict[int, str] = {}
     while len(parcels) >= MIN_SECURE_SITES:
