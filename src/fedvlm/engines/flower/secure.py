@@ -150,7 +150,7 @@ def _check_uploads(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     min_uploads = max(MIN_SECURE_SITES, state["threshold"])
     if len(active) < min_uploads:
         raise _refusal(
-            f"it must hold at least {min_uploads} uploads, got {len(active)}; resume the run once those who left are back"
+            f"it must hold at least {min_uploads} uploads, got {len(active)}; resume the run once the others are back"
         )
 
 
