@@ -101,7 +101,7 @@ def test_a_server_is_started_once(kits, monkeypatch, capsys):
     [
         ("quorum = 2.0", "quorum must be above 0 and at most 1, got 2.0"),
         ("quorums = 0.5", "no setting of .*did you mean 'quorum'"),
-        ("deadline = 'soon'", "does not fit"),
+        ("deadline = 'soon'", "deadline must be .*, got 'soon'"),
     ],
 )
 def test_a_mistake_in_a_kit_is_named(kits, line, error):

@@ -161,7 +161,7 @@ def test_an_attack_is_in_the_identity_the_notes_and_the_table(rows, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"attack": "bribe"}, "attack = 'bribe' does not fit"),
+        ({"attack": "bribe"}, "attack must be .*, got 'bribe'"),
         ({"attack": "scale", "attacker_fraction": 1.0}, "attacker_fraction = 1.0 is outside"),
         ({"attack": "scale", "attack_strength": -1.0}, "attack_strength = -1.0; it takes"),
         ({"attack": "label-flip", "attack_strength": 2.0}, "it is at most 1"),

@@ -43,9 +43,10 @@ def check_type(key: str, value: Any, annotation: Any) -> None:
             if kind is float and is_integer:
                 return
             list_name = LIST_NAMES[inner[0]] if is_variadic else f"{len(inner)} values"
-            accepted.append(list_name if inner else TYPE_NAMES.get(kind, f"a {kind.__name__}"))
-    hint = f"did you mean {suggestions[0]!r}? " if suggestions else ""
-    raise SettingsError(f"{key} = {value!r} does not fit; {hint}it takes {' or '.join(accepted)}")
+            if kind is not type(None):
+                accepted.append(list_name if inner else TYPE_NAMES.get(kind, f"a {kind.__name__}"))
+    hint = f"; did you mean {suggestions[0]!r}?" if suggestions else ""
+    raise SettingsError(f"{key} must be {' or '.join(accepted)}, got {value!r}{hint}")
 
 
 @dataclass(frozen=True)

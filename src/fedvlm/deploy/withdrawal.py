@@ -141,13 +141,13 @@ class UploadSums:
         }
         write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
 
-    def add(self, number: int, shared: Tensors, arrived: DecodedUploads) -> None:
+    def add(self, number: int, shared: Tensors, decoded: DecodedUploads) -> None:
         """Add a round as it was aggregated."""
         self.before[number] = shared
-        self.total[number] = _sum_uploads(arrived.uploads)
+        self.total[number] = _sum_uploads(decoded.uploads)
         self.sites[number] = {
-            id: {"digest": upload_digest(upload), "rows": float(rows), "plain": id in arrived.unchanged_without}
-            for id, upload, rows in zip(arrived.ids, arrived.uploads, arrived.weights, strict=True)
+            id: {"digest": upload_digest(upload), "rows": float(rows), "plain": id in decoded.unchanged_without}
+            for id, upload, rows in zip(decoded.ids, decoded.uploads, decoded.weights, strict=True)
         }
         self.write()
 

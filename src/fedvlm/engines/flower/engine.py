@@ -134,24 +134,24 @@ class FlowerEngine:
     def exchange(self, parcels: Mapping[str, Message], number: int) -> dict[str, Message]:
         """Send each client its message and return the valid replies; too few are an error."""
         sealed = self._sealed(parcels)
-        pending: dict[str, tuple[str, Message]] = {}
+        requests: dict[str, tuple[str, Message]] = {}
         connected = list(sealed)
         messages = [self._message(sealed[id], self.nodes[id], number) for id in connected]
         for id, sent in zip(connected, self.grid.push_messages(messages), strict=True):
             if sent is None:
                 self.missing[id] = "the server's SuperLink did not accept the message"
             else:
-                pending[sent] = (id, sealed[id])
+                requests[sent] = (id, sealed[id])
         replies: dict[str, Message] = {}
 
         def is_complete() -> bool:
-            return self.is_complete({id for id, _ in pending.values()})
+            return self.is_complete({id for id, _ in requests.values()})
 
-        for message in collect_replies(self.grid, list(pending), self.deadline, is_complete):
-            id, request = pending.pop(message.metadata.reply_to_message_id)
+        for message in collect_replies(self.grid, list(requests), self.deadline, is_complete):
+            id, request = requests.pop(message.metadata.reply_to_message_id)
             with self._record_failure(id, request):
                 replies[id] = self._accept(message, id, request)
-        for id, _ in pending.values():
+        for id, _ in requests.values():
             self.missing[id] = self.exclusion_reason(id) or f"it did not answer within {self.deadline:g} s"
         self._check_quorum(parcels, replies, number)
         return {id: replies[id] for id in parcels if id in replies}

@@ -88,14 +88,14 @@ def mask_upload(message: Any, context: Any, call_next: Callable[[Any, Any], Any]
     if stage == "setup":
         after["plan"] = config["plan"]
     elif stage == "share_keys":
-        shares = reply.content[STAGE]
-        pairs = zip(shares["dsts"], shares["ctxts"], strict=True)
-        shares["ctxts"] = [text + _tag(after, after["nid"], to) for to, text in pairs]
+        share_record = reply.content[STAGE]
+        pairs = zip(share_record["dsts"], share_record["ctxts"], strict=True)
+        share_record["ctxts"] = [text + _tag(after, after["nid"], to) for to, text in pairs]
     return reply
 
 
-def _refusal(why: str) -> FederationError:
-    return FederationError(f"the secure sum is refused here: {why}")
+def _refusal(reason: str) -> FederationError:
+    return FederationError(f"the secure sum is refused here: {reason}")
 
 
 def _check_settings(config: Mapping[str, Any]) -> None:
@@ -105,13 +105,13 @@ def _check_settings(config: Mapping[str, Any]) -> None:
         raise _refusal(f"it must have at least {MIN_SECURE_SITES} members, got {members}")
     if members > MOST_MEMBERS:
         raise _refusal(f"it must have at most {MOST_MEMBERS} members, got {members}")
-    wanted = sum_settings(members)
-    least = wanted.pop("threshold")
-    if threshold < least:
-        raise _refusal(f"threshold must be at least {least}, got {threshold}")
+    expected = sum_settings(members)
+    min_threshold = expected.pop("threshold")
+    if threshold < min_threshold:
+        raise _refusal(f"threshold must be at least {min_threshold}, got {threshold}")
     if threshold > members:
         raise _refusal(f"threshold must be at most {members}, got {threshold}")
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if config[name] != value:
             raise _refusal(f"{name} must be {value}, got {config[name]}")
 
@@ -124,13 +124,17 @@ def _check_keys(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         raise _refusal(f"{state.get('sample_num')} members were announced, got keys of {members}")
 
 
-def _check_shares(config: Mapping[str, Any], state: Mapping[str, Any], asked: Message | None) -> list[bytes]:
+def _check_shares(config: Mapping[str, Any], state: Mapping[str, Any], request: Message | None) -> list[bytes]:
     """Return the encrypted shares, if all members sent theirs and were told the same plan."""
-    others = set(state.get("public_keys_dict:K", ())) - {state.get("nid")}
+    other_members = set(state.get("public_keys_dict:K", ())) - {state.get("nid")}
     sources, texts = config["srcs"], config["ctxts"]
-    if len(others) < MIN_SECURE_SITES - 1 or sorted(sources) != sorted(others) or len(texts) != len(sources):
-        raise _refusal(f"it must bring shares of all {len(others)} other members, got {len(set(sources))}")
-    same = asked is not None and plan_digest(asked.header) == state["plan"]
+    if (
+        len(other_members) < MIN_SECURE_SITES - 1
+        or sorted(sources) != sorted(other_members)
+        or len(texts) != len(sources)
+    ):
+        raise _refusal(f"it must bring shares of all {len(other_members)} other members, got {len(set(sources))}")
+    same = request is not None and plan_digest(request.header) == state["plan"]
     for source, text in zip(sources, texts, strict=True):
         same &= compare_digest(text[-TAG_BYTES:], _tag(state, source, state["nid"]))
     if not same:
@@ -143,21 +147,21 @@ def _check_uploads(config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     active, dead = config["active_nids"], config["dead_nids"]
     if sorted([*active, *dead]) != sorted(state.get("public_keys_dict:K", ())):
         raise _refusal("its lists of who stayed and who left must name each member once")
-    least = max(MIN_SECURE_SITES, state["threshold"])
-    if len(active) < least:
+    min_uploads = max(MIN_SECURE_SITES, state["threshold"])
+    if len(active) < min_uploads:
         raise _refusal(
-            f"it must hold at least {least} uploads, got {len(active)}; resume the run once those who left are back"
+            f"it must hold at least {min_uploads} uploads, got {len(active)}; resume the run once the others are back"
         )
 
 
 def _tag(state: Mapping[str, Any], source: int, target: int) -> bytes:
     """Prove to one member, by the key shared with it, which plan and members the sum is of."""
-    other = target if source == state["nid"] else source
+    peer = target if source == state["nid"] else source
     secrets = dict(zip(state["ss2_dict:K"], state["ss2_dict:V"], strict=True))
-    keys = [one.hex() for one in state["public_keys_dict:V"]]
+    keys = [key.hex() for key in state["public_keys_dict:V"]]
     members = sorted(zip(state["public_keys_dict:K"], keys[::2], keys[1::2], strict=True))
-    said = json.dumps([state["plan"], members, source, target])
-    return hmac.digest(secrets[other], said.encode(), "sha256")
+    statement = json.dumps([state["plan"], members, source, target])
+    return hmac.digest(secrets[peer], statement.encode(), "sha256")
 
 
 def unwrap_request(content: Any) -> Message | None:
