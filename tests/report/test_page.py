@@ -219,6 +219,8 @@ def test_a_warning_names_its_methods_and_stands_once(bad_runs):
     for run in model["runs"][:2]:
         run["notes"] = ["36 % of the classes are suppressed", "36 % of the classes are suppressed"]
     assert run_warnings(model["runs"]) == ["zero-shot, fedavg: 36 % of the classes are suppressed"]
+    named = [{**run, "notes": [f"{run['name']}: few samples"]} for run in model["runs"][:1]]
+    assert run_warnings(named) == ["zero-shot: few samples"]
     model["warnings"] = run_warnings(model["runs"])
     assert render_page(model).partition('id="main"')[2].partition("</main>")[0].count("are suppressed") == 1
 
