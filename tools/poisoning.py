@@ -73,25 +73,25 @@ def opened(name: str, stores: Path) -> EmbeddedTable:
     values: dict[str, Any] = {"method": "alone", "source": source}
     if file:
         values["encoder"] = f"store:{stores / file}"
-    return load(build(values), lambda what, done, total: None)[0]
+    return load(build(values), lambda step, done, total: None)[0]
 
 
 @contextmanager
 def overheard() -> Iterator[list[dict[str, Any]]]:
     """What each round's comparison is made of: norms, and cosines of each two clients."""
-    heard: list[dict[str, Any]] = []
+    rounds_seen: list[dict[str, Any]] = []
     judge = outliers.outlier_scores
 
     def listen(ids: Sequence[str], dots: Tensor) -> Any:
         norms = dots.diagonal().sqrt()
         unit = dots / norms.clamp(min=1e-300)[:, None] / norms.clamp(min=1e-300)
-        pairs = [round(one, 4) for one in unit[_below(len(ids))].tolist()]
-        heard.append({"ids": list(ids), "norms": norms.tolist(), "cosines": pairs})
+        pairs = [round(cosine, 4) for cosine in unit[_below(len(ids))].tolist()]
+        rounds_seen.append({"ids": list(ids), "norms": norms.tolist(), "cosines": pairs})
         return judge(ids, dots)
 
     outliers.outlier_scores = listen
     try:
-        yield heard
+        yield rounds_seen
     finally:
         outliers.outlier_scores = judge
 
@@ -101,11 +101,11 @@ def _below(count: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def dots_of(heard: dict[str, Any]) -> Tensor:
-    norms = torch.tensor(heard["norms"], dtype=torch.float64)
+def dots_of(comparison: dict[str, Any]) -> Tensor:
+    norms = torch.tensor(comparison["norms"], dtype=torch.float64)
     unit = torch.eye(len(norms), dtype=torch.float64)
     first, second = _below(len(norms))
-    unit[first, second] = unit[second, first] = torch.tensor(heard["cosines"], dtype=torch.float64)
+    unit[first, second] = unit[second, first] = torch.tensor(comparison["cosines"], dtype=torch.float64)
     return unit * norms[:, None] * norms
 
 
@@ -113,10 +113,10 @@ def measure(
     rows: EmbeddedTable, name: str, method: str, channel: str, attack: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """Accuracy by client, who attacks, and what each round's comparison is made of."""
-    own = METHODS[method][rows.scale > 50]
+    method_settings = METHODS[method][rows.scale > 50]
     settings = build(
         {
-            "method": {"name": method, **own},
+            "method": {"name": method, **method_settings},
             "clients": SETS[name][2],
             "protocol": "own-test",
             "allow_small": True,
@@ -129,15 +129,15 @@ def measure(
     (training,) = prepared.trainings
     world = prepared.world(training)
     engine = open_engine("batched", world, 1, settings.method.rounds)
-    state, fresh = initial_state(world)
+    state, initial_local = initial_state(world)
     plan = Plan(training.train, ())
-    with overheard() as seen:
-        state = run_rounds(world, engine, plan, state, fresh, lambda state, line: None)
-    outcome = finish_training(world, engine, plan, state, fresh)
+    with overheard() as comparisons:
+        state = run_rounds(world, engine, plan, state, initial_local, lambda state, line: None)
+    outcome = finish_training(world, engine, plan, state, initial_local)
     kind = attack_of(settings)
     bad = choose_attackers(kind, training.train, seed) if kind else set()
     right = {id: accuracy(outcome.scores, [id], "test") for id in training.train}
-    return {"accuracy": right, "bad": sorted(bad), "seen": seen}
+    return {"accuracy": right, "bad": sorted(bad), "seen": comparisons}
 
 
 class Runs:
@@ -147,16 +147,18 @@ class Runs:
         self.only_made = only_made
         self.stores, self.path = stores, work / "poisoning.jsonl"
         work.mkdir(parents=True, exist_ok=True)
-        kept = self.path.read_text().splitlines() if self.path.exists() else []
-        self.known = {tuple(key): one for key, one in map(json.loads, kept)}
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        self.known = {tuple(key): result for key, result in map(json.loads, lines)}
         self.rows: dict[str, EmbeddedTable] = {}
 
-    def get(self, name: str, method: str, channel: str, attack: str, share: float, seed: int) -> dict[str, Any]:
-        key = (name, method, channel, attack, share, seed)
+    def get(
+        self, name: str, method: str, channel: str, attack: str, attacker_fraction: float, seed: int
+    ) -> dict[str, Any]:
+        key = (name, method, channel, attack, attacker_fraction, seed)
         if key not in self.known:
             if name not in self.rows:
                 self.rows[name] = opened(name, self.stores)
-            how = {**ATTACKS[attack], "attacker_fraction": share} if attack else {}
+            how = {**ATTACKS[attack], "attacker_fraction": attacker_fraction} if attack else {}
             self.known[key] = measure(self.rows[name], name, method, channel, how, seed)
             with self.path.open("a") as file:
                 file.write(json.dumps([key, self.known[key]]) + "\n")
@@ -166,42 +168,42 @@ class Runs:
 def flagged(run: dict[str, Any], limits: outliers.OutlierLimits) -> set[str]:
     """Who is far in most of its rounds."""
     count: dict[str, list[bool]] = {}
-    for one in run["seen"]:
-        for id, seen in outliers.outlier_scores(one["ids"], dots_of(one), limits).items():
-            count.setdefault(id, []).append(bool(seen["far"]))
-    return {id for id, many in count.items() if sum(many) > limits.max_outlier_fraction * len(many)}
+    for comparison in run["seen"]:
+        for id, score in outliers.outlier_scores(comparison["ids"], dots_of(comparison), limits).items():
+            count.setdefault(id, []).append(bool(score["far"]))
+    return {id for id, flags in count.items() if sum(flags) > limits.max_outlier_fraction * len(flags)}
 
 
 def rates(runs: list[dict[str, Any]], limits: outliers.OutlierLimits = outliers.DEFAULT_LIMITS) -> tuple[float, float]:
     """Shares of runs in which every attacker is named, and in which an honest client is."""
-    found = [(set(run["bad"]), flagged(run, limits)) for run in runs]
-    return fmean(bad <= far for bad, far in found), fmean(bool(far - bad) for bad, far in found)
+    pairs = [(set(run["bad"]), flagged(run, limits)) for run in runs]
+    return fmean(bad <= outliers for bad, outliers in pairs), fmean(bool(outliers - bad) for bad, outliers in pairs)
 
 
-def choose(runs: Runs, sets: list[str], methods: list[str], shares: list[float]) -> None:
+def choose(runs: Runs, sets: list[str], methods: list[str], attacker_fractions: list[float]) -> None:
     """Limits of the flags by other seeds: how far they miss the goals, summed over the cells."""
     cells: list[list[dict[str, Any]]] = []
     for name, method in product(sets, methods):
         cells.append([runs.get(name, method, "mean", "", 0.0, seed) for seed in CHOSEN_ON])
-        for attack, share in product(GOALS, shares):
-            made = [runs.get(name, method, "trimmed", attack, share, seed) for seed in CHOSEN_ON]
+        for attack, attacker_fraction in product(GOALS, attacker_fractions):
+            made = [runs.get(name, method, "trimmed", attack, attacker_fraction, seed) for seed in CHOSEN_ON]
             cells.append(made)
     print("| long | short | norm | below | cosine | spread | often | missed | named wrongly |")
     print("|---|---|---|---|---|---|---|---|---|")
-    found = []
+    candidates = []
     tried = ((2.5, 3.0, 4.0), (4.0, 6.0), (2.0, 3.0), (0.3, 0.5), (0.7,), (6.0,), (0.5, 0.6, 0.7))
     for values in product(*tried):
         limits = outliers.OutlierLimits(*values)
-        pairs = [rates(many, limits) for many in cells]
+        pairs = [rates(cell_runs, limits) for cell_runs in cells]
         missed = sum(max(0.0, NAMED - named) for named, _ in pairs)
-        wrong = sum(max(0.0, one - WRONG) for _, one in pairs)
-        found.append((missed + wrong, missed, wrong, values))
-    for _, missed, wrong, values in sorted(found)[:10]:
-        words = " | ".join(f"{one:g}" for one in values)
+        wrong = sum(max(0.0, rate - WRONG) for _, rate in pairs)
+        candidates.append((missed + wrong, missed, wrong, values))
+    for _, missed, wrong, values in sorted(candidates)[:10]:
+        words = " | ".join(f"{rate:g}" for rate in values)
         print(f"| {words} | {missed:.2f} | {wrong:.2f} |")
 
 
-def shown(gap: float, cell: float) -> str:
+def format_gap(gap: float, cell: float) -> str:
     """An accuracy in per cent, and what it lost."""
     return f"{100 * cell:.1f} ({100 * gap:+.1f})"
 
@@ -212,35 +214,37 @@ def table(
     methods: list[str],
     defences: list[str],
     attacks: list[str],
-    share: float,
+    attacker_fraction: float,
     seeds: int,
 ) -> None:
     """Each cell: accuracy of the honest, and its difference to theirs under the mean, unattacked.
 
     Cells whose runs are not there are made; with `--only-made` they are left empty.
     """
-    print(f"\n{share:.0%} of the clients attack; {seeds} seeds\n")
+    print(f"\n{attacker_fraction:.0%} of the clients attack; {seeds} seeds\n")
     head = ["set", "method", "attack", *defences, "attackers named", "honest named"]
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for name, method in product(sets, methods):
         for attack in ("", *attacks):
-            part = share if attack else 0.0
-            cells, found = [], []
+            part = attacker_fraction if attack else 0.0
+            cells, pairs = [], []
             for channel in defences:
                 keys = [(name, method, channel, attack, part, seed) for seed in range(seeds)]
                 if runs.only_made and any(key not in runs.known for key in keys):
                     cells.append("-")
                     continue
-                many = [runs.get(*key) for key in keys]
+                cell_runs = [runs.get(*key) for key in keys]
                 plain = [runs.get(name, method, "mean", "", 0.0, seed) for seed in range(seeds)]
-                pairs = [(of_honest(a, a["bad"]), of_honest(b, a["bad"])) for a, b in zip(many, plain, strict=True)]
-                mean, before = (fmean(one) for one in zip(*pairs, strict=True))
-                cells.append(shown(mean - before, mean))
-                found.append(rates(many))
-            if not found:
+                pairs = [
+                    (of_honest(a, a["bad"]), of_honest(b, a["bad"])) for a, b in zip(cell_runs, plain, strict=True)
+                ]
+                mean, before = (fmean(values) for values in zip(*pairs, strict=True))
+                cells.append(format_gap(mean - before, mean))
+                pairs.append(rates(cell_runs))
+            if not pairs:
                 continue
-            named = f"{100 * fmean(one[0] for one in found):.0f} %" if attack else "-"
-            wrong = f"{100 * fmean(one[1] for one in found):.0f} %"
+            named = f"{100 * fmean(values[0] for values in pairs):.0f} %" if attack else "-"
+            wrong = f"{100 * fmean(values[1] for values in pairs):.0f} %"
             print(
                 "| " + " | ".join([name, method, attack or "none", *cells, named, wrong]) + " |",
                 flush=True,
@@ -248,33 +252,33 @@ def table(
 
 
 def of_honest(run: dict[str, Any], bad: Sequence[str]) -> float:
-    return fmean(one for id, one in run["accuracy"].items() if id not in bad and one is not None)
+    return fmean(accuracy for id, accuracy in run["accuracy"].items() if id not in bad and accuracy is not None)
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("--stores", type=Path, required=True)
-    ask.add_argument("--work", type=Path, default=Path("runs/poisoning"))
-    ask.add_argument("--seeds", type=int, default=20)
-    ask.add_argument("--sets", default="demo, iid;pets, iid;pacs, domains")
-    ask.add_argument("--methods", default="fedavg,tofa")
-    ask.add_argument("--shares", default="0.1,0.3")
-    ask.add_argument("--defences", default=",".join(DEFENCES))
-    ask.add_argument("--attacks", default=",".join(one.split(",")[0] for one in ATTACKS))
-    ask.add_argument("--choose", action="store_true")
-    ask.add_argument("--only-made", action="store_true", help="print, and run nothing")
-    told = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stores", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("runs/poisoning"))
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--sets", default="demo, iid;pets, iid;pacs, domains")
+    parser.add_argument("--methods", default="fedavg,tofa")
+    parser.add_argument("--shares", default="0.1,0.3")
+    parser.add_argument("--defences", default=",".join(DEFENCES))
+    parser.add_argument("--attacks", default=",".join(attack.split(",")[0] for attack in ATTACKS))
+    parser.add_argument("--choose", action="store_true")
+    parser.add_argument("--only-made", action="store_true", help="print, and run nothing")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    sets = [name for name in SETS if name in told.sets.split(";")]
-    methods = told.methods.split(",")
-    attacks = [name for name in ATTACKS if name.split(",")[0] in told.attacks.split(",")]
-    runs = Runs(told.stores, told.work, told.only_made)
-    shares = [float(one) for one in told.shares.split(",")]
-    if told.choose:
-        choose(runs, sets, methods, shares)
+    sets = [name for name in SETS if name in args.sets.split(";")]
+    methods = args.methods.split(",")
+    attacks = [name for name in ATTACKS if name.split(",")[0] in args.attacks.split(",")]
+    runs = Runs(args.stores, args.work, args.only_made)
+    attacker_fractions = [float(attack) for attack in args.shares.split(",")]
+    if args.choose:
+        choose(runs, sets, methods, attacker_fractions)
         return
-    for share in shares:
-        table(runs, sets, methods, told.defences.split(","), attacks, share, told.seeds)
+    for attacker_fraction in attacker_fractions:
+        table(runs, sets, methods, args.defences.split(","), attacks, attacker_fraction, args.seeds)
 
 
 if __name__ == "__main__":

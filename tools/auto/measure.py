@@ -39,21 +39,21 @@ METHODS = (
 )
 
 
-def variants(name: str, one: Set) -> Iterator[dict[str, Any]]:
+def variants(name: str, data_set: Set) -> Iterator[dict[str, Any]]:
     """The settings among which validation rows choose."""
-    text = one.rows.text is not None
-    if (name == "faa-clip" and not text) or (name == "fedotp" and one.rows.patches is None):
+    text = data_set.rows.text is not None
+    if (name == "faa-clip" and not text) or (name == "fedotp" and data_set.rows.patches is None):
         return
     if name in RATES:
-        more: dict[str, Any] = {"head": "text" if text else "random"}
+        overrides: dict[str, Any] = {"head": "text" if text else "random"}
         if name == "fedot":
-            more["tau"] = one.rows.scale
+            overrides["tau"] = data_set.rows.scale
         if name == "faa-clip":  # without an unseen client there is nothing to adapt to
-            more = {"adaptation": one.protocol == LODO, "weight_decay": 2e-3}
+            overrides = {"adaptation": data_set.protocol == LODO, "weight_decay": 2e-3}
         if name == "fedotp":
-            more = {"ctx_init": "template", "local_epochs": 2}
-        for rate in RATES[name][one.rows.scale > LARGE]:
-            yield {"name": name, "lr": rate, "rounds": ROUNDS[name], **more}
+            overrides = {"ctx_init": "template", "local_epochs": 2}
+        for rate in RATES[name][data_set.rows.scale > LARGE]:
+            yield {"name": name, "lr": rate, "rounds": ROUNDS[name], **overrides}
     elif name in ("tofa", "clip-gda"):
         yield {"name": name, "text": text}
     elif name != "zero-shot" or text:
@@ -61,15 +61,15 @@ def variants(name: str, one: Set) -> Iterator[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Seen:
-    hits: dict[str, list[str]]  # on test rows, by column
+class Measurement:
+    correct: dict[str, list[str]]  # on test rows, by column
     validation: float  # mean accuracy
     bytes: int  # up and down, of the client with most
     exchanges: int  # in which anything travelled
 
 
-def seen_by(prepared: Prepared) -> Seen:
-    hits: dict[str, list[str]] = {}
+def seen_by(prepared: Prepared) -> Measurement:
+    correct: dict[str, list[str]] = {}
     good: list[float] = []
     size = exchanges = 0
     for training in prepared.trainings:
@@ -77,52 +77,52 @@ def seen_by(prepared: Prepared) -> Seen:
         engine = open_engine("batched" if world.method.name in RATES else "single", world, 1, world.method.rounds)
         taught = prepared.measured_training(training)
         plan = Plan(taught.train, taught.unseen)
-        state, fresh = initial_state(world)
+        state, initial_local = initial_state(world)
         sizes: list[float] = []
 
         def count(state: Any, line: Any, sizes: list[float] = sizes) -> None:
-            each = line["clients"].values()
-            sizes.append(max((c["bytes_up"] + c["bytes_down"] for c in each), default=0))
+            client_lines = line["clients"].values()
+            sizes.append(max((c["bytes_up"] + c["bytes_down"] for c in client_lines), default=0))
 
-        state = run_rounds(world, engine, plan, state, fresh, count)
-        outcome = finish_training(world, engine, plan, state, fresh)
-        size, exchanges = int(sum(sizes)), sum(one > 0 for one in sizes)
+        state = run_rounds(world, engine, plan, state, initial_local, count)
+        outcome = finish_training(world, engine, plan, state, initial_local)
+        size, exchanges = int(sum(sizes)), sum(n_bytes > 0 for n_bytes in sizes)
         for id in (*training.train, *training.unseen):
             if id in training.unseen and not prepared.generalises:
                 continue
             member = world.members[id]
-            local = outcome.local.get(id, fresh)
+            local = outcome.local.get(id, initial_local)
             sent = world.method.send(outcome.shared, id)
             y = world.y[torch.from_numpy(member.test)]
             right = predict(world, sent, local, member.test).argmax(1) == y
             column = "unseen" if id in training.unseen else "own"
-            hits.setdefault(column, []).append("".join(map(str, right.int().tolist())))
+            correct.setdefault(column, []).append("".join(map(str, right.int().tolist())))
             if id in training.train:
                 score = outcome.scores[id]
                 good.append(score["validation_hits"] / max(score["validation_rows"], 1))
-    return Seen(hits, float(np.mean(good)), size, exchanges)
+    return Measurement(correct, float(np.mean(good)), size, exchanges)
 
 
-def prepared_of(one: Set, method: dict[str, Any], seed: int) -> Prepared:
-    values = {"method": method, "clients": one.clients, "protocol": one.protocol}
-    return prepare(build({**values, "seeds": [seed]}), one.rows, seed)
+def prepared_of(data_set: Set, method: dict[str, Any], seed: int) -> Prepared:
+    values = {"method": method, "clients": data_set.clients, "protocol": data_set.protocol}
+    return prepare(build({**values, "seeds": [seed]}), data_set.rows, seed)
 
 
-def measure(one: Set, name: str, seed: int, fits: Fits) -> dict[str, Any]:
+def measure(data_set: Set, name: str, seed: int, fits: Fits) -> dict[str, Any]:
     """What a method reaches; `seconds` are of its run, `tuning` those of choosing a rate."""
-    begin, saved = process_time(), fits.saved
-    many = list(variants(name, one))
-    if not many:
+    start, saved = process_time(), fits.saved
+    candidates = list(variants(name, data_set))
+    if not candidates:
         return {}
-    if len(many) > 1:
-        short = [{**each, "rounds": each["rounds"] // 3} for each in many]
-        found = [seen_by(prepared_of(one, each, seed)).validation for each in short]
-        many = [many[int(np.argmax(found))]]
+    if len(candidates) > 1:
+        short = [{**candidate, "rounds": candidate["rounds"] // 3} for candidate in candidates]
+        accuracies = [seen_by(prepared_of(data_set, candidate, seed)).validation for candidate in short]
+        candidates = [candidates[int(np.argmax(accuracies))]]
     middle = process_time()
-    seen = asdict(seen_by(prepared_of(one, many[0], seed)))
+    measurement = asdict(seen_by(prepared_of(data_set, candidates[0], seed)))
     seconds = process_time() - middle + fits.saved - saved
-    spent = {"tuning": round(middle - begin, 1), "seconds": round(seconds, 2)}
-    return {**seen, **spent, "settings": many[0]}
+    spent = {"tuning": round(middle - start, 1), "seconds": round(seconds, 2)}
+    return {**measurement, **spent, "settings": candidates[0]}
 
 
 def file_name(name: str) -> str:
@@ -130,26 +130,26 @@ def file_name(name: str) -> str:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("--stores", type=Path, default=Path("stores"))
-    ask.add_argument("--work", type=Path, default=Path("runs/auto"))
-    ask.add_argument("--seeds", type=int, default=5)
-    ask.add_argument("--sets", default="", help="part of a name; all by default")
-    ask.add_argument("--methods", default=",".join(METHODS))
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stores", type=Path, default=Path("stores"))
+    parser.add_argument("--work", type=Path, default=Path("runs/auto"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--sets", default="", help="part of a name; all by default")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     for name, opened in every(args.stores, args.work):
         if args.sets not in name:
             continue
-        one: Set | None = None
+        data_set: Set | None = None
         for seed in range(args.seeds):
             with remembered() as fits:
                 for method in args.methods.split(","):
                     path = args.work / f"{file_name(name)}-{method}-{seed}.json"
                     if not path.exists():
-                        one = one or opened()
-                        path.write_text(json.dumps(measure(one, method, seed, fits)))
+                        data_set = data_set or opened()
+                        path.write_text(json.dumps(measure(data_set, method, seed, fits)))
                     print(f"{name}, {method}, seed {seed}", flush=True)
 
 

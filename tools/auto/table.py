@@ -21,7 +21,7 @@ DRAWS = 2000  # of the bootstrap
 Groups = list[list[NDArray[np.float64]]]  # hits by seed and client
 
 
-def share(groups: Groups) -> float:
+def mean_accuracy(groups: Groups) -> float:
     """Mean over seeds of the mean over clients."""
     return float(np.mean([np.mean([rows.mean() for rows in seed]) for seed in groups]))
 
@@ -34,95 +34,99 @@ def drawn(groups: Groups, draw: np.random.Generator) -> Groups:
 
 def interval(first: Groups, second: Groups) -> tuple[float, float, float]:
     """Mean difference, and where 95 % of bootstrap draws over seeds and rows have it (paired)."""
-    apart = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)]
+    differences = [[a - b for a, b in zip(x, y, strict=True)] for x, y in zip(first, second, strict=True)]
     draw = np.random.default_rng(0)
-    many = [share(drawn(apart, draw)) for _ in range(DRAWS)]
-    low, high = np.quantile(many, (0.025, 0.975))
-    return 100 * share(apart), 100 * float(low), 100 * float(high)
+    means = [mean_accuracy(drawn(differences, draw)) for _ in range(DRAWS)]
+    low, high = np.quantile(means, (0.025, 0.975))
+    return 100 * mean_accuracy(differences), 100 * float(low), 100 * float(high)
 
 
-Found = dict[str, dict[int, dict[str, Any]]]  # what was measured, by method and seed
+Measurements = dict[str, dict[int, dict[str, Any]]]  # what was measured, by method and seed
 
 
-def found_in(work: Path, name: str) -> Found:
+def found_in(work: Path, name: str) -> Measurements:
     """The seeds that auto was measured by, of the methods that have them all."""
-    found: Found = {}
+    measurements: Measurements = {}
     for method in METHODS:
         paths = sorted(work.glob(f"{file_name(name)}-{method}-*.json"))
         seeds = {int(path.stem.rpartition("-")[2]): json.loads(path.read_text()) for path in paths}
         if any(seeds.values()):
-            found[method] = seeds
-    common = sorted(found.get("auto", {}))
+            measurements[method] = seeds
+    common = sorted(measurements.get("auto", {}))
     return {
         method: {seed: seeds[seed] for seed in common}
-        for method, seeds in found.items()
+        for method, seeds in measurements.items()
         if common and seeds.keys() >= set(common)
     }
 
 
-def groups_of(found: Found, column: str) -> dict[str, Groups]:
+def groups_of(measurements: Measurements, column: str) -> dict[str, Groups]:
     """Hits by method, of methods that have the column."""
     return {
-        name: [[np.array(list(text), dtype=np.float64) for text in one["hits"][column]] for one in seeds.values()]
-        for name, seeds in found.items()
-        if all(column in one["hits"] for one in seeds.values())
+        name: [
+            [np.array(list(text), dtype=np.float64) for text in measurement["correct"][column]]
+            for measurement in seeds.values()
+        ]
+        for name, seeds in measurements.items()
+        if all(column in measurement["correct"] for measurement in seeds.values())
     }
 
 
-def rows(name: str, chance: float, found: Found) -> Iterator[tuple[str, dict[str, float]]]:
+def rows(name: str, chance: float, measurements: Measurements) -> Iterator[tuple[str, dict[str, float]]]:
     """A line of the table for each column, and its accuracies; `chance` is one of the classes."""
     for column in ("unseen", "own"):
-        groups = groups_of(found, column)
+        groups = groups_of(measurements, column)
         if "auto" not in groups or len(groups) < 2:
             continue
-        seen = {key: 100 * share(one) for key, one in groups.items()}
-        best = max((key for key in seen if key != "auto"), key=lambda key: seen[key])
+        accuracies = {key: 100 * mean_accuracy(groups_of_method) for key, groups_of_method in groups.items()}
+        best = max((key for key in accuracies if key != "auto"), key=lambda key: accuracies[key])
         gap, low, high = interval(groups["auto"], groups[best])
-        cells = [f"{seen[key]:.1f}" if key in seen else "-" for key in METHODS]
+        cells = [f"{accuracies[key]:.1f}" if key in accuracies else "-" for key in METHODS]
         last = f"{gap:+.2f} [{low:+.2f}, {high:+.2f}] {best}"
-        cells = [name, column, str(len(found["auto"])), f"{100 * chance:.1f}", *cells, last]
-        yield "| " + " | ".join(cells) + " |", seen
+        cells = [name, column, str(len(measurements["auto"])), f"{100 * chance:.1f}", *cells, last]
+        yield "| " + " | ".join(cells) + " |", accuracies
 
 
-def costs(every_set: list[Found]) -> Iterator[str]:
+def costs(every_set: list[Measurements]) -> Iterator[str]:
     """Mean over the sets that a method was measured on."""
     for method in METHODS:
-        runs = [one for found in every_set for one in found.get(method, {}).values()]
+        runs = [measurement for measurements in every_set for measurement in measurements.get(method, {}).values()]
         if runs:
             size, exchanges, seconds, tuning = (
-                float(np.mean([one[key] for one in runs])) for key in ("bytes", "exchanges", "seconds", "tuning")
+                float(np.mean([measurement[key] for measurement in runs]))
+                for key in ("bytes", "exchanges", "seconds", "tuning")
             )
             cells = f"{size / 1e3:.0f} | {exchanges:.0f} | {seconds:.1f} | {tuning:.1f}"
             yield f"| {method} | {cells} | {len(runs)} |"
 
 
-def against(columns: list[dict[str, float]], other: str) -> str:
-    both = [one["auto"] - one[other] for one in columns if other in one]
-    worse = sum(gap < 0 for gap in both)
-    mean = float(np.mean(both)) if both else float("nan")
-    return f"auto less {other}: {mean:+.2f} on average over {len(both)} columns, below in {worse}"
+def against(columns: list[dict[str, float]], reference: str) -> str:
+    differences = [accuracies["auto"] - accuracies[reference] for accuracies in columns if reference in accuracies]
+    worse = sum(gap < 0 for gap in differences)
+    mean = float(np.mean(differences)) if differences else float("nan")
+    return f"auto less {reference}: {mean:+.2f} on average over {len(differences)} columns, below in {worse}"
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__)
-    ask.add_argument("--stores", type=Path, default=Path("stores"))
-    ask.add_argument("--work", type=Path, default=Path("runs/auto"))
-    args = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stores", type=Path, default=Path("stores"))
+    parser.add_argument("--work", type=Path, default=Path("runs/auto"))
+    args = parser.parse_args()
     sets = dict(every(args.stores, args.work))
     every_set = {name: found_in(args.work, name) for name in sets}
     print("| data | column | seeds | chance | " + " | ".join(METHODS) + " | auto - best other |")
     print("|---" * (len(METHODS) + 5) + "|")
     columns = []
-    for name, found in every_set.items():
-        if not found:
+    for name, measurements in every_set.items():
+        if not measurements:
             continue
-        for line, seen in rows(name, 1 / len(sets[name]().rows.classes), found):
+        for line, accuracies in rows(name, 1 / len(sets[name]().rows.classes), measurements):
             print(line)
-            columns.append(seen)
+            columns.append(accuracies)
     print("\n| method | kB a client | exchanges | CPU seconds | seconds to tune | runs |")
     print("|---" * 6 + "|")
     print("\n".join(costs(list(every_set.values()))))
-    print("\n" + "\n".join(against(columns, other) for other in METHODS if other != "auto"))
+    print("\n" + "\n".join(against(columns, reference) for reference in METHODS if reference != "auto"))
 
 
 if __name__ == "__main__":
