@@ -161,7 +161,7 @@ def check_samples_stay(world: World) -> None:
 def largest_cosine(value: Tensor, samples: Tensor) -> float:
     """Return the largest absolute cosine between a vector in a tensor, along any axis, and a sample."""
     size, normalize = samples.shape[1], torch.nn.functional.normalize
-    if not value.is_floating_point():
+    if not (value.is_floating_point() and value.numel()):
         return 0.0
     vectors = [value.movedim(axis, -1).reshape(-1, size) for axis in range(value.ndim) if value.shape[axis] == size]
     known = normalize(samples.double(), dim=1)
