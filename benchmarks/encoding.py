@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from fedvlm.data.table import Dataset
+from fedvlm.encoders import BATCH, Vectors
+from fedvlm.encoders.cache import lock_entry
 from fedvlm.encoders.cache.embed import embed
-from fedvlm.encoders.cache.folder import lock_entry
-from fedvlm.encoders.interface import BATCH, Vectors
 from fedvlm.errors import EncoderError
 
 PICTURES, TURNS = 192, 2

@@ -22,7 +22,6 @@ from figures import report
 import fedvlm
 from fedvlm import parts, tensors
 from fedvlm.core import Client, Frozen, make
-from fedvlm.parts import fused
 
 DIM, BATCH, CLASSES, STEPS = 512, 32, 65, 40
 OFFICE_HOME = {"Art": 2427, "Clipart": 4365, "Product": 4439, "Real World": 4357}
@@ -126,7 +125,7 @@ def stacked(dim: int, count: int, repeats: int = 5) -> None:
     runs: dict[str, Callable[[], object]] = {
         "together": lambda: method.update_many(frozen, sent, stacked_local, clients),
         "one by one": lambda: one_by_one(method.update_many),
-        "autograd": lambda: one_by_one(partial(fused.adam, method)),
+        "autograd": lambda: one_by_one(partial(parts.fused_adam, method)),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):

@@ -23,16 +23,16 @@ from figures import report
 from PIL import Image
 
 from fedvlm.core import Frozen, make
-from fedvlm.encoders.cache.stream import stream_images
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.images import Pixels
+from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import initial_state, run_rounds
 from fedvlm.engines.state import Plan, pack_state
 from fedvlm.maths.image_tower import ImageTower
-from fedvlm.runner import memory as room
+from fedvlm.runner import forecast as room
 from fedvlm.runner.settings import Settings
-from fedvlm.storage.sealed import write_tensors
+from fedvlm.storage.files import write_tensors
 
 METHODS = ("fedavg-tower", "moon-tower", "fedavg-tower blocks=2", "lora", "vpt")
 CLASSES, HELD = 7, 2

@@ -32,14 +32,14 @@ from fedvlm.deploy.flower.processes import (
     start_superlink,
     write_connection,
 )
+from fedvlm.deploy.identity.certificates import current_certificate
 from fedvlm.deploy.kits import ServerKit, create_kits, read_server, read_site, to_toml, write_site
-from fedvlm.deploy.membership import current_certificate
-from fedvlm.deploy.runs import FLOWER_APP, run_over_sites, running_processes, start_site
-from fedvlm.deploy.server import DeployedRun
-from fedvlm.deploy.site import Site
+from fedvlm.deploy.server.launch import FLOWER_APP, run_over_sites, running_processes, start_site
+from fedvlm.deploy.server.run import DeployedRun
+from fedvlm.deploy.site.service import Site
 from fedvlm.engines.client import Task
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.single import run_client
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.sequential import run_client
 from fedvlm.record import Record
 from fedvlm.runner.settings import build
 from fedvlm.storage.files import write_file

@@ -27,7 +27,7 @@ from transport import scaling
 
 from fedvlm import tensors
 from fedvlm.core import Client, Frozen, make
-from fedvlm.encoders.cache.mapped import check_and_map
+from fedvlm.encoders.lazy_rows import check_and_map
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import initial_state, run_rounds

@@ -22,11 +22,11 @@ from figures import report
 
 from fedvlm import tensors
 from fedvlm.core import Frozen, make
-from fedvlm.data.members import ClientSplit
+from fedvlm.data.partition import ClientSplit
 from fedvlm.engines.client import World
 from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, stores_on_disk
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.storage.large_tensors import ClientStateStore
 
 CLASSES, DIM, ROWS, TESTED = 100, 512, 160, 40
 CASES = ((100, 0), (100, 50), (1000, 50), (10_000, 50))  # clients and descriptions of a class

@@ -18,10 +18,10 @@ from federation import PACS, made
 from figures import report
 
 import fedvlm
+from fedvlm.runner.experiment_files import find_experiment, read_toml
 from fedvlm.runner.experiments import experiment_runs
-from fedvlm.runner.named import find_experiment
 from fedvlm.runner.run import execute_all
-from fedvlm.runner.settings import build, read_toml
+from fedvlm.runner.settings import build
 
 HOME = {"art": 2427, "clipart": 4365, "product": 4439, "real_world": 4357}
 CASES = {"pacs": (PACS, 7, 200), "office-home": (HOME, 65, 50), "demo": None}

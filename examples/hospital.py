@@ -48,7 +48,7 @@ def main() -> None:
         result.personalised("north").save_pretrained(root / "north")
 
         # West comes later: it takes the server's record and its own images, and sends nothing.
-        command("join", root / "run", root / "west", "--client", "west", "--out", root / "late")
+        command("join", root / "run", root / "west", "--client", "west", "--output", root / "late")
 
         # A set holds the true class at least four times in five; of one class, it is an answer.
         for name, image in {"north": "first/north/circle", "late": "west/square"}.items():

@@ -14,7 +14,7 @@ from fedvlm.evaluate.protocols import (
     Training,
     TrainingResults,
     Weights,
-    accuracy,
+    mean_accuracy,
     register,
 )
 
@@ -31,7 +31,7 @@ class WorstUnseen:
         return [Training(client_id, rest, (client_id,)) for client_id, rest in train_ids.items()]
 
     def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
-        accuracies = [accuracy(scores, training.unseen) for training, scores in done.values()]
+        accuracies = [mean_accuracy(scores, training.unseen) for training, scores in done.values()]
         defined = [value for value in accuracies if value is not None] if generalises else []
         worst, mean = (min(defined), sum(defined) / len(defined)) if defined else (None, None)
         return {"unseen, worst": worst, "unseen, mean": mean}

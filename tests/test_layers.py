@@ -11,7 +11,7 @@ import fedvlm
 ROOT = Path(fedvlm.__file__).parent
 ORDER = [
     "errors",
-    "outside",
+    "plugins",
     "seeds",
     "machine",
     "devices",
@@ -24,10 +24,8 @@ ORDER = [
     "methods",
     "data",
     "encoders",
-    "evaluate.far",
-    "channel",
-    "evaluate.scores",
     "evaluate.metrics",
+    "channel",
     "engines",
     "evaluate",
     "record",

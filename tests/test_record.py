@@ -13,8 +13,7 @@ from fedvlm import record
 from fedvlm.engines.state import State, pack_state, unpack_state
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.files import write_file
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_file, write_tensors
 
 TENSORS = {"head": torch.arange(12.0).reshape(3, 4), "count": torch.tensor(3)}
 

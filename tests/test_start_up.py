@@ -62,7 +62,7 @@ FILE = """
 title = "A table"
 encoder = "store:{store}"
 traffic = true
-bars = false
+baselines = false
 
 [[methods]]
 name = "fedot"
@@ -91,7 +91,7 @@ def test_a_finished_experiment_is_shown_again_without_torch(experiment, tmp_path
     first = imported_by(*experiment)
     assert "A table" in first and "fedot" in first and "report: " in first
     assert run(COMMAND, *experiment) == first
-    assert run(COMMAND, *experiment, "--form", "csv") == imported_by(*experiment, "--form", "csv")
+    assert run(COMMAND, *experiment, "--format", "csv") == imported_by(*experiment, "--format", "csv")
 
 
 @pytest.mark.parametrize("options", [[], ["--columns", "balanced,worst,method.rounds", "--all"]])

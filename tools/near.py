@@ -1,4 +1,4 @@
-"""The limit below which two images count as nearly the same: fedvlm.encoders.near.MAX_DUPLICATE_RMS.
+"""The limit below which two images count as nearly the same: fedvlm.encoders.near_duplicates.MAX_DUPLICATE_RMS.
 
 python -m tools.near [--data demo] [--images 300]
 Only training images are looked at. Each is saved again in the usual ways, and held against itself
@@ -13,9 +13,9 @@ from PIL import Image
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import list_samples, make_partition
-from fedvlm.encoders.cache.decode import decode
-from fedvlm.encoders.near import MAX_DUPLICATE_RMS, thumbnail
+from fedvlm.data.partition import list_samples, make_partition
+from fedvlm.encoders.images import decode
+from fedvlm.encoders.near_duplicates import MAX_DUPLICATE_RMS, thumbnail
 
 WAYS = {
     "PNG": ("PNG", 1.0, {}),

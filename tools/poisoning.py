@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvlm.channel import compare
+from fedvlm.channel import outliers
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.attackers import choose_attackers
+from fedvlm.engines.client import choose_attackers
 from fedvlm.engines.loop import finish_training, initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan
-from fedvlm.evaluate.scores import accuracy
+from fedvlm.evaluate.metrics import accuracy
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import prepare
 from fedvlm.runner.settings import attack_of, build
@@ -80,7 +80,7 @@ def opened(name: str, stores: Path) -> EmbeddedTable:
 def overheard() -> Iterator[list[dict[str, Any]]]:
     """What each round's comparison is made of: norms, and cosines of each two clients."""
     heard: list[dict[str, Any]] = []
-    judge = compare.outlier_scores
+    judge = outliers.outlier_scores
 
     def listen(ids: Sequence[str], dots: Tensor) -> Any:
         norms = dots.diagonal().sqrt()
@@ -89,11 +89,11 @@ def overheard() -> Iterator[list[dict[str, Any]]]:
         heard.append({"ids": list(ids), "norms": norms.tolist(), "cosines": pairs})
         return judge(ids, dots)
 
-    compare.outlier_scores = listen
+    outliers.outlier_scores = listen
     try:
         yield heard
     finally:
-        compare.outlier_scores = judge
+        outliers.outlier_scores = judge
 
 
 def _below(count: int) -> tuple[Tensor, Tensor]:
@@ -163,16 +163,16 @@ class Runs:
         return dict(self.known[key])
 
 
-def flagged(run: dict[str, Any], limits: compare.OutlierLimits) -> set[str]:
+def flagged(run: dict[str, Any], limits: outliers.OutlierLimits) -> set[str]:
     """Who is far in most of its rounds."""
     count: dict[str, list[bool]] = {}
     for one in run["seen"]:
-        for id, seen in compare.outlier_scores(one["ids"], dots_of(one), limits).items():
+        for id, seen in outliers.outlier_scores(one["ids"], dots_of(one), limits).items():
             count.setdefault(id, []).append(bool(seen["far"]))
     return {id for id, many in count.items() if sum(many) > limits.max_outlier_fraction * len(many)}
 
 
-def rates(runs: list[dict[str, Any]], limits: compare.OutlierLimits = compare.DEFAULT_LIMITS) -> tuple[float, float]:
+def rates(runs: list[dict[str, Any]], limits: outliers.OutlierLimits = outliers.DEFAULT_LIMITS) -> tuple[float, float]:
     """Shares of runs in which every attacker is named, and in which an honest client is."""
     found = [(set(run["bad"]), flagged(run, limits)) for run in runs]
     return fmean(bad <= far for bad, far in found), fmean(bool(far - bad) for bad, far in found)
@@ -191,7 +191,7 @@ def choose(runs: Runs, sets: list[str], methods: list[str], shares: list[float])
     found = []
     tried = ((2.5, 3.0, 4.0), (4.0, 6.0), (2.0, 3.0), (0.3, 0.5), (0.7,), (6.0,), (0.5, 0.6, 0.7))
     for values in product(*tried):
-        limits = compare.OutlierLimits(*values)
+        limits = outliers.OutlierLimits(*values)
         pairs = [rates(many, limits) for many in cells]
         missed = sum(max(0.0, NAMED - named) for named, _ in pairs)
         wrong = sum(max(0.0, one - WRONG) for _, one in pairs)

@@ -18,9 +18,9 @@ from time import monotonic, sleep
 import numpy as np
 from PIL import Image
 
-from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.flower.processes import free_port
 from fedvlm.deploy.kits import create_kits
+from fedvlm.deploy.site.policy import example_policy
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "recording.md"
 SITES = ["north", "south", "west", "east"]
@@ -135,7 +135,7 @@ def record(show: Show) -> None:
     show.call("fedvlm deploy doctor fed/site-north")
     show.title("A run; east is not there")
     first_run = experiment(show, "tofa", 1)
-    show.call(f"fedvlm deploy run fed/server {first_run} --out one --wait 5")
+    show.call(f"fedvlm deploy run fed/server {first_run} --output one --wait 5")
     show.add_output("what north has read meanwhile", show.log("north"))
     show.title("A late joiner")
     site(show, "east")
@@ -144,12 +144,12 @@ def record(show: Show) -> None:
     second_run = experiment(show, "fedavg", 4)
     show.start(
         "run",
-        f"fedvlm deploy run fed/server {second_run} --out other --wait 5 --deadline 8",
+        f"fedvlm deploy run fed/server {second_run} --output other --wait 5 --deadline 8",
         "round 1 of 4",
     )
     os.killpg(show.running["west"].pid, signal.SIGKILL)
     show.running["run"].wait(180)
-    command = f"fedvlm deploy run fed/server {second_run} --out other --wait 5 --deadline 8"
+    command = f"fedvlm deploy run fed/server {second_run} --output other --wait 5 --deadline 8"
     show.add_output(f"{command}    # west is killed in round 2", show.log("run"))
     show.call("fedvlm deploy status fed/server")
     show.title("A withdrawal")

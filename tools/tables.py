@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fedvlm.report.page.gather import build_model
+from fedvlm.report.page.model import build_model
 from fedvlm.report.tables import compare_table
+from fedvlm.runner.experiment_files import find_experiment, read_toml
 from fedvlm.runner.experiments import experiment_runs
-from fedvlm.runner.named import find_experiment
 from fedvlm.runner.run import execute
-from fedvlm.runner.settings import build, read_toml
+from fedvlm.runner.settings import build
 from fedvlm.storage.files import write_file
 
 ROOT = Path(__file__).parents[1]

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedvlm.classifier.join import join
+    from fedvlm.classifier.late_join import join
     from fedvlm.classifier.personalised import Personalised
     from fedvlm.core import make, methods, register
     from fedvlm.result import Result, resume, run, sweep
@@ -26,7 +26,7 @@ __all__ = [
 
 # Looked up when first used, so that `fedvlm --help` does not wait for torch.
 _HOMES = {
-    "join": "classifier.join",
+    "join": "classifier.late_join",
     "Personalised": "classifier.personalised",
     "Result": "result",
     "compare": "result",

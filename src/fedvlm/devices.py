@@ -48,7 +48,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         parts = {part.name: to_device(getattr(value, part.name), device) for part in fields(value)}
         return replace(value, **parts)
-    return DeviceRows(value, device) if hasattr(value, "receive") and device != CPU else value
+    return DeviceRows(value, device) if hasattr(value, "take") and device != CPU else value
 
 
 class DeviceRows:

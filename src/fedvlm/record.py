@@ -11,16 +11,19 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 from fedvlm.errors import DataError, SettingsError, join_names
-from fedvlm.evaluate.far import describe_outliers
-from fedvlm.evaluate.scores import Table
-from fedvlm.storage.files import exclusive_lock, explain_os_errors, open_for_append, slug, write_file
-from fedvlm.storage.sealed import (
+from fedvlm.evaluate.metrics import Table, describe_outliers
+from fedvlm.storage.files import (
     INDEX_FILE,
     DamagedError,
     decode_json,
     encode_json,
+    exclusive_lock,
+    explain_os_errors,
+    open_for_append,
     read_json,
     read_tensors,
+    slug,
+    write_file,
     write_index,
     write_json,
 )
@@ -31,7 +34,7 @@ if TYPE_CHECKING:  # most of a record is read without torch
     from fedvlm.tensors import Tensors
 
 RECORD_FORMAT = 2  # of what a run leaves on disk; another number is not read
-GRADIENT_NORM_KEY = "slope left"  # what a method calls the slope at which a convex fit of its ended
+GRADIENT_NORM_KEY = "remaining gradient"  # of a convex fit, as methods report it in `describe`
 MAX_CONVERGED_GRADIENT = 1e-5  # a larger one is told; below it scikit-learn predicts the same: auto.md
 PLACES_KEY = "places"  # where the file beside has whose local tensors, if they are many
 DESCRIPTIONS_FILE = "descriptions.safetensors"  # the file of a run that has some
@@ -278,7 +281,7 @@ class Record:
                 local[about["train"][int(number)]][key] = value
         if PLACES_KEY not in tensors:
             return groups["shared"], local
-        from fedvlm.storage.shelf import SavedClientStates
+        from fedvlm.storage.large_tensors import SavedClientStates
 
         clients_path = path.with_suffix(".clients")
         return groups["shared"], SavedClientStates(clients_path, about["train"], groups["fresh"], tensors[PLACES_KEY])

@@ -17,16 +17,15 @@ from fedvlm.data.table import EmbeddedTable
 from fedvlm.errors import DataError
 from fedvlm.record import Record
 from fedvlm.report.columns import ranking_curve
-from fedvlm.report.diagrams import diagram
-from fedvlm.report.frames import comparison_frame, scores_frame
-from fedvlm.report.page.read import read_runs
-from fedvlm.report.tables import compare_table, table_cells
+from fedvlm.report.plots import diagram
+from fedvlm.report.runs import read_runs
+from fedvlm.report.tables import compare_table, comparison_frame, scores_frame, table_cells
 from fedvlm.runner import run as runner
+from fedvlm.runner.experiments import build_all, expand, run_all
+from fedvlm.runner.experiments import read_grid as grid_of
 from fedvlm.runner.load import Progress
 from fedvlm.runner.settings import Settings, build, with_method
-from fedvlm.runner.sweep import build_all, expand, run_all
-from fedvlm.runner.sweep import read_grid as grid_of
-from fedvlm.runner.track import Trackers
+from fedvlm.runner.trackers import Trackers
 
 
 class Result(Record):

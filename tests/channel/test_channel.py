@@ -8,23 +8,29 @@ import pytest
 import torch
 
 from fedvlm import seeds, tensors
-from fedvlm.channel import Channel, secure
-from fedvlm.channel.clip import add_change_noise, change_norm, clip_change, upload_change
-from fedvlm.channel.quantise import MAX_RELATIVE_ERROR, dequantise_change, quantise_change
+from fedvlm.channel import Channel, steps
+from fedvlm.channel.pipeline import UploadPipeline
 from fedvlm.channel.settings import check_channel
-from fedvlm.channel.uploads import decode, encode, privacy_cost
-from fedvlm.channel.validate import max_change_norm
-from fedvlm.core import Traits, make, methods, upload_sum
-from fedvlm.engines.claims import sum_gap
+from fedvlm.channel.steps import (
+    MAX_RELATIVE_ERROR,
+    RESIDUAL_PREFIX,
+    Clip,
+    Noise,
+    Quantise,
+    change_norm,
+    max_change_norm,
+    upload_change,
+)
+from fedvlm.core import PrivacyTraits, Traits, make, methods, upload_sum
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan, pack_state, unpack_state
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.maths.privacy import epsilon, grid_step, secure_normal, seeded_normal
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.runner.settings import build
-from fedvlm.storage.sealed import read_tensors, write_tensors
-from fedvlm.testing import toy_world
+from fedvlm.storage.files import read_tensors, write_tensors
+from fedvlm.testing import sum_gap, toy_world
 
 
 def numbers(*shape, seed=0):
@@ -49,9 +55,9 @@ def run(channel, method="fedavg", engine=Sequential, initial=None, stop=None, **
 
 def test_a_channel_that_is_off_returns_the_very_tensors():
     upload, sent = {"head": numbers(4, 6)}, {"head": numbers(4, 6, seed=1)}
-    travels, feedback = encode(Channel(), upload, sent, {}, secure_normal)
+    travels, feedback = UploadPipeline(Channel()).encode(upload, sent, {}, secure_normal)
     assert travels["head"] is upload["head"]
-    assert decode(Channel(), travels, sent)["head"] is upload["head"]
+    assert UploadPipeline(Channel()).decode(travels, sent)["head"] is upload["head"]
     assert feedback == {}
 
 
@@ -81,7 +87,7 @@ def test_a_channel_that_is_off_leaves_settings_and_records_as_they_were():
 @pytest.mark.parametrize("max_norm", [1e-3, 0.5, 1e9])
 def test_clipping_bounds_the_norm_and_keeps_the_direction(max_norm):
     moved = {"a": numbers(50, 7), "b": 1e-4 * numbers(9, seed=2)}
-    short = clip_change(moved, max_norm)
+    short, _ = Clip(max_norm).encode(moved, {}, secure_normal)
     assert change_norm(short) <= max_norm
     cosine = torch.nn.functional.cosine_similarity(tensors.flatten(short), tensors.flatten(moved), dim=0)
     assert cosine == pytest.approx(1, abs=1e-6)
@@ -92,41 +98,48 @@ def test_what_is_clipped_is_the_change_where_a_tensor_was_sent_and_else_the_whol
     sent = {"head": 100 + numbers(4, 6)}
     upload = {"head": sent["head"] + 1e-3, "counts": torch.full((5,), 7.0)}
     assert change_norm(upload_change(upload, sent)) == pytest.approx(math.sqrt(5 * 49), rel=1e-4)
-    out, _ = encode(Channel(clip=1.0), upload, sent, {}, secure_normal)
+    out, _ = UploadPipeline(Channel(clip=1.0)).encode(upload, sent, {}, secure_normal)
     assert change_norm(upload_change(out, sent)) <= 1 + 1e-5
     assert (out["head"] - sent["head"]).abs().max() < 1e-4
 
 
 def test_noise_has_the_deviation_asked_for_and_is_drawn_by_seed():
     moved = {"a": torch.zeros(200, 300), "b": torch.zeros(40_000)}
-    noisy = add_change_noise(moved, 0.3, seeded_normal(seeds.generator("test", 1)))
+    noisy, _ = Noise(0.15, 2.0).encode(moved, {}, seeded_normal(seeds.generator("test", 1)))
     flat_noise = tensors.flatten(noisy)
     assert flat_noise.std() == pytest.approx(0.3, rel=0.01)  # 100,000 draws: three times the deviation
     assert abs(float(flat_noise.mean())) < 4 * 0.3 / math.sqrt(len(flat_noise))
     assert torch.equal((flat_noise / grid_step(0.3)).round() * grid_step(0.3), flat_noise)  # and on the grid
-    again = add_change_noise(moved, 0.3, seeded_normal(seeds.generator("test", 1)))
+    again, _ = Noise(0.15, 2.0).encode(moved, {}, seeded_normal(seeds.generator("test", 1)))
     assert torch.equal(noisy["a"], again["a"])
 
 
 def test_whole_numbers_are_not_clipped_but_refused():
     upload = {"counts": torch.tensor([1, 2, 3])}
-    with pytest.raises(FederationError, match="whole numbers in 'counts'"):
-        encode(Channel(clip=1.0, noise_multiplier=1.0), upload, {}, {}, secure_normal)
+    with pytest.raises(FederationError, match="integers in 'counts'"):
+        UploadPipeline(Channel(clip=1.0, noise_multiplier=1.0)).encode(upload, {}, {}, secure_normal)
+
+
+def quantise(change, residuals):
+    """The step with the rounding errors by the names of their tensors."""
+    state = {RESIDUAL_PREFIX + key: value for key, value in residuals.items()}
+    encoded, state = Quantise().encode(change, state, secure_normal)
+    return encoded, {key.removeprefix(RESIDUAL_PREFIX): value for key, value in state.items()}
 
 
 def test_rounding_moves_a_change_by_less_than_a_fifteenth_of_its_norm():
     for scale in (1.0, 1e-6, 1e6):
         moved = {"a": scale * numbers(700, 3) ** 3, "b": scale * numbers(5)}
-        travels, over = quantise_change(moved, {})
+        travels, over = quantise(moved, {})
         assert change_norm(over) <= MAX_RELATIVE_ERROR * change_norm(moved)
-        back = dequantise_change(travels, ["a", "b"])
+        back = Quantise().decode(travels)
         assert change_norm({k: back[k] + over[k] - moved[k] for k in back}) <= 1e-6 * change_norm(moved)
 
 
 def test_rounding_of_zeros_and_of_no_numbers_is_exact():
     moved = {"zeros": torch.zeros(300), "none": torch.zeros(0, 4)}
-    travels, over = quantise_change(moved, {})
-    assert all(torch.equal(value, moved[key]) for key, value in dequantise_change(travels, list(moved)).items())
+    travels, over = quantise(moved, {})
+    assert all(torch.equal(value, moved[key]) for key, value in Quantise().decode(travels).items())
     assert change_norm(over) == 0
 
 
@@ -135,9 +148,9 @@ def test_with_feedback_the_mean_of_many_rounds_is_exact_and_without_it_is_not():
     moved = {"a": torch.cat([torch.tensor([1.0]), torch.full((255,), 1e-3)])}
     sums, plain, feedback = torch.zeros(256), torch.zeros(256), {}
     for _ in range(500):
-        travels, feedback = quantise_change(moved, feedback)
-        sums += dequantise_change(travels, ["a"])["a"]
-        plain += dequantise_change(quantise_change(moved, {})[0], ["a"])["a"]
+        travels, feedback = quantise(moved, feedback)
+        sums += Quantise().decode(travels)["a"]
+        plain += Quantise().decode(quantise(moved, {})[0])["a"]
     step = 1.0 / 127
     assert (sums / 500 - moved["a"]).abs().max() < step / 500
     assert plain[1] == 0
@@ -183,7 +196,7 @@ def test_a_secure_sum_hides_a_client_in_the_noise_of_all():
     """Uniform weights: n clients' noise against one client's change."""
     _, lines, _ = run(Channel(clip=0.1, noise_multiplier=2.0, secure=True), "fedot")
     assert lines[0]["epsilon"] == pytest.approx(epsilon(2.0 * math.sqrt(4), 1), rel=1e-9)
-    costs = privacy_cost(Channel(clip=1.0, noise_multiplier=2.0, secure=True), {"a": 3.0, "b": 4.0})
+    costs = UploadPipeline(Channel(clip=1.0, noise_multiplier=2.0, secure=True)).cost({"a": 3.0, "b": 4.0})
     assert costs == {"a": 9 / 25 / 4, "b": 16 / 25 / 4}
 
 
@@ -194,7 +207,7 @@ def masked(count, shape=(9, 5)):
         ids,
         plain,
         {
-            id: secure.mask_upload(secure.to_fixed_point(upload, count, id), ids, id, (1, 0))
+            id: steps.mask_upload(steps.to_fixed_point(upload, count, id), ids, id, (1, 0))
             for id, upload in plain.items()
         },
     )
@@ -204,8 +217,8 @@ def masked(count, shape=(9, 5)):
 def test_the_masked_sum_is_the_plain_sum_to_fixed_point(count):
     ids, plain, hidden = masked(count)
     expected = sum(plain[id]["w"] for id in ids)
-    got = secure.sum_masked(hidden[id] for id in ids)["w"].double() / secure.FIXED_POINT_STEPS
-    assert (got - expected).abs().max() <= count / 2 / secure.FIXED_POINT_STEPS
+    got = steps.sum_masked(hidden[id] for id in ids)["w"].double() / steps.FIXED_POINT_STEPS
+    assert (got - expected).abs().max() <= count / 2 / steps.FIXED_POINT_STEPS
 
 
 def test_a_masked_upload_looks_random_and_a_missing_one_spoils_the_sum():
@@ -218,7 +231,7 @@ def test_a_masked_upload_looks_random_and_a_missing_one_spoils_the_sum():
     values = hidden[ids[0]]["w"].double().flatten()
     stacked = torch.stack([values, plain[ids[0]]["w"].flatten()])
     assert abs(float(torch.corrcoef(stacked)[0, 1])) < 0.05
-    got = secure.sum_masked(hidden[id] for id in ids[1:])["w"].double() / secure.FIXED_POINT_STEPS
+    got = steps.sum_masked(hidden[id] for id in ids[1:])["w"].double() / steps.FIXED_POINT_STEPS
     assert (got - sum(plain[id]["w"] for id in ids[1:])).abs().median() > 1e6
 
 
@@ -226,18 +239,18 @@ def test_numbers_a_masked_sum_would_garble_are_refused_by_name():
     for bad in (torch.nan, torch.inf, 9.0, -8.0):
         value = {"w": torch.tensor([0.0, 1, 2, 3, 4, bad], dtype=torch.float64)}
         with pytest.raises(FederationError, match="client b, round 3: 1 of 6 numbers of 'w'"):
-            secure.check_limit(value, secure.SECAGG_LIMIT, "client b, round 3")
-    with pytest.raises(FederationError, match="'n' holds whole numbers"):
-        secure.weight_upload({"n": torch.tensor([3])}, 40.0, "client b")
+            steps.check_limit(value, steps.SECAGG_LIMIT, "client b, round 3")
+    with pytest.raises(FederationError, match="'n' holds integers"):
+        steps.weight_upload({"n": torch.tensor([3])}, 40.0, "client b")
     with pytest.raises(FederationError, match="numbers of 'n'"):
-        secure.to_fixed_point({"n": torch.tensor([2**61])}, 3, "client b")
+        steps.to_fixed_point({"n": torch.tensor([2**61])}, 3, "client b")
 
 
 def test_whole_numbers_are_summed_exactly():
     ids = ["a", "b", "c"]
     plain = {id: {"n": torch.tensor([2**55 + i, -i])} for i, id in enumerate(ids)}
-    hidden = [secure.mask_upload(secure.to_fixed_point(plain[id], 3, id), ids, id, (0,)) for id in ids]
-    assert secure.sum_masked(hidden)["n"].tolist() == [3 * 2**55 + 3, -3]
+    hidden = [steps.mask_upload(steps.to_fixed_point(plain[id], 3, id), ids, id, (0,)) for id in ids]
+    assert steps.sum_masked(hidden)["n"].tolist() == [3 * 2**55 + 3, -3]
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedot"])
@@ -251,7 +264,7 @@ def test_a_secure_run_ends_where_a_plain_one_does(method):
 
 def test_every_method_either_takes_a_sum_or_refuses_a_secure_one_by_name():
     kinds = {name: upload_sum(make(name)) for name in methods()}
-    assert kinds["fedavg"] == "rows"
+    assert kinds["fedavg"] == "samples"
     assert kinds["fedot"] == "clients"
     assert kinds["tofa"] == "total"
     for name in ("promptfl-fedamp", "fens"):
@@ -270,7 +283,7 @@ class Liar(FedAvg):
         return max(uploads, key=lambda upload: float(upload["head"].norm()))
 
     name = "liar"
-    traits = Traits(needs=frozenset({"image", "text"}), upload_sum="rows")
+    traits = Traits(needs=frozenset({"image", "text"}), privacy=PrivacyTraits(upload_sum="samples"))
 
 
 def test_a_method_that_wrongly_says_a_sum_will_do_is_found_out():
@@ -290,10 +303,10 @@ class Loner:
 
 
 def test_a_method_that_aggregates_single_uploads_refuses_a_secure_sum():
-    with pytest.raises(SettingsError, match="loner aggregates single uploads .* add `upload_sum"):
+    with pytest.raises(SettingsError, match="loner aggregates single uploads .*PrivacyTraits\\(upload_sum"):
         check_channel(Channel(secure=True), Loner())
     check_channel(Channel(), Loner())
-    assert upload_sum(make("fedavg")) == "rows"
+    assert upload_sum(make("fedavg")) == "samples"
 
 
 @pytest.mark.parametrize(
@@ -327,6 +340,6 @@ def test_honest_uploads_pass_the_norm_check_however_they_are_changed():
         for number in range(20):
             upload = {"head": sent["head"] + 5 * numbers(30, 40, seed=number) ** 3}
             draw = seeded_normal(seeds.generator("test", number))
-            travels, feedback = encode(channel, upload, sent, feedback, draw)
-            back = decode(channel, travels, sent)
+            travels, feedback = UploadPipeline(channel).encode(upload, sent, feedback, draw)
+            back = UploadPipeline(channel).decode(travels, sent)
             assert change_norm(upload_change(back, sent)) <= max_change_norm(channel, 1200)

@@ -6,11 +6,11 @@ import pytest
 
 from fedvlm.channel import Channel
 from fedvlm.core import make
-from fedvlm.engines.flower.api import import_flower
+from fedvlm.engines.flower import import_flower
 from fedvlm.engines.flower.client import to_arrays
-from fedvlm.engines.flower.local import InProcessEngine
+from fedvlm.engines.flower.engine import InProcessEngine
+from fedvlm.engines.flower.messages import Message, seal, to_bytes
 from fedvlm.engines.flower.secure import STAGE, STATE, plan_digest, sum_settings
-from fedvlm.engines.flower.wire import Message, seal, to_bytes
 from fedvlm.engines.loop import initial_state
 from fedvlm.testing import toy_world
 

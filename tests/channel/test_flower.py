@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fedvlm.channel import Channel
-from fedvlm.channel.secure import to_secagg
+from fedvlm.channel.steps import to_secagg
 from fedvlm.core import make
-from fedvlm.engines.flower.local import InProcessEngine
-from fedvlm.engines.flower.wire import from_records
+from fedvlm.engines.flower.engine import InProcessEngine
+from fedvlm.engines.flower.messages import from_records
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.tensors import max_relative_difference
@@ -137,8 +137,8 @@ def test_below_the_quorum_a_secure_round_stops_and_says_why(monkeypatch):
 
 
 def test_an_upload_for_a_secure_sum_never_leaves_without_its_mask():
+    from fedvlm.engines.flower.messages import Message
     from fedvlm.engines.flower.secure import wrap_reply
-    from fedvlm.engines.flower.wire import Message
 
     with pytest.raises(FederationError, match="asked for without a mask"):
         wrap_reply(Message({"masked": True}), hidden=False)

@@ -6,10 +6,10 @@ import pytest
 
 from fedvlm.channel import Channel
 from fedvlm.core import make
-from fedvlm.engines.flower.local import InProcessEngine
+from fedvlm.engines.flower.engine import InProcessEngine
 from fedvlm.engines.flower.secure import STAGE
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError
 from fedvlm.tensors import max_relative_difference

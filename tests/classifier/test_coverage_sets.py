@@ -79,12 +79,12 @@ def test_rows_set_aside_are_read_by_nothing_else() -> None:
         torch.ones(len(calibration_rows), DIM) + x[calibration_rows], dim=1
     )
     settings = {"clients": {"partition": "own"}, "protocol": "own-test"}
-    first, second = (
+    first_run, second_run = (
         fedvlm.run("auto", embedded=replace(table, x=values), out=Path(name), **settings)
         for name, values in (("one", table.x), ("other", x))
     )
-    first, second = first.personalised("a"), second.personalised("a")
-    assert first.tables == second.tables
+    assert first_run.tables == second_run.tables
+    first, second = first_run.personalised("a"), second_run.personalised("a")
     assert all(torch.equal(first.local[key], second.local[key]) for key in first.local)
     assert all(torch.equal(first.shared[key], second.shared[key]) for key in first.shared)
     assert first.calibration is not None and second.calibration is not None

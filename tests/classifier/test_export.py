@@ -14,7 +14,7 @@ from fedvlm.classifier.export import ONNX_FILE, export, linear_head, to_onnx
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.classifier.predict import predict
 from fedvlm.data import open_dataset
-from fedvlm.encoders import demo
+from fedvlm.encoders import huggingface
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.runner.load import encode, open_encoder_with_notes
 
@@ -132,8 +132,8 @@ def test_another_encoder_than_its_own_is_refused_by_fingerprint(runs, folder, tm
         box.identity = {**box.identity, "weights": "0" * 64}
         return box
 
-    real = demo.demo
-    monkeypatch.setattr(demo, "demo", other_encoder)
+    real = huggingface.demo
+    monkeypatch.setattr(huggingface, "demo", other_encoder)
     with pytest.raises(SettingsError, match="demo is not the encoder this was trained on: its finger"):
         predict(tmp_path / "c", [folder])
 
@@ -204,7 +204,7 @@ def test_the_commands_export_and_predict_write_csv_and_say_what_they_skipped(run
     output = call("export", run, tmp_path / "c", "--client", "site-0", "--onnx")
     assert output.exit_code == 0
     assert "fedavg for site-0 (2 classes, demo@" in output.output
-    done = call("predict", tmp_path / "c", folder / "site-0", "--out", tmp_path / "p.csv")
+    done = call("predict", tmp_path / "c", folder / "site-0", "--output", tmp_path / "p.csv")
     assert done.exit_code == 0
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert len(rows) == 40
@@ -218,7 +218,7 @@ def test_the_commands_export_and_predict_write_csv_and_say_what_they_skipped(run
 
 
 def test_the_command_ledger_prints_and_verifies(tmp_path, monkeypatch, capsys, call):
-    from fedvlm.deploy.ledger import Ledger
+    from fedvlm.deploy.site.ledger import Ledger
 
     ledger = Ledger(tmp_path)
     ledger.add("in", 0, {"head": torch.zeros(4, 6)}, b"abc")

@@ -47,7 +47,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_run_prints_a_table_and_where_the_record_is(ok, store, tmp_path):
-    out = ok("run", "--method", "fedot", "--encoder", store, "--out", tmp_path / "r", *QUICK)
+    out = ok("run", "--method", "fedot", "--encoder", store, "--output", tmp_path / "r", *QUICK)
     assert out.splitlines()[0].split() == ["method", "G", "P", "C", "seeds"]
     assert f"records: {tmp_path / 'r'}" in out
     assert out.splitlines()[-1] == f"report: {tmp_path / 'r' / 'report.html'}"
@@ -58,9 +58,30 @@ def test_run_prints_a_table_and_where_the_record_is(ok, store, tmp_path):
 
 
 def test_no_report_leaves_the_page_out(ok, store, tmp_path):
-    words = ("run", "--method", "zero-shot", "--encoder", store, "--out", tmp_path / "r")
+    words = ("run", "--method", "zero-shot", "--encoder", store, "--output", tmp_path / "r")
     assert "report:" not in ok(*words, "--no-report")
     assert not (tmp_path / "r" / "report.html").exists()
+
+
+def test_seeds_of_a_run_are_options(ok, store, tmp_path):
+    words = ("run", "--method", "zero-shot", "--encoder", store, "--output", tmp_path / "r", "--no-baselines")
+    ok(*words, "--no-report", "--seed", 3, "--seed", 5)
+    assert json.loads((tmp_path / "r" / "manifest.json").read_text())["identity"]["seeds"] == [3, 5]
+
+
+def test_source_of_a_run_is_an_option(tmp_path):
+    done = CliRunner().invoke(cli.app, ["run", "--data", str(tmp_path), "--source", "layot=class"])
+    assert "layot" in str(done.exception)
+
+
+def test_quiet_hides_progress(ok, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedvlm.cli.progress.QUIET_SECONDS", -1.0)
+    words = ["run", "--method", "fedavg", "--encoder", store, "--no-report", "--no-baselines", *map(str, QUICK)]
+    shown, hidden = (
+        CliRunner().invoke(cli.app, [*words, "--output", str(tmp_path / name), *quiet]).stderr
+        for name, quiet in (("a", ()), ("b", ("--quiet",)))
+    )
+    assert "elapsed" in shown and "elapsed" not in hidden
 
 
 def test_a_toml_file_with_several_methods_is_one_table(ok, store, tmp_path):
@@ -69,17 +90,17 @@ def test_a_toml_file_with_several_methods_is_one_table(ok, store, tmp_path):
         f'encoder = "{store}"\n[[methods]]\nname = "zero-shot"\n'
         '[[methods]]\nname = "fedavg"\nrounds = 2\n[paper.theirs]\nG = 12.5\n'
     )
-    out = ok("run", path, "--out", tmp_path / "r")
+    out = ok("run", path, "--output", tmp_path / "r")
     assert "published: theirs  12.50      -      -" in out
     folders = [tmp_path / "r" / "0-zero-shot", tmp_path / "r" / "1-fedavg"]
-    assert ok("compare", *folders, "--form", "csv").startswith("method,data,seed,")
+    assert ok("compare", *folders, "--format", "csv").startswith("method,data,seed,")
     assert "G art" in ok("compare", *folders, "--all")
-    assert ok("compare", *folders, "--form", "markdown").startswith("| method")
-    assert r"\begin{tabular}" in ok("compare", *folders, "--form", "latex")
+    assert ok("compare", *folders, "--format", "markdown").startswith("| method")
+    assert r"\begin{tabular}" in ok("compare", *folders, "--format", "latex")
 
 
 def test_resume_of_a_finished_run_prints_its_table(ok, store, tmp_path):
-    words = ("run", "--method", "fedavg", "--encoder", store, "--out", tmp_path / "r", *QUICK)
+    words = ("run", "--method", "fedavg", "--encoder", store, "--output", tmp_path / "r", *QUICK)
     table = ok(*words, "--no-baselines").split("records:")[0]
     assert ok("resume", tmp_path / "r") == table
 
@@ -102,7 +123,7 @@ def test_partition_counts_rows_and_draws_them(ok, tmp_path):
         "clients.partition=dirichlet",
         "--set",
         "clients.count=5",
-        "--image",
+        "--output",
         image,
     )
     assert len([line for line in out.splitlines() if line[:1].isdigit() or "client" in line]) >= 5
@@ -117,7 +138,7 @@ def test_embed_fills_the_cache_once_and_cache_commands_see_it(ok, tmp_path, monk
     assert ": 0 encoded now" in ok("embed", "demo")
     [entry] = json.loads(ok("cache", "ls", "--json"))
     assert entry["encoder"] == "demo"
-    assert "every row is sound" in ok("cache", "verify")
+    assert "all embeddings are intact" in ok("cache", "verify")
     assert "removed" in ok("cache", "rm", entry["fingerprint"][:8])
     assert "nothing is cached" in ok("cache", "ls")
 
@@ -172,7 +193,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command resumes the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -254,7 +275,7 @@ def test_a_clash_of_runs_tells_all_that_differs(refused, ok, store, tmp_path):
         "fedavg",
         "--encoder",
         store,
-        "--out",
+        "--output",
         tmp_path / "r",
         "--no-baselines",
     )

@@ -12,9 +12,9 @@ from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.evaluate.metrics import METRICS
 from fedvlm.record import Record
-from fedvlm.report.folder import runs_in
+from fedvlm.report.runs import runs_in
 from fedvlm.report.verify import verify_files
-from fedvlm.storage.toml import to_toml
+from fedvlm.storage.files import to_toml
 
 EXPERIMENT = """title = "Two methods"
 protocol = "own-test"
@@ -109,8 +109,8 @@ def test_compare_and_report_take_an_experiments_folder(place):
 
 @pytest.mark.parametrize("form", ["csv", "json"])
 def test_long_form_has_a_line_per_seed_client_and_metric(place, form):
-    done = call("run", "mine.toml", "--no-report", "--no-baselines", "--form", form)
-    output = call("compare", "runs/mine", "--form", form).stdout
+    done = call("run", "mine.toml", "--no-report", "--no-baselines", "--format", form)
+    output = call("compare", "runs/mine", "--format", form).stdout
     assert done.stdout == output  # nothing else stands on stdout
     lines = json.loads(output) if form == "json" else list(csv.DictReader(io.StringIO(output)))
     assert len(lines) == 2 * 2 * 3 * len(METRICS)  # methods, seeds, clients
@@ -127,9 +127,9 @@ def test_long_form_has_a_line_per_seed_client_and_metric(place, form):
 
 
 def test_a_run_that_was_run_again_into_its_folder_is_sound(place):
-    words = ("run", "mine.toml", "--method", "fedavg", "--out", "r")
+    words = ("run", "mine.toml", "--method", "fedavg", "--output", "r")
     call(*words)
-    call(*words, "--again")
+    call(*words, "--force")
     assert verify_files("r")[1] == []
 
 

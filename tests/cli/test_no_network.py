@@ -22,12 +22,12 @@ SCRIPT = """
 import sys
 from typer.testing import CliRunner
 from fedvlm.cli import app
-run = ["run", "--method", "fedavg", "--smoke", "--no-baselines", "--out"]
+run = ["run", "--method", "fedavg", "--smoke", "--no-baselines", "--output"]
 for words in (
     [*run, "plain"],
     [*run, "flower", "--set", "engine=flower"],
     ["compare", "plain", "flower"],
-    ["report", "plain", "--out", "page.html"],
+    ["report", "plain", "--output", "page.html"],
     ["verify", "plain"],
     ["audit", "plain"],
     ["list", "methods"],

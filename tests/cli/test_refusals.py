@@ -1,9 +1,13 @@
 """What a person gets wrong is told in a line, never as a traceback."""
 
 import errno
+import sys
 
 import numpy as np
 import pytest
+
+from fedvlm import cli
+from fedvlm.errors import FedVLMError
 
 
 @pytest.fixture
@@ -23,7 +27,7 @@ def test_a_disk_that_refuses_is_told_in_a_line_with_its_path(refused, images, mo
 
     monkeypatch.setattr("fedvlm.data.partition.count_table", read_only)
     text = refused("partition", images)
-    assert text == "fedvlm: /media/stick/runs: Read-only file system; choose another place\n"
+    assert text == "fedvlm: /media/stick/runs: Read-only file system; choose another path\n"
 
 
 def test_an_operating_system_error_without_a_path_is_told_too(refused, images, monkeypatch):
@@ -31,13 +35,13 @@ def test_an_operating_system_error_without_a_path_is_told_too(refused, images, m
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("fedvlm.data.partition.count_table", full)
-    assert refused("partition", images) == "fedvlm: No space left on device; choose another place\n"
+    assert refused("partition", images) == "fedvlm: No space left on device; choose another path\n"
 
 
 @pytest.mark.parametrize("words", ["predict c x.png", "report r", "plot r", "explain r"])
 def test_a_folder_is_no_place_for_a_file(refused, tmp_path, words):
-    text = refused(*words.split(), "--out", tmp_path)
-    assert "--out" in text and "is a directory" in text
+    text = refused(*words.split(), "--output", tmp_path)
+    assert "--output" in text and "is a directory" in text
 
 
 def test_a_folder_mistyped_without_a_slash_is_asked_for_too(refused, images, monkeypatch):
@@ -86,3 +90,14 @@ def test_an_experiment_is_told_from_a_run_that_can_be_resumed(refused, tmp_path)
     (tmp_path / "mine" / "0-auto" / "manifest.json").write_text("{}")
     text = refused("resume", tmp_path / "mine")
     assert "is an experiment" in text and str(tmp_path / "mine" / "0-auto") in text
+
+
+def test_verbose_shows_the_traceback_of_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fedvlm", "--verbose", "run", "--data", "nowhere/at/all"])
+    with pytest.raises(FedVLMError, match="nowhere"):
+        cli.main()
+
+
+@pytest.mark.parametrize("option", ["--source", "--access"])
+def test_a_pair_without_a_value_is_refused_by_the_name_of_its_option(refused, images, option):
+    assert refused("embed", images, option, "foo") == f"fedvlm: {option} must be KEY=VALUE, got 'foo'\n"

@@ -11,8 +11,7 @@ from fedvlm import cli
 from fedvlm.data.catalogue import catalogue
 from fedvlm.errors import FedVLMError, SettingsError
 from fedvlm.record import Record
-from fedvlm.report.papers import numbers
-from fedvlm.report.reproduce import settings_of_item
+from fedvlm.report.papers import numbers, settings_of_item
 from fedvlm.runner.forecast import describe_requirements, estimate_seconds, format_duration
 from fedvlm.runner.settings import build
 
@@ -27,7 +26,7 @@ def invoke(*words):
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     out = tmp_path_factory.mktemp("reproduced")
-    return invoke("reproduce", "fedot-v2/T3", *DEMO, "--out", out), sorted(out.iterdir())
+    return invoke("reproduce", "fedot-v2/T3", *DEMO, "--output", out), sorted(out.iterdir())
 
 
 def test_an_item_is_run_and_printed_with_a_verdict_per_number(done):
@@ -56,7 +55,7 @@ def test_the_manifest_keeps_what_a_run_reproduces(done):
 
 @pytest.mark.parametrize("form", ["text", "markdown", "latex"])
 def test_finished_runs_are_compared_with_all_items_they_name(done, form):
-    output = invoke("compare", *done[1], "--paper", "--form", form)
+    output = invoke("compare", *done[1], "--paper", "--format", form)
     assert output.exit_code == 0
     for name in Record(done[1][0]).manifest["reproduces"]:
         assert f"{name}: " in output.stdout
@@ -64,7 +63,7 @@ def test_finished_runs_are_compared_with_all_items_they_name(done, form):
 
 
 def test_one_item_may_be_named_and_a_csv_has_a_line_per_number(done):
-    output = invoke("compare", *done[1], "--item", "fedot-v2/T3", "--form", "csv")
+    output = invoke("compare", *done[1], "--item", "fedot-v2/T3", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(output.stdout)))
     assert len(rows) == len(numbers()["fedot-v2/T3"])
     assert {row["verdict"] for row in rows} == {"not comparable"}
@@ -72,7 +71,7 @@ def test_one_item_may_be_named_and_a_csv_has_a_line_per_number(done):
 
 
 def test_a_second_time_nothing_is_run_again(done):
-    output = invoke("reproduce", "fedot-v2/T3", *DEMO, "--out", done[1][0].parent)
+    output = invoke("reproduce", "fedot-v2/T3", *DEMO, "--output", done[1][0].parent)
     assert output.stderr.count("already finished") == 2
 
 
@@ -84,14 +83,14 @@ def test_a_run_of_an_experiments_folder_is_read(done, tmp_path, monkeypatch):
 
 
 def test_a_figure_without_printed_numbers_shows_ours_with_its_columns(tmp_path):
-    output = invoke("reproduce", "fedot-v1/F2", *DEMO, "--set", "method.blocks=2", "--out", tmp_path)
+    output = invoke("reproduce", "fedot-v1/F2", *DEMO, "--set", "method.blocks=2", "--output", tmp_path)
     assert output.exit_code == 0, output.output
     assert "nothing is printed" in output.stdout
     assert "dof" in output.stdout
 
 
 def test_a_run_that_fails_is_named_and_the_table_is_printed_all_the_same(tmp_path):
-    output = invoke("reproduce", "fedot-v1/F2", *DEMO, "--out", tmp_path)
+    output = invoke("reproduce", "fedot-v1/F2", *DEMO, "--output", tmp_path)
     assert output.exit_code == 1  # 256 blocks do not fit into 128 dimensions
     assert output.stderr.count(" failed: ") == 2
     assert "dof" in output.stdout
@@ -109,7 +108,7 @@ def test_an_unknown_item_is_refused_with_the_nearest_names():
 
 
 def test_an_item_without_an_experiment_says_so(monkeypatch):
-    monkeypatch.setattr("fedvlm.report.reproduce.experiments", dict)
+    monkeypatch.setattr("fedvlm.report.papers.experiments", dict)
     with pytest.raises(SettingsError, match="no experiment runs fedot-v1/T3"):
         settings_of_item("fedot-v1/T3", {})
 

@@ -11,7 +11,10 @@ from fedvlm import parts
 from fedvlm.core import (
     METHODS,
     VERBS,
+    ClassTraits,
+    PrivacyTraits,
     Schedule,
+    TrainingTraits,
     Traits,
     make,
     methods,
@@ -86,12 +89,15 @@ def test_a_whole_method_is_registered_under_its_name():
         ({"traits": None}, "no traits; add `traits = Traits"),
         ({"traits": Traits(needs={"image"})}, "traits.needs = {'image'} does not fit"),
         ({"traits": Traits(needs=frozenset({"sound"}))}, "needs 'sound'; an encoder can offer"),
-        ({"traits": Traits(upload_sum="all")}, "traits.upload_sum = 'all' does not fit; it takes 'rows' or"),
         (
-            {"traits": Traits(min_class_samples=4)},
-            "speak of min_class_samples, which is no setting of it; add a",
+            {"traits": Traits(privacy=PrivacyTraits(upload_sum="all"))},
+            "traits.privacy.upload_sum = 'all' does not fit; it takes 'samples' or",
         ),
-        ({"traits": Traits(tunable=("pull",))}, "speak of pull, which is no setting of it"),
+        (
+            {"traits": Traits(classes=ClassTraits(min_class_samples=4))},
+            "name min_class_samples, which is not one of its settings; add a",
+        ),
+        ({"traits": Traits(training=TrainingTraits(tunable=("pull",)))}, "name pull, which is not one of its settings"),
         ({"needs": frozenset({"image"})}, r"needs is a trait; write it as `traits = Traits\(needs"),
         ({"batch": 8}, "setting 'batch' is called 'batch_size'; rename it"),
         ({"rate": 0.1}, "setting 'rate' is called 'lr'"),
@@ -101,18 +107,25 @@ def test_a_whole_method_is_registered_under_its_name():
         ({"learning_rate": 0.1}, "setting 'learning_rate' is called 'lr'"),
         ({"weight_decy": 0.1}, "it has a weight_decy, .* did you mean weight_decay?"),
         ({"update_any": parts.no_update}, "it has a update_any, .* did you mean update_many?"),
-        ({"noise": 0.1, "__annotations__": {"noise": float}}, "setting noise is called like a"),
+        ({"noise": 0.1, "__annotations__": {"noise": float}}, "setting noise has the name of a verb"),
         ({"send": 1, "__annotations__": {"send": int}}, "no send; write it"),
-        ({"describe": 1}, "its describe is no verb"),
+        ({"describe": 1}, "its describe is not a function"),
         (
-            {"covers": lambda self, upload: None},
-            "told by covers, means and the trait min_class_samples",
+            {"covered_classes": lambda self, upload: None},
+            "described by covered_classes, class_means and the trait min_class_samples",
         ),
     ],
 )
 def test_registration_refuses_and_says_what_to_add(changes, message):
     with pytest.raises(SettingsError, match=message):
         register(method_class(**changes))
+
+
+def test_registration_names_everything_that_is_missing_at_once():
+    with pytest.raises(SettingsError) as refused:
+        register(method_class(name=None, send=None, predict=None, rounds=None))
+    for message in ("no name; add", "no send; write it", "no predict; write it", "no rounds; add"):
+        assert message in str(refused.value)
 
 
 def test_registration_refuses_what_is_no_frozen_dataclass():
@@ -170,11 +183,11 @@ def test_a_method_without_the_settings_of_a_walk_has_the_usual_ones():
 def test_the_rate_is_tuned_where_there_is_a_loss_and_nothing_where_there_is_none():
     assert tunable_settings(make("fedavg")) == ("lr",)
     assert tunable_settings(make("zero-shot")) == ()
-    assert tunable_settings(method_class(traits=Traits(tunable=("pull",)))()) == ("pull",)
+    assert tunable_settings(method_class(traits=Traits(training=TrainingTraits(tunable=("pull",))))()) == ("pull",)
 
 
 def test_what_an_aggregate_is_a_sum_of_is_said_by_the_part_or_the_traits():
-    assert upload_sum(make("fedavg")) == "rows"
+    assert upload_sum(make("fedavg")) == "samples"
     assert upload_sum(make("fedot")) == "clients"
     assert upload_sum(make("tofa")) == "total"
     assert upload_sum(make("tofa", rounds=2)) is None
@@ -191,7 +204,7 @@ def test_no_one_outside_core_looks_for_the_words_of_the_contract_by_getattr():
     words = {
         *VERBS,
         *OPTIONAL_VERBS,
-        *TRAIT_TYPES,
+        *(name for _, name in TRAIT_TYPES),
         *CONTRACT_SETTINGS,
         "traits",
         "factors",

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trees import grid, image, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data import sources as data_sources
-from fedvlm.encoders.cache.images import DatasetImages
+from fedvlm.encoders.cache.embed import DatasetImages
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import DataError
+from tests.helpers.trees import grid, image, plant
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import datasets
 import pytest
-from trees import image, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data.catalogue import PHOTO, PICTURE, Entry, add, catalogue
 from fedvlm.errors import DataError, SettingsError
+from tests.helpers.trees import image, plant
 
 ENTRIES = {name: entry for name, entry in catalogue().items() if name != "demo"}
 WORDS = {"*": "images", "split": "Training"}
@@ -159,7 +159,7 @@ def test_office_31_opens_with_and_without_the_folder_images(tmp_path):
 def test_strange_classes_and_domains_are_named(tmp_path):
     entry = ENTRIES["pacs"]
     root = build(tmp_path / "a", entry, (*entry.classes, "unicorn"))
-    with pytest.raises(DataError, match="it has unicorn besides"):
+    with pytest.raises(DataError, match="it also has unicorn"):
         open_dataset("pacs", root=root)
     paths = [path.replace("photo", "video") for path in folder_of(entry, entry.classes)]
     with pytest.raises(DataError, match=r"domains of .* are art_painting, cartoon, sketch, video"):

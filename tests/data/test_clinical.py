@@ -13,8 +13,7 @@ from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage
 import fedvlm
 from fedvlm.classifier.predict import predict
 from fedvlm.data import open_dataset
-from fedvlm.data.clinical import to_eight_bit
-from fedvlm.data.png import encode_png
+from fedvlm.data.sources import encode_png, to_eight_bit
 from fedvlm.errors import DataError, SettingsError
 
 NAME = "Doe^Jane"
@@ -116,5 +115,5 @@ def test_scans_run_and_no_patient_is_in_the_record(tmp_path: Path) -> None:
 
 
 def test_a_window_must_go_up(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"window = \[5, 1\]"):
+    with pytest.raises(SettingsError, match=r"source.window must be .* got \[5, 1\]"):
         open_dataset("demo", window=[5, 1])

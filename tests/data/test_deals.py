@@ -5,16 +5,13 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from plain_rows import make_rows
 
 from fedvlm.data.catalogue import class_names
-from fedvlm.data.clients import Clients
-from fedvlm.data.deals import SHARDS_PER_CLIENT, two_level_proportions
-from fedvlm.data.federation import make_partition
-from fedvlm.data.partition import count_table
+from fedvlm.data.clients import SHARDS_PER_CLIENT, SUPERCLASSES, Clients, superclasses, two_level_proportions
+from fedvlm.data.partition import count_table, make_partition
 from fedvlm.data.splits import SPLITS
-from fedvlm.data.superclasses import SUPERCLASSES, superclasses
 from fedvlm.errors import DataError, SettingsError
+from tests.helpers.plain_rows import make_rows
 
 PARTITIONS = ("iid", "shards", "coarse", "coarse-dirichlet")
 
@@ -130,9 +127,9 @@ def test_rows_marked_test_are_the_target_and_no_other_clients(by):
 
 
 def test_a_target_that_is_not_there_is_refused():
-    with pytest.raises(DataError, match="names no rows that the data marks itself"):
+    with pytest.raises(DataError, match="the data mark no samples for the target"):
         make_partition(make_rows(400), Clients("iid"), 0, ["split:test"])
-    with pytest.raises(DataError, match="names no rows that the data marks itself"):
+    with pytest.raises(DataError, match="the data mark no samples for the target"):
         make_partition(make_rows(400, splits="train,test"), Clients("iid"), 0, ["split:train"])
     with pytest.raises(SettingsError, match="no domain or client is called 'client-9'"):
         make_partition(make_rows(400), Clients("iid", count=4), 0, ["client-9"])

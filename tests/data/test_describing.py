@@ -8,8 +8,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedvlm.cli import app
-from fedvlm.data.describing import MAX_SENTENCE_WORDS, load_writer, split_lines, split_sentences, write_descriptions
-from fedvlm.data.descriptions import match_sentences, read_file
+from fedvlm.data.descriptions import (
+    MAX_SENTENCE_WORDS,
+    load_writer,
+    match_sentences,
+    read_file,
+    split_lines,
+    split_sentences,
+    write_descriptions,
+)
 from fedvlm.errors import SettingsError
 
 
@@ -71,7 +78,9 @@ def test_a_tiny_model_writes_a_file_that_a_run_reads(tmp_path, tiny):
     zoo = str(tmp_path / "zoo")
     out = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in out:
-        done = CliRunner().invoke(app, ["describe", zoo, "--model", str(tiny), "--out", str(path), "--questions", "1"])
+        done = CliRunner().invoke(
+            app, ["describe", zoo, "--model", str(tiny), "--output", str(path), "--questions", "1"]
+        )
         assert done.exit_code == 0, done.output
     assert out[0].read_bytes() == out[1].read_bytes()  # greedy: the same sentences
     content = read_file(out[0])

@@ -10,7 +10,7 @@ import fedvlm
 from fedvlm.classifier.personalised import Personalised
 from fedvlm.data.descriptions import read_common_descriptions, texts_by_client
 from fedvlm.encoders import open_encoder
-from fedvlm.encoders.descriptions import add_descriptions
+from fedvlm.encoders.text import add_descriptions
 from fedvlm.errors import SettingsError
 from fedvlm.result import Result
 
@@ -69,10 +69,10 @@ def test_other_sentences_are_other_rows(tmp_path, table, encoder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"bird": ["a bird"]}, "says nothing of the class 'sea animal'"),
+        ({"bird": ["a bird"]}, "lacks the class 'sea animal'"),
         ({**GOOD, "brid": []}, "did you mean 'bird'"),
-        ({**GOOD, "bird": "a bird"}, "list of strings"),
-        ({**GOOD, "bird": [" "]}, "none of them empty"),
+        ({**GOOD, "bird": "a bird"}, "list of non-empty strings"),
+        ({**GOOD, "bird": [" "]}, "list of non-empty strings"),
         (["a bird"], "no table"),
         ({**GOOD, "bird": ["word " * 80]}, "shorten it"),
     ],

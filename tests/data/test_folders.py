@@ -5,10 +5,10 @@ from copy import deepcopy
 from zipfile import ZipFile, ZipInfo
 
 import pytest
-from trees import grid, image, make_zip, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.errors import DataError, SettingsError
+from tests.helpers.trees import grid, image, make_zip, plant
 
 PATHS = grid(["art", "photo"], ["cat", "dog"])
 
@@ -36,6 +36,20 @@ def test_a_layout_says_what_the_folders_are(tmp_path):
     data = open_dataset(str(plant(tmp_path, PATHS)), layout="client/class")
     assert data.clients.tolist() == ["art"] * 4 + ["photo"] * 4
     assert set(data.domains.tolist()) == {""}
+
+
+def test_a_layout_that_may_be_the_wrong_way_round_is_noted(tmp_path):
+    paths = grid(["art", "photo"], ["cat", "cow", "dog", "owl"])
+    assert open_dataset(str(plant(tmp_path, paths))).notes == ()
+    swapped = open_dataset(str(tmp_path), layout="class/domain")
+    assert swapped.classes == ("art", "photo")
+    assert "has 2 classes (art, photo) and 4 domains (cat, cow, dog, owl)" in swapped.notes[0]
+    assert 'swapped, set layout = "domain/class"' in swapped.notes[0]
+
+
+def test_a_folder_whose_class_name_is_blank_is_refused(tmp_path):
+    with pytest.raises(DataError, match="a class has an empty name"):
+        open_dataset(str(plant(tmp_path, ["cat/1.png", "_/2.png"])))
 
 
 def test_folders_called_train_and_test_are_splits(tmp_path):
@@ -114,9 +128,9 @@ def test_a_layout_that_does_not_fit_is_refused(tmp_path):
     plant(tmp_path, PATHS)
     with pytest.raises(DataError, match="does not have the layout class"):
         open_dataset(str(tmp_path), layout="class")
-    with pytest.raises(SettingsError, match="layout = 'style/class' does not fit"):
+    with pytest.raises(SettingsError, match="layout must name the folders above an image.*got 'style/class'"):
         open_dataset(str(tmp_path), layout="style/class")
-    with pytest.raises(SettingsError, match="layout = 'domain' does not fit"):
+    with pytest.raises(SettingsError, match="got 'domain'"):
         open_dataset(str(tmp_path), layout="domain")
 
 

@@ -4,7 +4,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from fedvlm.data.members import ClientSplit, ClientSplits
+from fedvlm.data.partition import ClientSplit, ClientSplits
 from fedvlm.data.table import Digests, rank_digests, sort_order, unique_with_inverse
 
 

@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 from PIL import Image
-from plain_rows import make_rows
 
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import make_partition
-from fedvlm.data.partition import count_table
+from fedvlm.data.partition import count_table, make_partition
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.partition import draw_partition
+from fedvlm.report.plots import draw_partition
+from tests.helpers.plain_rows import make_rows
 
 
 def test_the_table_counts_every_row_once():

@@ -10,14 +10,14 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 from PIL import Image
-from trees import grid, image, make_zip, plant
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import list_samples, make_partition
+from fedvlm.data.partition import list_samples, make_partition
 from fedvlm.data.table import match_classes
-from fedvlm.deploy.rows import _map_labels as own_labels
+from fedvlm.deploy.site.training import _map_labels as own_labels
 from fedvlm.errors import DataError, FedVLMError, SettingsError
+from tests.helpers.trees import grid, image, make_zip, plant
 
 PATHS = grid(["art", "photo"], ["cat", "dog"])
 
@@ -62,7 +62,7 @@ def test_a_parquet_manifest_equals_the_csv(tmp_path):
         (["path,label", "a/1.png,dog", "a/9.png,cat"], "row 2 names 'a/9.png', which is not there"),
         (["path,label", "a/1.png,"], "a/1.png has no label"),
         (["path,label", "a/1.png"], "row 1 has 1 cells and the header 2"),
-        (["path,label,split", "a/1.png,dog,dev"], "a/1.png is in the split 'dev'"),
+        (["path,label,split", "a/1.png,dog,dev"], "a/1.png has the split 'dev'"),
         (["path,label", "a/1.png,Dog", "a/2.png,dog"], "differ only in case"),
         (["path,label"], "has no images"),
         ([], "is empty"),
@@ -232,14 +232,18 @@ def test_without_the_hub_the_way_around_is_said(monkeypatch):
 
 
 def test_unknown_names_are_refused_with_the_nearest(tmp_path):
-    with pytest.raises(SettingsError, match="no data set is called 'pasc'; did you mean 'pacs'"):
+    with pytest.raises(SettingsError, match="and no data set is called 'pasc'; did you mean 'pacs'"):
         open_dataset("pasc")
+    with pytest.raises(
+        SettingsError, match="there is no file or folder 'nowhere', and no data set is called 'nowhere'"
+    ):
+        open_dataset("nowhere")
     with pytest.raises(DataError, match=r"there is no .*nowhere/at\.all"):
         open_dataset("nowhere/at.all")
     with pytest.raises(SettingsError, match="no option of folder data is called 'layuot'; did you"):
         open_dataset(str(plant(tmp_path, PATHS)), layuot="class")
     (tmp_path / "data.xyz").write_text("")
-    with pytest.raises(DataError, match="of no kind that is known"):
+    with pytest.raises(DataError, match="the kind of .* is unknown"):
         open_dataset(str(tmp_path / "data.xyz"))
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from plain_rows import make_rows
 
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import make_partition
+from fedvlm.data.partition import make_partition
+from tests.helpers.plain_rows import make_rows
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_rows import make_rows
 
-from fedvlm.data import splits
-from fedvlm.data.clients import Clients
-from fedvlm.data.federation import Partition, SampleList, make_partition
+from fedvlm.data import clients, splits
+from fedvlm.data.clients import Clients, pathological
+from fedvlm.data.partition import Partition, SampleList, make_partition
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.seeds import numbers
+from tests.helpers.plain_rows import make_rows
 
 PACS = (2048, 2344, 1670, 3929)  # rows of its domains
 
@@ -131,7 +131,7 @@ def test_a_split_is_all_or_nothing_and_of_three_names():
     ],
 )
 def test_pathological_classes_are_dealt_as_fedotp_deals_them(classes, sizes):
-    assert np.bincount(splits.pathological(classes, 10, numbers("t"))).tolist() == sizes
+    assert np.bincount(pathological(classes, 10, numbers("t"))).tolist() == sizes
 
 
 def test_pathological_clients_share_no_class():
@@ -145,7 +145,7 @@ def test_pathological_clients_share_no_class():
 
 @pytest.mark.parametrize("classes", [5, 15])
 def test_too_many_pathological_clients_are_refused(classes):
-    with pytest.raises(SettingsError, match=f"{classes} classes cannot be dealt to 10 clients"):
+    with pytest.raises(SettingsError, match=f"{classes} classes cannot be assigned to 10 clients"):
         make_partition(make_rows(300, classes=classes), Clients("pathological"), 0)
 
 
@@ -170,8 +170,8 @@ def test_dirichlet_clients_have_the_minimum_and_uneven_classes():
 
 
 def test_an_impossible_dirichlet_draw_ends_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(splits, "MAX_DIRICHLET_DRAWS", 20)
-    with pytest.raises(SettingsError, match="larger alpha"):
+    monkeypatch.setattr(clients, "MAX_DIRICHLET_DRAWS", 20)
+    with pytest.raises(SettingsError, match="larger clients.alpha"):
         make_partition(make_rows(200), Clients("dirichlet", count=10, alpha=0.001, min_samples=5), 0)
     with pytest.raises(SettingsError, match="too few for 10 clients with at least 10 each"):
         make_partition(make_rows(40), Clients("dirichlet", count=10), 0)
@@ -211,7 +211,7 @@ def test_shots_are_per_class_and_client_and_leave_the_test_rows_alone():
 def test_a_class_without_training_rows_gives_no_shots():
     table = make_rows(200)
     table = replace(table, splits=np.where(table.labels == 2, "test", "train"))
-    with pytest.raises(DataError, match="'class 2' has no training rows to take shots from"):
+    with pytest.raises(DataError, match="'class 2' has no training samples to draw shots from"):
         make_partition(table, Clients("dirichlet", count=1, shots=1), 0)
 
 
@@ -235,16 +235,16 @@ def test_bad_tables_are_named():
     table = make_rows(100)
     cases = [
         (replace(table, labels=table.labels + 1), "label 4 has no class"),
-        (replace(table, classes=(*table.classes, "unicorn")), "class 'unicorn' has no rows"),
-        (replace(table, domains=np.full(100, "")), "100 of 100 rows have no domain"),
-        (replace(table, content=table.content[:-1]), "must be of one length"),
-        (shuffled(table, np.array([], dtype=int)), "no rows"),
+        (replace(table, classes=(*table.classes, "unicorn")), "class 'unicorn' has no samples"),
+        (replace(table, domains=np.full(100, "")), "100 of 100 samples have no domain"),
+        (replace(table, content=table.content[:-1]), "must have the same length"),
+        (shuffled(table, np.array([], dtype=int)), "no samples"),
         (replace(table, domains=np.array(["a"] * 97 + ["b"] * 3)), "client 'b' has no validation"),
     ]
     for bad, message in cases:
         with pytest.raises(DataError, match=message):
             make_partition(bad, Clients(), 0)
-    with pytest.raises(DataError, match="100 of 100 rows have no client"):
+    with pytest.raises(DataError, match="100 of 100 samples have no client"):
         make_partition(table, Clients("own"), 0)
 
 
@@ -260,9 +260,9 @@ def test_bad_tables_are_named():
         ({"val_shots": -1}, "clients.val_shots must be .*, got -1"),
         ({"val_shots": 1.5}, "clients.val_shots = 1.5"),
         ({"min_samples": 2.5}, "clients.min_samples = 2.5"),
-        ({"ratios": (0.5, 0.2, 0.2)}, "sum to 1, not 0.9"),
+        ({"ratios": (0.5, 0.2, 0.2)}, "must sum to 1, got .* sum to 0.9"),
         ({"ratios": (0.0, 0.5, 0.5)}, "above 0 for train"),
-        ({"ratios": (1.2, 0.0, -0.2)}, "not negative"),
+        ({"ratios": (1.2, 0.0, -0.2)}, "must not be negative"),
         ({"ratios": [0.8, 0.2]}, "takes 3 values"),
         ({"ratios": 0.6}, "takes 3 values"),
     ],
@@ -274,3 +274,16 @@ def test_settings_that_do_not_fit_are_refused(wrong, message):
 
 def test_shares_may_be_a_list_as_toml_gives_it():
     assert Clients(ratios=[0.6, 0.2, 0.2]) == Clients()
+
+
+@pytest.mark.parametrize(
+    ("ratios", "message"),
+    [
+        ((1.2, -0.1, -0.1), r"clients.ratios must not be negative, got \[1.2, -0.1, -0.1\]"),
+        ((0.0, 0.5, 0.5), "clients.ratios must be above 0 for train"),
+        ((0.6, 0.2, 0.1), r"clients.ratios must sum to 1, got \[0.6, 0.2, 0.1\], which sum to 0.9"),
+    ],
+)
+def test_ratios_that_cannot_be_are_refused_with_the_reason(ratios, message):
+    with pytest.raises(SettingsError, match=message):
+        Clients(ratios=ratios)

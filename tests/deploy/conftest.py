@@ -8,22 +8,22 @@ from time import monotonic, sleep
 
 import numpy as np
 import pytest
-from browser import chrome  # noqa: F401
 from PIL import Image
-from running import execute
 
-from fedvlm.deploy.events import EventLog, round_logger
-from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.flower.processes import start_superlink
 from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
-from fedvlm.deploy.runs import prepare_rehearsal, run_over_sites, running_processes, start_site
-from fedvlm.deploy.server import DeployedRun, check_deployable
-from fedvlm.deploy.site import Site
-from fedvlm.engines.flower.local import local_grid
+from fedvlm.deploy.operations.events import EventLog, round_logger
+from fedvlm.deploy.server.launch import prepare_rehearsal, run_over_sites, running_processes, start_site
+from fedvlm.deploy.server.run import DeployedRun, check_deployable
+from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.site.service import Site
+from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError
 from fedvlm.record import Record
 from fedvlm.result import Result
 from fedvlm.runner.settings import build
+from tests.helpers.browser import chrome  # noqa: F401
+from tests.helpers.running import execute
 
 NAMES = ["art", "photo", "sketch"]
 CLASSES = ["ant", "bee", "cat", "dog"]

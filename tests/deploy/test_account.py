@@ -8,16 +8,21 @@ import pytest
 
 from fedvlm.channel import Channel
 from fedvlm.core import make
-from fedvlm.deploy.account import MAX_CACHED_REPLIES, PrivacyBudget, ReplyCache, upload_cost
-from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT, describe_spending
-from fedvlm.deploy.keys import Signer
+from fedvlm.deploy.identity.keys import Signer
 from fedvlm.deploy.kits import read_site
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import Policy, read_policy
-from fedvlm.deploy.reasons import ERROR_MESSAGES, render_error
-from fedvlm.deploy.site import Site, training_key
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Message, from_records
+from fedvlm.deploy.messages import ERROR_MESSAGES, render_error, training_key
+from fedvlm.deploy.site.ledger import (
+    MAX_CACHED_REPLIES,
+    Ledger,
+    PrivacyBudget,
+    ReplyCache,
+    describe_spending,
+    upload_cost,
+)
+from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT, Policy, read_policy
+from fedvlm.deploy.site.service import Site
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.messages import Message, from_records
 from fedvlm.maths.privacy import epsilon
 
 NOISE = {"clip": 0.1, "noise_multiplier": 2.0}

@@ -4,24 +4,30 @@ import json
 import stat
 
 import pytest
-from joining import ADDRESS, Joining
 
-from fedvlm.deploy import admission, membership
-from fedvlm.deploy.admission import (
+from fedvlm.deploy.identity import certificates, enrolment
+from fedvlm.deploy.identity.certificates import (
+    certificate_path,
+    current_certificate,
+    issue_certificate,
+    read_own_certificate,
+)
+from fedvlm.deploy.identity.enrolment import (
     JOIN_REQUEST_FILE,
     NEXT_KEY_FILE,
     accept_certificate,
+    certificate_statuses,
     create_join_request,
+    describe_server_expiry,
     read_request,
     revoke_site,
 )
-from fedvlm.deploy.keys import Signer, create_certificates, create_key_pair
+from fedvlm.deploy.identity.keys import Signer, create_certificates, create_key_pair
 from fedvlm.deploy.kits import INVITATION_FILE, read_site
-from fedvlm.deploy.membership import certificate_path, current_certificate, issue_certificate, read_own_certificate
-from fedvlm.deploy.serve import serve_site
-from fedvlm.deploy.standing import certificate_statuses, describe_server_expiry
-from fedvlm.engines.flower.wire import Message
+from fedvlm.deploy.site.service import serve_site
+from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import DataError, FederationError, SettingsError
+from tests.helpers.joining import ADDRESS, Joining
 
 
 @pytest.fixture
@@ -50,7 +56,7 @@ def test_a_site_joins_in_three_steps_and_its_private_key_never_leaves(fed):
 
 def test_a_kit_from_admit_says_certificate_root_address_and_names_only(fed):
     words = json.loads(fed.admits(fed.request_join("north")).read_text())
-    assert set(words) == {*membership.CERTIFICATE_FIELDS, "kind", "checksum", "signature"}
+    assert set(words) == {*certificates.CERTIFICATE_FIELDS, "kind", "checksum", "signature"}
 
 
 def test_both_sides_read_out_the_same_fingerprint_and_nobody_else_has_it(fed):
@@ -75,14 +81,14 @@ def test_a_false_invitation_shows_in_the_fingerprint(fed):
         path = fed.folder / "sent.json"
         path.write_text(json.dumps({**words, **change}))
         request = create_join_request(fed.folder / f"site{len(fingerprints)}", path, "north")
-        fingerprints.add(membership.key_fingerprint(request.federation, "north", "the same key"))
+        fingerprints.add(certificates.key_fingerprint(request.federation, "north", "the same key"))
     assert len(fingerprints) == 3
 
 
 def test_what_holds_keys_and_certificates_is_its_owners(fed):
     fed.request_join("south")
     folder = fed.joins("north")
-    names = [folder / "key", folder / membership.CERTIFICATE_FILE, fed.folder / "south" / NEXT_KEY_FILE]
+    names = [folder / "key", folder / certificates.CERTIFICATE_FILE, fed.folder / "south" / NEXT_KEY_FILE]
     names += [fed.folder / "south" / JOIN_REQUEST_FILE, certificate_path(fed.server, "north"), fed.server / "ca.key"]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in names)
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (folder, fed.server))
@@ -131,10 +137,10 @@ def test_a_site_cannot_get_anothers_name(fed):
         fed.admits(fed.request_join("NORTH", folder="thief2"))
     request = create_join_request(south)
     words = {"federation": request.federation, "site": "north", "key": request.key}
-    vouched = Signer(south / "key", admission.RENEWAL_PREFIX)(Message(words)).about["signature"]
-    sign = Signer(south / NEXT_KEY_FILE, admission.REQUEST_PREFIX)
+    vouched = Signer(south / "key", enrolment.RENEWAL_PREFIX)(Message(words)).about["signature"]
+    sign = Signer(south / NEXT_KEY_FILE, enrolment.REQUEST_PREFIX)
     about = sign(Message({**words, "renewal": vouched, "kind": "request"})).about
-    membership.write_document(request.path, "request", about)
+    certificates.write_document(request.path, "request", about)
     with pytest.raises(FederationError, match="the name north is taken"):
         read_request(fed.kit, request.path)
     assert current_certificate(fed.server, "north") == before
@@ -145,7 +151,7 @@ def test_a_revoked_site_does_not_come_back_by_what_it_has(fed):
     old = request.path.read_bytes()
     accept_certificate(fed.folder / "north", fed.admits(request))
     revoke_site(fed.kit, "north")
-    assert fed.kit.sites == () and membership.exclusion_reason(fed.server, "north") == "its key was revoked"
+    assert fed.kit.sites == () and certificates.exclusion_reason(fed.server, "north") == "its key was revoked"
     request.path.write_bytes(old)  # it sends its first request once more
     with pytest.raises(FederationError, match="was revoked or replaced, and does not come back"):
         read_request(fed.kit, request.path)
@@ -184,7 +190,7 @@ def test_a_certificate_of_another_site_is_not_taken(fed):
         accept_certificate(fed.folder / "nobody", certificate_path(fed.server, "north"))
 
 
-@pytest.mark.parametrize("name", [*membership.CERTIFICATE_FIELDS, "signature"])
+@pytest.mark.parametrize("name", [*certificates.CERTIFICATE_FIELDS, "signature"])
 def test_no_word_of_a_certificate_can_be_changed(fed, name):
     sent = fed.admits(fed.request_join("north"))
     words = json.loads(sent.read_text())
@@ -216,7 +222,7 @@ def test_an_expired_certificate_is_refused_with_the_remedy(fed):
     fed.expires("north")
     with pytest.raises(FederationError, match=r"has expired on .*fedvlm deploy renew"):
         serve_site(read_site(folder), print)
-    assert "has expired" in membership.exclusion_reason(fed.server, "north")
+    assert "has expired" in certificates.exclusion_reason(fed.server, "north")
     assert any("north: its certificate has expired" in line for line in describe_server_expiry(fed.kit))
     request = create_join_request(folder)
     assert request.renewal == ""  # an expired key vouches for nobody

@@ -7,9 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from fedvlm.deploy.backup import restore_backup, write_backup
-from fedvlm.deploy.kits import create_kits, read_server, read_site
-from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.kits import create_kits, read_server, read_site, restore_backup, write_backup
+from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.storage.files import exclusive_lock
 

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from fedvlm.deploy.flower import kin, server_app, superexec, supernode
+from fedvlm.deploy import flower as deploy_flower
+from fedvlm.deploy.flower import server as flower_server
+from fedvlm.deploy.flower import site as flower_site
 from fedvlm.deploy.flower.processes import Unreachable, check_server
 from fedvlm.deploy.kits import create_kits
-from fedvlm.engines.flower import wire
-from fedvlm.engines.flower.api import import_flower
+from fedvlm.engines.flower import import_flower
+from fedvlm.engines.flower import messages as flower_messages
 
 
 def test_a_proxy_whose_server_is_down_is_waited_for(tmp_path):
@@ -36,14 +38,14 @@ def test_a_proxy_whose_server_is_down_is_waited_for(tmp_path):
 def retrying(**options):
     import_flower()
     connection = import_module("flwr.supernode.fleet_http_connection")
-    again = kin.make_retrying(connection.make_simple_http_retry_invoker, **options)()
+    again = deploy_flower.make_retrying(connection.make_simple_http_retry_invoker, **options)()
     again.wait_function = short
     return again
 
 
 def short(seconds):
     """Not much longer than a server takes to start; Flower would nap for 20 seconds."""
-    assert seconds <= kin.MAX_RETRY_SECONDS
+    assert seconds <= deploy_flower.MAX_RETRY_SECONDS
 
 
 def answer(status):
@@ -97,16 +99,16 @@ def test_a_servers_superexec_outlasts_a_flood_of_connections(monkeypatch):
     monkeypatch.setattr(loop, "make_simple_http_retry_invoker", loop.make_simple_http_retry_invoker)
     types = loop.AutoExecPlugin.supported_task_types
     monkeypatch.setattr(loop.AutoExecPlugin, "supported_task_types", types)
-    monkeypatch.setattr(superexec, "attach_token", lambda: None)
+    monkeypatch.setattr(flower_server, "attach_token", lambda: None)
     monkeypatch.setattr("flwr.supercore.cli.flower_superexec", lambda: None)
-    superexec.start_superexec("SERVER_APP")
+    flower_server.run_superexec()
     again = loop.make_simple_http_retry_invoker()
     assert not again.should_giveup(httpx.ConnectError("[SSL: UNEXPECTED_EOF_WHILE_READING] EOF"))
 
 
 def test_a_heartbeat_that_fails_is_not_the_last():
     import_flower()
-    sender = supernode.retrying_heartbeat(import_module("flwr.supercore.heartbeat").HeartbeatSender)
+    sender = flower_site.retrying_heartbeat(import_module("flwr.supercore.heartbeat").HeartbeatSender)
     troubles = [RuntimeError("not recognised"), answer(500)]
 
     def beat():
@@ -125,8 +127,8 @@ def test_a_heartbeat_that_fails_is_not_the_last():
 def clock(monkeypatch):
     """Time that goes on by naps alone."""
     now = [0.0]
-    monkeypatch.setattr(wire, "monotonic", lambda: now[0])
-    monkeypatch.setattr(wire, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(flower_messages, "monotonic", lambda: now[0])
+    monkeypatch.setattr(flower_messages, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     return now
 
 
@@ -140,7 +142,9 @@ def test_half_a_reply_is_waited_for_until_the_deadline_and_costs_no_other_reply(
                 clock[0] = self.until + 0.1  # as long as it is waited for its rest
             return [SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=id))]
 
-    reply_ids = [reply.metadata.reply_to_message_id for reply in wire.collect_replies(Grid(), ["half", "whole"], 60)]
+    reply_ids = [
+        reply.metadata.reply_to_message_id for reply in flower_messages.collect_replies(Grid(), ["half", "whole"], 60)
+    ]
     assert reply_ids == ["half", "whole"] and clock[0] < 61
 
 
@@ -156,7 +160,7 @@ def test_the_rest_of_a_reply_is_not_waited_for_beyond_the_deadline():
         pending_ids.pop()  # an error, if it is looked for again though time is up
         raise ObjectUnavailableError(id)
 
-    pull = server_app.limit_pull_time(over_http.pull_objects, SimpleNamespace(until=monotonic() - 1))
+    pull = flower_server.limit_pull_time(over_http.pull_objects, SimpleNamespace(until=monotonic() - 1))
     with pytest.raises(ObjectPullError, match="timeout"):
         pull(object_ids=["late"], pull_object_fn=unavailable)
     assert pending_ids == []
@@ -167,5 +171,5 @@ def test_the_rest_of_a_reply_is_not_waited_for_beyond_the_deadline():
             raise slow.pop()
         return slow[0]
 
-    pull = server_app.limit_pull_time(over_http.pull_objects, SimpleNamespace(until=monotonic() + 60))
+    pull = flower_server.limit_pull_time(over_http.pull_objects, SimpleNamespace(until=monotonic() + 60))
     assert pull(object_ids=["slow"], pull_object_fn=pull_object) == {"slow": b"it came"}

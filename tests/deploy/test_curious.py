@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.kits import read_site
-from fedvlm.deploy.site import Site
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import from_records
+from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.site.service import Site
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.messages import from_records
 
 METHODS = ["auto", "fedavg", "fedot", "fedprox", "tofa"]  # of init's, those that rows alone do for
 SAME = 1e-3  # between a row and what is taken for it, both of length 1

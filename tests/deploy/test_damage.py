@@ -6,12 +6,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.engines.flower.wire import Message, from_bytes, seal, to_bytes, unseal
-from fedvlm.report.page.read import read_page
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.engines.flower.messages import Message, from_bytes, seal, to_bytes, unseal
 from fedvlm.report.page.render import write_page
+from fedvlm.report.runs import read_page
 from fedvlm.report.verify import verify_files
-from fedvlm.storage.sealed import read_json, read_tensors
+from fedvlm.storage.files import read_json, read_tensors
 
 FLIPS, CUTS = 80, 20
 

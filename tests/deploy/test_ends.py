@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedvlm.deploy import events, follow
 from fedvlm.deploy.flower import processes
-from fedvlm.deploy.server import ERROR_FILE, RUN_REQUEST_FILE, STOPPED_MESSAGE, run_request
-from fedvlm.engines.flower.local import local_grid
+from fedvlm.deploy.operations import events
+from fedvlm.deploy.server import launch
+from fedvlm.deploy.server.run import ERROR_FILE, RUN_REQUEST_FILE, STOPPED_MESSAGE, run_request
+from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.storage.sealed import write_json
+from fedvlm.storage.files import write_json
 
 
 def request(place, **overrides):
@@ -77,12 +78,12 @@ def test_a_process_that_begins_late_does_not_take_up_what_was_asked_for_since(pl
 def following(monkeypatch, kit, answers, *lists):
     """How a waiting command ends that gets these answers from Flower's command line."""
     statuses = list(lists)
-    monkeypatch.setattr(follow, "STATUS_INTERVAL_SECONDS", -1.0)
-    monkeypatch.setattr(follow, "sleep", lambda seconds: None)
-    monkeypatch.setattr(follow, "is_server_up", lambda kit: answers)
-    monkeypatch.setattr(follow, "run_flwr", lambda kit, *words: statuses.pop(0))
+    monkeypatch.setattr(launch, "STATUS_INTERVAL_SECONDS", -1.0)
+    monkeypatch.setattr(launch, "sleep", lambda seconds: None)
+    monkeypatch.setattr(launch, "is_server_up", lambda kit: answers)
+    monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: statuses.pop(0))
     with pytest.raises(FederationError) as error:
-        follow.wait_for_run(kit, "7", lambda: False, lambda: None)
+        launch.wait_for_run(kit, "7", lambda: False, lambda: None)
     assert statuses == []
     return str(error.value)
 
@@ -102,7 +103,7 @@ def test_a_server_that_is_slow_for_once_is_not_taken_for_the_end_of_a_run(monkey
 
 
 def test_a_server_that_never_says_how_a_run_is_is_not_asked_for_ever(monkeypatch, place):
-    assert "is it running?" in following(monkeypatch, place.kit, True, *[TROUBLE] * follow.MAX_STATUS_TRIES)
+    assert "is it running?" in following(monkeypatch, place.kit, True, *[TROUBLE] * launch.MAX_STATUS_TRIES)
 
 
 def test_a_run_that_a_server_has_forgotten_is_ended(monkeypatch, place):

@@ -10,23 +10,29 @@ from datetime import UTC, datetime
 
 import psutil
 import pytest
-from live_server import running
-from running import execute
 
 from fedvlm import tensors
 from fedvlm.channel.settings import with_deployment_bound as bounded
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.deploy.admission import accept_certificate, admit_site, create_join_request, read_request, revoke_site
-from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.flower import processes
-from fedvlm.deploy.keys import create_certificates
+from fedvlm.deploy.identity.enrolment import (
+    accept_certificate,
+    admit_site,
+    create_join_request,
+    read_request,
+    revoke_site,
+)
+from fedvlm.deploy.identity.keys import create_certificates
 from fedvlm.deploy.kits import create_kits, read_server, read_site, write_site
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.runs import run_over_sites, start_site
-from fedvlm.deploy.watch import create_app
-from fedvlm.engines.single import Sequential
+from fedvlm.deploy.operations.live_page import create_app
+from fedvlm.deploy.server.launch import run_over_sites, start_site
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.policy import example_policy
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError
-from fedvlm.storage.sealed import read_tensors
+from fedvlm.storage.files import read_tensors
+from tests.helpers.live_server import running
+from tests.helpers.running import execute
 
 pytestmark = [
     pytest.mark.deployed,

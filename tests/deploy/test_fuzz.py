@@ -6,11 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedvlm.deploy.keys import Signer
-from fedvlm.deploy.remote import RemoteEngine
-from fedvlm.deploy.site import UnsignedMessageError
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Message
+from fedvlm.deploy.identity.keys import Signer
+from fedvlm.deploy.server.engine import RemoteEngine
+from fedvlm.deploy.site.service import UnsignedMessageError
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import FederationError
 
 EXAMPLES = int(os.environ.get("FEDVLM_FUZZ", "150"))  # of each; docs/security has a longer run
@@ -92,10 +92,10 @@ def test_a_server_reads_whatever_a_site_signs(recorded, kind, path, value):
     place, engine, pairs = recorded
     request, reply = pairs[kind]
     signed_reply = place.desks["art"].sign(Message(changed(reply.about, path, value), reply.arrays))
-    at = engine.door({}, 1.0) if kind == "open" else engine
+    at = engine.opening_exchange({}, 1.0) if kind == "open" else engine
     reason = None
     try:
-        message = at._fitting(signed_reply, "art", request)
+        message = at._check_reply(signed_reply, "art", request)
     except FederationError as error:
         reason = str(error)
     assert len(reason) < 1000 if reason else message.about.keys() == reply.about.keys()

@@ -8,8 +8,13 @@ import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from fedvlm.deploy import membership
-from fedvlm.deploy.admission import (
+from fedvlm.deploy.flower import replace_attributes
+from fedvlm.deploy.flower.access import CONTROL_PREFIXES, SECRET_FILE, SITE_PATHS, TOKEN_HEADER, auth_token
+from fedvlm.deploy.flower.processes import flower_environment
+from fedvlm.deploy.flower.server import install_middleware
+from fedvlm.deploy.identity import certificates
+from fedvlm.deploy.identity.certificates import certificate_path, issue_certificate
+from fedvlm.deploy.identity.enrolment import (
     NEXT_KEY_FILE,
     accept_certificate,
     admit_site,
@@ -17,14 +22,9 @@ from fedvlm.deploy.admission import (
     read_request,
     revoke_site,
 )
-from fedvlm.deploy.flower import replace_attributes
-from fedvlm.deploy.flower.gate import CONTROL_PREFIXES, SECRET_FILE, SITE_PATHS, TOKEN_HEADER, auth_token
-from fedvlm.deploy.flower.processes import flower_environment
-from fedvlm.deploy.flower.superlink import install_middleware
-from fedvlm.deploy.keys import Signer, create_key_pair
+from fedvlm.deploy.identity.keys import Signer, create_key_pair
 from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
-from fedvlm.deploy.membership import certificate_path, issue_certificate
-from fedvlm.engines.flower.api import import_flower
+from fedvlm.engines.flower import import_flower
 from fedvlm.errors import SettingsError
 
 import_flower()
@@ -193,7 +193,7 @@ def test_a_renewed_site_comes_by_its_new_key_only(app, folder):
 def test_a_key_is_not_let_in_after_its_last_day(app, folder, monkeypatch):
     assert activate(app, key_of(folder, "a")).status_code == 200
     after_expiry = datetime.now(UTC) + timedelta(days=366)
-    monkeypatch.setattr(membership, "datetime", Clock(after_expiry))
+    monkeypatch.setattr(certificates, "datetime", Clock(after_expiry))
     assert activate(app, key_of(folder, "a")).status_code == 401
 
 
@@ -288,7 +288,7 @@ def test_what_the_gate_names_is_there(app):
 
 def test_a_site_sends_no_call_that_fills_the_servers_memory(app, folder, monkeypatch):
     """Neither one that says its length, nor one that does not and goes on for ever."""
-    monkeypatch.setattr("fedvlm.deploy.flower.gate.MAX_CALL_BYTES", 1000)
+    monkeypatch.setattr("fedvlm.deploy.flower.access.MAX_CALL_BYTES", 1000)
     headers, _ = signed(key_of(folder, "a"))
     path = "/v1/fleet/push-object"
     assert call(app, path, content=bytes(1001), **headers).status_code == 413

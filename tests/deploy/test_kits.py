@@ -16,10 +16,10 @@ import pytest
 
 from fedvlm.cli import main
 from fedvlm.deploy.flower.processes import Unreachable, check_server
-from fedvlm.deploy.keys import Signer, Verifier, create_certificates
+from fedvlm.deploy.identity.keys import Signer, Verifier, create_certificates
 from fedvlm.deploy.kits import create_kits, read_server, read_site, with_options, write_site
-from fedvlm.deploy.serve import serve_site
-from fedvlm.engines.flower.wire import Message
+from fedvlm.deploy.site.service import serve_site
+from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.storage.files import exclusive_lock
 
@@ -208,10 +208,6 @@ def test_a_certificate_lasts_a_year():
 
 
 def test_processes_of_flower_at_a_site_import_no_torch():
-    code = (
-        "import sys, fedvlm.deploy.flower.supernode, fedvlm.deploy.flower.client_app as c; "
-        "c.create_client_app(); "
-        "print('torch' in sys.modules)"
-    )
+    code = "import sys, fedvlm.deploy.flower.site as c; c.create_client_app(); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
     assert out.stdout == "False\n", out.stderr

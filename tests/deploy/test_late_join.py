@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.deploy.events import EventLog, read_events
-from fedvlm.deploy.explain import example_policy
-from fedvlm.deploy.late import join_late
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.status import status
-from fedvlm.engines.flower.local import local_grid
+from fedvlm.deploy.operations.events import EventLog, read_events
+from fedvlm.deploy.operations.status import status
+from fedvlm.deploy.server.run import join_late
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.policy import example_policy
+from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError, FedVLMError, SettingsError
 from fedvlm.result import Result
 from fedvlm.tensors import max_relative_difference

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from fedvlm.channel.settings import with_deployment_bound
-from fedvlm.deploy.consent import give_consent
-from fedvlm.deploy.runs import describe_absences
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.single import Sequential
+from fedvlm.deploy.server.launch import describe_absences
+from fedvlm.deploy.site.policy import give_consent
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import FederationError
 from fedvlm.maths.privacy import epsilon
 from fedvlm.result import Result
-from fedvlm.storage.sealed import read_tensors
+from fedvlm.storage.files import read_tensors
 from fedvlm.tensors import max_relative_difference
 
 NAMES = ["art", "photo", "sketch"]
@@ -35,7 +35,7 @@ def at_round(grid, number, act):
 
 
 def test_a_site_whose_people_consent_later_is_let_in_later(place, monkeypatch):
-    monkeypatch.setattr("fedvlm.deploy.remote.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("fedvlm.deploy.server.engine.RETRY_SECONDS", 0.0)
     place.asks_for_consent("art")
     grid = at_round(local_grid(place.desks), 0, lambda: give_consent(place.site("art"), "A. Person"))
     rounds = place.run(grid=grid).rounds
@@ -47,7 +47,7 @@ def test_a_site_whose_people_consent_later_is_let_in_later(place, monkeypatch):
 
 @pytest.mark.parametrize("late_site", ["art", "sketch"])
 def test_a_site_that_comes_later_with_another_encoder_is_left_out_by_name(place, monkeypatch, late_site):
-    monkeypatch.setattr("fedvlm.deploy.remote.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("fedvlm.deploy.server.engine.RETRY_SECONDS", 0.0)
     place.change(late_site, encoder=np.array("toy@1"))
     place.asks_for_consent(late_site)
     grid = at_round(local_grid(place.desks), 0, lambda: give_consent(place.site(late_site), "A. Person"))
@@ -79,7 +79,7 @@ def test_a_node_that_is_nobodys_and_never_answers_does_not_hold_a_run_up(place, 
     def waits(seconds):
         raise AssertionError("the server waits for a node that is no site's")
 
-    monkeypatch.setattr("fedvlm.engines.flower.wire.sleep", waits)
+    monkeypatch.setattr("fedvlm.engines.flower.messages.sleep", waits)
     assert all(sorted(line["clients"]) == NAMES for line in place.run(grid=grid).rounds)
 
 

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from fedvlm.cli import app
-from fedvlm.deploy.ledger import Ledger
+from fedvlm.deploy.site.ledger import Ledger
 from fedvlm.errors import DataError
 
 TENSORS = {"head": torch.zeros(4, 6), "n": torch.zeros(4, dtype=torch.int64)}
@@ -54,7 +54,7 @@ def test_a_line_changed_or_moved_or_taken_out_is_found(tmp_path, harm, error):
 
 
 def test_a_line_rewritten_with_a_new_hash_is_found_by_the_next(tmp_path):
-    from fedvlm.deploy.ledger import _hash_line
+    from fedvlm.deploy.site.ledger import _hash_line
 
     ledger = filled(tmp_path)
     lines = [json.loads(text) for text in ledger.path.read_text().splitlines()]
@@ -99,7 +99,7 @@ def test_long_lines_are_followed_too(tmp_path):
 
 def test_several_processes_write_one_chain(tmp_path):
     code = (
-        "import sys\nfrom fedvlm.deploy.ledger import Ledger\n"
+        "import sys\nfrom fedvlm.deploy.site.ledger import Ledger\n"
         "for n in range(30): Ledger(sys.argv[1]).add('out', n, who=sys.argv[2])"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, tmp_path, str(i)]) for i in range(3)]

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedvlm.deploy.explain import example_policy
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Message
+from fedvlm.deploy.site.policy import example_policy
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.messages import Message
 from fedvlm.errors import FederationError
-from fedvlm.storage.sealed import read_tensors
+from fedvlm.storage.files import read_tensors
 
 NAN, INF = float("nan"), float("inf")
 METHOD = {"name": "fedot", "rounds": 1, "lr": 1e-3}

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedvlm.deploy.server import check_deployable
+from fedvlm.deploy.server.run import check_deployable
 from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import build
 

@@ -9,17 +9,16 @@ from typer.testing import CliRunner
 
 from fedvlm.cli import app
 from fedvlm.core import make
-from fedvlm.deploy import events
-from fedvlm.deploy.consent import give_consent
-from fedvlm.deploy.doctor import check_folder
-from fedvlm.deploy.events import EventLog, EventTail, format_event
-from fedvlm.deploy.gained import compare_with_alone
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.server import ERROR_FILE, RUN_REQUEST_FILE, run_request, with_rules
-from fedvlm.deploy.status import format_status, list_runs, status
-from fedvlm.engines.flower.local import local_grid
+from fedvlm.deploy.operations import events
+from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
+from fedvlm.deploy.operations.status import check_folder, format_status, list_runs, status
+from fedvlm.deploy.server.run import ERROR_FILE, RUN_REQUEST_FILE, run_request, with_rules
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.policy import give_consent
+from fedvlm.deploy.site.training import compare_with_alone
+from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError, SettingsError
-from fedvlm.storage.sealed import write_json
+from fedvlm.storage.files import write_json
 from fedvlm.testing import toy_world
 
 

@@ -7,11 +7,11 @@ from time import monotonic, sleep
 import httpx
 import pytest
 
-from fedvlm.deploy.flower.gate import SITE_PATHS, TOKEN_HEADER, auth_token
+from fedvlm.deploy.flower.access import SITE_PATHS, TOKEN_HEADER, auth_token
 from fedvlm.deploy.flower.processes import CONNECTION_NAME, free_port, run_flwr, start_superlink
 from fedvlm.deploy.kits import create_kits, read_server
-from fedvlm.deploy.runs import FLOWER_APP, running_processes
-from fedvlm.engines.flower.api import import_flower
+from fedvlm.deploy.server.launch import FLOWER_APP, running_processes
+from fedvlm.engines.flower import import_flower
 
 import_flower()
 from fastapi.routing import iter_route_contexts  # noqa: E402

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedvlm.deploy.explain import example_policy
 from fedvlm.deploy.kits import read_site, write_site
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import ALL_METHODS
-from fedvlm.deploy.site import Site
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
+from fedvlm.deploy.site.service import Site
 from fedvlm.errors import FederationError
 from fedvlm.record import Record
 
@@ -41,7 +40,7 @@ def test_own_texts_go_round_in_one_exchange_and_are_weighed_in_the_second(descri
     result = place.run(settings)
     assert [sorted(line["clients"]) for line in result.rounds] == [sorted(place.desks)] * 2
     shared = Record(result.folder).outcome("all")[0]
-    has_own_text = (shared["own"].norm(dim=1) > 0).tolist()
+    has_own_text = (shared["client texts"].norm(dim=1) > 0).tolist()
     assert has_own_text == [True, True, True, False]  # nobody brings a sentence of a dog
     lines = [ledger_line for ledger_line in Ledger(place.site("art")).read().lines if ledger_line["direction"] == "out"]
     assert "texts" in lines[1]["fields"] and "scores" in lines[2]["fields"]

@@ -10,10 +10,18 @@ from fedvlm.channel import Channel
 from fedvlm.cli import app
 from fedvlm.core import make
 from fedvlm.data.clients import Clients
-from fedvlm.deploy.consent import give_consent, withdraw_consent
-from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT, RULE_TEXTS, example_policy, explain_policy
-from fedvlm.deploy.policy import Policy, current_policy, read_policy
-from fedvlm.deploy.reasons import ERROR_MESSAGES, RequestRefused, encode_error, render_error
+from fedvlm.deploy.messages import ERROR_MESSAGES, RequestRefused, encode_error, render_error
+from fedvlm.deploy.site.policy import (
+    DEFAULT_POLICY_TEXT,
+    RULE_TEXTS,
+    Policy,
+    current_policy,
+    example_policy,
+    explain_policy,
+    give_consent,
+    read_policy,
+    withdraw_consent,
+)
 from fedvlm.errors import FedVLMError, SettingsError
 
 LABELS = np.array([0] * 20 + [1] * 16 + [3] * 2)
@@ -96,8 +104,8 @@ def test_a_method_that_cannot_leave_a_small_class_out_is_refused(tmp_path):
     class Bare:
         name = "bare"
 
-        def covers(self, upload): ...
-        def means(self, upload): ...
+        def covered_classes(self, upload): ...
+        def class_means(self, upload): ...
 
     site_policy = policy(tmp_path, OPEN)
     with pytest.raises(RequestRefused, match="a class has fewer than 16 training rows"):

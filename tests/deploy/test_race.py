@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from fedvlm.deploy.account import PrivacyBudget
-from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
 from fedvlm.deploy.kits import read_site
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.site import Site
-from fedvlm.engines.flower.local import local_grid
+from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
+from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT
+from fedvlm.deploy.site.service import Site
+from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError
 from fedvlm.maths.privacy import epsilon
 from fedvlm.runner.tune import make_candidates

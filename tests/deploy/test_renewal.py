@@ -4,28 +4,31 @@ import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from joining import Joining
 
 from fedvlm.cli import main
-from fedvlm.deploy.admission import (
+from fedvlm.deploy.identity.certificates import (
+    ENDED_FOLDER,
+    certificate_path,
+    current_certificate,
+    read_own_certificate,
+)
+from fedvlm.deploy.identity.enrolment import (
     JOIN_REQUEST_FILE,
     NEXT_KEY_FILE,
     accept_certificate,
     admit_site,
-    create_join_request,
-    read_request,
-    revoke_site,
-)
-from fedvlm.deploy.keys import certificate_expiry, create_certificates
-from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
-from fedvlm.deploy.membership import ENDED_FOLDER, certificate_path, current_certificate, read_own_certificate
-from fedvlm.deploy.standing import (
     certificate_statuses,
+    create_join_request,
     describe_server_expiry,
+    read_request,
     renew_server_certificate,
+    revoke_site,
     server_days_left,
 )
+from fedvlm.deploy.identity.keys import certificate_expiry, create_certificates
+from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
 from fedvlm.errors import DataError, FederationError, SettingsError
+from tests.helpers.joining import Joining
 
 
 @pytest.fixture

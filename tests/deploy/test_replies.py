@@ -8,12 +8,20 @@ import numpy as np
 import pytest
 
 from fedvlm.deploy.kits import read_site, write_site
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.reasons import ERROR_MESSAGES
-from fedvlm.deploy.site import Site, public_encoder_name
-from fedvlm.deploy.words import ABOUT, OPTIONAL_SCORES, PERHAPS, REPLY_FIELDS, SCORES, SEALED
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import from_records
+from fedvlm.deploy.messages import (
+    ABOUT,
+    ERROR_MESSAGES,
+    OPTIONAL_SCORES,
+    PERHAPS,
+    REPLY_FIELDS,
+    SCORES,
+    SEALED,
+    public_encoder_name,
+)
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.service import Site
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.messages import from_records
 
 PAGE = Path(__file__).parents[2] / "docs" / "security" / "security.md"
 NAMES = ["art", "photo", "sketch"]

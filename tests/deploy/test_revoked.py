@@ -2,11 +2,17 @@
 
 import pytest
 
-from fedvlm.deploy.admission import accept_certificate, admit_site, create_join_request, read_request, revoke_site
+from fedvlm.deploy.identity.certificates import current_certificate, issue_certificate
+from fedvlm.deploy.identity.enrolment import (
+    accept_certificate,
+    admit_site,
+    create_join_request,
+    read_request,
+    revoke_site,
+)
 from fedvlm.deploy.kits import read_site
-from fedvlm.deploy.membership import current_certificate, issue_certificate
-from fedvlm.deploy.site import Site
-from fedvlm.engines.flower.local import local_grid
+from fedvlm.deploy.site.service import Site
+from fedvlm.engines.flower.engine import local_grid
 from fedvlm.errors import FederationError
 
 NAMES = ["art", "photo", "sketch"]
@@ -56,7 +62,7 @@ def test_nobody_waits_for_a_revoked_site_that_does_not_answer(place, monkeypatch
         raise AssertionError("the server waits for a site that is out")
 
     grid.pull_messages = silent
-    monkeypatch.setattr("fedvlm.engines.flower.wire.sleep", waits)
+    monkeypatch.setattr("fedvlm.engines.flower.messages.sleep", waits)
     result = place.run(grid=grid)
     assert took_part(result) == [NAMES, NAMES[1:], NAMES[1:]]
     assert result.rounds[1]["missing"]["art"] == "its key was revoked"

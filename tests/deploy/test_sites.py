@@ -8,19 +8,18 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.classifier.personalised import Personalised
-from fedvlm.deploy import follow, runs
-from fedvlm.deploy.consent import give_consent
-from fedvlm.deploy.explain import DEFAULT_POLICY_TEXT
-from fedvlm.deploy.kits import read_site
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.remote import RemoteEngine, SiteOpening
-from fedvlm.deploy.server import REFERENCE_FILE, check_deployable
-from fedvlm.deploy.site import Site, UnsignedMessageError
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Message, from_records, seal
+from fedvlm.deploy.kits import REFERENCE_FILE, read_site
+from fedvlm.deploy.server import launch
+from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening
+from fedvlm.deploy.server.run import check_deployable
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.policy import DEFAULT_POLICY_TEXT, give_consent
+from fedvlm.deploy.site.service import Site, UnsignedMessageError
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.messages import Message, from_records, seal
 from fedvlm.errors import DataError, FederationError, SettingsError
 from fedvlm.result import Result
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 
 NAMES = ["art", "photo", "sketch"]
 METHOD = {"name": "fedot", "rounds": 3, "lr": 1e-3}
@@ -240,28 +239,27 @@ def test_what_a_federation_cannot_run_is_refused_before_any_site_is_asked(place)
 
 def test_ctrl_c_stops_the_run_at_the_server_too(place, monkeypatch):
     printed = []
-    monkeypatch.setattr(runs, "is_server_up", lambda kit: True)
-    monkeypatch.setattr(runs, "run_flwr", lambda kit, *words: printed.append(words) or {"run-id": "17"})
+    monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: printed.append(words) or {"run-id": "17"})
 
     def interrupt(*words):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "wait_for_run", interrupt)
+    monkeypatch.setattr(launch, "wait_for_run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        runs.run_over_sites(place.kit, place.settings(), place.folder / "run")
-    assert printed[0][0] == "run" and printed[1] == ("stop", "17", runs.CONNECTION_NAME)
+        launch.run_over_sites(place.kit, place.settings(), place.folder / "run")
+    assert printed[0][0] == "run" and printed[1] == ("stop", "17", launch.CONNECTION_NAME)
 
 
 def test_a_run_that_the_server_does_not_begin_is_given_up(place, monkeypatch):
     """As when Flower's own process on the server has ended."""
-    monkeypatch.setattr(runs, "is_server_up", lambda kit: True)
-    monkeypatch.setattr(follow, "STATUS_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr(follow, "MAX_PENDING_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "is_server_up", lambda kit: True)
+    monkeypatch.setattr(launch, "STATUS_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "MAX_PENDING_SECONDS", 0.0)
     answer = {"run-id": "17", "runs": [{"status": "pending"}]}
-    for module in (runs, follow):
-        monkeypatch.setattr(module, "run_flwr", lambda kit, *words: answer)
+    monkeypatch.setattr(launch, "run_flwr", lambda kit, *words: answer)
     with pytest.raises(FederationError, match="has not begun the run.*superlink.log"):
-        runs.run_over_sites(place.kit, place.settings(), place.folder / "run")
+        launch.run_over_sites(place.kit, place.settings(), place.folder / "run")
 
 
 def test_a_training_is_known_by_what_it_is(place):

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from fedvlm.deploy.flower import client_app, kin, superlink, supernode
-from fedvlm.deploy.serve import describe_supernode_exit
-from fedvlm.engines.flower.api import import_flower
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Message, to_records
+from fedvlm.deploy import flower as deploy_flower
+from fedvlm.deploy.flower import server as flower_server
+from fedvlm.deploy.flower import site as flower_site
+from fedvlm.deploy.site.service import describe_supernode_exit
+from fedvlm.engines.flower import import_flower
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.messages import Message, to_records
 
 RUN = 7
 
@@ -80,7 +82,7 @@ def test_a_run_that_ends_while_its_message_comes_in_leaves_nothing_of_it(when):
         "pull_object": lambda run, id: node.parts[id],
         "confirm_message_received": lambda run, id: None,
     }
-    pull = supernode.handle_ended_run(internal._pull_and_store_message)
+    pull = flower_site.handle_ended_run(internal._pull_and_store_message)
     assert node.fetch(pull, **{**calls, when: ends}) is None
     assert node.state.get_messages_legacy(run_ids=[RUN]) == []
     assert [task.status.status for task in node.state.get_tasks()] == ["finished"]
@@ -90,7 +92,7 @@ def test_a_run_that_ends_while_its_message_comes_in_leaves_nothing_of_it(when):
 @pytest.mark.parametrize("has_started", [True, False])
 def test_a_task_that_fails_without_an_answer_is_answered_by_its_supernode(has_started):
     """Flower's SuperNode asks for nothing else before it has an answer."""
-    node = Node(supernode.answering_state(node_state()))
+    node = Node(flower_site.answering_state(node_state()))
     node.state.store_message(node.message)
     id = node.task()
     if has_started:
@@ -103,7 +105,7 @@ def test_a_task_that_fails_without_an_answer_is_answered_by_its_supernode(has_st
 def test_a_task_that_was_answered_is_not_answered_again():
     from flwr.app import Error, Message
 
-    node = Node(supernode.answering_state(node_state()))
+    node = Node(flower_site.answering_state(node_state()))
     node.state.store_message(node.message)
     id = node.task()
     site_reply = Message(Error(0, "said by the site"), reply_to=node.message)
@@ -122,12 +124,12 @@ def test_an_answer_that_never_comes_in_whole_does_not_keep_a_supernode(monkeypat
     memory = import_module("flwr.supercore.object_store.in_memory_object_store")
     internal = import_module("flwr.supernode.start_client_internal")
     node = Node(kind)
-    store = supernode.bounded_store(memory.InMemoryObjectStore)()
+    store = flower_site.bounded_store(memory.InMemoryObjectStore)()
     reply = Message(Error(0, "said by the site"), reply_to=node.message)
     reply.metadata.__dict__["_message_id"] = reply.object_id
     node.state.store_message(reply)
     store.preregister(RUN, get_object_tree(reply))
-    monkeypatch.setattr(supernode, "REPLY_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(flower_site, "REPLY_TIMEOUT_SECONDS", 0.0)
     monkeypatch.setattr(internal, "time", SimpleNamespace(sleep=lambda seconds: None))
     internal._push_messages(
         node.state,
@@ -155,21 +157,21 @@ def test_a_task_that_is_no_more_does_not_end_the_process_that_took_it(monkeypatc
     monkeypatch.setattr(httpx, "Client", lambda **options: real(transport=transport))
     spec = SimpleNamespace(runtime_api_address="127.0.0.1:9", insecure=True, token="x")
     with pytest.raises(httpx.HTTPStatusError):
-        client_app.run_assigned_task(lambda message, context: pytest.fail("no message"), spec)
+        flower_site.run_assigned_task(lambda message, context: pytest.fail("no message"), spec)
     assert len(set(calls)) >= 2  # the input was asked for, and its end was told
 
 
 def test_nobody_outlives_the_superexec_that_does_the_work(monkeypatch, capfd):
     """Neither a SuperNode nor a SuperLink, which would take messages and runs and leave them."""
-    monkeypatch.setattr(kin, "SHUTDOWN_SECONDS", 0.0)
+    monkeypatch.setattr(deploy_flower, "SHUTDOWN_SECONDS", 0.0)
     ended = []
     monkeypatch.setattr("os._exit", ended.append)
-    child = kin.LinkedSubprocess().Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    child = deploy_flower.LinkedSubprocess().Popen([sys.executable, "-c", "raise SystemExit(3)"])
     child.watch.join(60)
     assert ended == [1]
     stderr = capfd.readouterr().err
-    assert kin.SUPEREXEC_ENDED in stderr and "3" in stderr
-    check_refusal(stderr, "", kin.SUPEREXEC_ENDED)
+    assert deploy_flower.SUPEREXEC_ENDED in stderr and "3" in stderr
+    check_refusal(stderr, "", deploy_flower.SUPEREXEC_ENDED)
 
 
 def check_refusal(output, killed, reason):
@@ -180,15 +182,15 @@ def check_refusal(output, killed, reason):
 
 def test_a_supernode_that_was_killed_or_lost_its_server_is_not_taken_for_one_that_is_refused():
     check_refusal("", "SIGKILL", "its SuperNode was ended by SIGKILL")
-    check_refusal(f"an error\n{supernode.CONNECTION_LOST}\n", "", supernode.CONNECTION_LOST)
+    check_refusal(f"an error\n{flower_site.CONNECTION_LOST}\n", "", flower_site.CONNECTION_LOST)
 
 
 def test_a_superlink_starts_its_superexec_as_its_kin(monkeypatch, tmp_path):
     import_flower()
     started = []
-    monkeypatch.setattr(kin.LinkedSubprocess, "Popen", lambda command, env: started.append(command))
-    monkeypatch.setattr(superlink, "install_middleware", lambda folder: None)
+    monkeypatch.setattr(deploy_flower.LinkedSubprocess, "Popen", lambda command, env: started.append(command))
+    monkeypatch.setattr(flower_server, "install_middleware", lambda folder: None)
     monkeypatch.setattr("flwr.superlink.cli.flower_superlink", lambda: None)
     monkeypatch.setattr(sys, "argv", ["superlink", str(tmp_path), "127.0.0.1", "8443"])
-    superlink.main()
-    assert [command[2] for command in started] == ["fedvlm.deploy.flower.superexec"]
+    flower_server.run_superlink()
+    assert [command[2:4] for command in started] == [["fedvlm.deploy.flower.server", "superexec"]]

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from fedvlm.deploy.flower import client_app
-from fedvlm.deploy.flower.gate import SECRET_FILE, TOKEN_FOLDER_VARIABLE, TOKEN_HEADER, auth_token, new_secret
-from fedvlm.deploy.flower.supernode import with_access_control
-from fedvlm.deploy.serve import answer_request
-from fedvlm.engines.flower.api import import_flower
-from fedvlm.engines.flower.local import local_grid
-from fedvlm.engines.flower.wire import Message, to_bytes, to_records
+from fedvlm.deploy.flower import site as flower_site
+from fedvlm.deploy.flower.access import SECRET_FILE, TOKEN_FOLDER_VARIABLE, TOKEN_HEADER, auth_token, new_secret
+from fedvlm.deploy.flower.site import with_access_control
+from fedvlm.deploy.site.service import answer_request
+from fedvlm.engines.flower import import_flower
+from fedvlm.engines.flower.engine import local_grid
+from fedvlm.engines.flower.messages import Message, to_bytes, to_records
 from fedvlm.errors import FederationError
 
 SIZE = struct.Struct(">Q")
@@ -78,12 +78,12 @@ def test_the_server_learns_nothing_from_an_error_of_the_client_app(monkeypatch):
     def fail(request, state):
         raise OSError("/home/somebody/patients.csv")
 
-    monkeypatch.setattr(client_app, "query_site", fail)
+    monkeypatch.setattr(flower_site, "query_site", fail)
     grid = local_grid({})
     message = grid.create_message(to_records(Message({"kind": "round"})), "train", 1, "0")
     context = app.Context(1, 1, {}, app.RecordDict(), {})
     with pytest.raises(Exception, match=r"^the site did not answer; its own log says why$"):
-        client_app.create_client_app()(message, context)
+        flower_site.create_client_app()(message, context)
 
 
 def test_a_supernode_answers_its_own_kin_only(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def a_task(monkeypatch, app, broken=()):
         monkeypatch.setattr(module, name, getattr(runtime, name))
     beat = SimpleNamespace(start=lambda: None, stop=lambda: None)
     monkeypatch.setattr("flwr.supercore.heartbeat.HeartbeatSender", lambda call: beat)
-    return runtime, lambda: client_app.run_task(None, app)
+    return runtime, lambda: flower_site.run_task(None, app)
 
 
 def test_a_task_is_answered_in_the_process_that_took_it(monkeypatch):

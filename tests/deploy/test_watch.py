@@ -6,12 +6,11 @@ import json
 import httpx
 import pytest
 
-from fedvlm.deploy.consent import CONSENT_FILE
-from fedvlm.deploy.events import EventLog
 from fedvlm.deploy.kits import read_site
-from fedvlm.deploy.site import Site
-from fedvlm.deploy.watch import create_app, live_page, prometheus_metrics
-from fedvlm.deploy.watch.page import live_view
+from fedvlm.deploy.operations.events import EventLog
+from fedvlm.deploy.operations.live_page import create_app, live_page, live_view, prometheus_metrics
+from fedvlm.deploy.site.policy import CONSENT_FILE
+from fedvlm.deploy.site.service import Site
 from fedvlm.errors import FederationError
 
 HOST = "127.0.0.1:9"

@@ -5,12 +5,12 @@ import json
 import os
 
 import pytest
-from browser import open_page
-from live_server import running
 
-from fedvlm.deploy.consent import CONSENT_FILE
-from fedvlm.deploy.events import EventLog
-from fedvlm.deploy.watch import create_app
+from fedvlm.deploy.operations.events import EventLog
+from fedvlm.deploy.operations.live_page import create_app
+from fedvlm.deploy.site.policy import CONSENT_FILE
+from tests.helpers.browser import open_page
+from tests.helpers.live_server import running
 
 
 def wait(chrome, script, seconds=30):

@@ -5,22 +5,20 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from fedvlm.channel import compare
+from fedvlm.channel import outliers
 from fedvlm.cli import app
-from fedvlm.deploy import withdrawn
-from fedvlm.deploy.admission import accept_certificate, admit_site, create_join_request, read_request
-from fedvlm.deploy.explain import example_policy
-from fedvlm.deploy.forget import apply_withdrawal
-from fedvlm.deploy.keys import Signer
+from fedvlm.deploy import withdrawal
+from fedvlm.deploy.identity.enrolment import accept_certificate, admit_site, create_join_request, read_request
+from fedvlm.deploy.identity.keys import Signer
 from fedvlm.deploy.kits import read_server, read_site
-from fedvlm.deploy.ledger import Ledger
-from fedvlm.deploy.policy import ALL_METHODS
-from fedvlm.deploy.site import Site
-from fedvlm.deploy.withdrawn import WITHDRAWAL_FILE, WITHDRAWAL_PREFIX, withdraw
-from fedvlm.engines.flower.wire import Message, from_bytes, to_bytes
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
+from fedvlm.deploy.site.service import Site
+from fedvlm.deploy.withdrawal import WITHDRAWAL_FILE, WITHDRAWAL_PREFIX, apply_withdrawal, withdraw
+from fedvlm.engines.flower.messages import Message, from_bytes, to_bytes
 from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.record import Record
-from fedvlm.storage.sealed import check_index, read_json
+from fedvlm.storage.files import check_index, read_json
 from fedvlm.tensors import max_relative_difference
 
 TOFA = {"name": "tofa"}
@@ -136,7 +134,7 @@ def test_only_a_new_run_forgets(place, case):
 
 
 def test_a_bound_that_bit_is_not_undone(place, monkeypatch):
-    monkeypatch.setattr(compare, "MAX_NORM_TO_MEDIAN", 1.0)
+    monkeypatch.setattr(outliers, "MAX_NORM_TO_MEDIAN", 1.0)
     place.run(place.settings(TOFA, allow_small=True), RUN)
     _, [result] = withdraw_site(place)
     assert not result.removed and "the bound on changes was at work" in result.reason
@@ -213,7 +211,7 @@ def test_one_that_a_crash_cut_short_is_carried_out_again_to_the_same(place, monk
     def crash(*words):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedvlm.deploy.forget.revoke_site", crash)
+    monkeypatch.setattr("fedvlm.deploy.withdrawal.revoke_site", crash)
     with pytest.raises(KeyboardInterrupt):
         withdraw_site(place)
     once = shared(place)
@@ -244,7 +242,7 @@ def stop(*words):
 
 def test_the_note_of_a_withdrawal_cannot_be_unwritten_by_damage(place):
     withdraw(place.site("photo"), "A. Person")
-    (place.site("photo") / withdrawn.WITHDRAWN_FILE).write_text("{")
+    (place.site("photo") / withdrawal.WITHDRAWN_FILE).write_text("{")
     assert "this site has withdrawn" in place.run().rounds[0]["missing"]["photo"]
 
 

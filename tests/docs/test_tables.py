@@ -4,10 +4,9 @@ import re
 
 import pytest
 
+from fedvlm.runner.experiment_files import experiments, read_toml
 from fedvlm.runner.experiments import experiment_runs
-from fedvlm.runner.named import experiments
 from fedvlm.runner.run import execute
-from fedvlm.runner.settings import read_toml
 from tools.tables import BLOCK, PAGES, named, rewritten, table_of
 
 MARKED = [

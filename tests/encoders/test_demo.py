@@ -13,11 +13,11 @@ from PIL import Image
 
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import make_partition
+from fedvlm.data.partition import make_partition
 from fedvlm.encoders import ENCODERS, fingerprint, open_encoder
 from fedvlm.encoders.cache.embed import embed
-from fedvlm.encoders.demo import demo_directory
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.huggingface import demo_directory
+from fedvlm.encoders.images import Pixels
 
 MEGABYTE = 1_000_000
 DOMAINS = {"noto", "twemoji", "fluent-flat", "high-contrast"}

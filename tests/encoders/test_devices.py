@@ -4,19 +4,17 @@ from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
-import plain_resnet
 import pytest
-import tiny_models
 import torch
-from one_device import META, OneDevice
 from torch.utils._pytree import tree_leaves
 
 from fedvlm import devices
 from fedvlm.devices import to_device
-from fedvlm.encoders import encoders, open_encoder, placed
-from fedvlm.encoders.interface import BATCH
+from fedvlm.encoders import BATCH, encoders, open_encoder, torch_encoder
 from fedvlm.errors import EncoderError
 from fedvlm.maths.text_tower import TextTower
+from tests.helpers import plain_resnet, tiny_models
+from tests.helpers.one_device import META, OneDevice
 
 VISION = ("vit", "deit", "dinov2", "dinov2_with_registers")
 SMALL = ("demo", "clip", "siglip", *VISION, "openai")
@@ -123,10 +121,10 @@ def test_an_encoder_in_half_precision_is_close_and_gives_float32(kind, opened):
 
 
 def test_on_a_gpu_the_dtype_is_half_and_never_bfloat16(monkeypatch):
-    monkeypatch.setattr(placed, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(placed, "set_deterministic", lambda: None)
+    monkeypatch.setattr(torch_encoder, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch_encoder, "set_deterministic", lambda: None)
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: (args, kwargs))
-    encoder = placed.TorchEncoder("cuda")
+    encoder = torch_encoder.TorchEncoder("cuda")
     assert encoder.half and encoder.dtype == "float16"
     assert encoder.halved() == (("cuda", torch.float16), {"enabled": True})
 
@@ -134,12 +132,12 @@ def test_on_a_gpu_the_dtype_is_half_and_never_bfloat16(monkeypatch):
 def test_a_batch_follows_the_free_memory_of_a_gpu_and_never_that_of_the_cpu(opened, monkeypatch):
     encoder = opened("vit")
     bytes_per_image = encoder._bytes_per_image
-    monkeypatch.setattr(placed, "free_device_memory", lambda device: 2 * 12 * bytes_per_image)
+    monkeypatch.setattr(torch_encoder, "free_device_memory", lambda device: 2 * 12 * bytes_per_image)
     assert encoder.batch == BATCH
     encoder.device = META
     assert encoder.batch == 8
-    for room, expected in ((0, 1), (bytes_per_image, 1), (1 << 50, placed.MAX_GPU_BATCH), (None, BATCH)):
-        monkeypatch.setattr(placed, "free_device_memory", lambda device, room=room: room)
+    for room, expected in ((0, 1), (bytes_per_image, 1), (1 << 50, torch_encoder.MAX_GPU_BATCH), (None, BATCH)):
+        monkeypatch.setattr(torch_encoder, "free_device_memory", lambda device, room=room: room)
         assert encoder.batch == expected
 
 

@@ -9,12 +9,12 @@ import tracemalloc
 from contextlib import contextmanager
 
 import pytest
-from live_server import QUICK, Fake, running
 
 from fedvlm.encoders import http
 from fedvlm.encoders.http import Http
 from fedvlm.encoders.serve import create_app
 from fedvlm.errors import EncoderError
+from tests.helpers.live_server import QUICK, Fake, running
 
 
 def answering(body, path="/embed", headers=()):

@@ -6,16 +6,16 @@ from email.utils import formatdate
 import httpx
 import numpy as np
 import pytest
-import tiny_models
 import torch
 import uvicorn
-from live_server import QUICK, Fake, Moody, image, running
 
 from fedvlm.encoders import open_encoder
 from fedvlm.encoders.http import Http, _retry_after
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.encoders.serve import create_app
 from fedvlm.errors import EncoderError, SettingsError
+from tests.helpers import tiny_models
+from tests.helpers.live_server import QUICK, Fake, Moody, image, running
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def clip_url(clip):
 
 
 def test_vectors_over_http_are_those_of_the_encoder_itself(clip, clip_url):
-    from fedvlm.encoders.cache.decode import decode
+    from fedvlm.encoders.images import decode
 
     remote = open_encoder(f"http:{clip_url}")
     files = [image(seed) for seed in range(5)]

@@ -3,7 +3,6 @@ import pickle
 import huggingface_hub
 import numpy as np
 import pytest
-import tiny_models
 import torch
 import transformers
 from PIL import Image
@@ -15,6 +14,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import EncoderError, SettingsError
+from tests.helpers import tiny_models
 
 SIZES = [(16, 16), (40, 30), (31, 97), (7, 9), (300, 5)]
 

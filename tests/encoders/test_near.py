@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from fedvlm.cli import app
 from fedvlm.data import open_dataset
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import list_samples, make_partition
-from fedvlm.encoders.near import near_duplicates
+from fedvlm.data.partition import list_samples, make_partition
+from fedvlm.encoders.near_duplicates import near_duplicates
 
 CLIENTS = Clients(partition="dirichlet", count=2, alpha=100.0, min_samples=2)
 OPTIONS = [

@@ -4,11 +4,11 @@ import builtins
 import json
 
 import pytest
-import tiny_models
 
-from fedvlm.data.describing import load_writer
+from fedvlm.data.descriptions import load_writer
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.errors import EncoderError, SettingsError
+from tests.helpers import tiny_models
 
 CODE = """
 from pathlib import Path

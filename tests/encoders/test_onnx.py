@@ -3,13 +3,13 @@ import json
 import numpy as np
 import onnx
 import pytest
-import tiny_models
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import EncoderError, SettingsError
+from tests.helpers import tiny_models
 
 DRAW = np.random.default_rng(0)
 WEIGHT = DRAW.normal(size=(3, 5)).astype(np.float32)

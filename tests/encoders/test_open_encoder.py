@@ -3,12 +3,12 @@ import subprocess
 import sys
 
 import pytest
-import tiny_models
 
 from fedvlm.core import NEEDS
 from fedvlm.encoders import ENCODERS, open_encoder
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.images import Pixels
 from fedvlm.errors import EncoderError, SettingsError
+from tests.helpers import tiny_models
 
 
 @pytest.mark.parametrize("name", ["onx:a", "stored:a", "HF"])
@@ -36,7 +36,7 @@ def test_every_kind_says_what_it_offers():
 
 
 def test_the_demo_is_the_model_that_comes_with_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedvlm.encoders.demo.files", lambda package: tmp_path)
+    monkeypatch.setattr("fedvlm.encoders.huggingface.files", lambda package: tmp_path)
     with pytest.raises(EncoderError, match="reinstall fedvlm"):
         open_encoder("demo")
     tiny_models.clip(tmp_path / "demo_model")

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import plain_resnet
 import pytest
 import torch
 from PIL import Image
@@ -16,6 +15,7 @@ from fedvlm.errors import EncoderError, SettingsError
 from fedvlm.runner.load import check_needs
 from fedvlm.runner.run import execute
 from fedvlm.runner.settings import build
+from tests.helpers import plain_resnet
 
 CLASSES = ["cat", "dog", "alarm_clock"]
 TEMPLATE = "a photo of a {}."

@@ -8,15 +8,15 @@ from base64 import b64encode
 
 import httpx
 import pytest
-import tiny_models
 import uvicorn
-from live_server import QUICK, Fake, image, running
 
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.encoders.http import Http
 from fedvlm.encoders.huggingface import HuggingFace
 from fedvlm.encoders.serve import create_app, serve
 from fedvlm.errors import EncoderError, SettingsError
+from tests.helpers import tiny_models
+from tests.helpers.live_server import QUICK, Fake, image, running
 
 
 @pytest.fixture(scope="module")

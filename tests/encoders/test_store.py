@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedvlm.data.splits import SPLIT_ALIASES, SPLITS
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.encoders.store import open_store, save_store
 from fedvlm.errors import DataError, EncoderError, SettingsError
@@ -104,6 +105,32 @@ def test_one_array_per_split_becomes_one_table(tmp_path):
         open_store(store(tmp_path, **parts))
 
 
+def test_splits_of_a_store_have_the_names_that_a_manifest_takes(tmp_path):
+    words = np.array(["training", "Val", "testing", " train", "valid", "test"])
+    rows = open_store(store(tmp_path, x=X, y=Y, splits=words))
+    assert rows.splits.tolist() == ["train", "validation", "test"] * 2
+    parts = {"training_x": X, "training_y": Y, "valid_x": X[:2], "valid_y": Y[:2]}
+    assert open_store(store(tmp_path, **parts)).splits.tolist() == ["train"] * 6 + ["validation"] * 2
+    (tmp_path / "rows.csv").write_text("e0,e1,label,split\n1,0,a,training\n0,1,b,val\n1,1,a,test\n")
+    assert open_store(tmp_path / "rows.csv").splits.tolist() == ["train", "validation", "test"]
+    with pytest.raises(DataError, match=r"rows\.npz: row 1 has the split 'dev'; a split is train, val or test"):
+        open_store(store(tmp_path, x=X, y=Y, splits=np.array(["train", "dev"] * 3)))
+    assert SPLITS == ("train", "validation", "test") and set(SPLIT_ALIASES.values()) == {"", *SPLITS}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"classes": np.array(["cat", "", "owl"])}, "a class has an empty name"),
+        ({"scale": 0.0}, "scale must be a number above 0, got 0"),
+        ({"x": X.astype(np.float64) * 1e300}, r"row 0 of x holds -?[0-9.]+e\+\d+, beyond the range of float32"),
+    ],
+)
+def test_a_store_with_an_empty_class_a_wrong_scale_or_huge_numbers_is_refused(tmp_path, columns, message):
+    with pytest.raises(DataError, match=message):
+        open_store(store(tmp_path, **{"x": X, "y": Y, **columns}))
+
+
 def test_a_store_opens_as_an_encoder_that_cannot_see(tmp_path):
     file = store(tmp_path, x=X, y=Y, classes=CLASSES, text=X[:3])
     encoder = open_encoder(f"store:{file}", classes=["dog", "cat"])
@@ -111,7 +138,7 @@ def test_a_store_opens_as_an_encoder_that_cannot_see(tmp_path):
     assert encoder.dim == 4
     assert encoder.embedded.classes == ("dog", "cat")
     assert fingerprint(encoder) != fingerprint(open_encoder(f"store:{tmp_path}"))
-    with pytest.raises(EncoderError, match="only its own rows"):
+    with pytest.raises(EncoderError, match="holds embeddings and no weights"):
         encoder.embed([b""], patches=False)
 
 
@@ -156,11 +183,11 @@ def broken(row, value):
         ({"x": X, "y": Y, "text": X[:3] * 0}, "row 0 of text is zero"),
         ({"x": X, "y": Y, "patches": X}, "patches are"),
         ({"x": X, "y": Y, "patches": np.full((6, 2, 4), np.nan)}, "row 0 of patches"),
-        ({"x": X, "y": Y, "colour": X, "size": X}, "nobody knows: colour, size"),
+        ({"x": X, "y": Y, "colour": X, "size": X}, "unknown arrays: colour, size"),
         ({"y": Y}, "has no embeddings; call the array x or features"),
         ({"x": X}, "has no labels; call the array y or labels"),
         ({"x": X[0], "y": Y}, r"x is torch.float32 of \(4,\)"),
-        ({"x": X, "y": Y, "classes": np.array(["a", "a", "b"])}, "the same name"),
+        ({"x": X, "y": Y, "classes": np.array(["a", "a", "b"])}, "is listed twice"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, columns, message):

@@ -94,7 +94,7 @@ def hole(row, column, value):
     [
         ({"x": hole(3, 1, "")}, "row 3 of x holds NaN"),
         ({"x": hole(3, 1, "nan")}, "row 3 of x holds NaN"),
-        ({"x": hole(2, 0, "n/a")}, "row 2 has an embedding of no numbers .*'n/a'"),
+        ({"x": hole(2, 0, "n/a")}, "row 2 has an embedding that is not numeric .*'n/a'"),
         ({"names": [*NAMES[:4], "", "glioma"]}, "row 4 has no label"),
     ],
 )

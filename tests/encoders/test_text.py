@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from counting import (
-    Counting,
-    numbered,
-    run,
-)
 
 from fedvlm.data.table import readable_name
 from fedvlm.encoders.text import fill_template
 from fedvlm.errors import SettingsError
+from tests.helpers.counting import (
+    Counting,
+    numbered,
+    run,
+)
 
 
 def test_class_names_are_cleaned_in_sentences() -> None:

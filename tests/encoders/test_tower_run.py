@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from PIL import Image
 from torch.nn.functional import normalize
@@ -13,10 +12,11 @@ import fedvlm
 from fedvlm import machine
 from fedvlm.core import make
 from fedvlm.errors import SettingsError
-from fedvlm.runner import memory as room
+from fedvlm.runner import forecast as room
 from fedvlm.runner.load import load
 from fedvlm.runner.settings import Settings, build
 from fedvlm.testing import toy_world
+from tests.helpers import tiny_models
 
 DOMAINS, CLASSES, ROWS = ("art", "photo", "sketch"), ("cat", "dog"), 10
 NOW = {"batch_size": 8, "rounds": 2}
@@ -105,7 +105,7 @@ def test_on_a_gpu_what_trains_has_to_fit_there_and_the_rest_here(monkeypatch):
     arguments = (Settings(world.method, device="cuda"), world.frozen, world.x.shape[1:], 10)
     expected = room.estimate(*arguments)
     assert expected.processes == 1 and expected.total == expected.all_clients + expected.concurrent
-    monkeypatch.setattr(room, "choose", torch.device)
+    monkeypatch.setattr(room, "choose_device", torch.device)
     for host_free, device_free, short in (
         (expected.all_clients, expected.concurrent, ""),
         (expected.all_clients, expected.concurrent - 1, "GB on cuda and"),

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import (
+
+from fedvlm.encoders import Vectors
+from fedvlm.encoders import cache as cache
+from fedvlm.errors import EncoderError
+from tests.helpers.counting import (
     Counting,
     numbered,
     run,
 )
-
-from fedvlm.encoders.cache import folder as cache
-from fedvlm.encoders.interface import Vectors
-from fedvlm.errors import EncoderError
 
 
 class Spoilt(Counting):

@@ -9,16 +9,17 @@ import torch
 
 from fedvlm import tensors
 from fedvlm.core import make
-from fedvlm.engines import batched
+from fedvlm.engines import chunks
 from fedvlm.engines import loop as rounds
-from fedvlm.engines.batched import Batched, make_chunks
+from fedvlm.engines.batched import Batched
+from fedvlm.engines.chunks import make_chunks
 from fedvlm.engines.client import Task, make_client, minibatch_order
 from fedvlm.engines.loop import draw_participants, finish_training, initial_state, run_rounds
-from fedvlm.engines.pool import WorkerPool
 from fedvlm.engines.state import Plan
+from fedvlm.engines.workers import WorkerPool
 from fedvlm.errors import FederationError
 from fedvlm.methods.fedavg import FedAvg
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.storage.large_tensors import ClientStateStore
 from fedvlm.testing import check_same, toy_world, train_toy
 
 
@@ -73,7 +74,7 @@ def test_a_killed_worker_is_reported_and_not_waited_for():
 
 
 def test_results_do_not_depend_on_processes_with_many_chunks(monkeypatch):
-    monkeypatch.setattr(batched, "MAX_CLIENTS_PER_CHUNK", 1)
+    monkeypatch.setattr(chunks, "MAX_CLIENTS_PER_CHUNK", 1)
     world = toy_world(make("fedot", rounds=2, lr=1e-3))
     check_same(train_toy(world, workers=2), train_toy(world, workers=1), 0.0, "workers change the result")
 
@@ -116,7 +117,7 @@ def test_minibatches_hold_every_row_once_per_epoch():
 
 
 def test_chunks_keep_clients_of_a_size_together_and_bound_the_padding(monkeypatch):
-    monkeypatch.setattr(batched, "CHUNK_ROW_BYTES", 70 * 16 * 4 * 2)
+    monkeypatch.setattr(chunks, "CHUNK_ROW_BYTES", 70 * 16 * 4 * 2)
     world = toy_world(make("fedavg"))
     state, initial_local = initial_state(world)
     tasks = [Task(id, state.shared, initial_local, True) for id in world.members]

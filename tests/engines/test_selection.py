@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fedvlm import parts
-from fedvlm.core import Traits, make
+from fedvlm.core import TrainingTraits, Traits, make
 from fedvlm.engines.batched import Batched
-from fedvlm.engines.flower.local import InProcessEngine
+from fedvlm.engines.flower.engine import InProcessEngine
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
-from fedvlm.evaluate.scores import accuracy
+from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.testing import toy_world
 
 
@@ -41,7 +41,7 @@ class Contrary:
         return sign * frozen.scale * x @ frozen.text.mT
 
     name = "contrary"
-    traits = Traits(needs=frozenset({"image"}), memory=frozenset({"turn", "back"}))
+    traits = Traits(needs=frozenset({"image"}), training=TrainingTraits(memory=frozenset({"turn", "back"})))
     send, aggregate = parts.send_all, parts.uniform_mean
 
 
@@ -59,7 +59,7 @@ def learn(world, engine="single", lines=None, **plan):
         outcome = finish_training(world, runner, full_plan, state, initial_local)
     finally:
         runner.close()
-    return outcome, accuracy(outcome.scores, ids[:-1], "validation")
+    return outcome, mean_accuracy(outcome.scores, ids[:-1], "validation")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -9,9 +9,8 @@ import pytest
 import fedvlm
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols.own_test import EVERYONE
-from fedvlm.report.long import client_scores
-from fedvlm.report.names import has_unseen_scores
-from fedvlm.report.tables import compare_table, run_label
+from fedvlm.report.runs import has_unseen_scores
+from fedvlm.report.tables import client_scores, compare_table, run_label
 
 QUICK = {"name": "fedavg", "rounds": 2}
 OWN_TEST = {"protocol": "own-test"}

@@ -3,8 +3,8 @@
 import pytest
 
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import mean_and_std
 from fedvlm.evaluate.protocols import Training, make_protocol, protocols, register
-from fedvlm.evaluate.scores import mean_and_std
 
 DOMAINS = {id: id for id in ("art", "photo", "sketch")}
 MANY_CLIENTS = {f"{i:02}": "" for i in range(20)}
@@ -117,7 +117,7 @@ def test_a_protocol_without_a_table_is_refused():
     class IncompleteProtocol:
         name = "half"
 
-    with pytest.raises(SettingsError, match="Half: it is a frozen dataclass with a `name`"):
+    with pytest.raises(SettingsError, match="IncompleteProtocol: it is a frozen dataclass with a `name`"):
         register(IncompleteProtocol)
 
 

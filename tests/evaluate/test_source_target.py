@@ -10,12 +10,13 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.core import make
 from fedvlm.data.clients import Clients
-from fedvlm.data.federation import make_partition
+from fedvlm.data.partition import make_partition
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.evaluate import protocols, reference
+from fedvlm.evaluate import protocols
 from fedvlm.evaluate.metrics import METRICS, THRESHOLDS
-from fedvlm.report.diagrams import draw_diagrams
-from fedvlm.report.names import run_label
+from fedvlm.evaluate.protocols import contract
+from fedvlm.report.plots import draw_diagrams
+from fedvlm.report.runs import run_label
 from fedvlm.report.tables import compare_table
 
 QUICK = {"name": "faa-clip", "rounds": 2}
@@ -120,21 +121,21 @@ def test_a_row_set_aside_that_repeats_a_dealt_picture_is_dropped(rows):
 def test_the_public_reference_is_what_nobody_is_tested_on(rows):
     partition = make_partition(rows, Clients(public_ratio=0.1), 0)
     (training,) = protocols.make_protocol("source-target", target=("art",)).trainings(partition.domains, 0)
-    public = reference.reference_samples(make("faa-clip"), partition, training)
+    public = contract.reference_samples(make("faa-clip"), partition, training)
     art = partition.clients["art"]
     expected = {*art.train.tolist(), *art.validation.tolist(), *partition.public.tolist()}
     assert set(public.tolist()) == expected
-    target = reference.reference_samples(make("faa-clip", reference="target"), partition, training)
+    target = contract.reference_samples(make("faa-clip", reference="target"), partition, training)
     assert set(target.tolist()) == set(art.test.tolist())
-    assert not len(reference.reference_samples(make("faa-clip", adaptation=False), partition, training))
-    assert not len(reference.reference_samples(make("fedot"), partition, training))
+    assert not len(contract.reference_samples(make("faa-clip", adaptation=False), partition, training))
+    assert not len(contract.reference_samples(make("fedot"), partition, training))
 
 
 def test_a_reference_row_that_is_tested_on_is_refused_by_number():
     content = ["a", "b", "c", "b"]
-    reference.check_disjoint(content, np.array([0, 1]), np.array([2]))
+    contract.check_disjoint(content, np.array([0, 1]), np.array([2]))
     with pytest.raises(DataError, match="row 1 of the reference set is .* the test row 3"):
-        reference.check_disjoint(content, np.array([0, 1]), np.array([2, 3]))
+        contract.check_disjoint(content, np.array([0, 1]), np.array([2, 3]))
 
 
 def test_a_method_without_a_reference_set_is_refused_before_any_work(rows, tmp_path):
@@ -183,7 +184,7 @@ def test_a_saved_classifier_gives_the_rows_their_logits_again(rows, tmp_path):
         ({"protocol": "source-target", "target": 3}, "target = 3 does not fit; it takes"),
         ({"target": "art"}, "is for protocol = 'source-target'"),
         ({"clients": {"domains": ["artt"]}}, "did you mean 'art'"),
-        ({"clients": {"public_ratio": 1.0}}, "from 0 to below 1"),
+        ({"clients": {"public_ratio": 1.0}}, "must be at least 0 and below 1, got 1"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(rows, tmp_path, settings, message):

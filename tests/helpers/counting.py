@@ -18,9 +18,9 @@ from PIL import Image
 from torch import Tensor
 
 from fedvlm.data.table import Dataset
+from fedvlm.encoders import Vectors
 from fedvlm.encoders.cache.embed import EmbedResult, embed
-from fedvlm.encoders.cache.table import RowFile
-from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders.cache.rows import RowFile
 
 DIM, PATCHES = 16, 3
 FINGERPRINT = "0123456789abcdef" * 4

@@ -1,9 +1,9 @@
 """A federation without sites, and sites that ask to join it, without processes."""
 
-from fedvlm.deploy import membership
-from fedvlm.deploy.admission import accept_certificate, admit_site, create_join_request, read_request
+from fedvlm.deploy.identity import certificates
+from fedvlm.deploy.identity.certificates import certificate_path, current_certificate, issue_certificate
+from fedvlm.deploy.identity.enrolment import accept_certificate, admit_site, create_join_request, read_request
 from fedvlm.deploy.kits import INVITATION_FILE, create_kits, read_server
-from fedvlm.deploy.membership import certificate_path, current_certificate, issue_certificate
 
 ADDRESS = "127.0.0.1:8443"
 
@@ -34,4 +34,6 @@ class Joining:
         """A certificate of yesterday for the key that the site has, at both places."""
         key = current_certificate(self.server, name).key.encode()
         issue_certificate(self.server, ADDRESS, name, key, days=-1)
-        (self.folder / name / membership.CERTIFICATE_FILE).write_bytes(certificate_path(self.server, name).read_bytes())
+        (self.folder / name / certificates.CERTIFICATE_FILE).write_bytes(
+            certificate_path(self.server, name).read_bytes()
+        )

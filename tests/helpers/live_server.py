@@ -9,7 +9,7 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-from fedvlm.encoders.interface import Vectors
+from fedvlm.encoders import Vectors
 
 QUICK = {"wait": 0.01, "timeout": 5.0}
 

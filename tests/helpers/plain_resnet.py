@@ -2,8 +2,9 @@
 
 import torch
 from safetensors.torch import save_file
-from tiny_models import WORDS, tokens
 from torch import nn
+
+from tests.helpers.tiny_models import WORDS, tokens
 
 
 def conv(inner: int, outer: int, size: int, stride: int = 1) -> nn.Conv2d:

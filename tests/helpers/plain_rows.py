@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fedvlm.data.federation import SampleList, image_digest
+from fedvlm.data.partition import SampleList, image_digest
 
 
 def make_rows(

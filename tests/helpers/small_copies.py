@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from trees import plant
 
 from fedvlm.data.catalogue import Entry, catalogue
+from tests.helpers.trees import plant
 
 SKIN = ("kaggle", "ham10000", "isic2019", "isic2019-test")
 WRITERS = 80  # for 75 that train and 5 that nobody has seen

@@ -81,7 +81,7 @@ def test_fedgh_trains_the_head_at_the_server_and_only_from_classes_that_are_ther
 def test_a_fedgh_client_is_measured_with_its_own_head_and_an_unseen_one_with_the_servers():
     world = toy_world(make("fedgh", rounds=2, lr=1e-2, min_class_samples=1))
     outcome = train_toy(world)
-    assert all(local["own head"].norm() > 0 for local in outcome.local.values())
+    assert all(local["head change"].norm() > 0 for local in outcome.local.values())
     assert set(outcome.local) == {"client-0", "client-1", "client-2"}
 
 

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fedot_world import CLASSES, DIM, clients, double, frozen, one_by_one, pick, stacked, unit
 
 from fedvlm import parts, tensors
 from fedvlm.core import Client, make
 from fedvlm.errors import SettingsError
 from fedvlm.maths import client_drift, orthogonal
+from tests.helpers.fedot_world import CLASSES, DIM, clients, double, frozen, one_by_one, pick, stacked, unit
 
 FAMILY = ["fedot", "fedlt", "fedadapter", "fedot-all-global", "fedot-all-local"]
 

@@ -2,14 +2,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from fedot_world import frozen, one_by_one, pick, stacked, unit
 
 from fedvlm import tensors
 from fedvlm.core import Client, Tensors, make
-from fedvlm.engines.crowd import pad_clients
+from fedvlm.engines.chunks import pad_clients
 from fedvlm.maths import orthogonal
 from fedvlm.methods.fedot import select_candidate
 from fedvlm.testing import make_test_client
+from tests.helpers.fedot_world import frozen, one_by_one, pick, stacked, unit
 
 
 def searching(seed: int, truth: int, rows: int, wrong: float) -> Client:

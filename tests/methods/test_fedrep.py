@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fedvlm import tensors
-from fedvlm.core import Traits, make
+from fedvlm.core import TrainingTraits, Traits, make
+from fedvlm.engines.chunks import pad_clients
 from fedvlm.engines.client import make_client
-from fedvlm.engines.crowd import pad_clients
 from fedvlm.errors import SettingsError
 from fedvlm.methods.fedrep import FedRep
-from fedvlm.parts.walk import epoch_of
+from fedvlm.parts.training import epoch_of
 from fedvlm.testing import toy_world, train_toy
 
 QUICK = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "batch_size": 16}
@@ -23,12 +23,12 @@ class Only(FedRep):
 
     still: str = "map"
 
-    def in_turn(self, key, epoch):
+    def trains_in_epoch(self, key, epoch):
         return torch.ones_like(epoch, dtype=torch.bool)
 
     @property
     def traits(self):
-        return Traits(needs=frozenset({"image"}), memory=frozenset({self.still}))
+        return Traits(needs=frozenset({"image"}), training=TrainingTraits(memory=frozenset({self.still})))
 
 
 def updated(method, id="client-2"):

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from fedvlm import parts, tensors
 from fedvlm.core import Batch, Client, Frozen, make
 from fedvlm.methods import faa_clip
-from fedvlm.methods.faa_clip import DISCRIMINATOR, LAYERS, MEMORY
+from fedvlm.methods.faa_clip import LAYERS, MEMORY
 
 DIM, CLASSES, CLIENTS, ROWS = 12, 5, 4, 6
 SETTINGS = [{"mask": mask} for mask in LAYERS]
@@ -49,9 +49,7 @@ def test_written_gradients_and_statistics_are_those_of_autograd(settings):
 
     stacked = tensors.stack([{**shared, **local} for shared, local in states])
     grads = {k: torch.zeros_like(v) for k, v in stacked.items() if k not in MEMORY}
-    nets = faa_clip.Nets(LAYERS[method.mask], DISCRIMINATOR)
-    rows = faa_clip.StackedBatch(x, y, real, reference)
-    new = faa_clip.gradients(method, nets, frozen, stacked, rows, grads)
+    new = faa_clip.write_gradients(method, frozen, stacked, Batch(x, y, real, reference), grads)
 
     for i, (shared, local) in enumerate(states):
         leaf_tensors = {k: v.clone().requires_grad_() for k, v in {**shared, **local}.items()}

@@ -10,7 +10,7 @@ from fedvlm.core import make
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import make_client
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths.gaussian_classes import pack

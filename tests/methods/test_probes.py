@@ -68,7 +68,7 @@ def test_the_federated_probe_is_the_pooled_solution(ridge):
     ids = sorted(world.members)[:-1]
     rows = torch.from_numpy(np.concatenate([world.members[id].train for id in ids]))
     x, y = world.x[rows], world.y[rows]
-    anchor = logistic_regression.split_head(shared["walk anchor"].double())
+    anchor = logistic_regression.split_head(shared["server anchor"].double())
     all_classes = torch.ones(4, dtype=torch.bool)
     best = logistic_regression.fit_ridge_path(x, y, torch.tensor([ridge]).double(), anchor, all_classes, 150).heads
 
@@ -104,7 +104,7 @@ def test_a_client_of_few_rows_says_nothing_and_still_has_a_classifier(name):
         world.method.update(world.frozen, sent, local, make_client(world, id, 0))[0] for id in ("client-1", "client-0")
     )
     assert not any(tensor.any() for tensor in small_upload.values())
-    assert all(large_upload[key].any() for key in ("slope", "counted", "gram"))
+    assert all(large_upload[key].any() for key in ("gradient", "totals", "gram"))
     assert train_toy(world).local["client-1"]["weight change"].any()
 
 
@@ -128,7 +128,7 @@ def test_auto_sends_statistics_once_and_no_small_class():
     again, _ = world.method.update(
         world.frozen, world.method.send(started, ""), local, make_client(world, "client-0", 1)
     )
-    assert sorted(again) == ["counted", "slope"]
+    assert sorted(again) == ["gradient", "totals"]
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -143,7 +143,7 @@ def test_auto_takes_what_is_good_for_a_client_and_for_one_unseen(text):
     )
     unseen = outcome.scores["client-3"]
     assert accuracy > 0.8 and unseen["test_hits"] / unseen["test_rows"] > 0.6
-    assert torch.stack([scores["shares"] for scores in outcome.local.values()]).isfinite().all()
+    assert torch.stack([local["mix weights"] for local in outcome.local.values()]).isfinite().all()
 
 
 def test_auto_works_without_validation_rows_and_with_one_class_at_a_client():

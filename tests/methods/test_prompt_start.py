@@ -1,7 +1,6 @@
 """What a prompt starts from: the words of the data set's template, before and behind the class."""
 
 import pytest
-import tiny_models
 import torch
 
 from fedvlm.core import Frozen, make, methods
@@ -12,6 +11,7 @@ from fedvlm.errors import SettingsError
 from fedvlm.maths.optimal_transport import transport_plan
 from fedvlm.methods._prompts import class_features
 from fedvlm.testing import check_method, toy_world, train_toy
+from tests.helpers import tiny_models
 
 CLASSES = ("cat", "very long name of a very long clock", "alarm_clock", "dog")
 TEMPLATE = "a photo of a {}, image"
@@ -150,7 +150,7 @@ def test_a_template_that_fills_the_tower_is_refused(encoder):
 
 
 def test_own_vectors_and_runs_that_a_template_cannot_give_are_refused(encoder):
-    with pytest.raises(SettingsError, match="local_vectors = 8 of n_ctx = 4"):
+    with pytest.raises(SettingsError, match=r"local_vectors \(with n_ctx = 4\) must be between 0 and 3, got 8"):
         make("promptfl-fedper", ctx_init="template").init(load_frozen(encoder))
     with pytest.raises(SettingsError, match="set prompts_per_client = 1"):
         make("fedbens", ctx_init="template")

@@ -10,14 +10,14 @@ from fedvlm import tensors
 from fedvlm.core import Batch, make
 from fedvlm.engines.client import make_client
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan, pack_state, unpack_state
 from fedvlm.errors import SettingsError
 from fedvlm.maths import text_tower
 from fedvlm.maths.text_tower import TextTower
 from fedvlm.methods import _prompts as prompt_steps
 from fedvlm.methods.promptfl_fedamp import PROMPT_PREFIX
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 from fedvlm.testing import check_same, toy_text_tower, toy_world, train_toy
 
 SHORT_SETTINGS = {"n_ctx": 4, "rounds": 2, "local_epochs": 1, "lr": 0.05}
@@ -258,7 +258,11 @@ def test_a_class_name_that_fills_the_tower_is_named():
 
 def test_settings_that_cannot_be_meant_are_refused():
     for name, fields, message in [
-        ("promptfl-fedper", {"local_vectors": 16}, "share at least 1"),
+        (
+            "promptfl-fedper",
+            {"local_vectors": 16},
+            r"\(with n_ctx = 16\) must be between 0 and 15, got 16",
+        ),
         ("promptfl-fedamp", {"alpha": 0.0}, "alpha must be above 0, got 0.0"),
         ("promptfolio", {"mix": 1.5}, "mix must be between 0 and 1, got 1.5"),
     ]:

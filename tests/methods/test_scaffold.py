@@ -10,7 +10,7 @@ from fedvlm.core import make
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import make_client
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan, with_client_count
 from fedvlm.errors import SettingsError
 from fedvlm.methods.fedavg import FedAvg
@@ -28,12 +28,13 @@ class Uniform(FedAvg):
     aggregate = parts.uniform_mean
 
 
-def trained(method, fraction=1.0, engine=Batched):
-    """The state after all rounds of all four clients."""
+def trained(method, fraction=1.0, engine=Batched, lines=None):
+    """The state after all rounds of all four clients; `lines` collects what the rounds report."""
+    lines = [] if lines is None else lines
     world = toy_world(method)
     state, initial_local = initial_state(world)
     plan = Plan(IDS, (), fraction=fraction)
-    return run_rounds(world, engine(world), plan, state, initial_local, lambda state, line: None)
+    return run_rounds(world, engine(world), plan, state, initial_local, lambda state, line: lines.append(line))
 
 
 def gradient(world, head):
@@ -58,10 +59,11 @@ def test_the_first_round_is_fedavg_s_because_variates_are_zero():
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25])
 def test_the_shared_variate_is_the_mean_of_all_clients_also_of_those_that_were_not_asked(fraction):
-    state = trained(make("scaffold", rounds=5, local_epochs=2, lr=0.01), fraction)
+    lines = []
+    state = trained(make("scaffold", rounds=5, local_epochs=2, lr=0.01), fraction, lines=lines)
+    assert [len(line["clients"]) for line in lines] == [len(IDS) * fraction] * 5
     assert state.shared["clients"] == len(IDS)
-    variates = [local_state["own variate"] for local_state in state.local.values()]
-    assert fraction == 1.0 or len(variates) <= len(IDS)
+    variates = [local_state["local variate"] for local_state in state.local.values()]
     mean = torch.stack(variates).sum(0) / len(IDS)
     assert mean.abs().max() > 0
     assert tensors.max_relative_difference({"": state.shared["variate"]}, {"": mean}) < 1e-5
@@ -81,11 +83,11 @@ def test_a_client_s_variate_is_its_mean_gradient_of_the_round():
     world = toy_world(method)
     sent, local = method.init(world.frozen)
     sent["variate"] = torch.full_like(sent["head"], 0.3)
-    local["own variate"] = torch.full_like(sent["head"], -0.2)
+    local["local variate"] = torch.full_like(sent["head"], -0.2)
     upload, new_local = method.update(world.frozen, sent, local, make_client(world, "client-0", 0))
     alone = replace(world, members={"client-0": world.members["client-0"]})
     true = gradient(alone, sent["head"])
-    torch.testing.assert_close(new_local["own variate"], true, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(new_local["local variate"], true, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(upload["variate change"], true + 0.2, atol=1e-4, rtol=1e-4)
     expected = sent["head"] - method.lr * (true + 0.2 + 0.3)
     torch.testing.assert_close(upload["head"], expected, atol=1e-5, rtol=1e-4)

@@ -119,7 +119,7 @@ def test_one_row_per_class_leaves_no_scatter_and_no_confidence():
     clients = {str(i): build_client(x[i : i + 1], y[i : i + 1]) for i in range(5)}
     shared, local = exchange(tofa(), frozen, clients)
     assert (shared["scatter"] == 0).all()
-    assert all(local_state["heat"][0] > 4 for local_state in local.values())  # near chance: it hardly counts
+    assert all(local_state["log temperatures"][0] > 4 for local_state in local.values())  # near chance
 
 
 def test_the_order_of_clients_does_not_matter():
@@ -208,7 +208,7 @@ def test_own_texts_take_two_exchanges_and_reach_everyone():
     method = tofa(visual=False, rounds=2)
     shared, _ = exchange(method, poor, clients)
     assert "texts" not in shared
-    assert shared["own"].abs().sum() > 0
+    assert shared["client texts"].abs().sum() > 0
     logits = method.predict(poor, shared, {}, x)
     template = make("zero-shot").predict(poor, {}, {}, x)
     assert (logits.argmax(1) == y).sum() >= (template.argmax(1) == y).sum()
@@ -243,7 +243,7 @@ def test_more_rows_than_the_fixed_point_holds_are_refused():
         ({"visual": False, "text": False}, "must not both be false"),
         ({"alpha": 1.5}, "tofa.alpha must be between 0 and 1, got 1.5"),
         ({"shrinkage": 0.0}, "shrinkage"),
-        ({"rounds": 3}, "rounds = 3"),
+        ({"rounds": 3}, "tofa.rounds must be 1, or 2 for clients' own texts, got 3"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):

@@ -10,7 +10,7 @@ from fedvlm import parts, tensors
 from fedvlm.core import Frozen, make
 from fedvlm.engines.client import make_client
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths.image_tower import ImageTower
@@ -174,16 +174,27 @@ def test_lora_counts_its_parameters():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"rank": -1}, "lora.rank must be at least 0, got -1"), ({"targets": ()}, "on \\[\\]")]
+    ("settings", "message"),
+    [
+        ({"rank": -1}, "lora.rank must be at least 0, got -1"),
+        ({"targets": ()}, "lora.targets must name at least one of q, k, v, out, up, down"),
+    ],
 )
 def test_lora_refuses_what_is_no_rank_or_target(settings, message):
     with pytest.raises(SettingsError, match=message):
         world_of("lora", **settings).method.init(vit_b_32())
 
 
-@pytest.mark.parametrize("settings", [{"depth": 3}, {"depth": 0}, {"prompts": -1}])
-def test_vpt_refuses_what_the_tower_has_not(settings):
-    with pytest.raises(SettingsError, match=r"in 1 \(shallow\) to 2 \(deep\) blocks"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"depth": 3}, "vpt.depth must be between 1 and 2, got 3"),
+        ({"depth": 0}, "vpt.depth must be at least 1, got 0"),
+        ({"prompts": -1}, "vpt.prompts must be at least 0, got -1"),
+    ],
+)
+def test_vpt_refuses_what_the_tower_has_not(settings, message):
+    with pytest.raises(SettingsError, match=message):
         trained("vpt", **settings)
 
 

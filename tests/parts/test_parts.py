@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedvlm import parts, tensors
-from fedvlm.core import Traits, make
+from fedvlm.core import TrainingTraits, Traits, make
 from fedvlm.engines.client import make_client
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.testing import make_test_client, toy_world, train_toy
@@ -127,7 +127,7 @@ class Counting(FedAvg):
         count = local["seen"] + batch.real.sum()
         return super().loss(frozen, shared, {}, batch, start), {"seen": count}
 
-    traits = Traits(needs=frozenset({"image", "text"}), memory=frozenset({"seen"}))
+    traits = Traits(needs=frozenset({"image", "text"}), training=TrainingTraits(memory=frozenset({"seen"})))
 
 
 def test_a_loss_may_return_new_memory_which_is_kept_and_not_trained():

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import chrome  # noqa: F401
 
 import fedvlm
 from fedvlm.report.page.render import write_page
+from tests.helpers.browser import chrome  # noqa: F401
 
 CLASSES = ("<script>window.broken=1</script>", "\"'&<b>", "قطة سوداء", "long " * 40)
 DOMAINS = {

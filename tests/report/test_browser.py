@@ -5,8 +5,9 @@ import json
 from io import BytesIO
 
 import pytest
-from browser import open_page
 from PIL import Image
+
+from tests.helpers.browser import open_page
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_chosen_seed_and_training_are_drawn(opened, bad_runs):
 
 
 def _curves(run):
-    from fedvlm.report.page.gather import build_model
+    from fedvlm.report.page.model import build_model
 
     return build_model([run])["runs"][0]["curves"]
 

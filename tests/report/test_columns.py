@@ -13,11 +13,10 @@ import fedvlm
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate import metrics
 from fedvlm.evaluate.metrics import SCORE_EDGES, area_under_curve, auc, curve_points, prediction_details
-from fedvlm.report.columns import COLUMNS, accuracy_matrix, compute_columns, ranking_curve
-from fedvlm.report.page.read import read_page
+from fedvlm.report.columns import COLUMNS, accuracy_matrix, compute_columns, format_number, ranking_curve
 from fedvlm.report.page.render import write_page
+from fedvlm.report.runs import read_page
 from fedvlm.report.tables import TABLE_FORMS, compare_table, table_cells, table_rows
-from fedvlm.report.units import format_number
 
 DIM, CLASSES = 16, 4  # of the rows
 
@@ -164,8 +163,8 @@ def test_in_long_form_a_column_has_a_line_per_seed_and_a_setting_is_a_field(fedo
     assert len(rows) - len(extra) == len(plain)
     names = [(row["seed"], row["metric"]) for row in extra]
     assert names == [(seed, name) for seed in "01" for name in ("dof", "worst client")]
-    for row, columns in zip(extra[1::2], compute_columns(fedot, ["worst"]), strict=True):
-        assert float(row["value"]) == pytest.approx(columns["worst client"], abs=1e-6)
+    for row, computed in zip(extra[1::2], compute_columns(fedot, ["worst"]), strict=True):
+        assert float(row["value"]) == pytest.approx(computed["worst client"], abs=1e-6)
     (numbers,) = table_rows([fedot], columns)
     assert numbers["method.rounds"] == 2 and numbers["dof"]["mean"] == DIM * (DIM - 1) / 2
 

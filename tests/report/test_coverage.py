@@ -9,10 +9,17 @@ from typer.testing import CliRunner
 from fedvlm.cli import app
 from fedvlm.core import methods
 from fedvlm.data.catalogue import catalogue
-from fedvlm.report.coverage import STATES, all_coverage, coverage, expected_runs, item_coverage, runs_by_item
-from fedvlm.report.papers import find_item, items
-from fedvlm.runner.named import experiments
-from fedvlm.runner.settings import read_toml
+from fedvlm.report.papers import (
+    STATES,
+    all_coverage,
+    coverage,
+    expected_runs,
+    find_item,
+    item_coverage,
+    items,
+    runs_by_item,
+)
+from fedvlm.runner.experiment_files import experiments, read_toml
 
 COVERED = all_coverage()
 

@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 
 import fedvlm
 from fedvlm import cli
-from fedvlm.encoders.demo import demo
+from fedvlm.encoders.huggingface import demo
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError
-from fedvlm.report.explain import explain, patch_grid, prompt_map
-from fedvlm.report.page.gather import build_model
+from fedvlm.report.explain import draw_explanation, explain, patch_grid, prompt_map
+from fedvlm.report.page.model import build_model
 from fedvlm.report.page.render import render_page
-from fedvlm.report.pictures import draw_explanation
 
 CLASSES = ("bird", "fruit", "vehicle")
 
@@ -107,7 +106,7 @@ def test_the_picture_shown_is_the_one_the_encoder_sees(image):
 
 def test_the_command_draws_both_images(fedotp, folder, image, tmp_path):
     out = tmp_path / "new" / "image.png"
-    output = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--out", out)
+    output = call("explain", fedotp.folder, "--image", image, "--class", "bird", "--output", out)
     assert "bird" in output and str(out) in output
     with Image.open(out) as drawn:
         assert drawn.format == "PNG" and drawn.width > 1000

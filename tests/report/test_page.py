@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 import fedvlm
 from fedvlm.cli import app
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.report.page.gather import build_model, run_names
-from fedvlm.report.page.read import read_page
+from fedvlm.report.page.model import build_model, run_names
 from fedvlm.report.page.render import render_page, write_page
 from fedvlm.report.page.svg import nice_ticks
+from fedvlm.report.runs import read_page
 from fedvlm.report.tables import compare_table
 
 

@@ -19,8 +19,8 @@ from fedvlm.report.papers import (
     numbers,
     papers_folder,
 )
-from fedvlm.runner.named import experiments
-from fedvlm.runner.settings import build, read_toml
+from fedvlm.runner.experiment_files import experiments, read_toml
+from fedvlm.runner.settings import build
 
 COUNTS = {  # rows times columns of every table, counted in the documents; and numbers in the text
     "fedot-v1": {"T1": 140, "T2": 60, "T3": 30, "T5": 170, "T6": 255, "T7": 544, "T8": 816}
@@ -121,9 +121,9 @@ def test_the_overview_repeats_the_tables_of_the_appendix():
         if number.column != "P":
             name = f"fedot-v1/{general if number.column == 'G' else comprehensive}"
             (same,) = (
-                number
-                for number in numbers()[name]
-                if (number.data, number.method, number.settings, number.column)
+                detailed
+                for detailed in numbers()[name]
+                if (detailed.data, detailed.method, detailed.settings, detailed.column)
                 == (number.data, number.method, number.settings, number.column)
             )
             assert same.value == number.value
@@ -235,7 +235,7 @@ def test_a_missing_file_of_a_paper_is_refused(tmp_path):
 def test_papers_and_experiments_are_shipped_in_the_wheel_where_they_are_looked_for():
     import tomllib
 
-    from fedvlm.runner import named as experiment_module
+    from fedvlm.runner import experiments as experiment_module
 
     root = Path(__file__).parents[2]
     made = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]

@@ -10,12 +10,11 @@ from typer.testing import CliRunner
 
 import fedvlm
 from fedvlm import cli
-from fedvlm.data.superclasses import SUPERCLASSES
+from fedvlm.data.clients import SUPERCLASSES
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.report import overlaid, several
+from fedvlm.report import plots
 from fedvlm.report.explain import prompt_map
-from fedvlm.report.panels import PlotOptions, run_names
-from fedvlm.report.plots import PLOT_KINDS, draw_runs
+from fedvlm.report.plots import PLOT_KINDS, PlotOptions, draw_runs, run_names
 
 PLAIN = ("rounds", "sweep", "bars", "reliability", "roc", "decision", "partition", "kite")
 
@@ -70,7 +69,7 @@ def test_several_runs_are_drawn_to_png_and_svg(kind, runs, tmp_path):
 
 
 def test_lines_over_the_rounds_end_as_the_record_does(runs):
-    panel = several.rounds(runs[:1], PlotOptions()).axes[0]
+    panel = plots.rounds(runs[:1], PlotOptions()).axes[0]
     (line,) = panel.get_lines()
     lines = [line for line in runs[0].lines() if line["round"] == 2]
     accuracies = [
@@ -82,7 +81,7 @@ def test_lines_over_the_rounds_end_as_the_record_does(runs):
 
 @pytest.mark.parametrize("column", ["cosine", "loss", "difference", "seconds"])
 def test_lines_of_what_is_no_share_are_not_in_per_cent(runs, column):
-    panel = several.rounds(runs[:1], PlotOptions((column,))).axes[0]
+    panel = plots.rounds(runs[:1], PlotOptions((column,))).axes[0]
     (line,) = panel.get_lines()
     values = [line[column] for line in runs[0].lines() if line["round"] == 2]
     assert line.get_ydata()[-1] == pytest.approx(np.mean(values))
@@ -90,19 +89,19 @@ def test_lines_of_what_is_no_share_are_not_in_per_cent(runs, column):
 
 
 def test_lines_over_a_setting_go_through_the_columns_of_the_tables(runs):
-    figure = several.sweep(runs[::-1], PlotOptions(("P", "dof")))
+    figure = plots.sweep(runs[::-1], PlotOptions(("P", "dof")))
     for panel, scale in zip(figure.axes, (100, 1), strict=True):
         (line,) = panel.get_lines()
         assert line.get_xdata().tolist() == [1, 2, 8]
-        means = [several.column_value(run, panel.get_title())[0] for run in runs]
+        means = [plots.column_value(run, panel.get_title())[0] for run in runs]
         np.testing.assert_allclose(line.get_ydata(), [scale * run for run in means])
     assert figure.axes[0].get_xlabel() == "blocks"
 
 
 def test_bars_are_as_high_as_the_means(runs):
-    panel = several.bars(runs, PlotOptions(("G",))).axes[0]
+    panel = plots.bars(runs, PlotOptions(("G",))).axes[0]
     heights = [bar.get_height() for bar in panel.patches]
-    assert heights == pytest.approx([100 * several.column_value(run, "G")[0] for run in runs])
+    assert heights == pytest.approx([100 * plots.column_value(run, "G")[0] for run in runs])
 
 
 def test_the_clients_that_train_are_along_the_axis_of_a_cross_device_run(rows, tmp_path):
@@ -114,17 +113,17 @@ def test_the_clients_that_train_are_along_the_axis_of_a_cross_device_run(rows, t
         counts=[1, 2],
         unseen=1,
     )
-    (line,) = several.sweep([run], PlotOptions()).axes[0].get_lines()
+    (line,) = plots.sweep([run], PlotOptions()).axes[0].get_lines()
     assert line.get_xdata().tolist() == [1, 2]
     assert line.get_ydata()[1] == pytest.approx(100 * run.tables[0]["unseen, n=2"])
 
 
 def test_every_client_has_a_panel_and_every_run_a_curve(runs):
-    figure = overlaid.reliability(runs, PlotOptions())
+    figure = plots.reliability(runs, PlotOptions())
     assert [panel.get_title() for panel in figure.axes] == ["photo", "sketch", "art, unseen"]
     for panel in figure.axes:
         assert len(panel.get_legend_handles_labels()[1]) == len(runs)
-    curves = overlaid.roc(runs, PlotOptions()).axes[0].get_lines()
+    curves = plots.roc(runs, PlotOptions()).axes[0].get_lines()
     for panel in curves[: len(runs)]:
         assert (np.diff(panel.get_xdata()) >= 0).all()
         assert (np.diff(panel.get_ydata()) >= 0).all()
@@ -158,7 +157,7 @@ def test_prompts_of_other_methods_look_at_an_image_too(prompted, tmp_path):
     [
         ("pie", {}, "no kind of picture is called 'pie'"),
         ("heat", {}, "give --image FILE"),
-        ("heat", {"image": Path("a.png"), "over": "x"}, "--over has no use"),
+        ("heat", {"image": Path("a.png"), "over": "x"}, "--x-axis has no use"),
         ("roc", {"columns": ["C"]}, "--columns has no use"),
         ("rounds", {"training": "art"}, "--training has no use"),
         ("rounds", {"columns": ["Q"]}, "no curve over the rounds is called 'Q'"),
@@ -176,7 +175,7 @@ def test_what_cannot_be_drawn_is_refused(kind, options, message, runs, tmp_path)
 
 def test_a_sweep_over_several_settings_asks_which(runs, rows, tmp_path):
     other_run = fedvlm.run({"name": "fedot", "rounds": 1, "blocks": 4}, embedded=rows, out=tmp_path / "a")
-    with pytest.raises(SettingsError, match="differ in method.blocks.* name one by --over"):
+    with pytest.raises(SettingsError, match="differ in method.blocks.* name one by --x-axis"):
         draw_runs("sweep", [*runs, other_run], tmp_path / "a.png")
     with pytest.raises(SettingsError, match="differ in no setting"):
         draw_runs("sweep", runs[:1], tmp_path / "a.png")

@@ -10,13 +10,11 @@ import fedvlm
 from fedvlm.cli import app
 from fedvlm.evaluate.metrics import diagram_data
 from fedvlm.record import AUDIT_FILE
-from fedvlm.report.audit import read_audit, write_audit
-from fedvlm.report.page.charts import journeys
-from fedvlm.report.page.gather import build_model
-from fedvlm.report.page.pooled import pool_by_group
-from fedvlm.report.page.published import compare_with_papers, verdict_sentence
-from fedvlm.report.page.render import render_page
+from fedvlm.report.page.model import build_model, pool_by_group
+from fedvlm.report.page.render import journeys, render_page
+from fedvlm.report.paper_tables import compare_with_papers, verdict_sentence
 from fedvlm.report.papers import find_item, numbers
+from fedvlm.report.tables import read_audit, write_audit
 from fedvlm.report.verify import verify_files
 from fedvlm.runner.audit import audit
 from fedvlm.runner.settings import build
@@ -136,12 +134,12 @@ def test_a_kept_audit_is_on_the_page_and_goes_when_the_run_is_run_again(rows_lik
     rows = rows_like()
     method = {"name": "fedavg", "rounds": 2, "lr": 0.1}
     run = fedvlm.run(method, embedded=rows, out=tmp_path / "r")
-    assert read_audit(run) == [] and "audit RUN --keep" in render_page(build_model([run]))
+    assert read_audit(run) == [] and "audit RUN --save" in render_page(build_model([run]))
     lines = audit(run.folder, embedded=rows)
     write_audit(run, lines)
     assert read_audit(run) == lines and verify_files(str(run.folder))[1] == []
     text = render_page(build_model([run]))
-    assert "Audit of" in text and "audit RUN --keep" not in text
+    assert "Audit of" in text and "audit RUN --save" not in text
     strongest = max(lines, key=lambda line: line["AUC upload"])
     assert f"an AUC of {strongest['AUC upload']:.2f}" in text
     fedvlm.run(method, embedded=rows, out=tmp_path / "r", again=True)
@@ -154,7 +152,7 @@ def test_the_audit_command_keeps_what_it_prints(rows_like, tmp_path, monkeypatch
     monkeypatch.setattr(  # the command has no rows from memory
         "fedvlm.runner.audit.reopen_run", lambda result, *_: (build(result.manifest["identity"]), rows)
     )
-    for words, is_kept in (([], False), (["--keep"], True)):
+    for words, is_kept in (([], False), (["--save"], True)):
         done = CliRunner().invoke(app, ["audit", str(run.folder), *words], catch_exceptions=False)
         assert "AUC upload" in done.output
         assert bool(read_audit(run)) == is_kept

@@ -17,7 +17,7 @@ def test_text_and_markdown_are_aligned():
 
 
 def test_what_is_said_below_a_markdown_table_is_no_row_of_it(bad_runs, monkeypatch):
-    monkeypatch.setattr(type(bad_runs[0]), "unsettled", ["not there yet"])
+    monkeypatch.setattr(type(bad_runs[0]), "convergence_warnings", ["not there yet"])
     table, below = compare_table(bad_runs[:1], "markdown").split("\n\n")
     assert below == "zero-shot: not there yet\n" and table.count("\n") == 2
     assert "\n\n" not in compare_table(bad_runs[:1])

@@ -7,8 +7,6 @@ import sys
 
 import pytest
 import torch
-from counting import Counting, numbered
-from counting import run as fill
 from typer.testing import CliRunner
 
 import fedvlm
@@ -18,6 +16,8 @@ from fedvlm.deploy.kits import create_kits
 from fedvlm.encoders.store import open_store, save_store
 from fedvlm.errors import DataError
 from fedvlm.report.verify import verify_files
+from tests.helpers.counting import Counting, numbered
+from tests.helpers.counting import run as fill
 
 
 def spoil(path, place=-3):

@@ -76,12 +76,12 @@ def test_reprs_are_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pair", "words"),
     [
-        ((np.ones((4, 8)), [0, 1, 2]), "4 rows and labels of shape"),
+        ((np.ones((4, 8)), [0, 1, 2]), "4 embeddings and labels of shape"),
         ((np.zeros((3, 8)), [0, 1, 2]), "row 0 is zero"),
         ((np.ones((3, 8)), [0, 1, 7]), "label 7 is outside the 3 classes"),
         ((np.ones((3, 8)), ["cat", "dog", "emu"]), "'emu' is no class"),
         ((np.ones((3, 5)), [0, 1, 2]), "unequal length"),
-        ((np.ones(8), [0]), r"embeddings of shape \(8,\).*takes \(rows, dim\)"),
+        ((np.ones(8), [0]), r"embeddings of shape \(8,\).*takes \(samples, dim\)"),
         ((np.ones((3, 8, 1)), [0, 1, 2]), r"embeddings of shape \(3, 8, 1\)"),
         ((np.ones((3, 8)), [0, 1, 2], [0]), r"3 arrays.*\(x, y\)"),
         ((np.ones((3, 8)), [0.0, 1.5, 2.0]), "label 1.5"),

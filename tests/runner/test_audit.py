@@ -12,7 +12,7 @@ from fedvlm.encoders.store import save_store
 from fedvlm.engines.loop import initial_state
 from fedvlm.errors import DataError, SettingsError
 from fedvlm.maths.privacy import mean_similarities, roc_auc, roc_auc_by_class
-from fedvlm.report.audit import audit_table
+from fedvlm.report.tables import audit_table
 from fedvlm.runner.audit import audit
 
 
@@ -211,7 +211,7 @@ def test_audit_divides_as_the_run_did_when_rows_are_set_aside(rows, tmp_path, mo
         worlds.append(world)
         return initial_state(world)
 
-    monkeypatch.setattr("fedvlm.runner.audit.start", recording_start)
+    monkeypatch.setattr("fedvlm.runner.audit.initial_state", recording_start)
     run = {"protocol": "source-target", "target": ["photo"], "clients": {"public_ratio": 0.2}}
     method = {"name": "faa-clip", "rounds": 1}
     done = fedvlm.run(method, embedded=rows, out=tmp_path / "a", **run)

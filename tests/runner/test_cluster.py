@@ -40,7 +40,7 @@ def doom(note):
                 return
             os.kill(os.getpid(), signal.SIGKILL)
 
-    training.EVERY, training.write_tensors = -1.0, once
+    training.CHECKPOINT_SECONDS, training.write_tensors = -1.0, once
 
 
 @contextmanager

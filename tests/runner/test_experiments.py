@@ -6,9 +6,9 @@ from fedvlm.data.catalogue import catalogue
 from fedvlm.errors import SettingsError
 from fedvlm.evaluate.protocols import Training
 from fedvlm.report.lists import list_experiments
+from fedvlm.runner.experiment_files import experiments, read_toml
 from fedvlm.runner.experiments import experiment_runs
-from fedvlm.runner.named import experiments
-from fedvlm.runner.settings import build, read_toml
+from fedvlm.runner.settings import build
 
 FILES = experiments()
 FEDOT = ("pacs", "office-home", "vlcs", "terra-incognita", "femnist")

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 import fedvlm
 from fedvlm.engines import client, loop
 from fedvlm.engines import state as states
-from fedvlm.storage import paged
+from fedvlm.storage import large_tensors
 from fedvlm.tensors import max_relative_difference
 
 METHOD = {"name": "fedot", "blocks": 4, "rounds": 3, "lr": 1e-3, "batch_size": 4}
@@ -35,8 +35,8 @@ def settings(tmp_path):
 def test_rows_in_files_give_the_bits_of_rows_in_memory(settings, files, tmp_path, monkeypatch):
     memory = fedvlm.run(METHOD, out=tmp_path / "memory", **settings)
     monkeypatch.setenv("FEDVLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(paged, "MAX_IN_MEMORY_BYTES", 0)
-    monkeypatch.setattr(paged, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(large_tensors, "MAX_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(large_tensors, "CHUNK_BYTES", 1 << 10)
     for workers in (1, 2):
         run_settings = {**settings, "workers": workers}
         run = fedvlm.run(METHOD, out=tmp_path / f"{workers}", **run_settings)

@@ -12,11 +12,11 @@ import fedvlm
 from fedvlm.core import make
 from fedvlm.engines.client import RemoteState, TrainingTerms, World
 from fedvlm.engines.state import State, pack_state, unpack_state
-from fedvlm.evaluate.reference import has_reference
+from fedvlm.evaluate.protocols.contract import has_reference
 from fedvlm.runner.load import load
 from fedvlm.runner.prepare import frozen_of, prepare, prepare_client, terms_of, trainings_of
 from fedvlm.runner.settings import build
-from fedvlm.storage.sealed import read_json, read_tensors, write_tensors
+from fedvlm.storage.files import read_json, read_tensors, write_tensors
 
 SOURCE = Path(fedvlm.__file__).parent
 BESIDE_A_RUN = {"cli/data.py"}  # `fedvlm partition` shows a division before there is a run
@@ -33,7 +33,7 @@ def callers(name):
 
 
 def test_rows_are_divided_for_a_run_in_one_place():
-    assert callers("divide") - BESIDE_A_RUN == {"runner/prepare.py"}
+    assert callers("make_partition") - BESIDE_A_RUN == {"runner/prepare.py"}
 
 
 def test_worlds_and_frozen_tensors_are_built_in_one_place():

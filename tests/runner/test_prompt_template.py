@@ -10,11 +10,11 @@ from PIL import Image
 import fedvlm
 from fedvlm.classifier.export import export
 from fedvlm.classifier.personalised import Personalised, client_classifier
-from fedvlm.encoders.demo import demo
+from fedvlm.encoders.huggingface import demo
 from fedvlm.errors import SettingsError
 from fedvlm.record import Record
 from fedvlm.report.explain import explain
-from fedvlm.storage.sealed import write_json
+from fedvlm.storage.files import write_json
 
 TEMPLATE = "a drawing of a {} on white"
 STILL = {"rounds": 1, "local_epochs": 1, "lr": 1e-12}  # nothing moves by more than rounding

@@ -24,7 +24,7 @@ SCRIPT = """
 import sys
 import fedvlm
 from fedvlm.runner import training
-training.EVERY = 0.05
+training.CHECKPOINT_SECONDS = 0.05
 folder, store = sys.argv[1:]
 settings = dict(seeds=[0, 1], encoder=f"store:{store}", selection="validation", fraction=0.7)
 fedvlm.run(dict(name="fedot", rounds=60, lr=1e-3), out=folder, **settings)
@@ -60,9 +60,10 @@ from fedvlm.runner import training
 folder, store = sys.argv[1:3]
 at, loop.CLIENTS_PER_PART, workers = map(int, sys.argv[3:])
 batched.make_chunks = lambda world, tasks, times: [[one] for one in tasks]
-state.MAX_LOCAL_BYTES_IN_MEMORY, training.EVERY = 0, 2.5  # on disk; a checkpoint at the third time, then the sixth
+state.MAX_LOCAL_BYTES_IN_MEMORY = 0  # on disk
+training.CHECKPOINT_SECONDS = 2.5  # a checkpoint at the third time, then the sixth
 loop.LARGE_ROUND_BYTES = 0
-put, times = state.Shelf.put, 0
+put, times = state.ClientStateStore.put, 0
 training.monotonic = lambda: times
 
 def counted(self, many):
@@ -74,7 +75,7 @@ def counted(self, many):
         os.kill(os.getpid(), signal.SIGKILL)
     put(self, many)
 
-state.Shelf.put = counted
+state.ClientStateStore.put = counted
 if not at:  # after the last round: local tensors are in the record, scores are not
     training.write_json = lambda path, value: os.kill(os.getpid(), signal.SIGKILL)
 settings = dict(encoder=f"store:{store}", protocol="own-test", fraction=0.7, workers=workers)
@@ -104,7 +105,7 @@ def test_local_tensors_on_disk_give_the_same_bits_also_after_a_kill_in_mid_round
     result = fedvlm.resume(tmp_path / "torn")
     assert files(result.folder) == files(tmp_path / "whole")
     assert files(result.folder)[0] == files(memory.folder)[0]  # its rounds
-    (shared, local), (same, held) = (task.outcome("all") for task in (result, memory))
+    (shared, local), (same, held) = (run.outcome("all") for run in (result, memory))
     assert max_relative_difference(shared, same) == 0 and list(local) == list(held)
     assert all(max_relative_difference(local[id], client_local) == 0 for id, client_local in held.items())
     assert not list((result.folder / "trainings").glob("*.local"))
@@ -128,7 +129,7 @@ def test_a_damaged_checkpoint_is_refused(rows, tmp_path, monkeypatch):
     def stop(*all):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainings, "finish", stop)
+    monkeypatch.setattr(trainings, "finish_training", stop)
     with pytest.raises(KeyboardInterrupt):
         fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from fedvlm.errors import DataError, FedVLMError, SettingsError
 from fedvlm.report.tables import compare_table
 from fedvlm.runner import training as trainings
 from fedvlm.runner.load import smoke_subset
-from fedvlm.storage.sealed import read_tensors
+from fedvlm.storage.files import read_tensors
 
 QUICK = {"name": "fedot", "rounds": 3, "lr": 1e-3, "tau": 20.0}
 
@@ -71,7 +71,7 @@ def test_a_finished_run_is_not_run_again_unless_asked(rows, files, tmp_path, mon
     before = files(tmp_path / "a")
     calls = []
     real = trainings.run_rounds
-    monkeypatch.setattr(trainings, "train", lambda *all, **kwargs: calls.append(1) or real(*all, **kwargs))
+    monkeypatch.setattr(trainings, "run_rounds", lambda *all, **kwargs: calls.append(1) or real(*all, **kwargs))
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a")
     assert calls == []
     fedvlm.run(QUICK, embedded=rows, out=tmp_path / "a", again=True)

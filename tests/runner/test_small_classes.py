@@ -10,13 +10,13 @@ import fedvlm
 from fedvlm.core import MIN_CLASS_SAMPLES, ClassStatistics, make, methods
 from fedvlm.engines.client import make_client
 from fedvlm.engines.loop import initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian_classes
 from fedvlm.report.tables import compare_table
+from fedvlm.runner.data_warnings import suppressed_warnings
 from fedvlm.runner.settings import build
-from fedvlm.runner.withheld import suppressed_warnings
 from fedvlm.testing import check_method, check_small, toy_world, train_toy
 
 WITH_CLASS_STATISTICS = [name for name, kind in methods().items() if isinstance(kind(), ClassStatistics)]
@@ -41,14 +41,14 @@ def test_tofa_is_held_to_the_rule():
 def test_no_message_tells_of_a_class_with_fewer_rows(name):
     world = toy_world(make(name))
     for id in world.members:
-        covered = world.method.covers(upload_of(world, id))
+        covered = world.method.covered_classes(upload_of(world, id))
         assert torch.equal(covered, counts_of(world, id) >= MIN_CLASS_SAMPLES)
 
 
 @EACH_METHOD
 def test_all_classes_are_told_where_small_ones_are_allowed(name):
     world = toy_world(make(name, min_class_samples=1))
-    covered = world.method.covers(upload_of(world, "client-1"))
+    covered = world.method.covered_classes(upload_of(world, "client-1"))
     assert torch.equal(covered, counts_of(world, "client-1") > 0)
 
 

@@ -12,15 +12,15 @@ from itertools import count
 from math import isfinite
 
 import pytest
-from plain_rows import make_rows
-from small_copies import small_copy, small_store
 
+from fedvlm.runner.experiment_files import experiments, read_toml
 from fedvlm.runner.experiments import experiment_runs
 from fedvlm.runner.load import load, shrink_for_smoke, smoke_subset
-from fedvlm.runner.named import experiments
 from fedvlm.runner.prepare import check_samples, prepare
 from fedvlm.runner.run import execute
-from fedvlm.runner.settings import Settings, build, read_toml
+from fedvlm.runner.settings import Settings, build
+from tests.helpers.plain_rows import make_rows
+from tests.helpers.small_copies import small_copy, small_store
 
 FILES = experiments()
 NUMBERS = count()

@@ -11,9 +11,8 @@ import fedvlm
 from fedvlm import cli
 from fedvlm.encoders.store import save_store
 from fedvlm.errors import FedVLMError, SettingsError
-from fedvlm.runner.experiments import experiment_runs, swept_grid
+from fedvlm.runner.experiments import experiment_runs, read_grid, read_sweep, run_all, swept_grid
 from fedvlm.runner.settings import build
-from fedvlm.runner.sweep import read_grid, read_sweep, run_all
 
 FEDOT = {"method": {"name": "fedot", "rounds": 1}}
 
@@ -133,7 +132,7 @@ def sweep(store, *words):
 
 def test_the_table_has_a_column_per_swept_setting_and_the_exit_code_tells_of_failures(store):
     words = ("--sweep", "method.blocks=1,3,4", "--sweep", "clients.shots=4,8")
-    output = sweep(store, *words, "--out", "here")
+    output = sweep(store, *words, "--output", "here")
     assert output.exit_code == 1
     assert "fedot at method.blocks=3, clients.shots=4 failed: blocks = 3 does not" in output.output
     lines = [line.split() for line in output.stdout.splitlines()]
@@ -145,10 +144,10 @@ def test_the_table_has_a_column_per_swept_setting_and_the_exit_code_tells_of_fai
 
 
 def test_finished_points_are_not_run_again_when_the_grid_grows(store, tmp_path):
-    assert sweep(store, "--sweep", "method.blocks=1,2", "--out", "here").exit_code == 0
+    assert sweep(store, "--sweep", "method.blocks=1,2", "--output", "here").exit_code == 0
     before = {path: os.stat(path).st_mtime_ns for path in tmp_path.glob("here/*/result.json")}
     assert len(before) == 2
-    assert sweep(store, "--sweep", "method.blocks=4,2,1", "--out", "here").exit_code == 0
+    assert sweep(store, "--sweep", "method.blocks=4,2,1", "--output", "here").exit_code == 0
     after = {path: os.stat(path).st_mtime_ns for path in tmp_path.glob("here/*/result.json")}
     assert len(after) == 3 and before.items() < after.items()
 
@@ -189,7 +188,7 @@ def test_points_of_a_sweep_race_for_their_rate_all_or_none(store, tmp_path):
 
 
 def test_a_value_no_method_takes_is_refused_before_anything_runs(store, tmp_path):
-    with pytest.raises(SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr = -1 "):
+    with pytest.raises(SettingsError, match="at method.local_epochs=1, method.lr=-1: fedot.lr must be above 0"):
         sweep(store, "--sweep", "method.local_epochs=1,2", "--sweep", "method.lr=1,-1")
     assert not (tmp_path / "runs").exists()
 

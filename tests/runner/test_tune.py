@@ -8,16 +8,15 @@ import pytest
 import torch
 
 import fedvlm
+from fedvlm.channel.pipeline import spent_epsilon
 from fedvlm.channel.settings import Channel
-from fedvlm.channel.uploads import spent_epsilon
 from fedvlm.errors import SettingsError
 from fedvlm.maths.privacy import epsilon
 from fedvlm.record import Record
 from fedvlm.runner import tune
 from fedvlm.runner.prepare import prepare
-from fedvlm.runner.races import tune_seeds
 from fedvlm.runner.settings import build
-from fedvlm.runner.tune import GRID_FACTORS, MAX_SEARCH_RUNS, halving_schedule, search_rounds
+from fedvlm.runner.tune import GRID_FACTORS, MAX_SEARCH_RUNS, halving_schedule, search_rounds, tune_seeds
 
 TUNED = {"protocol": "own-test", "clients": "domain", "tune": ["lr"], "workers": 1}
 METHOD = {"name": "fedavg", "lr": 1e-3, "rounds": 8}
@@ -163,7 +162,7 @@ def test_a_method_that_counts_its_own_noise_is_refused(monkeypatch):
 def test_a_race_without_validation_rows_is_refused(rows):
     before = prepare(build({**TUNED, "method": METHOD}), rows, 0)
     members = {id: replace(member, validation=member.validation[:0]) for id, member in before.partition.clients.items()}
-    bare = replace(before, division=replace(before.partition, members=members))
+    bare = replace(before, partition=replace(before.partition, clients=members))
     with pytest.raises(SettingsError, match="has validation rows"):
         run_search(bare)
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from fedvlm import parts, seeds
-from fedvlm.core import Frozen, Tensors, Traits
-from fedvlm.data.federation import Partition
+from fedvlm.core import Frozen, Tensors, TrainingTraits, Traits
+from fedvlm.data.partition import Partition
+from fedvlm.engines.chunks import pad_clients
 from fedvlm.engines.client import make_client, predict
-from fedvlm.engines.crowd import pad_clients
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.reference import reference_samples
+from fedvlm.evaluate.protocols.contract import reference_samples
 from fedvlm.methods.fedavg import FedAvg
 from fedvlm.testing import check_method, check_same, toy_world, train_toy
 
@@ -66,7 +66,7 @@ class Tuned(Prompted):
 
     @property
     def traits(self):
-        return Traits(needs=frozenset({"image tower", "text"}), reference=self.reference)
+        return Traits(needs=frozenset({"image tower", "text"}), training=TrainingTraits(reference=self.reference))
 
 
 @pytest.mark.parametrize("method", [Prompted(), Tuned()], ids=["patches", "pixels"])

@@ -43,7 +43,7 @@ def test_the_page_in_the_docs_is_of_the_figures_beside_the_scripts():
 
 
 def test_a_line_is_printed_and_its_figures_are_kept(tmp_path):
-    code = "from figures import say; say('a line', 'what', ms=1.5); say('more', 'other')"
+    code = "from figures import report; report('a line', 'what', ms=1.5); report('more', 'other')"
     env = {**os.environ, "PYTHONPATH": str(bench.SCRIPTS), "FEDVLM_FIGURES": str(tmp_path / "f")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "a line\nmore\n"
@@ -54,7 +54,7 @@ def test_a_line_is_printed_and_its_figures_are_kept(tmp_path):
 @pytest.mark.parametrize("name", bench.scripts())
 def test_every_benchmark_hands_its_figures_over(name):
     text = (bench.SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
-    assert re.search(r"^from figures import .*\bsay\b", text, re.M) and "say(" in text
+    assert re.search(r"^from figures import .*\breport\b", text, re.M) and "report(" in text
 
 
 def test_the_quick_ones_are_benchmarks():

@@ -81,7 +81,7 @@ def judged(prepared: Prepared) -> Found:
         engine = open_engine("single", world, 1, rounds)
         shared = run_rounds(world, engine, Plan(training.train, ()), state, fresh, ignored).shared
         for path in sorted({one.path for one in RECIPES if one.rounds == rounds}):
-            sent = method.send(shared, "") | (_logistic.head_tensors(shared["walk mean"]) if path else {})
+            sent = method.send(shared, "") | (_logistic.head_tensors(shared["path mean"]) if path else {})
             recipes = [one for one in RECIPES if (one.rounds, one.path) == (rounds, path)]
             for id in (*training.train, *training.unseen):
                 member = world.members[id]

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedvlm.core import Client, Frozen, Tensors
 from fedvlm.maths import calibration, gaussian_classes, logistic_regression
 from fedvlm.maths.orthogonal import inverse
-from fedvlm.methods.alone import fit_local_path
+from fedvlm.methods._heads import fit_local_path
 from fedvlm.methods.auto import FREQUENCY_LOG_WEIGHT, Auto, average_heads, moments
 
 ANGLE = 0.05  # of a step of the rotation, in the norm of its skew matrix
@@ -81,7 +81,7 @@ class Remembering(Auto):
     """auto whose server keeps the statistics, for the Gaussian classes of single clients."""
 
     def gaussians(self, total: Tensors) -> Tensors:
-        kept = {f"walk {key}": value for key, value in moments(total)._asdict().items()}
+        kept = {f"server {key}": value for key, value in moments(total)._asdict().items()}
         return super().gaussians(total) | kept
 
 
@@ -89,7 +89,7 @@ def heads_of(method: Auto, frozen: Frozen, shared: Tensors, sent: Tensors, clien
     """All that a recipe may mix; `more` than one set of rounds needs costs time."""
     names = ("shared", "near", "often")
     heads = dict(zip(names, method.candidates(frozen, sent, client), strict=True))
-    prior = gaussian_classes.Moments(*(shared[f"walk {key}"] for key in gaussian_classes.Moments._fields))
+    prior = gaussian_classes.Moments(*(shared[f"server {key}"] for key in gaussian_classes.Moments._fields))
     known = gaussian_classes.posterior_moments(prior, client.x, client.y, 1.0)
     rule = gaussian_classes.fit_discriminant(known, gaussian_classes.ridge(known, 1.0))
     heads["gaussian"] = lowered(logistic_regression.Head(rule.weight, rule.bias), client, known.counts > 0)

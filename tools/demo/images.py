@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fedvlm.data.federation import Clients, SampleList, image_digest, make_partition
+from fedvlm.data.partition import Clients, SampleList, image_digest, make_partition
 
 from .model import MEAN, STD, normalized
 from .sets import CLASSES, DOMAINS

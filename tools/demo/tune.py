@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 import fedvlm
-from fedvlm.runner.named import find_experiment
-from fedvlm.runner.settings import read_toml
+from fedvlm.runner.experiment_files import find_experiment, read_toml
 
 SEEDS = [0]  # whose validation rows choose
 RATES = (1e-2, 3e-2, 1e-1, 3e-1)

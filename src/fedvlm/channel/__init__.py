@@ -1,4 +1,3 @@
-"""What happens to an upload on its way to the server."""
+"""The channel between client and server: clip, noise, quantise, secure sum, validation and outliers."""
 
 from fedvlm.channel.settings import Channel as Channel
-from fedvlm.channel.validate import validate as validate

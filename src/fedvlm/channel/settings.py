@@ -102,6 +102,7 @@ def check_channel(channel: Channel, method: Method) -> None:
     if channel.secure and upload_sum(method) is None:
         raise SettingsError(
             f"channel.secure shows the server a sum, but {method.name} aggregates single uploads "
-            "(or does not say that a sum will do); set channel.secure = false, or add `upload_sum = "
-            f"...` to its traits: {', '.join(f'{key!r} ({meaning})' for key, meaning in UPLOAD_SUM_MEANINGS.items())}"
+            "(or does not declare that a sum is enough); set channel.secure = false, or add "
+            "`privacy=PrivacyTraits(upload_sum=...)` to its traits, with one of "
+            f"{', '.join(f'{key!r} ({meaning})' for key, meaning in UPLOAD_SUM_MEANINGS.items())}"
         )

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from fedvlm.core import Frozen, Method, Tensors, make
 from fedvlm.data.arrays import check_labels, label_ids
-from fedvlm.data.clinical import Window, check_window
+from fedvlm.data.sources import Window, check_window
 from fedvlm.encoders import fingerprint, open_encoder
 from fedvlm.errors import DataError, EncoderError, FedVLMError, SettingsError, suggest_path
 from fedvlm.maths.calibration import Calibration, score_limits
 from fedvlm.record import Record
-from fedvlm.runner.calibrate import from_json, read_calibration, to_json
 from fedvlm.runner.load import open_towers
 from fedvlm.runner.prepare import frozen_from, template_of
+from fedvlm.runner.training import from_json, read_calibration, to_json
 from fedvlm.runner.tune import seed_search
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 
 MIN_VALIDATION_SAMPLES = 10  # validation rows that say little
 DEFAULT_TEMPLATE = "{}."  # around class names behind a prompt, whatever the template, up to 0.1

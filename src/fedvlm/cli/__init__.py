@@ -1,32 +1,29 @@
-"""The command line: the only package that talks to a person."""
+"""The command line, the only package that prints."""
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from fedvlm.cli.ask import predict, score
-from fedvlm.cli.audit import audit
-from fedvlm.cli.data import cache_app, embed, partition, serve_encoder
-from fedvlm.cli.explain import explain
-from fedvlm.cli.operate import deploy_app
-from fedvlm.cli.papers import reproduce
-from fedvlm.cli.plot import plot
-from fedvlm.cli.run import demo, run
-from fedvlm.cli.runs import compare, list_, report, resume
-from fedvlm.cli.share import export, ledger
-from fedvlm.cli.texts import describe, join
-from fedvlm.cli.verify import verify
+from fedvlm.cli.classifier import export, join, predict, score
+from fedvlm.cli.data import cache_app, describe, embed, partition, serve_encoder
+from fedvlm.cli.deploy import ledger
+from fedvlm.cli.enrolment import deploy_app
+from fedvlm.cli.options import SectionedGroup, examples
+from fedvlm.cli.results import audit, compare, explain, list_, plot, report, resume, verify
+from fedvlm.cli.run import demo, reproduce, run
 
-typer.core.HAS_RICH = False  # typer escapes brackets for rich also where help is plain
+typer.core.HAS_RICH = False  # else typer escapes brackets for rich, although this help is plain
 app = typer.Typer(
     no_args_is_help=True,
+    cls=SectionedGroup,
     add_completion=False,
-    suggest_commands=False,  # click asks whether another was meant, and once is enough
+    suggest_commands=False,  # click suggests a command already
     rich_markup_mode=None,
-    pretty_exceptions_enable=False,  # nor local variables in what a crash prints: rows, keys
+    pretty_exceptions_enable=False,  # a traceback must not print local variables: samples, keys
     pretty_exceptions_show_locals=False,
     help="Adapt a frozen vision-language model across sites whose images may not leave them.",
 )
@@ -40,43 +37,76 @@ def _version(show_version: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog=examples("fedvlm demo", "fedvlm run --data images", "fedvlm COMMAND --help"))
 def options(
+    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Tell the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-) -> None: ...
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the traceback of an error.")] = False,
+) -> None:
+    if context.obj is not None:
+        context.obj["verbose"] = verbose
 
 
-app.command()(demo)
-app.command()(run)
-app.command()(resume)
-app.command()(compare)
-app.command()(reproduce)
-app.command()(report)
-app.command()(plot)
-app.command()(explain)
-app.command()(audit)
-app.command("list")(list_)
-app.command()(embed)
-app.command()(partition)
-app.command("serve-encoder")(serve_encoder)
-app.command()(join)
-app.command()(describe)
-app.command()(export)
-app.command()(predict)
-app.command()(score)
-app.command()(ledger)
-app.command()(verify)
-app.add_typer(cache_app, name="cache")
-app.add_typer(deploy_app, name="deploy")
-
+# The sections of `fedvlm --help`: each command with examples of its use.
+SECTIONS: dict[str, dict[Callable[..., None], tuple[str, ...]]] = {
+    "Run": {
+        demo: ("fedvlm demo",),
+        run: (
+            "fedvlm run --data images",
+            "fedvlm run --data images --method fedot --set method.lr=0.01",
+            "fedvlm run pacs --seed 0 --seed 1 --output runs/pacs",
+        ),
+        resume: ("fedvlm resume runs/images/fedot-images-1a2b3c4d",),
+        reproduce: ("fedvlm reproduce fedot-v1/T1", "fedvlm reproduce fedot-v1/T1 --smoke --data demo --encoder demo"),
+        list_: ("fedvlm list methods", "fedvlm list methods fedot", "fedvlm list papers --json"),
+    },
+    "Results": {
+        compare: ("fedvlm compare runs/images --columns balanced,F1,AUC", "fedvlm compare runs/pacs --format latex"),
+        report: ("fedvlm report runs/images --title 'Our images'",),
+        plot: ("fedvlm plot runs/demo/shift/0-fedot", "fedvlm plot runs/a runs/b --kind rounds --output rounds.svg"),
+        explain: ("fedvlm explain runs/prompts --image dog.jpg --class dog", "fedvlm explain runs/prompts --prompts"),
+        audit: ("fedvlm audit runs/images/fedot-images-1a2b3c4d --save",),
+        verify: ("fedvlm verify runs/images/fedot-images-1a2b3c4d", "fedvlm verify cache"),
+    },
+    "Classifiers": {
+        export: ("fedvlm export runs/images/auto-images-1a2b3c4d classifier --client north",),
+        predict: (
+            "fedvlm predict classifier photos --top 3",
+            "fedvlm predict classifier photos --coverage 0.95 --output out.csv",
+        ),
+        score: ("fedvlm score classifier labelled-images --json",),
+        join: ("fedvlm join runs/images/tofa-images-1a2b3c4d images/west --output west",),
+    },
+    "Data and encoders": {
+        partition: ("fedvlm partition images", "fedvlm partition images --set clients.partition=dirichlet --seed 1"),
+        embed: ("fedvlm embed images --encoder hf:openai/clip-vit-base-patch16",),
+        describe: ("fedvlm describe images --model models/llm --output classes.json",),
+        serve_encoder: ("fedvlm serve-encoder demo --port 8765 --token-file token",),
+    },
+    "Sites": {ledger: ("fedvlm ledger north",)},
+}
+for section, commands in SECTIONS.items():
+    for function, lines in commands.items():
+        name = function.__name__.rstrip("_").replace("_", "-")
+        app.command(name, rich_help_panel=section, epilog=examples(*lines))(function)
+app.add_typer(cache_app, name="cache", rich_help_panel="Data and encoders")
+app.add_typer(deploy_app, name="deploy", rich_help_panel="Sites")
 
 INTERRUPTED_EXIT_CODE = 130  # what typer exits with after Ctrl-C
 
 
+def _describe(error: Exception) -> str:
+    """Return an error in one line; that of a disk, such as a full one, with its path."""
+    if not isinstance(error, OSError):
+        return str(error)
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}; choose another path"
+
+
 def main() -> None:
-    """Entry point: an error a person can put right is said in a few lines, with exit code 2."""
+    """Run the command line; an error that the user can fix is one line with exit code 2."""
     from fedvlm.errors import FedVLMError, OutsideWarning
 
     usual = warnings.formatwarning
@@ -87,16 +117,15 @@ def main() -> None:
         return usual(message, category, *args, **kwargs)
 
     warnings.formatwarning = format_in_one_line
+    flags: dict[str, bool] = {}
     try:
-        app()
-    except FedVLMError as error:
-        typer.echo(f"fedvlm: {error}", err=True)
-        sys.exit(2)
-    except OSError as error:  # a disk that is read-only or full, a folder in a file's place
-        place = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"fedvlm: {place}{error.strerror or error}; choose another place", err=True)
+        app(obj=flags)
+    except (FedVLMError, OSError) as error:
+        if flags.get("verbose"):
+            raise
+        typer.echo(f"fedvlm: {_describe(error)}", err=True)
         sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED_EXIT_CODE:
-            typer.echo("fedvlm: stopped; the same command goes on where a run was", err=True)
+            typer.echo("fedvlm: stopped; the same command resumes the run", err=True)
         raise

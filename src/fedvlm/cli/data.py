@@ -4,38 +4,33 @@ import json
 import sys
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from fedvlm.cli.options import Access, Data, Json, Quiet, SectionedGroup, Set, Source, examples, parse_pairs
 from fedvlm.cli.progress import progress
 
-cache_app = typer.Typer(no_args_is_help=True, help="Look after the embedding cache.")
-Source = Annotated[list[str] | None, typer.Option("--source", help="key=value: how to read DATA.")]
-
-
-def options(pairs: list[str] | None) -> dict[str, Any]:
-    from fedvlm.runner.settings import override
-
-    return override({}, pairs or [])
+Precision = Literal["float16", "float32"]
+cache_app = typer.Typer(no_args_is_help=True, cls=SectionedGroup, help="Manage the embedding cache.")
 
 
 def embed(
-    data: str,
-    encoder: Annotated[str, typer.Option(help="`fedvlm list encoders`")] = "demo",
+    data: Data,
+    encoder: Annotated[str, typer.Option(help="Encoder (see `fedvlm list encoders`).")] = "demo",
     source: Source = None,
-    access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder, as token_file=FILE.")] = None,
-    patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
-    half: Annotated[bool, typer.Option(help="Keep float16, as a run's precision = 'float16'.")] = False,
+    access: Access = None,
+    patches: Annotated[bool, typer.Option("--patches", help="Also embed image patches.")] = False,
+    precision: Annotated[Precision, typer.Option(help="Precision of the cached embeddings.")] = "float32",
+    quiet: Quiet = False,
 ) -> None:
-    """Encode every image once and keep it in the cache."""
+    """Embed every image once and cache the result."""
     from fedvlm.runner.load import encode, open_data, open_encoder_with_notes, skipped_messages
 
-    dataset = open_data(data, options(source))
+    dataset = open_data(data, parse_pairs("--source", source))
     started = monotonic()
     with progress() as report:
-        precision: Literal["float16", "float32"] = "float16" if half else "float32"
-        opened_encoder, notes = open_encoder_with_notes(encoder, options(access))
+        opened_encoder, notes = open_encoder_with_notes(encoder, parse_pairs("--access", access))
         done = encode(dataset, opened_encoder, patches, precision, report)
     for message in [*notes, *skipped_messages(done)]:
         typer.echo(message, err=True)
@@ -47,28 +42,29 @@ def embed(
 
 
 def partition(
-    data: str,
+    data: Data,
     source: Source = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="a.b=value, as a run takes it.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The first of `seeds` if left out.")] = None,
-    image: Annotated[Path | None, typer.Option(dir_okay=False, help="PNG of rows per class and client.")] = None,
+    set_: Set = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the split (default: the first of `seeds`).")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", dir_okay=False, help="Also draw the table to this PNG file.")
+    ] = None,
     near_duplicates: Annotated[
-        bool, typer.Option(help="Also name images that are nearly the same in two parts.")
+        bool, typer.Option("--near-duplicates", help="Also list near-duplicates across splits.")
     ] = False,
 ) -> None:
-    """Rows per class and client, before anything is encoded."""
-    from fedvlm.data.federation import SampleList, list_samples, make_partition
-    from fedvlm.data.partition import count_table
+    """Show samples per class and client before a run."""
+    from fedvlm.data.partition import SampleList, count_table, list_samples, make_partition
     from fedvlm.data.table import EmbeddedTable
     from fedvlm.encoders.store import open_store
     from fedvlm.errors import SettingsError
-    from fedvlm.report.partition import draw_partition
+    from fedvlm.report.plots import draw_partition
     from fedvlm.report.tables import render_table
     from fedvlm.runner.load import open_data, smoke_dataset
     from fedvlm.runner.prepare import undivided_targets
     from fedvlm.runner.settings import build, override
 
-    values = {"method": "zero-shot", "data": data, "source": options(source)}
+    values = {"method": "zero-shot", "data": data, "source": parse_pairs("--source", source)}
     settings = build(override(values, set_ or []))
     rows: EmbeddedTable | SampleList
     if settings.data.startswith("store:"):
@@ -88,7 +84,7 @@ def partition(
     if client_partition.dropped:
         typer.echo(f"{client_partition.dropped} duplicate images were dropped from the later split")
     if near_duplicates:
-        from fedvlm.encoders.near import near_duplicates as find
+        from fedvlm.encoders.near_duplicates import near_duplicates as find
 
         with progress() as report:
             pairs = find(dataset, client_partition, lambda done, all_: report("comparing", done, all_))
@@ -98,20 +94,20 @@ def partition(
                 f"{pair.difference:.2f} of 255 apart"
             )
         typer.echo(f"{len(pairs) or 'no'} near-duplicates between parts; none was dropped")
-    if image:
-        draw_partition(counts, ids, rows.classes, image)
-        typer.echo(f"image: {image}")
+    if out:
+        draw_partition(counts, ids, rows.classes, out)
+        typer.echo(f"image: {out}")
 
 
 def serve_encoder(
-    encoder: str,
-    port: int = 8765,
-    host: str = "127.0.0.1",
-    token_file: Annotated[Path | None, typer.Option(help="A secret the callers must send.")] = None,
-    tls_cert: Path | None = None,
-    tls_key: Path | None = None,
+    encoder: Annotated[str, typer.Argument(help="Encoder (see `fedvlm list encoders`).")],
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8765,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that clients must send.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="TLS certificate (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="TLS private key (PEM).")] = None,
 ) -> None:
-    """Give out embeddings of an encoder, never its weights."""
+    """Serve an encoder's embeddings over HTTP, not its weights."""
     import logging
 
     from fedvlm.encoders import open_encoder
@@ -129,14 +125,14 @@ def serve_encoder(
     )
 
 
-@cache_app.command("ls")
+@cache_app.command("ls", epilog=examples("fedvlm cache ls --json"))
 def cache_ls(
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """What is in the cache, one line per encoder."""
+    """List cached embeddings by encoder."""
     from dataclasses import asdict
 
-    from fedvlm.encoders.cache.folder import cache_directory, list_entries
+    from fedvlm.encoders.cache import cache_directory, list_entries
     from fedvlm.report.tables import render_table
 
     entries = [asdict(entry) for entry in list_entries(cache_directory())]
@@ -149,27 +145,71 @@ def cache_ls(
         typer.echo(f"nothing is cached in {cache_directory()}")
 
 
-@cache_app.command("rm")
-def cache_rm(fingerprint: str) -> None:
-    """Remove what one encoder has in the cache."""
-    from fedvlm.encoders.cache.folder import cache_directory, remove_entry
+@cache_app.command("rm", epilog=examples("fedvlm cache rm 66ec"))
+def cache_rm(
+    fingerprint: Annotated[str, typer.Argument(help="First characters of the encoder's fingerprint.")],
+) -> None:
+    """Remove the cached embeddings of one encoder."""
+    from fedvlm.encoders.cache import cache_directory, remove_entry
 
     entry = remove_entry(cache_directory(), fingerprint)
     typer.echo(f"removed {entry.rows} rows of {entry.encoder} ({entry.bytes / 1e6:.1f} MB)")
 
 
-@cache_app.command("verify")
+@cache_app.command("verify", epilog=examples("fedvlm cache verify --drop"))
 def cache_verify(
-    fingerprint: Annotated[str, typer.Argument(help="One encoder's; all if left out.")] = "",
-    drop: Annotated[bool, typer.Option(help="Let go of damaged rows; they are encoded anew.")] = False,
+    fingerprint: Annotated[str, typer.Argument(help="Fingerprint of one encoder (default: all).")] = "",
+    drop: Annotated[bool, typer.Option("--drop", help="Remove damaged embeddings; they are embedded again.")] = False,
 ) -> None:
-    """Check every cached row against its checksum."""
-    from fedvlm.encoders.cache.folder import cache_directory, verify
+    """Check cached embeddings against their checksums.
+
+    The exit code is 1 if an embedding is damaged.
+    """
+    from fedvlm.encoders.cache import cache_directory, verify
 
     bad = [(name, damage) for name, rows in verify(cache_directory(), fingerprint, drop).items() for damage in rows]
     for name, damage in bad:
         typer.echo(f"{name[:16]} {damage.table} row {damage.row}: {damage.reason}")
-    status = "dropped" if drop else "still there; --drop lets go of them"
-    typer.echo(f"{len(bad)} damaged rows, {status}" if bad else "every row is sound")
+    status = "dropped" if drop else "still there; --drop removes them"
+    typer.echo(f"{len(bad)} damaged rows, {status}" if bad else "all embeddings are intact")
     if bad and not drop:
         sys.exit(1)
+
+
+def describe(
+    data: Data,
+    model: Annotated[Path, typer.Option(help="Folder of a text-generation model of transformers.")],
+    out: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="JSON file of sentences by class.")],
+    source: Source = None,
+    topic: Annotated[str, typer.Option(help="What the images show, in a few words.")] = "",
+    questions: Annotated[int, typer.Option(help="Number of questions per class.")] = 4,
+) -> None:
+    """Describe the classes with a local language model.
+
+    Use the file in a run with --set descriptions=FILE.
+    """
+    import json
+
+    from fedvlm.data.descriptions import load_writer
+    from fedvlm.data.descriptions import write_descriptions as write
+    from fedvlm.runner.load import open_data
+    from fedvlm.storage.files import write_file as save
+
+    dataset = open_data(data, parse_pairs("--source", source))
+    topic = topic or f"an image data set called {dataset.name}"
+    with progress() as report:
+        sentences = write(
+            dataset.classes,
+            topic,
+            load_writer(model),
+            questions,
+            lambda done, total: report("describing", done, total),
+        )
+    save(out, (json.dumps(sentences, indent=1, ensure_ascii=False) + "\n").encode())
+    silent = [name for name, class_sentences in sentences.items() if not class_sentences]
+    typer.echo(
+        f"{sum(map(len, sentences.values()))} sentences about {len(sentences)} classes are in {out}; "
+        f"use them: --set descriptions={out}"
+    )
+    if silent:
+        typer.echo(f"nothing was said of {', '.join(silent)}: the template stays alone", err=True)

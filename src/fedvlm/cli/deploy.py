@@ -1,5 +1,6 @@
 """Commands that take a federation to several machines."""
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -7,20 +8,26 @@ from typing import Annotated, Any
 
 import typer
 
+from fedvlm.cli.options import Access, Encoder, Force, Json, SectionedGroup, Set, Source, examples, parse_pairs
 from fedvlm.cli.progress import progress
 
-deploy_app = typer.Typer(no_args_is_help=True, help="Run between real sites: kits, server, sites, and a rehearsal.")
-Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
+deploy_app = typer.Typer(no_args_is_help=True, cls=SectionedGroup, help="Run a federation between real sites.")
+Server = Annotated[Path, typer.Argument(help="Folder of the server.")]
+Site = Annotated[Path, typer.Argument(help="Folder of the site.")]
+Folder = Annotated[Path, typer.Argument(help="Folder of a server or a site.")]
 
 
-@deploy_app.command()
+@deploy_app.command(
+    rich_help_panel="Set up",
+    epilog=examples("fedvlm deploy init fed --host server.example.org", "fedvlm deploy init fed --sites a,b,c"),
+)
 def init(
-    folder: Annotated[Path, typer.Argument(help="A new folder for the server's and the kits.")],
-    sites: Annotated[str, typer.Option(help="Ready kits, for a rehearsal: a,b,c")] = "",
-    host: Annotated[str, typer.Option(help="The server, as sites reach it.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="One port for everything.")] = 8443,
+    folder: Annotated[Path, typer.Argument(help="New folder of the federation.")],
+    sites: Annotated[str, typer.Option(help="Also create kits for a rehearsal with these sites, e.g. a,b,c.")] = "",
+    host: Annotated[str, typer.Option(help="Address at which sites reach the server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the server.")] = 8443,
 ) -> None:
-    """Write the server's folder, with an invitation for sites to join."""
+    """Create the server's folder and an invitation for sites."""
     from fedvlm.deploy.kits import INVITATION_FILE
     from fedvlm.deploy.kits import create_kits as write_kits
 
@@ -37,15 +44,18 @@ def init(
         )
 
 
-@deploy_app.command()
-def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
-    """Start the server; sites may connect from then on. Ctrl-C stops it."""
+@deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy server fed/server"))
+def server(folder: Server) -> None:
+    """Start the server.
+
+    Sites can connect from then on. Ctrl-C stops the server.
+    """
     from time import sleep
 
-    from fedvlm.deploy.events import EventTail, format_event
     from fedvlm.deploy.flower.processes import describe_exit, start_superlink
+    from fedvlm.deploy.identity.enrolment import describe_server_expiry
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.standing import describe_server_expiry
+    from fedvlm.deploy.operations.events import EventTail, format_event
     from fedvlm.errors import FederationError
     from fedvlm.storage.files import exclusive_lock
 
@@ -70,23 +80,28 @@ def server(folder: Annotated[Path, typer.Argument(help="DIR/server")]) -> None:
             link.stop()
 
 
-@deploy_app.command()
+@deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy site north --data images --encoder demo"))
 def site(
-    folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")],
-    data: Annotated[str | None, typer.Option(help="This site's images, CLASS/IMAGE.")] = None,
-    encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
-    source: Annotated[list[str] | None, typer.Option(help="key=value: how to read DATA.")] = None,
-    access: Annotated[list[str] | None, typer.Option(help="key=value for the encoder.")] = None,
+    folder: Site,
+    data: Annotated[str | None, typer.Option(help="Images of this site, one folder per class.")] = None,
+    encoder: Encoder = None,
+    source: Source = None,
+    access: Access = None,
 ) -> None:
-    """Start a site; what is said here is kept in its site.toml. Ctrl-C stops it."""
-    from fedvlm.cli.data import options
+    """Start a site.
+
+    The options are saved in site.toml, so you need them only once. Ctrl-C stops the site.
+    """
     from fedvlm.deploy.kits import read_site, with_options, write_site
-    from fedvlm.deploy.rows import embed_site_images
-    from fedvlm.deploy.serve import serve_site
+    from fedvlm.deploy.site.service import serve_site
+    from fedvlm.deploy.site.training import embed_site_images
 
     _stop_gently()
     site_options: dict[str, Any] = {"data": data, "encoder": encoder}
-    site_options |= {"source": options(source) or None, "access": options(access) or None}
+    site_options |= {
+        "source": parse_pairs("--source", source) or None,
+        "access": parse_pairs("--access", access) or None,
+    }
     kit = with_options(read_site(folder), {k: v for k, v in site_options.items() if v is not None})
     with progress() as report:
         for message in embed_site_images(kit, report):
@@ -98,20 +113,20 @@ def site(
         typer.echo("the site is stopped", err=True)
 
 
-@deploy_app.command()
+@deploy_app.command(rich_help_panel="Run", epilog=examples("fedvlm deploy run fed/server experiment.toml --quorum 0.6"))
 def run(
-    folder: Annotated[Path, typer.Argument(help="DIR/server")],
-    experiment: Annotated[str, typer.Argument(help="A TOML file or an experiment's name.")],
+    folder: Server,
+    experiment: Annotated[str, typer.Argument(help="Experiment name or TOML file.")],
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Directory of the records.")] = None,
-    again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
-    quorum: Annotated[float | None, typer.Option(help="Share of sites that must answer.")] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds a site has for a round.")] = None,
-    wait: Annotated[float | None, typer.Option(help="Seconds to wait for sites at first.")] = None,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the runs.")] = None,
+    again: Force = False,
+    quorum: Annotated[float | None, typer.Option(help="Fraction of sites that must reply (default: 0.5).")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds a site has for a round (default: 600).")] = None,
+    wait: Annotated[float | None, typer.Option(help="Seconds to wait for sites at the start (default: 120).")] = None,
 ) -> None:
-    """Run an experiment over the sites that are connected, and print its table."""
+    """Run an experiment at the connected sites and print its table."""
     from fedvlm.deploy.kits import read_server
-    from fedvlm.deploy.runs import run_over_sites as run_over_sites
+    from fedvlm.deploy.server.launch import run_over_sites as run_over_sites
 
     kit = read_server(folder)
     round_options = {"quorum": quorum, "deadline": deadline, "wait": wait}
@@ -127,14 +142,17 @@ def run(
         )
 
 
-@deploy_app.command()
+@deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy local rehearsal --set method.rounds=2"))
 def local(
-    experiment: Annotated[str, typer.Argument(help="A TOML file or an experiment's name.")],
-    folder: Annotated[Path, typer.Option(help="For kits, logs and records.")] = Path("rehearsal"),
+    experiment: Annotated[str, typer.Argument(help="Experiment name or TOML file.")],
+    folder: Annotated[Path, typer.Option("--output", "-o", help="Folder of kits, logs and runs.")] = Path("rehearsal"),
     set_: Set = None,
 ) -> None:
-    """Rehearse: a process per client on this machine, with TLS, keys and all."""
-    from fedvlm.deploy.runs import rehearse
+    """Rehearse a federation here, with one process per site.
+
+    The rehearsal uses TLS, keys and policies as a deployment does.
+    """
+    from fedvlm.deploy.server.launch import rehearse
 
     _stop_gently()
     with progress() as report:
@@ -150,11 +168,11 @@ def local(
 
 def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path | None) -> None:
     """Every run of an experiment, and one table of them all."""
-    from fedvlm.deploy.runs import describe_absences
+    from fedvlm.deploy.server.launch import describe_absences
     from fedvlm.report.tables import compare_table
+    from fedvlm.runner.experiment_files import find_experiment, read_toml
     from fedvlm.runner.experiments import experiment_runs
-    from fedvlm.runner.named import find_experiment
-    from fedvlm.runner.settings import build, read_toml
+    from fedvlm.runner.settings import build
 
     values = read_toml(find_experiment(experiment))
     settings = [build(run_settings) for run_settings in experiment_runs(values, set_ or [])]
@@ -169,46 +187,52 @@ def _run_experiment(experiment: str, set_: list[str] | None, go: Any, out: Path 
     typer.echo("records: " + ", ".join(str(run_settings.folder) for run_settings in results))
 
 
-@deploy_app.command()
+@deploy_app.command(
+    rich_help_panel="Run", epilog=examples("fedvlm deploy reference fed/server --data public --encoder demo")
+)
 def reference(
-    folder: Annotated[Path, typer.Argument(help="DIR/server")],
+    folder: Server,
     data: Annotated[str, typer.Option(help="Public images; their labels are not used.")],
-    encoder: Annotated[str, typer.Option(help="The sites' encoder.")],
-    patches: Annotated[bool, typer.Option(help="Also the patch embeddings.")] = False,
+    encoder: Annotated[str, typer.Option(help="Encoder of the sites.")],
+    patches: Annotated[bool, typer.Option("--patches", help="Also embed image patches.")] = False,
 ) -> None:
-    """Embed public images for methods that need a reference, into the server's folder."""
-    from fedvlm.deploy.rows import write_reference
+    """Embed public images for methods that need a reference set."""
+    from fedvlm.deploy.server.run import write_reference
 
     with progress() as report:
         count = write_reference(folder, data, encoder, patches, report)
     typer.echo(f"{count} reference rows are in {folder}")
 
 
-@deploy_app.command()
-def policy(folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")]) -> None:
-    """Say in plain words what a site allows, what has left it, and what each rule is good for."""
-    from fedvlm.deploy.account import PrivacyBudget
-    from fedvlm.deploy.explain import describe_spending, explain_policy
-    from fedvlm.deploy.ledger import Ledger
-    from fedvlm.deploy.policy import read_policy
+@deploy_app.command(rich_help_panel="Consent and policy", epilog=examples("fedvlm deploy policy north"))
+def policy(folder: Site) -> None:
+    """Explain a site's policy and what has left the site."""
+    from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget, describe_spending
+    from fedvlm.deploy.site.policy import explain_policy, read_policy
 
     rules = read_policy(folder)
     for line in (*explain_policy(rules), *describe_spending(PrivacyBudget(Ledger(folder)), rules)):
         typer.echo(line)
 
 
-@deploy_app.command()
+@deploy_app.command(
+    rich_help_panel="Consent and policy",
+    epilog=examples("fedvlm deploy consent north", "fedvlm deploy consent north --by 'Dr Lee' --days 7"),
+)
 def consent(
-    folder: Annotated[Path, typer.Argument(help="DIR/site-NAME")],
-    by: Annotated[str, typer.Option(help="Who consents.")] = "",
-    method: Annotated[list[str] | None, typer.Option(help="To these methods only.")] = None,
-    days: Annotated[float, typer.Option(help="For so long.")] = 1.0,
-    withdraw: Annotated[bool, typer.Option(help="Take it back.")] = False,
-    refuse: Annotated[str, typer.Option(help="Refuse, and why; the reason stays here.")] = "",
+    folder: Site,
+    by: Annotated[str, typer.Option(help="Name of the person who decides.")] = "",
+    method: Annotated[list[str] | None, typer.Option(help="Consent to this method only. Repeatable.")] = None,
+    days: Annotated[float, typer.Option(help="Days the consent is valid.")] = 1.0,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw the consent.")] = False,
+    refuse: Annotated[str, typer.Option(help="Refuse with this reason, which stays at the site.")] = "",
 ) -> None:
-    """Say what waits for a person at a site; with --by, consent to it or refuse."""
-    from fedvlm.deploy.consent import give_consent, refuse_consent, withdraw_consent
-    from fedvlm.deploy.pending import format_request, pending_request
+    """Show, accept or refuse a request that needs consent.
+
+    Without --by the command only shows the request that waits.
+    """
+    from fedvlm.deploy.site.policy import give_consent, refuse_consent, withdraw_consent
+    from fedvlm.deploy.site.training import format_request, pending_request
 
     if withdraw:
         withdraw_consent(folder)
@@ -226,24 +250,31 @@ def consent(
     typer.echo(f"{by} consents until {until.isoformat(timespec='minutes')}")
 
 
-@deploy_app.command()
+@deploy_app.command(
+    rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy backup fed/server server.backup")
+)
 def backup(
-    folder: Annotated[Path, typer.Argument(help="The server's folder, or a site's kit.")],
-    file: Annotated[Path, typer.Argument(help="A new file, as secret as the folder.")],
+    folder: Folder,
+    file: Annotated[Path, typer.Argument(help="New file; it contains private keys.")],
 ) -> None:
-    """Keep a server's folder or a site's kit, with its ledger, in one file."""
-    from fedvlm.deploy.backup import write_backup as keep
+    """Back up a server's or a site's folder to one file."""
+    from fedvlm.deploy.kits import write_backup as keep
 
     typer.echo(f"{keep(folder, file)} files in {file}; it holds keys: keep it as you keep them")
 
 
-@deploy_app.command()
+@deploy_app.command(
+    rich_help_panel="Keys and backups", epilog=examples("fedvlm deploy restore server.backup fed/server")
+)
 def restore(
-    file: Annotated[Path, typer.Argument(help="What `backup` wrote.")],
-    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    file: Annotated[Path, typer.Argument(help="File written by `backup`.")],
+    folder: Annotated[Path, typer.Argument(help="New folder.")],
 ) -> None:
-    """Bring back what `backup` kept, if every file is what it was."""
-    from fedvlm.deploy.backup import restore_backup as bring
+    """Restore a folder from a backup.
+
+    Every file is checked against its checksum.
+    """
+    from fedvlm.deploy.kits import restore_backup as bring
 
     typer.echo(
         f"{bring(file, folder)} files in {folder}; what was sent after the backup is not in its "
@@ -260,3 +291,147 @@ def _stop_gently() -> None:
 
     signal.signal(signal.SIGTERM, interrupt)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+@deploy_app.command(rich_help_panel="Set up", epilog=examples("fedvlm deploy doctor fed/server"))
+def doctor(folder: Folder, as_json: Json = False) -> None:
+    """Check that a server or a site is ready.
+
+    The exit code is 1 if a check fails.
+    """
+    from dataclasses import asdict
+
+    from fedvlm.deploy.operations.status import check_folder
+
+    checks = check_folder(folder)
+    if as_json:
+        typer.echo(json.dumps([asdict(check) for check in checks], indent=1, ensure_ascii=False))
+    for check in () if as_json else checks:
+        typer.echo(f"{'ok ' if check.ok else '!! '} {check.check}: {check.detail}")
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+@deploy_app.command(rich_help_panel="Monitor", epilog=examples("fedvlm deploy status fed/server --json"))
+def status(folder: Folder, as_json: Json = False) -> None:
+    """Show the state of a server or a site."""
+    from fedvlm.deploy.operations.status import format_status
+    from fedvlm.deploy.operations.status import status as state_of
+
+    state = state_of(folder)
+    document = json.dumps(state, indent=1, ensure_ascii=False, default=str)
+    for line in [document] if as_json else format_status(state):
+        typer.echo(line)
+
+
+@deploy_app.command(rich_help_panel="Monitor", epilog=examples("fedvlm deploy log fed/server --follow"))
+def log(
+    folder: Folder,
+    as_json: Json = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new events.")] = False,
+) -> None:
+    """Print the events of a server or a site."""
+    from time import sleep
+
+    from fedvlm.deploy.operations.events import Event, EventTail, format_event, read_events
+    from fedvlm.deploy.operations.status import is_server
+
+    def show(event: Event) -> None:
+        typer.echo(json.dumps(event, ensure_ascii=False) if as_json else format_event(event))
+
+    is_server(folder)
+    tail = EventTail(folder)
+    for event in read_events(folder):
+        show(event)
+    while follow:
+        for event in tail.read_new():
+            show(event)
+        sleep(0.3)
+
+
+@deploy_app.command(
+    rich_help_panel="Run", epilog=examples("fedvlm deploy runs fed/server", "fedvlm deploy runs fed/server --stop")
+)
+def runs(
+    folder: Server,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the current run.")] = False,
+    resume: Annotated[str, typer.Option(help="Resume the run of this name.")] = "",
+    as_json: Json = False,
+) -> None:
+    """List, stop or resume a server's runs."""
+    from fedvlm.cli.progress import progress
+    from fedvlm.deploy.kits import read_server
+    from fedvlm.deploy.operations.status import list_runs as listed
+    from fedvlm.deploy.server.launch import resume_run as go_on
+    from fedvlm.deploy.server.launch import stop_runs as end
+    from fedvlm.report.tables import compare_table
+
+    kit = read_server(folder)
+    if stop:
+        typer.echo(f"stopped: {', '.join(end(kit)) or 'there was none'}")
+    elif resume:
+        with progress() as report:
+            result = go_on(kit, resume, report, lambda text: typer.echo(text, err=True))
+        typer.echo(compare_table([result]), nl=False)
+    else:
+        run_rows = listed(folder)
+        if as_json:
+            typer.echo(json.dumps(run_rows, indent=1, ensure_ascii=False))
+        for run in () if as_json else run_rows:
+            typer.echo(f"{run['name']}: {run['method']}, {run['state']}, {run['rounds']} rounds")
+        if not run_rows and not as_json:
+            typer.echo("no run yet: fedvlm deploy run DIR/server EXPERIMENT")
+
+
+@deploy_app.command(rich_help_panel="Monitor", epilog=examples("fedvlm deploy watch fed/server --port 8080"))
+def watch(
+    folder: Folder,
+    port: Annotated[int, typer.Option(help="Port of the page; 0 takes a free one.")] = 0,
+) -> None:
+    """Serve a live page of a server or a site on this machine.
+
+    Ctrl-C stops it.
+    """
+    from fedvlm.deploy.operations.live_page import serve_live_page
+
+    serve_live_page(folder, port, lambda url: typer.echo(f"open {url}"))
+
+
+def ledger(
+    folder: Site,
+    head: Annotated[str, typer.Option(help="Check that this earlier head is still in the ledger.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Show and verify the ledger of what left a site.
+
+    The exit code is 1 if the ledger was changed.
+    """
+    from fedvlm.deploy.site.ledger import Ledger
+    from fedvlm.report.tables import render_table
+
+    history = Ledger(folder).read()
+    if as_json:
+        typer.echo(json.dumps(history.lines, indent=1, ensure_ascii=False))
+    else:
+        names = ["time", "direction", "kind", "round", "bytes", "content"]
+        rows = [[*(str(line.get(key, ""))[:23] for key in names), _describe_line(line)] for line in history.lines]
+        typer.echo(render_table([*names, "what"], rows, "text", True), nl=False)
+    for number in history.torn:
+        typer.echo(f"line {number} was cut short by a crash; nothing was sent for it", err=True)
+    wrong = [*history.broken]
+    if head and not history.contains(head):
+        wrong.append(f"the head {head} is not in the ledger: its end was cut off or rewritten")
+    for problem in wrong:
+        typer.echo(problem, err=True)
+    if wrong:
+        sys.exit(1)
+    typer.echo(f"{len(history.lines)} lines, each follows the one before; head {history.head}", err=True)
+
+
+def _describe_line(line: dict[str, Any]) -> str:
+    """Why nothing left, or what did: each name with its type and shape."""
+    if "error" in line:
+        return str(line["error"]).splitlines()[0]
+    if "strangers" in line:
+        return f"{line['strangers']} messages that the server did not sign"
+    return ", ".join(f"{name} {shape}" for name, shape in line["fields"].items())

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+from fedvlm.cli.options import is_quiet
+
 QUIET_SECONDS = 4.0  # seconds that nobody needs to be told of
 TENTHS = 10
 UNITS = {"embedding": "images", "predicting": "images", "comparing": "images"}
@@ -106,6 +108,9 @@ class ProgressBars(ProgressDisplay):
 @contextmanager
 def progress() -> Iterator[ProgressDisplay]:
     """What a long run reports to; `hear` takes the lines of its record besides."""
+    if is_quiet():
+        yield ProgressLines(lambda text: None)
+        return
     if not sys.stderr.isatty():
         yield ProgressLines(lambda text: print(text, file=sys.stderr, flush=True))
         return

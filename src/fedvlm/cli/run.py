@@ -8,67 +8,88 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedvlm.cli.options import Encoder, Force, Quiet, Set, Smoke, Source, TableFormat
 from fedvlm.cli.progress import progress
 
 if TYPE_CHECKING:
     from fedvlm.record import Record
-    from fedvlm.report.shown import FinishedExperiment
+    from fedvlm.report.experiment import FinishedExperiment
     from fedvlm.runner.settings import Settings
 
-NoReport = Annotated[bool, typer.Option("--no-report", help="Write no page of the result.")]
-Sweep = Annotated[list[str] | None, typer.Option(help="a.b=1,2,3: a run for each value; several make a grid.")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="a.b=value over the settings.")]
+
+NoReport = Annotated[bool, typer.Option("--no-report", help="Do not write the report page.")]
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=A,B,C", help="Run once per value of a setting; repeat for a grid."),
+]
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the records go.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option("--output", "-o", help="Folder of the runs.")] = Path("runs/demo"),
     no_report: NoReport = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Two questions to the embedded emoji: a site nobody has seen, and sites that differ."""
+    """Run the built-in demo (about a minute).
+
+    It compares methods on emoji: at a site nobody has seen, and at sites with different classes.
+    """
     for name, folder in (("demo", "unseen"), ("demo-shift", "shift")):
         run(name, out=out / folder, no_report=no_report)
 
 
 def run(
-    file: Annotated[str | None, typer.Argument(help="A TOML file or an experiment's name.")] = None,
-    method: Annotated[str | None, typer.Option(help="`fedvlm list methods`")] = None,
-    data: Annotated[str | None, typer.Option(help="`fedvlm list datasets`, or a path.")] = None,
-    encoder: Annotated[str | None, typer.Option(help="`fedvlm list encoders`")] = None,
+    file: Annotated[str | None, typer.Argument(help="Experiment name or TOML file.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method (default: auto; see `fedvlm list methods`).")] = None,
+    data: Annotated[str | None, typer.Option(help="Path of your data or a data set's name (default: demo).")] = None,
+    encoder: Encoder = None,
+    source: Source = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Seed; repeat for several (default: 0).")] = None,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Instead of runs/NAME.")] = None,
-    smoke: Annotated[bool, typer.Option(help="A short run on few rows.")] = False,
-    again: Annotated[bool, typer.Option(help="Also if it is finished.")] = False,
-    allow_small: Annotated[bool, typer.Option("--allow-small", help="Upload statistics of few rows too.")] = False,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the run (default: runs/NAME).")] = None,
+    smoke: Smoke = False,
+    again: Force = False,
+    allow_small: Annotated[
+        bool, typer.Option("--allow-small", help="Also upload statistics of small classes.")
+    ] = False,
     attack: Annotated[
-        str | None, typer.Option(help="sign-flip, scale, label-flip, noise or collude: simulated.")
+        str | None, typer.Option(help="Simulate an attack: sign-flip, scale, label-flip, noise or collude.")
     ] = None,
-    attacker_fraction: Annotated[float | None, typer.Option(help="Share of the clients.")] = None,
-    attack_strength: Annotated[float | None, typer.Option(help="Of the attack.")] = None,
+    attacker_fraction: Annotated[
+        float | None, typer.Option(help="Fraction of malicious clients (default: 0.1).")
+    ] = None,
+    attack_strength: Annotated[float | None, typer.Option(help="Strength of the attack (default: by kind).")] = None,
     no_report: NoReport = False,
     tune: Annotated[
         list[str] | None,
-        typer.Option(help="Choose lr on validation rows, as own data's methods do; or none."),
+        typer.Option(help="Setting to tune on validation samples, e.g. lr, or none."),
     ] = None,
     no_baselines: Annotated[
-        bool, typer.Option("--no-baselines", help="Without chance, zero-shot, alone and pooled.")
+        bool, typer.Option("--no-baselines", help="Leave out chance, zero-shot, alone and pooled.")
     ] = False,
-    track: Annotated[list[str] | None, typer.Option(help="tensorboard:DIR or mlflow:ADDRESS; several may be.")] = None,
-    form: Annotated[str, typer.Option(help="text, markdown, latex; csv, json")] = "text",
+    track: Annotated[
+        list[str] | None, typer.Option(help="Log to tensorboard:DIR or mlflow:ADDRESS. Repeatable.")
+    ] = None,
+    form: TableFormat = "text",
     sweep: Sweep = None,
-    on: Annotated[str, typer.Option(help="A cluster for the trainings: dask, dask://HOST:PORT.")] = "",
+    on: Annotated[str, typer.Option(help="Cluster to train on: dask or dask://HOST:PORT.")] = "",
+    quiet: Quiet = False,
 ) -> None:
-    """Run a method (auto, if only --data is given) or an experiment, and print its table."""
+    """Run a method or an experiment and print its table.
+
+    Without --method your own data are run with auto. A finished run is read instead of repeated.
+    """
     from fedvlm.errors import SettingsError, unknown_name
-    from fedvlm.report.shown import key_of, load_experiment
+    from fedvlm.report.experiment import key_of, load_experiment
     from fedvlm.report.tables import TABLE_FORMS
-    from fedvlm.runner.named import find_experiment
+    from fedvlm.runner.experiment_files import find_experiment
 
     if not (file or method or data or encoder):
         raise SettingsError("nothing to run; name a TOML file, or --method, or --data DIR for auto")
     if form not in TABLE_FORMS:
         raise unknown_name("table form", form, TABLE_FORMS)
     place = find_experiment(file) if file else None
-    overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    set_ = [*(set_ or []), *(f"source.{pair}" for pair in source or [])]
+    overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None, "seeds": seed or None}
     overrides |= {
         "attack": attack,
         "attacker_fraction": attacker_fraction,
@@ -80,7 +101,7 @@ def run(
     home = out or Path("runs") / (Path(file).stem if file else _data_name(data, encoder))
     earlier_output = None if again or track else load_experiment(home, key)
     if earlier_output is None or not (no_report or (home / "report.html").exists()):
-        from fedvlm.runner.settings import read_toml
+        from fedvlm.runner.experiment_files import read_toml
 
         values: dict[str, Any] = read_toml(place) if place else {"method": "auto"}
         if method:
@@ -92,7 +113,7 @@ def run(
         _run_and_show(values, typed, *options)
         return
     for record in earlier_output.records[earlier_output.n_baselines :]:
-        typer.echo(f"already finished, read from {record.folder}; --again runs it", err=True)
+        typer.echo(f"already finished, read from {record.folder}; --force re-runs it", err=True)
     _show(home, earlier_output, form, None if no_report else home / "report.html")
 
 
@@ -110,11 +131,10 @@ def _run_and_show(
     on: str,
 ) -> None:
     """What was not shown before: runs it, shows it and remembers that."""
-    from fedvlm.report.folder import write_folder
-    from fedvlm.report.page.gather import build_model
+    from fedvlm.report.experiment import FinishedExperiment, store_experiment, write_folder
+    from fedvlm.report.page.model import build_model
     from fedvlm.report.page.render import write_model
-    from fedvlm.report.shown import FinishedExperiment, store_experiment
-    from fedvlm.runner.bars import wants_baselines
+    from fedvlm.runner.experiments import wants_baselines
 
     written, settings, over = _settings(values, *typed)
     # Bars are of one federation: a sweep over anything but a method's settings has several.
@@ -168,8 +188,15 @@ def _settings(
     values: Mapping[str, Any], assignments: list[str], sweep: Sequence[str], tunes: bool
 ) -> "tuple[dict[str, Any], list[Settings], list[str]]":
     """What is asked, as it would be written in a file; each run; what is swept over."""
-    from fedvlm.runner.experiments import base_runs, swept_grid, to_file_values
-    from fedvlm.runner.sweep import build_all, expand, read_grid, read_sweep
+    from fedvlm.runner.experiments import (
+        base_runs,
+        build_all,
+        expand,
+        read_grid,
+        read_sweep,
+        swept_grid,
+        to_file_values,
+    )
     from fedvlm.runner.tune import with_default_tuning
 
     typed = read_sweep(sweep)
@@ -223,10 +250,9 @@ def _execute_all(
     on: str,
 ) -> "tuple[list[Record], list[str], list[Record]]":
     """The runs, what hindered others, and the bars that stand beside them."""
-    from fedvlm.runner.bars import missing_baselines
+    from fedvlm.runner.experiments import missing_baselines, run_all
     from fedvlm.runner.run import default_name, execute_all
-    from fedvlm.runner.sweep import run_all
-    from fedvlm.runner.track import Trackers
+    from fedvlm.runner.trackers import Trackers
 
     def log(message: str) -> None:
         typer.echo(message, err=True)
@@ -272,3 +298,63 @@ def _next_steps(home: Path, records: "Sequence[Record]") -> str:
             f"  fedvlm plot {run}",
         ]
     )
+
+
+def reproduce(
+    item: Annotated[str, typer.Argument(help="Table or figure, e.g. fedot-v1/T1 (see `fedvlm list papers`).")],
+    smoke: Smoke = False,
+    form: TableFormat = "text",
+    data: Annotated[str | None, typer.Option(help="Use other data, e.g. demo.")] = None,
+    encoder: Encoder = None,
+    set_: Set = None,
+    out: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the runs.")] = None,
+    again: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a paper's table and compare it with the published one."""
+    from fedvlm.report.papers import settings_of_item
+    from fedvlm.runner.experiments import run_all
+    from fedvlm.runner.forecast import describe_requirements
+    from fedvlm.runner.run import default_name, execute_all
+
+    overrides: dict[str, Any] = {"data": data, "encoder": encoder, "smoke": smoke or None}
+    overrides = {key: value for key, value in overrides.items() if value is not None}
+    named, settings = settings_of_item(item, overrides, set_ or [])
+
+    def log(message: str) -> None:
+        typer.echo(message, err=True)
+
+    log(f"{item} by {', '.join(named)}")
+    for line in describe_requirements(settings):
+        log(line)
+    with progress() as report:
+
+        def place(run_settings: "Settings") -> Path:
+            name = default_name(run_settings, None)
+            candidates = (Path("runs") / experiment / name for experiment in named)
+            existing = next((path for path in candidates if path.exists()), None)  # by `fedvlm run`
+            return out / name if out else existing or Path("runs") / name
+
+        def go(all: "Sequence[Settings]", keep_going: bool) -> "Sequence[Record | Exception]":
+            requests = [(run_settings, place(run_settings)) for run_settings in all]
+            return execute_all(requests, again, None, report, None, log, keep_going)
+
+        results, failed = run_all(settings, (), go, keep_going=True)
+    typer.echo(table_of(item, results, form), nl=False)
+    log("records: " + ", ".join(str(record.folder) for record in results))
+    fail(failed)
+
+
+def table_of(item: str, results: "Sequence[Record]", form: str) -> str:
+    """The paper's table; of an item in which nothing is printed, ours with what it shows."""
+    from fedvlm.report import tables
+    from fedvlm.report.columns import COLUMNS
+    from fedvlm.report.paper_tables import paper_table
+    from fedvlm.report.papers import find_item, numbers
+    from fedvlm.report.tables import compare_table
+
+    if numbers()[item]:
+        return paper_table(item, results, form)
+    column_names = [requirement.removeprefix("column:") for requirement in find_item(item).needs]
+    table = compare_table(results, form, extra_columns=[name for name in column_names if name in COLUMNS])
+    return table if form in tables.TIDY_FORMS else paper_table(item, results, form) + table

@@ -1,8 +1,8 @@
 """The contract: three kinds of tensors and six verbs."""
 
-from collections.abc import Sequence
-from dataclasses import Field, dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -12,9 +12,9 @@ VERBS = ("init", "send", "update", "aggregate", "adapt", "predict")
 NEEDS = ("image", "text", "patches", "text tower", "image tower")
 MIN_CLASS_SAMPLES = 16  # rows of a class below which its statistics stay at the client
 MIN_CLASS_CLIENTS = 3  # clients that have to share in the secure sum of a class's statistics
-UploadSum = Literal["rows", "clients", "total"]
+UploadSum = Literal["samples", "clients", "total"]
 UPLOAD_SUM_MEANINGS: dict[UploadSum, str] = {  # of the uploads, where an aggregate needs to know no more of them
-    "rows": "the mean over rows",
+    "samples": "the mean over samples",
     "clients": "the mean over clients",
     "total": "the plain sum",
 }
@@ -110,44 +110,67 @@ def documented(default: Any, doc: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traits:
-    """What a method says about itself beside its verbs; the defaults say nothing.
+class TrainingTraits:
+    """What a method's training reads and keeps."""
 
-    `traits = Traits(...)` in the class, or a property of that name where it follows from settings.
-    A trait that is a setting's value bears the setting's name.
-    """
-
-    needs: frozenset[str] = documented(frozenset(), f"what it asks of the encoder, of {', '.join(NEEDS)}")
     memory: frozenset[str] = documented(frozenset(), "names of tensors that are kept but not trained")
-    min_samples: int = documented(1, "training rows that every client must have")
+    min_samples: int = documented(1, "training samples that every client must have")
     client_count: str | None = documented(
         None, "name of a shared tensor that holds, from the start, how many clients there are"
     )
-    upload_sum: Literal["rows", "clients", "total"] | None = documented(
-        None,
-        f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all its aggregate needs of uploads, so a secure sum will do",
+    reference: Literal["public", "target"] | None = documented(
+        None, "unlabelled samples that come as `batch.reference` (a setting)"
+    )
+    tunable: tuple[str, ...] | None = documented(
+        None, "settings worth tuning on validation samples; None: `lr`, where there is a `loss`"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyTraits:
+    """What the server has to see of a client."""
+
+    upload_sum: Literal["samples", "clients", "total"] | None = documented(
+        None, f"of {', '.join(UPLOAD_SUM_MEANINGS)}: all that `aggregate` needs, so that a secure sum will do"
     )
     ragged_uploads: frozenset[str] = documented(
         frozenset(), "names of uploaded tensors whose shape differs between clients"
     )
+    centralised: bool = documented(
+        False, "not federated: one client has the samples of all that train, in a simulation only"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassTraits:
+    """How a method treats single classes."""
+
+    fixed: bool = documented(
+        False, "local tensors name classes, though not by their shape: the method cannot learn a new class"
+    )
     min_class_samples: int | None = documented(
-        None, "rows a class must have at a client for its statistics to be uploaded (a setting)"
+        None, "samples a class must have at a client for its statistics to be uploaded (a setting)"
     )
     min_class_clients: int | None = documented(
         None, "clients that must have such a class before any uploads its statistics (a setting)"
     )
-    reference: Literal["public", "target"] | None = documented(
-        None, "unlabelled rows that come as `batch.reference` (a setting)"
-    )
-    centralised: bool = documented(
-        False, "not federated: one client has the rows of all that train, in a simulation only"
-    )
-    fixed_classes: bool = documented(
-        False, "what a client keeps names classes, though not by its shape: no new class is known"
-    )
-    tunable: tuple[str, ...] | None = documented(
-        None, "settings worth choosing on validation rows; None: `lr`, where there is a `loss`"
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a method says about itself beside its verbs, by topic; the defaults say nothing.
+
+    Write `traits = Traits(...)` in the class, or a property of that name where it follows from settings.
+    A trait that is a setting's value has the setting's name.
+    """
+
+    needs: frozenset[str] = documented(frozenset(), f"what it needs of the encoder, of {', '.join(NEEDS)}")
+    training: TrainingTraits = TrainingTraits()
+    privacy: PrivacyTraits = PrivacyTraits()
+    classes: ClassTraits = ClassTraits()
+
+
+TRAIT_GROUPS: dict[str, type] = {"training": TrainingTraits, "privacy": PrivacyTraits, "classes": ClassTraits}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,3 +210,196 @@ class Method(Protocol):
     ) -> Tensors: ...
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors: ...
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor: ...
+
+
+P = TypeVar("P", bound=Callable[..., Any])
+
+
+@runtime_checkable
+class Trained(Protocol):
+    """what a gradient part walks down; it may also give new values of tensors in `memory`"""
+
+    def loss(
+        self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
+    ) -> Tensor | tuple[Tensor, Tensors]: ...
+
+
+@runtime_checkable
+class Alternating(Protocol):
+    """whether a gradient part trains a tensor in an epoch of the round, from 0 (a bool tensor like
+    `epoch`), where not all are trained in all"""
+
+    def trains_in_epoch(self, key: str, epoch: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Regularised(Protocol):
+    """of a loss that is more than the cross-entropy of a linear head: the gradient of the rest, for
+    `parts.regularised_head_sgd`"""
+
+    def extra_gradient(self, sent: Tensors, local: Tensors, head: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class Stacked(Protocol):
+    """a faster `update` of stacked clients; the contract test shows that it gives the same"""
+
+    def update_many(
+        self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+    ) -> tuple[Tensors, Tensors]: ...
+
+
+@runtime_checkable
+class Noisy(Protocol):
+    """how many standard normal numbers a step needs; they come in `client.noise`"""
+
+    def noise(self, frozen: Frozen) -> int: ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """numbers about a client's local tensors, for the record"""
+
+    def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class ClassStatistics(Protocol):
+    """of an upload of class statistics: which classes it tells of, and (classes, dim) the means
+    it gives of them, if any; the contract test compares the first with `min_class_samples`"""
+
+    def covered_classes(self, upload: Tensors) -> Tensor: ...
+    def class_means(self, upload: Tensors) -> Tensor | None: ...
+
+
+@runtime_checkable
+class HeadProvider(Protocol):
+    """(classes, dim) a head that another method may start from (`warm_start`)"""
+
+    def initial_head(self, frozen: Frozen, shared: Tensors) -> Tensor: ...
+
+
+@runtime_checkable
+class Tempered(Protocol):
+    """the temperature of a head over cosines, where it is not the encoder's"""
+
+    @property
+    def tau(self) -> float: ...
+
+
+@runtime_checkable
+class Conditioned(Tempered, Protocol):
+    """κ of a client's map, for the bound on how far clients pull a head apart"""
+
+    @property
+    def lr(self) -> float: ...
+    def condition(self, local: Tensors) -> float: ...
+
+
+@runtime_checkable
+class Factored(Protocol):
+    """what is trained and uploaded where that is not what the server keeps"""
+
+    def factors(self, frozen: Frozen) -> Tensors: ...
+
+
+@runtime_checkable
+class Totalled(Protocol):
+    """of an upload of totals: by name (units, values) their means and (units,) the samples behind them,
+    class by class where they are; and an upload made of such means. `reference_means` are the means over all
+    clients, empty in the first pass. Without the verbs totals are divided by the samples of the client"""
+
+    def to_means(self, upload: Tensors, reference_means: Tensors) -> dict[str, tuple[Tensor, Tensor]]: ...
+    def from_means(self, means: Mapping[str, tuple[Tensor, Tensor]]) -> Tensors: ...
+
+
+@runtime_checkable
+class Matching(Protocol):
+    """(rows, classes, 2, patches) cosines of patches with a shared and a local prompt, for
+    `fedvlm explain`"""
+
+    @property
+    def transport(self) -> str: ...
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def entropy_reg(self) -> float: ...
+    def similarity(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor: ...
+
+
+OPTIONAL_PROTOCOLS: tuple[type, ...] = (
+    Trained,
+    Alternating,
+    Regularised,
+    Stacked,
+    Noisy,
+    Described,
+    ClassStatistics,
+    HeadProvider,
+    Tempered,
+    Conditioned,
+    Factored,
+    Totalled,
+    Matching,
+)
+GRADIENT_UPDATES: set[Callable[..., Any]] = set()  # updates that go down a `loss`
+UPLOAD_SUMS: dict[Callable[..., Any], UploadSum] = {}  # aggregates that need only a sum of the uploads
+
+
+def gradient_update(part: P) -> P:
+    """Marks an update that goes down a `loss`: `register` asks for what it reads."""
+    GRADIENT_UPDATES.add(part)
+    return part
+
+
+def sums_uploads(kind: UploadSum) -> Callable[[P], P]:
+    """Marks an aggregate that needs only this sum of the uploads."""
+
+    def mark(part: P) -> P:
+        UPLOAD_SUMS[part] = kind
+        return part
+
+    return mark
+
+
+def upload_sum(method: Method) -> UploadSum | None:
+    """What sum of the uploads a method's aggregate is a function of, if any is.
+
+    A method says so in its traits; the standard parts say so themselves.
+    """
+    return method.traits.privacy.upload_sum or UPLOAD_SUMS.get(type(method).aggregate)
+
+
+def as_stacked(method: Method) -> Stacked | None:
+    """The method where its `update_many` stands for its `update`.
+
+    A class that writes `update`, `loss`, `predict` or `trains_in_epoch` anew does not mean an older
+    `update_many`.
+    """
+    bases = type(method).__mro__
+
+    def defined_at(name: str) -> int:
+        return next((i for i, base in enumerate(bases) if name in vars(base)), len(bases))
+
+    newest = min(map(defined_at, ("update", "loss", "predict", "trains_in_epoch")))
+    return method if isinstance(method, Stacked) and defined_at("update_many") <= newest else None
+
+
+SCHEDULE_FIELDS = tuple(field.name for field in fields(Schedule))
+
+
+def schedule(method: Method) -> Schedule:
+    """How a method's minibatches are dealt and its steps are taken."""
+    return Schedule(**{key: getattr(method, key) for key in SCHEDULE_FIELDS if hasattr(method, key)})
+
+
+def setting(method: Method, name: str) -> Any:
+    """The value of a setting that not every method has; None where there is none."""
+    return getattr(method, name, None)
+
+
+def tunable_settings(method: Method) -> tuple[str, ...]:
+    """Settings worth choosing on validation rows."""
+    if method.traits.training.tunable is not None:
+        return method.traits.training.tunable
+    return ("lr",) if isinstance(method, Trained) else ()

@@ -1,4 +1,4 @@
-"""Rows that are already in memory: one pair of embeddings and labels per client."""
+"""Embeddings in memory: one pair of arrays (embeddings, labels) per client."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -9,14 +9,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.data.table import EmbeddedTable, sort_class_names, string_column
+from fedvlm.data.table import (
+    EmbeddedTable,
+    check_class_names,
+    check_scale,
+    describe_bad_row,
+    sort_class_names,
+    string_column,
+)
 from fedvlm.errors import DataError, join_names
 
-IN_MEMORY = "memory"  # what the encoder of such rows is called
+IN_MEMORY = "memory"  # the name of the data set and of the encoder
 
 
 def are_arrays(clients: Any) -> bool:
-    """Whether these are rows by client, and not settings of how rows become clients."""
+    """Tell arrays by client from settings of how samples become clients."""
     return (
         isinstance(clients, Mapping)
         and bool(clients)
@@ -30,27 +37,30 @@ def from_arrays(
     text: Any = None,
     scale: float = 100.0,
 ) -> EmbeddedTable:
-    """Embeddings (rows, dim) and labels (rows,) of each client; labels are numbers or names.
+    """Make a table of embeddings (samples, dim) and labels (samples,) of each client; labels are numbers or names.
 
-    `text` is (classes, dim) of the class names, if there is a text tower, `scale` its logit scale.
+    `text` (classes, dim) are embeddings of the class names, if there is a text tower, and `scale` its logit scale.
     """
     for id, pair in clients.items():
         if len(pair) != 2:
             raise DataError(f"client {str(id)!r} has {len(pair)} arrays; give the pair (x, y)")
-    rows = {str(id): _rows(str(id), *pair) for id, pair in clients.items()}
-    dims = {id: x.shape[1] for id, (x, _) in rows.items()}
+    pairs = {str(id): _check_pair(f"client {str(id)!r}", *pair) for id, pair in clients.items()}
+    labels_by_client = {id: y for id, (_, y) in pairs.items()}
+    if classes is None:  # otherwise numbers and names both refer to them
+        _check_same_kind(labels_by_client)
+    dims = {id: x.shape[1] for id, (x, _) in pairs.items()}
     if len(set(dims.values())) > 1:
-        raise DataError(f"the clients' rows are of unequal length, {dims}; use one encoder")
+        raise DataError(f"the clients' embeddings are of unequal length, {dims}; use one encoder")
     dim = next(iter(dims.values()))
     text_vectors = None if text is None else _unit("text", _tensor("text", text))
     if text_vectors is not None and (text_vectors.ndim != 2 or text_vectors.shape[1] != dim):
-        raise DataError(f"text of shape {tuple(text_vectors.shape)} does not fit rows of {dim}")
-    class_names = _classes({id: y for id, (_, y) in rows.items()}, classes, text_vectors)
+        raise DataError(f"text of shape {tuple(text_vectors.shape)} does not fit embeddings of length {dim}")
+    class_names = _class_names(labels_by_client, classes, text_vectors)
     if text_vectors is not None and len(text_vectors) != len(class_names):
         raise DataError(f"text has {len(text_vectors)} rows and there are {len(class_names)} classes")
-    labels = np.concatenate([label_ids(f"client {id!r}", y, class_names) for id, (_, y) in rows.items()])
-    x = torch.cat([x for x, _ in rows.values()])
-    owners = string_column([id for id, (_, y) in rows.items() for _ in y], len(x))
+    labels = np.concatenate([label_ids(f"client {id!r}", y, class_names) for id, y in labels_by_client.items()])
+    x = torch.cat([x for x, _ in pairs.values()])
+    owners = string_column([id for id, y in labels_by_client.items() for _ in y], len(x))
     content = [sha256(row.tobytes()).hexdigest() for row in x.numpy()]
     content_of = [*content, *owners, *labels.astype(str), *class_names, str(scale)]
     content_of += [] if text_vectors is None else [sha256(text_vectors.numpy().tobytes()).hexdigest()]
@@ -63,7 +73,7 @@ def from_arrays(
         clients=owners,
         splits=string_column(None, len(x)),
         content=content,
-        scale=scale,
+        scale=check_scale(IN_MEMORY, scale),
         text=text_vectors,
         patches=None,
         encoder=IN_MEMORY,
@@ -71,70 +81,93 @@ def from_arrays(
     )
 
 
-def _rows(id: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
-    values = _tensor(f"client {id!r}", x)
+def _check_pair(context: str, x: Any, y: Any) -> tuple[Tensor, NDArray[Any]]:
+    values = _tensor(context, x)
     if values.ndim != 2:
-        raise DataError(f"client {id!r} has embeddings of shape {tuple(values.shape)}; it takes (rows, dim)")
-    labels = check_labels(f"client {id!r}", np.asarray(y))
+        raise DataError(f"{context} has embeddings of shape {tuple(values.shape)}; it takes (samples, dim)")
+    labels = check_labels(context, y)
     if labels.shape != (len(values),):
         raise DataError(
-            f"client {id!r} has {len(values)} rows and labels of shape {labels.shape}; give one label per row"
+            f"{context} has {len(values)} embeddings and labels of shape {labels.shape}; give one label per embedding"
         )
     if not len(values):
-        raise DataError(f"client {id!r} has no rows; give it some, or leave it out")
-    return _unit(f"client {id!r}", values), labels
+        raise DataError(f"{context} has no samples; give it some, or leave it out")
+    return _unit(context, values), labels
 
 
 def _tensor(context: str, values: Any) -> Tensor:
     try:
-        return torch.as_tensor(values).detach().to("cpu", torch.float32)
+        tensor = torch.as_tensor(values).detach().cpu()
+        return tensor if tensor.is_floating_point() else tensor.to(torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{context}: these are no numbers ({error}); give an array") from error
 
 
-def _unit(context: str, x: Tensor) -> Tensor:
+def _unit(context: str, values: Tensor) -> Tensor:
+    x = values.to(torch.float32)
     lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-    if not (lengths.isfinite() & (lengths > 0)).all():
-        row = int((~(lengths.isfinite() & (lengths > 0))).flatten().nonzero()[0])
-        raise DataError(f"{context}: row {row} is zero, NaN or infinite; leave it out")
+    is_sound = lengths.isfinite() & (lengths > 0)
+    if not is_sound.all():
+        row = int((~is_sound).flatten().nonzero()[0])
+        raise DataError(f"{context}: row {row} {describe_bad_row(values[row])}; leave it out")
     out: Tensor = (x / lengths).float().contiguous()
     return out
 
 
-def _classes(labels: Mapping[str, NDArray[Any]], classes: Sequence[str] | None, text: Tensor | None) -> tuple[str, ...]:
+def _class_names(
+    labels: Mapping[str, NDArray[Any]], classes: Sequence[str] | None, text: Tensor | None
+) -> tuple[str, ...]:
     if classes is not None:
-        named = tuple(map(str, classes))
-        if len(set(named)) < len(named):
-            raise DataError(f"classes = {join_names(named)} name one twice; name every class once")
-        return named
-    all_labels = np.concatenate([np.asarray(client_labels) for client_labels in labels.values()])
-    if all_labels.dtype.kind in "iu" and all_labels.min() >= 0:
-        return tuple(map(str, range(int(all_labels.max()) + 1 if text is None else len(text))))
-    return tuple(sort_class_names(map(str, all_labels.tolist())))
+        names = tuple(map(str, classes))
+    else:
+        all_labels = np.concatenate(list(labels.values()))
+        if all_labels.dtype.kind in "iu" and all_labels.min() >= 0:
+            names = tuple(map(str, range(int(all_labels.max()) + 1 if text is None else len(text))))
+        else:
+            names = tuple(sort_class_names(map(str, all_labels.tolist())))
+    check_class_names("classes", names)
+    return names
 
 
-def check_labels(context: str, y: NDArray[Any]) -> NDArray[Any]:
-    """Labels as they are; floats that a table made of whole numbers as those; no missing ones."""
-    kind = y.dtype.kind
-    missing = [label for label in y.ravel().tolist() if label is None or label != label] if kind in "fO" else []
-    odd = y[y != np.round(y)].tolist() if kind == "f" else []
-    if wrong := [*missing, *odd]:
-        raise DataError(f"{context}: the label {wrong[0]} names no class; correct it or drop the row")
-    return y.astype(np.int64) if kind == "f" else y
+def check_labels(context: str, y: Any) -> NDArray[Any]:
+    """Return labels as an array; floats that are whole numbers become integers, missing and mixed ones are refused."""
+    labels = np.asarray(y)
+    given = list(y) if isinstance(y, Sequence) else labels.ravel().tolist() if labels.dtype.kind in "fO" else []
+    missing = [label for label in given if label is None or label != label]
+    fractions = labels[labels != np.round(labels)].tolist() if labels.dtype.kind == "f" else []
+    if wrong := [*missing, *fractions]:
+        raise DataError(f"{context}: the label {wrong[0]} names no class; correct it or drop the sample")
+    names = [label for label in given if isinstance(label, str)]
+    if names and (others := [label for label in given if not isinstance(label, str)]):
+        raise DataError(
+            f"{context}: the labels mix numbers and names ({others[0]!r} and {names[0]!r}); use one of the two"
+        )
+    is_integer = labels.dtype.kind == "f" or (labels.dtype.kind == "O" and all(type(label) is int for label in given))
+    return labels.astype(np.int64) if is_integer else labels
+
+
+def _check_same_kind(labels: Mapping[str, NDArray[Any]]) -> None:
+    numeric = {id: y.dtype.kind in "iu" for id, y in labels.items()}
+    if len(set(numeric.values())) > 1:
+        number_id, name_id = (next(id for id in numeric if numeric[id] is flag) for flag in (True, False))
+        raise DataError(
+            f"client {number_id!r} has numbers as labels and client {name_id!r} has names; use one of the two, "
+            "or name the classes"
+        )
 
 
 def label_ids(context: str, y: NDArray[Any], classes: tuple[str, ...]) -> NDArray[np.int64]:
-    """Labels as numbers of the classes, which they are already or name."""
+    """Return labels as class numbers; they may be numbers already or names."""
     if y.dtype.kind in "iu":
         wrong = y[(y < 0) | (y >= len(classes))]
         if len(wrong):
             raise DataError(
-                f"{context}: label {wrong[0]} is outside the {len(classes)} classes (0 to "
-                f"{len(classes) - 1}); name every class in classes"
+                f"{context}: label {wrong[0]} is outside the {len(classes)} classes (0 to {len(classes) - 1}); "
+                "name every class in classes"
             )
         return y.astype(np.int64)
     number = {name: index for index, name in enumerate(classes)}
     for name in map(str, y.tolist()):
         if name not in number:
-            raise DataError(f"{context}: the label {name!r} is no class; there is {join_names(classes)}")
+            raise DataError(f"{context}: the label {name!r} is no class; the classes are {join_names(classes)}")
     return np.array([number[str(name)] for name in y.tolist()], dtype=np.int64)

@@ -1,11 +1,12 @@
-"""Images in folders named after their class, and after a domain, a client or a split above it."""
+"""Read images from folders named after their class, and after a domain, a client or a split above it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fedvlm.data import sources
-from fedvlm.data.table import SPLIT_ALIASES, Dataset, Source, normalise_unicode, tabulate
+from fedvlm.data.splits import SPLIT_ALIASES
+from fedvlm.data.table import Dataset, Source, tabulate, to_nfc
 from fedvlm.errors import DataError, SettingsError, join_names, suggest_path
 
 LAYOUT_LEVELS = ("class", "domain", "client", "split", "*")
@@ -14,9 +15,9 @@ LAYOUT_LEVELS = ("class", "domain", "client", "split", "*")
 def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[str] | None = None) -> Dataset:
     """A folder or a .zip of `class/image`, `domain/class/image`, `client/class/image`, ...
 
-    The layout names the folders from the top to the images; `*` is a folder that says nothing.
-    Without one it is guessed: one level is the class, two are domain and class, and a top level
-    of train and test is the split. One folder around everything is looked through.
+    The layout names the folders from the top to the images; `*` is a folder without a meaning. Without a layout it is
+    guessed: one level is the class, two are domain and class, and a top level of train and test is the split. A single
+    folder around everything is skipped.
     """
     root = Path(path)
     if root.is_dir():
@@ -37,47 +38,50 @@ def read_folder(path: str | Path, layout: str | None = None, classes: Sequence[s
             "put all at one depth, as domain/class/image"
         )
     tops = {_top(file) for file in files}
-    words = _parse(layout, depths[0]) if layout else _guess(root, depths[0], files)
-    skipped = depths[0] - len(words)
+    levels = _parse(layout, depths[0]) if layout else _guess(root, depths[0], files)
+    skipped = depths[0] - len(levels)
     if skipped not in (0, 1) or (skipped == 1 and len(tops) > 1):
         raise DataError(
-            f"{root} does not have the layout {'/'.join(words)}: its images are {depths[0]} "
+            f"{root} does not have the layout {'/'.join(levels)}: its images are {depths[0]} "
             f"folders deep, as {files[0]}; name the layout that fits, of {', '.join(LAYOUT_LEVELS)}"
         )
     source: Source = sources.Files(root, files) if root.is_dir() else sources.Archive(root, files)
-    named = zip(*(_folders(file)[skipped:] for file in files), strict=True)
-    levels = dict(zip(words, named, strict=True))
+    names = zip(*(file.split("/")[skipped:-1] for file in files), strict=True)
+    columns = dict(zip(levels, names, strict=True))
     if classes is None:
         inside = [folder for folder in folders if not skipped or _top(folder) in tops]
-        _check_empty(root, levels["class"], inside, skipped + words.index("class"))
-    table = tabulate(
-        root.stem,
-        source,
-        levels["class"],
-        classes,
-        levels.get("domain"),
-        levels.get("client"),
-        levels.get("split"),
-    )
-    return replace(table, notes=_notes(root, files, folders, words, skipped))
+        _check_empty(root, columns["class"], inside, skipped + levels.index("class"))
+    optional = (columns.get(level) for level in ("domain", "client", "split"))
+    table = tabulate(root.stem, source, columns["class"], classes, *optional)
+    notes = [*_swap_note(root, levels, table), *_ignored_notes(root, files, folders, levels, skipped)]
+    return replace(table, notes=tuple(notes))
 
 
-def _notes(root: Path, files: list[str], folders: list[str], words: list[str], skipped: int) -> tuple[str, ...]:
-    """Files that are no images, and sites without one."""
+def _swap_note(root: Path, levels: list[str], table: Dataset) -> list[str]:
+    """Warn if there are more domains than classes: the layout may be the wrong way round."""
+    domains = sorted(set(table.domains.tolist()))
+    if "domain" not in levels or len(domains) <= len(table.classes):
+        return []
+    swap = {"domain": "class", "class": "domain"}
+    return [
+        f'with the layout "{"/".join(levels)}" {root} has {len(table.classes)} classes '
+        f"({join_names(table.classes, 6)}) and {len(domains)} domains ({join_names(domains, 6)}); if they are "
+        f'swapped, set layout = "{"/".join(swap.get(level, level) for level in levels)}"'
+    ]
+
+
+def _ignored_notes(root: Path, files: list[str], folders: list[str], levels: list[str], skipped: int) -> list[str]:
+    """List files that are no images, and sites without images."""
     notes = []
     if ignored := sources.list_ignored_files(root):
-        notes.append(f"passed over, as they are no images: {join_names(ignored, 3)}")
-    site = next((word for word in ("client", "domain") if word in words), None)
+        notes.append(f"ignored, because they are no images: {join_names(ignored, 3)}")
+    site = next((level for level in ("client", "domain") if level in levels), None)
     if site is not None:
-        level = skipped + words.index(site)
-        full = {file.split("/")[level] for file in files}
-        site_names = {name.split("/")[level] for name in folders if name.count("/") >= level}
+        depth = skipped + levels.index(site)
+        full = {file.split("/")[depth] for file in files}
+        site_names = {folder.split("/")[depth] for folder in folders if folder.count("/") >= depth}
         notes += [f"{site} {name!r} has no images and is left out" for name in sorted(site_names - full)]
-    return tuple(notes)
-
-
-def _folders(file: str) -> list[str]:
-    return file.split("/")[:-1]
+    return notes
 
 
 def _top(path: str) -> str:
@@ -85,27 +89,27 @@ def _top(path: str) -> str:
 
 
 def _parse(layout: str, depth: int) -> list[str]:
-    """The words of a layout, or of the one of several (with | between) that is as deep."""
-    several = [variant.strip("/").split("/") for variant in layout.split("|")]
-    words = next((variant for variant in several if len(variant) == depth), several[0])
-    named = [word for word in words if word != "*"]
-    if set(words) - set(LAYOUT_LEVELS) or words.count("class") != 1 or len(set(named)) < len(named):
+    """Split a layout into levels; of several (with | between) take the one of this depth."""
+    variants = [variant.strip("/").split("/") for variant in layout.split("|")]
+    levels = next((variant for variant in variants if len(variant) == depth), variants[0])
+    named = [level for level in levels if level != "*"]
+    if set(levels) - set(LAYOUT_LEVELS) or levels.count("class") != 1 or len(set(named)) < len(named):
         raise SettingsError(
-            f"layout = {layout!r} does not fit; it names the folders above an image, with class "
-            'once and any of domain, client, split and * (says nothing), as "domain/class"'
+            f"layout must name the folders above an image, with class once and any of domain, client, split "
+            f'and * (no meaning), as "domain/class"; got {layout!r}'
         )
-    return words
+    return levels
 
 
 def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
     tops = sorted({_top(file) for file in files})
     if depth == 3 and len(tops) == 1:  # one folder around everything
-        depth, tops = 2, sorted({_folders(file)[1] for file in files})
-    split = all(top.lower() in SPLIT_ALIASES for top in tops)
+        depth, tops = 2, sorted({file.split("/")[1] for file in files})
+    has_splits = all(top.lower() in SPLIT_ALIASES for top in tops)
     guesses = {
         1: ["class"],
-        2: ["split", "class"] if split else ["domain", "class"],
-        3: ["split", "domain", "class"] if split else [],
+        2: ["split", "class"] if has_splits else ["domain", "class"],
+        3: ["split", "domain", "class"] if has_splits else [],
     }
     if not guesses.get(depth):
         raise DataError(
@@ -116,13 +120,13 @@ def _guess(root: Path, depth: int, files: list[str]) -> list[str]:
     return guesses[depth]
 
 
-def _check_empty(root: Path, labels: Sequence[str], folders: list[str], level: int) -> None:
-    """A folder where a class should be, without an image in any domain, is a class forgotten."""
-    full = {normalise_unicode(label) for label in labels}
+def _check_empty(root: Path, labels: Sequence[str], folders: list[str], depth: int) -> None:
+    """Refuse a class folder that is empty in every domain: its images were probably forgotten."""
+    full = {to_nfc(label) for label in labels}
     for folder in folders:
         parts = folder.split("/")
-        if len(parts) == level + 1 and normalise_unicode(parts[level]) not in full:
+        if len(parts) == depth + 1 and to_nfc(parts[depth]) not in full:
             raise DataError(
-                f"{root}: class {parts[level]!r} has no images (the folder {folder} is empty); "
+                f"{root}: class {parts[depth]!r} has no images (the folder {folder} is empty); "
                 "add some or remove the folder"
             )

@@ -1,4 +1,4 @@
-"""Lists of images: a CSV or Parquet manifest, and the split files of CoOp."""
+"""Read lists of images: a CSV or Parquet manifest, and the split files of CoOp."""
 
 import csv
 import json
@@ -12,12 +12,11 @@ from fedvlm.data.table import Dataset, anonymise_groups, tabulate
 from fedvlm.errors import DataError, join_names, suggest_path
 
 REQUIRED_COLUMNS = ("path", "label")
-OPTIONAL = ("client", "domain", "split", "group")
+OPTIONAL_COLUMNS = ("client", "domain", "split", "group")
 
 
 def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dataset:
-    """A CSV or Parquet file with the columns path and label, and any of client, domain, split,
-    group.
+    """A CSV or Parquet file with the columns path and label, and any of client, domain, split, group.
 
     Paths are relative to the manifest's folder and stay below it.
     """
@@ -29,7 +28,7 @@ def read_manifest(path: str | Path, classes: Sequence[str] | None = None) -> Dat
         if required not in columns:
             raise DataError(
                 f"the manifest {file} has no column {required!r}; it has {join_names(list(columns))}; "
-                f"it needs {' and '.join(REQUIRED_COLUMNS)}, and may have {', '.join(OPTIONAL)}; "
+                f"it needs {' and '.join(REQUIRED_COLUMNS)}, and may have {', '.join(OPTIONAL_COLUMNS)}; "
                 f"if it holds embeddings: --encoder store:{file}"
             )
     names = _paths(file, file.parent, columns["path"])
@@ -84,12 +83,12 @@ def read_coop(path: str | Path, images: str | Path | None = None) -> Dataset:
 
 
 def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:
-    """The header of a CSV in small letters, then its lines, cells without blanks around them."""
+    """Yield the header of a CSV in lower case, then its lines with stripped cells."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             first = stream.readline()
             stream.seek(0)
-            # spreadsheets write the separator of their country
+            # spreadsheets write the separator of their locale
             lines = csv.reader(stream, delimiter=max(",;\t", key=first.count), strict=True)
             header = [title.strip().lower() for title in next(lines, [])]
             if not header:
@@ -103,11 +102,11 @@ def csv_lines(file: Path, file_kind: str) -> Iterator[list[str]]:
                     )
                 yield [cell.strip() for cell in line]
     except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"the {file_kind} {file} is no CSV in UTF-8 ({error}); save it so") from error
+        raise DataError(f"the {file_kind} {file} is no CSV in UTF-8 ({error}); save it as one") from error
 
 
 def parquet_columns(file: Path, file_kind: str) -> dict[str, list[Any]]:
-    """The columns of a Parquet file by their titles in small letters."""
+    """Return the columns of a Parquet file by title in lower case."""
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -130,9 +129,9 @@ def _columns(file: Path) -> dict[str, list[str]]:
 
 
 def _paths(file: Path, root: Path, names: Sequence[str]) -> list[str]:
-    """The names, once each is known to be a file that stays below the root."""
+    """Check that each name is a file below the root."""
     top = root.resolve()
-    below: dict[Path, bool] = {}  # folders already looked at
+    below: dict[Path, bool] = {}  # by folder
     for row, name in enumerate(names):
         location = f"{file}: row {row + 1} names {name!r}"
         image = top / name
@@ -150,7 +149,7 @@ def _paths(file: Path, root: Path, names: Sequence[str]) -> list[str]:
 
 
 def _root(file: Path, images: str | Path | None, first: str) -> Path:
-    """Where the first image is: the place named, the file's folder, or a folder in it."""
+    """Find the folder of the first image: the one given, that of the file, or one in it."""
     parent = file.parent
     tried = [Path(images)] if images else [parent, *sorted(p for p in parent.iterdir() if p.is_dir())]
     for folder in tried:

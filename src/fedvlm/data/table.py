@@ -1,14 +1,17 @@
-"""What a data set is: before the encoder a table of images, after it a table of embeddings."""
+"""A data set before the encoder (a table of images) and after it (a table of embeddings)."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol, overload
 from unicodedata import normalize
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedvlm.data.splits import Strings, read_splits
 from fedvlm.errors import DataError, join_names
 
 if TYPE_CHECKING:
@@ -16,24 +19,12 @@ if TYPE_CHECKING:
     from fedvlm.maths.image_tower import ImageTower
     from fedvlm.maths.text_tower import TextTower
 
-Strings = NDArray[np.str_]
-SPLIT_ALIASES = {  # the words people use for the three parts
-    "": "",
-    "train": "train",
-    "training": "train",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "test": "test",
-    "testing": "test",
-}
-
 
 class Digests(Sequence[str]):
-    """Hex digests of many rows as an array of their bytes: a fifth of what words would take."""
+    """Hex digests of many samples as an array of bytes: a fifth of the memory of strings."""
 
     def __init__(self, raw: bytes | bytearray) -> None:
-        self.raw = np.frombuffer(raw, "S32")  # one of 32 bytes that ends in zeros is told apart
+        self.raw = np.frombuffer(raw, "S32")  # trailing zero bytes, which numpy strips, are put back when read
 
     def __len__(self) -> int:
         return len(self.raw)
@@ -52,11 +43,11 @@ class Digests(Sequence[str]):
 
 
 def rank_digests(content: Sequence[str]) -> NDArray[np.int64]:
-    """(rows,) numbers that are equal and in order where the digests are."""
+    """(samples,) the rank of each digest; equal digests have equal ranks."""
     if not isinstance(content, Digests):
         words = np.asarray(content, dtype=np.str_)
         return np.asarray(np.unique(words, return_inverse=True)[1], np.int64).reshape(-1)
-    columns = content.raw.view(">u8").reshape(len(content), -1).T  # sorted so, they take less room
+    columns = content.raw.view(">u8").reshape(len(content), -1).T  # sorting words of 8 bytes takes less memory
     order = np.lexsort(columns[::-1])
     new = np.zeros(len(content), np.bool_)
     for column in columns:
@@ -68,30 +59,30 @@ def rank_digests(content: Sequence[str]) -> NDArray[np.int64]:
 
 
 def sort_order(content: NDArray[np.int64], *columns: NDArray[Any]) -> NDArray[np.int64]:
-    """(rows,) their order by content, and by the columns where that is the same."""
+    """(samples,) the order by content, and by the columns where the content is equal."""
     if content.max(initial=-1) + 1 < len(content):
         return np.lexsort([*reversed(columns), content])
-    order = np.empty_like(content)  # no two alike: their ranks are the order
+    order = np.empty_like(content)  # all different: the ranks are the order
     order[content] = np.arange(len(content))
     return order
 
 
 def unique_with_inverse(words: Strings) -> tuple[Strings, NDArray[np.int64]]:
-    """The different ones in order, and (rows,) which of them each is.
+    """Return the unique words in order, and (samples,) the index of each word among them.
 
-    Looked up afterwards: the inverse that numpy's `unique` gives takes three copies of the words.
+    `np.unique(return_inverse=True)` would take three copies of the words.
     """
     unique_words = np.unique(words)
     return unique_words, np.searchsorted(unique_words, words)
 
 
 class Source(Protocol):
-    """Where the bytes of the images are: files, members of an archive, rows of an Arrow table."""
+    """Where the bytes of images come from: files, members of an archive, rows of an Arrow table."""
 
     def __len__(self) -> int: ...
 
     def name(self, row: int) -> str:
-        """How a person finds this image again."""
+        """The path or address under which a person finds the image."""
         ...
 
     def read(self, row: int) -> bytes:
@@ -101,50 +92,50 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images with labels. Empty strings mean that a column says nothing about a row."""
+    """Images with labels. An empty string in a column means unknown."""
 
     name: str
-    classes: tuple[str, ...]  # in the order of the label ids, as a template wants them
+    classes: tuple[str, ...]  # in the order of the labels, spelled as in a prompt
     source: Source
-    labels: NDArray[np.int64]  # (rows,)
-    domains: Strings  # (rows,)
-    clients: Strings  # (rows,) the data's own clients (writers, sites), or empty strings
-    splits: Strings  # (rows,) "train", "validation", "test" where the data set says so, or empty
+    labels: NDArray[np.int64]  # (samples,)
+    domains: Strings  # (samples,)
+    clients: Strings  # (samples,) the data's own clients (writers, sites)
+    splits: Strings  # (samples,) one of SPLITS where the data set defines it
     templates: tuple[str, ...] = ("a picture of a {}",)
-    groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
-    notes: tuple[str, ...] = ()  # what was passed over on the way
+    groups: Strings | None = None  # (samples,) what must stay in one split: a patient, a lesion
+    notes: tuple[str, ...] = ()  # warnings of the reader, such as files it ignored
 
 
 @dataclass(frozen=True, repr=False)
 class EmbeddedTable:
-    """The same rows as a method's world sees them: unit-norm embeddings and no images."""
+    """The samples as a method uses them: unit-norm embeddings without images."""
 
     name: str
     classes: tuple[str, ...]
-    x: Tensor  # (rows, dim) float32, unit norm
-    labels: NDArray[np.int64]  # (rows,)
+    x: Tensor  # (samples, dim) float32, unit norm
+    labels: NDArray[np.int64]  # (samples,)
     domains: Strings
     clients: Strings
     splits: Strings
-    content: Sequence[str]  # (rows,) hex digests: equal digests are the same image
+    content: Sequence[str]  # (samples,) hex digests: equal digests are the same image
     scale: float  # the encoder's logit scale (100 for released CLIP)
     text: Tensor | None  # (classes, dim) unit-norm class text embeddings, if the encoder has them
-    patches: "Tensor | LazyRows | None"  # (rows, patches, dim) float16, memory-mapped, if asked for
-    encoder: str  # the encoder's name and fingerprint
-    fingerprint: str  # of the rows: images, labels, classes, templates
+    patches: "Tensor | LazyRows | None"  # (samples, patches, dim) float16, memory-mapped, if requested
+    encoder: str  # name and fingerprint of the encoder
+    fingerprint: str  # of the samples: images, labels, classes, templates
     text_tower: "TextTower | None" = None
     image_tower: "ImageTower | None" = None
-    images: "LazyRows | None" = None  # (rows, 3, height, width) as the image tower takes them
+    images: "LazyRows | None" = None  # (samples, 3, height, width) as the image tower takes them
     descriptions: Tensor | None = None  # (classes, texts, dim) zeros where a class has fewer
-    texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same, by client that brings it
-    groups: Strings | None = None  # (rows,) what stays in one part: a patient, a lesion
+    texts: Mapping[str, Tensor] = field(default_factory=dict)  # the same by client that provides them
+    groups: Strings | None = None  # (samples,) what must stay in one split: a patient, a lesion
 
     def __repr__(self) -> str:
-        rows, dim = self.x.shape
-        return f"<{self.name}: {rows} rows of {dim}, {len(self.classes)} classes, {self.encoder}>"
+        samples, dim = self.x.shape
+        return f"<{self.name}: {samples} samples of {dim}, {len(self.classes)} classes, {self.encoder}>"
 
     def offers(self) -> set[str]:
-        """What these rows can give a method."""
+        """Return which needs of methods these samples meet."""
         available = {
             "image": self.x,
             "text": self.text,
@@ -155,7 +146,7 @@ class EmbeddedTable:
         return {capability for capability, value in available.items() if value is not None}
 
     def view(self, needs: Collection[str]) -> "Tensor | LazyRows":
-        """The rows as a method of these needs sees them."""
+        """Return the representation that a method with these needs trains on."""
         if "image tower" in needs:
             assert self.images is not None
             return self.images
@@ -164,9 +155,22 @@ class EmbeddedTable:
             return self.patches
         return self.x
 
+    def select(self, rows: NDArray[np.int64], **changes: Any) -> "EmbeddedTable":
+        """Return some of the samples, in the given order; `changes` are fields to replace."""
+        content = [self.content[row] for row in rows.tolist()]
+        columns = {key: getattr(self, key)[rows] for key in ("labels", "domains", "clients", "splits")}
+        return replace(
+            self,
+            x=self.x[rows],
+            content=content,
+            groups=None if self.groups is None else self.groups[rows],
+            patches=None if self.patches is None else self.patches[rows],
+            **(columns | changes),
+        )
 
-def normalise_unicode(name: str) -> str:
-    """A name in one Unicode form, so that it is the same name on every file system."""
+
+def to_nfc(name: str) -> str:
+    """Return a name in one Unicode form, which is the same on every file system."""
     return normalize("NFC", name)
 
 
@@ -179,54 +183,78 @@ def tabulate(
     clients: Sequence[str] | None = None,
     splits: Sequence[str] | None = None,
 ) -> Dataset:
-    """A data set from one class name per row; without `classes` they are sorted by name.
+    """Make a data set from one class name per image; without `classes` they are sorted by name.
 
-    A class without rows and a label that is no class are refused, and so are, where no list of
-    classes is given, names that differ only in case.
+    A class without images and a label that is no class are refused, and without `classes` also names that differ
+    only in case.
     """
-    rows = [normalise_unicode(label) for label in labels]
-    if not rows:
+    row_names = [to_nfc(label) for label in labels]
+    if not row_names:
         raise DataError(f"{name} has no images; name a place that has some")
-    if "" in rows:
-        raise DataError(f"{name}: {source.name(rows.index(''))} has no label; give it one")
-    ordered = (
-        [normalise_unicode(class_name) for class_name in classes] if classes is not None else sort_class_names(rows)
-    )
-    if classes is None:  # a list may tell A from a, as FEMNIST's does; names that happen may not
-        check_case_collisions(name, ordered)
+    if "" in row_names:
+        raise DataError(f"{name}: {source.name(row_names.index(''))} has no label; give it one")
+    ordered = [to_nfc(class_name) for class_name in classes] if classes is not None else sort_class_names(row_names)
+    if classes is None:  # a list may have A and a, as FEMNIST's has; folder names may not
+        _check_case_collisions(name, ordered)
+    check_class_names(name, [class_name.replace("_", " ") for class_name in ordered])
     number = {class_name: index for index, class_name in enumerate(ordered)}
-    if len(number) < len(ordered):
-        twice = next(class_name for class_name in ordered if ordered.count(class_name) > 1)
-        raise DataError(f"{name}: the class {twice!r} is listed twice; list every class once")
-    for row, label in enumerate(rows):
+    for row, label in enumerate(row_names):
         if label not in number:
             raise DataError(
                 f"{name}: {source.name(row)} has the label {label!r}, which is no class; the "
                 f"classes are {join_names(ordered)}"
             )
-    if empty := sorted(set(ordered) - set(rows)):
+    if empty := sorted(set(ordered) - set(row_names)):
         raise DataError(f"{name}: class {empty[0]!r} has no images; add some or leave the class out")
     return Dataset(
         name=name,
         classes=tuple(class_name.replace("_", " ") for class_name in ordered),
         source=source,
-        labels=np.array([number[label] for label in rows], dtype=np.int64),
-        domains=string_column(domains, len(rows)),
-        clients=string_column(clients, len(rows)),
-        splits=split_column(name, source, splits, len(rows)),
+        labels=np.array([number[label] for label in row_names], dtype=np.int64),
+        domains=string_column(domains, len(row_names)),
+        clients=string_column(clients, len(row_names)),
+        splits=read_splits(name, splits or [""] * len(row_names), source.name),
     )
 
 
 def sort_class_names(names: Iterable[str]) -> list[str]:
-    """The different names, sorted; whole numbers by their value, so that 2 comes before 10."""
+    """Return the unique names, sorted; whole numbers by value, so that 2 comes before 10."""
     unique = set(names)
-    if all(name.isdecimal() for name in unique):
-        return sorted(unique, key=int)
-    return sorted(unique)
+    return sorted(unique, key=int) if all(name.isdecimal() for name in unique) else sorted(unique)
 
 
-def check_case_collisions(name: str, classes: Sequence[str]) -> None:
-    """Refuses classes that are one class on some file systems and two on others."""
+def check_class_names(context: str, names: Sequence[str]) -> None:
+    """Refuse an empty name and a name that two classes have."""
+    if not all(name.strip() for name in names):
+        number = next(index for index, name in enumerate(names) if not name.strip())
+        raise DataError(f"{context}: a class has an empty name (class {number} is {names[number]!r}); name it")
+    if len(set(names)) < len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise DataError(f"{context}: the class {twice!r} is listed twice; list every class once")
+
+
+def check_scale(context: str, scale: float) -> float:
+    """Refuse a logit scale that is not a positive number."""
+    if not (isfinite(scale) and scale > 0):
+        raise DataError(f"{context}: scale must be a number above 0, got {scale:g}")
+    return float(scale)
+
+
+def describe_bad_row(values: Tensor) -> str:
+    """Say why an embedding (dim,) has no direction in float32."""
+    exact = values.double()
+    if not exact.isfinite().all():
+        return "holds NaN or infinity"
+    largest = float(exact[exact.abs().argmax()])
+    if largest == 0:
+        return "is zero"
+    if abs(largest) > torch.finfo(torch.float32).max:
+        return f"holds {largest:g}, beyond the range of float32"
+    return f"has a norm beyond the range of float32 (its largest number is {largest:g})"
+
+
+def _check_case_collisions(name: str, classes: Sequence[str]) -> None:
+    """Refuse classes that are one class on some file systems and two on others."""
     spelling_of: dict[str, str] = {}
     for class_name in classes:
         key = class_name.replace("_", " ").casefold()
@@ -238,34 +266,31 @@ def check_case_collisions(name: str, classes: Sequence[str]) -> None:
         spelling_of[key] = class_name
 
 
-def string_column(values: Sequence[str] | None, rows: int) -> Strings:
-    return np.array([normalise_unicode(value) for value in values or [""] * rows], dtype=np.str_)
+def string_column(values: Any, rows: int) -> Strings:
+    """Return a column of strings; a missing one takes no memory."""
+    if values is None:
+        return np.broadcast_to(np.array(""), rows)
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        return np.array([to_nfc(str(value)) for value in values], np.str_)
+    unique, inverse = np.unique(array, return_inverse=True)
+    return np.array([str(value) for value in unique.tolist()])[inverse]
 
 
 def anonymise_groups(groups: Sequence[str]) -> Strings:
-    """Groups by number: who a patient is gets into no record, fingerprint or message."""
+    """Replace group names by numbers: the identity of a patient gets into no record, fingerprint or message."""
     number = {name: str(index) for index, name in enumerate(dict.fromkeys(filter(None, groups)))}
     return string_column([number.get(name, "") for name in groups], len(groups))
 
 
-def split_column(name: str, source: Source, values: Sequence[str] | None, rows: int) -> Strings:
-    words = [value.strip().lower() for value in values or [""] * rows]
-    for row, word in enumerate(words):
-        if word not in SPLIT_ALIASES:
-            raise DataError(
-                f"{name}: {source.name(row)} is in the split {word!r}; a split is train, validation or test"
-            )
-    return np.array([SPLIT_ALIASES[word] for word in words], dtype=np.str_)
-
-
 def readable_name(name: str) -> str:
-    """`Alarm_Clock` as it would be said: "alarm clock"; camelCase is left alone but for case."""
+    """Return a class name as in a sentence: `Alarm_Clock` becomes "alarm clock"."""
     return " ".join(name.replace("_", " ").split()).lower()
 
 
 def match_classes(names: Sequence[str], classes: Sequence[str]) -> list[int]:
-    """The number of the class that each name is, -1 for none; case only tells two classes apart."""
-    exact = {normalise_unicode(name).replace("_", " "): index for index, name in enumerate(classes)}
+    """Return the class number of each name, -1 for none; case matters only between two classes that differ in it."""
+    exact = {to_nfc(name).replace("_", " "): index for index, name in enumerate(classes)}
     loose = {name.casefold(): index for name, index in exact.items()}
-    normalised = [normalise_unicode(name).replace("_", " ") for name in names]
+    normalised = [to_nfc(name).replace("_", " ") for name in names]
     return [exact.get(name, loose.get(name.casefold(), -1)) for name in normalised]

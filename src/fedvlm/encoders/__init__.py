@@ -1,14 +1,22 @@
 """Where embeddings come from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from fedvlm.encoders.interface import Encoder, Preprocess, Vectors
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Image
+
 from fedvlm.errors import SettingsError, unknown_name
+
+if TYPE_CHECKING:  # decoder processes import this module and have no use for torch
+    from torch import Tensor
+
 
 __all__ = [
     "ENCODERS",
@@ -21,6 +29,52 @@ __all__ = [
     "open_encoder",
     "register",
 ]
+
+
+BATCH = 32  # images given to an encoder at once, unless it says otherwise
+
+
+class Preprocess(Protocol):
+    """From a decoded RGB image to the array the encoder takes; pickled to decoder processes."""
+
+    def __call__(self, image: Image) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """What an encoder answers for a batch of images; lengths are as the encoder gave them."""
+
+    pooled: NDArray[np.float32]  # (images, dim)
+    patches: NDArray[np.float16] | None  # (images, patches, dim) through final norm and projection
+
+
+class Encoder(Protocol):
+    """`text_tower(classes, template)`, a maths.prompts.TextTower, if "text tower" is offered."""
+
+    name: str  # as the user wrote it, e.g. "hf:openai/clip-vit-base-patch32"
+    offers: frozenset[str]  # a subset of core.NEEDS, as far as its owner opens it
+    dim: int
+    scale: float  # logit scale
+    identity: dict[str, str]  # what the fingerprint covers: weights, activation, dtype, resize, ...
+
+    @property
+    def preprocess(self) -> Preprocess | None:
+        """None: the encoder takes the encoded bytes themselves."""
+        ...
+
+    def embed(self, batch: Sequence[NDArray[Any]] | Sequence[bytes], patches: bool) -> Vectors: ...
+
+    def embed_text(self, sentences: Sequence[str]) -> "Tensor":
+        """(sentences, dim) unit-norm float32; only if "text" is offered."""
+        ...
+
+
+@runtime_checkable
+class Batching(Protocol):
+    """An encoder that says how many images it takes at once."""
+
+    @property
+    def batch(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +96,7 @@ class Kind:
 _OPEN = ("image", "text", "patches", "text tower", "image tower")
 _CLOSED = ("image", "text", "patches")
 _BUILT_IN = (
-    Kind("demo", "the small model that comes with fedvlm", _OPEN, f"{__name__}.demo", "demo"),
+    Kind("demo", "the small model that comes with fedvlm", _OPEN, f"{__name__}.huggingface", "demo"),
     Kind(
         "hf:NAME_OR_DIR",
         "CLIP, SigLIP, ViT or DINOv2 of transformers",
@@ -80,7 +134,7 @@ ENCODERS: dict[str, Kind] = {kind.word: kind for kind in _BUILT_IN}
 def register(kind: Kind) -> Kind:
     """Adds a kind of encoder."""
     from fedvlm.core.contract import NEEDS
-    from fedvlm.outside import add_entry
+    from fedvlm.plugins import add_entry
 
     if not kind.offers or (strange := set(kind.offers) - set(NEEDS)):
         wrong = min(strange) if kind.offers else "nothing"
@@ -91,7 +145,7 @@ def register(kind: Kind) -> Kind:
 
 def encoders() -> dict[str, Kind]:
     """All kinds: our own and those of outside packages (entry-point group fedvlm.encoders)."""
-    from fedvlm.outside import load_outside
+    from fedvlm.plugins import load_outside
 
     load_outside("fedvlm.encoders")
     return dict(sorted(ENCODERS.items()))

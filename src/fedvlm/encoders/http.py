@@ -5,7 +5,7 @@ import random
 import ssl
 import threading
 import time
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm.encoders.arrays import REMOTE_OFFERS, decode_array, read_token
-from fedvlm.encoders.interface import Vectors
-from fedvlm.errors import EncoderError
+from fedvlm.encoders import Vectors
+from fedvlm.errors import EncoderError, SettingsError
 
 TOKEN_VARIABLE = "FEDVLM_ENCODER_TOKEN"
 MAX_REPLY_SECONDS = 600.0  # seconds for a whole answer, however often a byte of it comes
@@ -276,3 +275,29 @@ def _retry_after(value: str | None) -> float | None:
         return parsedate_to_datetime(value).timestamp() - time.time()
     except ValueError:
         return None
+
+
+DTYPES = {"float32": "<f4", "float16": "<f2"}
+REMOTE_OFFERS = frozenset({"image", "text", "patches"})  # weights and gradients are never among them
+
+
+def encode_array(values: NDArray[Any]) -> dict[str, Any]:
+    dtype = values.dtype.name
+    data = b64encode(np.ascontiguousarray(values, DTYPES[dtype]).tobytes()).decode()
+    return {"dtype": dtype, "shape": list(values.shape), "data": data}
+
+
+def decode_array(array: Any) -> NDArray[Any]:
+    """Raises ValueError or a kin of it on anything that is not an array of `pack`."""
+    data = b64decode(array["data"], validate=True)
+    return np.frombuffer(data, DTYPES[array["dtype"]]).reshape(array["shape"])
+
+
+def read_token(file: str | Path) -> str:
+    try:
+        token = Path(file).expanduser().read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the token file {file} cannot be read ({error}); correct it") from error
+    if not token or not token.isascii() or not token.isprintable():
+        raise SettingsError(f"the token file {file} must hold one line of visible ASCII; write one")
+    return token

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import linear, normalize
 
 from fedvlm.devices import CPU, Device, is_out_of_memory, run_in_halves, to_device
-from fedvlm.encoders.placed import TorchEncoder
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.images import Pixels
 from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
+from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError
 from fedvlm.hub import is_local_only
 from fedvlm.maths.image_tower import ImageTower
@@ -267,3 +268,14 @@ def silence_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+def demo_directory() -> Path:
+    directory = Path(str(files("fedvlm.encoders") / "demo_model"))
+    if not (directory / "config.json").is_file():
+        raise EncoderError(f"the demo model is not in {directory}; reinstall fedvlm or name another encoder")
+    return directory
+
+
+def demo(*, device: Device = "cpu") -> HuggingFace:
+    return HuggingFace(demo_directory(), name="demo", device=device)

@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm.encoders.interface import Vectors
-from fedvlm.encoders.preprocess import CLIP_MEAN, CLIP_STD, Pixels
+from fedvlm.encoders import Vectors
+from fedvlm.encoders.images import CLIP_MEAN, CLIP_STD, Pixels
 from fedvlm.errors import EncoderError, SettingsError, suggest_path, unknown_name
 
 DEFAULTS: dict[str, Any] = {

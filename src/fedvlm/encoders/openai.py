@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedvlm.devices import CPU, Device, to_device
-from fedvlm.encoders.placed import TorchEncoder
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.images import Pixels
 from fedvlm.encoders.text import check_length, text_tower_inputs, tokenize_classes, weights_hash
+from fedvlm.encoders.torch_encoder import TorchEncoder
 from fedvlm.errors import EncoderError, suggest_path
 from fedvlm.maths import resnet
 from fedvlm.maths.resnet import Weights

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.encoders import fingerprint
-from fedvlm.encoders.arrays import REMOTE_OFFERS, encode_array, read_token
-from fedvlm.encoders.interface import Encoder
+from fedvlm.encoders import Encoder, fingerprint
+from fedvlm.encoders.http import REMOTE_OFFERS, encode_array, read_token
 from fedvlm.errors import DataError, EncoderError, SettingsError
 
 LOG = logging.getLogger("fedvlm.serve")
@@ -29,6 +28,10 @@ MAX_BATCH = 256  # images or sentences in one request
 MAX_DECODES = 2  # images at once: a small file may claim 64 megapixels, half a gigabyte each
 MAX_REQUESTS = 8  # bodies in memory at once; others wait unread
 BODY_SECONDS = 60.0  # for all of a body
+
+
+MAX_CONNECTIONS = 128  # at once; the one that has kept us waiting longest makes room for a new one
+HEADER_SECONDS = 10.0  # from the first byte, or from connecting, to the end of a request's header
 
 
 class RequestRefused(Exception):
@@ -96,7 +99,7 @@ class Service:
         return values
 
     def _prepare(self, index: int, image: str) -> Any:
-        from fedvlm.encoders.cache.decode import decode
+        from fedvlm.encoders.images import decode
 
         try:
             data = b64decode(image, validate=True)
@@ -220,11 +223,9 @@ def serve(
     made = create_app(encoder, read_token(token_file) if token_file else None)
     import uvicorn
 
-    from fedvlm.encoders.door import LimitedH11Protocol
-
     config = uvicorn.Config(
         made,
-        http=LimitedH11Protocol,
+        http=limit_connections(),
         log_config=None,
         access_log=False,
         ws="none",
@@ -256,3 +257,47 @@ def open_socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise SettingsError(f"cannot listen on {host} port {port} ({error}); choose another host or port") from error
+
+
+def limit_connections(max_connections: int = MAX_CONNECTIONS, header_seconds: float = HEADER_SECONDS) -> type[Any]:
+    """Return uvicorn's HTTP protocol with a limit on idle connections and on the time a header may take."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class LimitedProtocol(H11Protocol):
+        idle_timer: asyncio.TimerHandle | None = None  # runs while no request is being answered
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.update_timer()
+            if len(self.connections) > max_connections:
+                limited = [connection for connection in self.connections if isinstance(connection, LimitedProtocol)]
+                idle = [(connection.idle_timer.when(), connection) for connection in limited if connection.idle_timer]
+                # the longest idle connection; if all others are busy, that is the new one
+                min(idle, key=lambda pair: pair[0])[1].abort_connection()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self.update_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.cancel_timer()
+            super().connection_lost(exc)
+
+        def abort_connection(self) -> None:
+            self.cancel_timer()
+            self.connections.discard(self)
+            self.transport.abort()
+
+        def update_timer(self) -> None:
+            """Between two requests uvicorn's own limit applies, until the first byte of the second."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cancel_timer()
+            elif self.idle_timer is None and not self.transport.is_closing():
+                self.idle_timer = self.loop.call_later(header_seconds, self.abort_connection)
+
+        def cancel_timer(self) -> None:
+            if self.idle_timer is not None:
+                self.idle_timer.cancel()
+                self.idle_timer = None
+
+    return LimitedProtocol

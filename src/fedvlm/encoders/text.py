@@ -1,6 +1,8 @@
 """Class names to sentences, and sentences to one text embedding per class."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -8,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedvlm.data.table import readable_name
-from fedvlm.encoders.cache.table import RowFile
-from fedvlm.encoders.interface import Encoder
+from fedvlm.data.descriptions import Sentences, read_client_descriptions, read_common_descriptions
+from fedvlm.data.table import EmbeddedTable, readable_name
+from fedvlm.encoders import Encoder, fingerprint
+from fedvlm.encoders.cache import cache_directory, lock_entry
+from fedvlm.encoders.cache.rows import RowFile
 from fedvlm.errors import EncoderError, SettingsError
 from fedvlm.maths.text_tower import count_common_prefix, suffixes
 
@@ -81,3 +85,41 @@ def embed_sentences(encoder: Encoder, table: RowFile, texts: Sequence[str]) -> T
             )
         table.append(some, vectors.numpy())
     return normalize(torch.from_numpy(table.read(digests)), dim=-1)
+
+
+def add_descriptions(rows: EmbeddedTable, encoder: Encoder, common_file: str, client_file: str) -> EmbeddedTable:
+    """Rows with the embeddings of common descriptions, and of those that clients bring."""
+    if not common_file and not client_file:
+        return rows
+    if "text" not in encoder.offers:
+        raise SettingsError(
+            f"{encoder.name} has no text, so descriptions are of no use; leave them out, or take an encoder with text"
+        )
+    common_sentences = read_common_descriptions(common_file, rows) if common_file else None
+    brought = read_client_descriptions(client_file, rows.classes) if client_file else {}
+    content = json.dumps([rows.fingerprint, common_sentences, brought], sort_keys=True)
+    widest = max(
+        (len(class_sentences) for client_sentences in brought.values() for class_sentences in client_sentences),
+        default=0,
+    )
+    with lock_entry(cache_directory(), fingerprint(encoder), encoder.name) as (entry, _):
+        table = entry.ensure_table("text.float32", "float32", (encoder.dim,))
+
+        def embedded(sentences_by_class: Sentences, width: int) -> Tensor:
+            flat = [sentence for class_sentences in sentences_by_class for sentence in class_sentences]
+            out = torch.zeros(len(sentences_by_class), width, encoder.dim)
+            if flat:
+                parts = torch.split(
+                    embed_sentences(encoder, table, flat),
+                    [len(class_sentences) for class_sentences in sentences_by_class],
+                )
+                for place, part in zip(out, parts, strict=True):
+                    place[: len(part)] = part
+            return out
+
+        return replace(
+            rows,
+            descriptions=embedded(common_sentences, max(map(len, common_sentences))) if common_sentences else None,
+            texts={id: embedded(client_sentences, widest) for id, client_sentences in brought.items()},
+            fingerprint=sha256(content.encode()).hexdigest(),
+        )

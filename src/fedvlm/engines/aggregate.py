@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fedvlm.channel.uploads import DecodedUploads
+from fedvlm.channel.pipeline import EVERYONE, DecodedUploads
 from fedvlm.core import Method, Tensors, UploadSum, upload_sum
 from fedvlm.engines.client import RoundReplies, TrainingTerms
 from fedvlm.errors import FederationError
@@ -33,7 +33,7 @@ class UploadSums:
     def add(self, decoded: DecodedUploads) -> None:
         self.rows += float(decoded.weights.double().sum())
         for upload, weight in zip(decoded.uploads, decoded.weights.tolist(), strict=True):
-            weight_in_sum = weight if self.upload_sum == "rows" else 1.0
+            weight_in_sum = weight if self.upload_sum == "samples" else 1.0
             self.weight += weight_in_sum
             for key, value in upload.items():
                 is_integer = self.upload_sum == "total" and not value.is_floating_point()
@@ -53,7 +53,7 @@ class UploadSums:
             for key, value in self.total.items()
         }
         return DecodedUploads(
-            ["everyone"],
+            [EVERYONE],
             [mean_upload],
             torch.tensor([self.rows]),
             self.sizes,

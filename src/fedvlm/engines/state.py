@@ -9,8 +9,8 @@ import torch
 from fedvlm.core import Method, Tensors
 from fedvlm.engines.client import Local, RemoteState, Scores, as_tensors
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.scores import accuracy
-from fedvlm.storage.shelf import ClientStateStore
+from fedvlm.evaluate.metrics import mean_accuracy
+from fedvlm.storage.large_tensors import ClientStateStore
 from fedvlm.tensors import count_bytes
 
 PLACES_KEY = "places"  # where a shelf has what the state knows
@@ -27,6 +27,7 @@ class Plan:
     unseen: tuple[str, ...]
     fraction: float = 1.0  # of the training clients in each round
     selection: Selection = "last"
+    stop: int | None = None  # the round before which to stop; None: after all rounds of the method
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class State:
 
 def with_client_count(method: Method, plan: Plan, state: State) -> State:
     """With the number of clients that may take part, where a method shares a tensor for it."""
-    name = method.traits.client_count
+    name = method.traits.training.client_count
     if name is None:
         return state
     if name not in state.shared:
@@ -65,9 +66,9 @@ def selects_round(method: Any, plan: Plan) -> bool:
 def keep_best(plan: Plan, state: State, scores: Mapping[str, Scores]) -> State:
     """Keeps the state if it scores better than every one before it, as the selection says."""
     if plan.selection == "validation":
-        score = accuracy(scores, plan.train, "validation") or 0.0
+        score = mean_accuracy(scores, plan.train, "validation") or 0.0
     else:
-        score = accuracy(scores, {*plan.train, *plan.unseen}, "test") or 0.0
+        score = mean_accuracy(scores, {*plan.train, *plan.unseen}, "test") or 0.0
     if score <= state.best:
         return state
     return replace(

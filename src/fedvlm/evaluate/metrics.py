@@ -6,16 +6,17 @@ A number that the rows cannot give (the AUC of rows of a single class, anything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedvlm.errors import SettingsError
-from fedvlm.outside import add_entry, load_outside
+from fedvlm.plugins import add_entry, load_outside
 
 if TYPE_CHECKING:  # tables of finished runs have its names, and do without torch
     from torch import Tensor
@@ -254,3 +255,58 @@ def metrics() -> dict[str, Metric]:
     """All metrics: our own and those of outside packages (entry-point group fedvlm.metrics)."""
     load_outside("fedvlm.metrics")
     return dict(ALL)
+
+
+Results = Mapping[str, Mapping[str, Any]]  # scores by client
+Table = dict[str, float | None]  # column -> share of hits, None where it is not defined
+
+
+def mean_metric(scores: Results, ids: Iterable[str], name: str) -> float | None:
+    """Mean over clients of one of METRICS; None where no client has it."""
+    if name == "accuracy":
+        return mean_accuracy(scores, ids)
+    parts = [scores[id][name] for id in sorted(ids) if name in scores.get(id, {})]
+    return fmean(parts) if parts else None
+
+
+def mean_accuracy(scores: Results, ids: Iterable[str], split: str = "test") -> float | None:
+    """Mean over clients of each one's share of hits; None where no client has rows."""
+    parts = [
+        scores[id][f"{split}_hits"] / scores[id][f"{split}_rows"]
+        for id in sorted(ids)
+        if id in scores and scores[id][f"{split}_rows"]
+    ]
+    return fmean(parts) if parts else None
+
+
+def mean_and_std(tables: Sequence[Table]) -> dict[str, tuple[float | None, float | None]]:
+    """Mean and sample deviation over seeds, column by column; no deviation for one seed."""
+    out: dict[str, tuple[float | None, float | None]] = {}
+    for key in tables[0]:
+        values = [value for table in tables if (value := table.get(key)) is not None]
+        mean = fmean(values) if values else None
+        out[key] = (mean, stdev(values) if len(values) > 1 else None)
+    return out
+
+
+MIN_OUTLIER_FRACTION = 0.7  # share of a client's rounds above which it is named
+
+
+def describe_outliers(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Who was far from the rest in most of its rounds of a training, in words."""
+    rounds_of_client: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        for id, entry in line["clients"].items():
+            if "far" in entry:
+                rounds_of_client.setdefault((str(line.get("training", "")), id), []).append(entry)
+    out = []
+    for (training, id), entries in sorted(rounds_of_client.items()):
+        outlying = [entry for entry in entries if entry["far"]]
+        if len(outlying) > MIN_OUTLIER_FRACTION * len(entries):
+            norm, cosine = (sum(entry[key] for entry in outlying) / len(outlying) for key in ("norm", "cosine"))
+            out.append(
+                f"client {id} was far from the rest in {len(outlying)} of {len(entries)} rounds of "
+                f"{training}: its changes were {norm:.2g} times as long as the median, at a "
+                f"cosine of {cosine:.2f} to the others"
+            )
+    return out

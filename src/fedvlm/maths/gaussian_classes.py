@@ -1,7 +1,8 @@
-"""Gaussian classes of one common covariance: statistics that add up, posterior, discriminant.
+"""Model classes as Gaussians of one covariance: sums that clients may upload, posterior, discriminant.
 
-Sums over rows are taken in float64; all else has the precision of the moments it is given. There
-are no branches on values, so that engines may vmap it.
+Sums over samples are taken in float64; all else has the precision of the moments it is given. Nothing branches on
+values, so that engines may vmap it. It is our own code because clients' sums must add up exactly in any order, and
+because one eigenbasis of the prior serves all clients: no client does work of order dim³.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,54 +15,57 @@ from torch import Tensor
 from fedvlm.maths.privacy import add_noise
 from fedvlm.tensors import Tensors, remember_latest
 
-ABSENT_CLASS_LOGIT = -1e4  # the logit of a class without a prototype: finite, and beaten by every other
-GRAM_BLOCK_COLUMNS = 128  # columns of a product of which only a triangle is asked for
-MIN_SCATTER_PER_SAMPLE = 1e-4  # scatter per row below which rows of a class count as one and the same
+ABSENT_CLASS_LOGIT = -1e4  # of a class without samples: finite, and below every other logit
+GRAM_BLOCK_COLUMNS = 128  # columns of a block of a product of which only the triangle is needed
+MIN_SCATTER_PER_SAMPLE = 1e-4  # below it, the samples of a class count as identical
+LOW_RANK_DIM_RATIO = 2  # a low-rank fit is faster if there are so many dimensions per sample
+LOW_RANK_MIN_SHRINKAGE = 0.1  # the least ridge at which a low-rank fit is as exact in float32 as a Cholesky factor
+SENSITIVITY = 3**0.5  # L2: a sample changes a count by 1, a class sum by norm 1 and the triangle of Σ x xᵀ by at most 1
 
 
 class Moments(NamedTuple):
-    """What is known of the classes; `scatter` is summed over rows around their class mean."""
+    """Counts, means and the common scatter of the classes."""
 
-    counts: Tensor  # (classes,) rows, or the weight of rows
-    means: Tensor  # (classes, dim), zero for a class without rows
-    scatter: Tensor  # (dim, dim), positive semidefinite
+    counts: Tensor  # (classes,) samples, or their weight
+    means: Tensor  # (classes, dim), zero for a class without samples
+    scatter: Tensor  # (dim, dim), positive semidefinite: summed over samples around their class mean
 
 
 def class_membership(y: Tensor, classes: int) -> Tensor:
-    """(rows, classes) 1 where a row is of a class; nothing in a row that is padding (-1)."""
+    """Return (samples, classes) one-hot labels; a row of padding (-1) is all zero."""
     return (y[:, None] == torch.arange(classes, device=y.device)).double()
 
 
-def suppress_small_classes(y: Tensor, counts: Tensor, smallest: int) -> Tensor:
-    """The labels without those of classes whose `counts` are below `smallest`."""
-    return torch.where((counts < smallest)[y.clamp(min=0)], -1, y)
+def suppress_small_classes(y: Tensor, counts: Tensor, min_samples: int) -> Tensor:
+    """Return the labels with -1 for those of classes whose `counts` are below `min_samples`."""
+    return torch.where((counts < min_samples)[y.clamp(min=0)], -1, y)
 
 
 def class_sums(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts, class sums and Σ x xᵀ: sums over rows, so clients' add up to those of all rows."""
+    """Return counts, class sums and Σ x xᵀ, which add up over clients."""
     counts, sums, triangle = packed_class_sums(x, y, classes)
     return counts, sums, unpack(triangle, x.shape[1])
 
 
 def packed_class_sums(x: Tensor, y: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, with the last as a triangle."""
-    rows = x.double() * (y >= 0)[:, None]
-    sums = rows.new_zeros(classes, x.shape[1]).index_add(0, y.clamp(min=0), rows)
-    return class_membership(y, classes).sum(0), sums, gram(rows)
+    """Return the same, with Σ x xᵀ as a triangle."""
+    samples = x.double() * (y >= 0)[:, None]
+    sums = samples.new_zeros(classes, x.shape[1]).index_add(0, y.clamp(min=0), samples)
+    return class_membership(y, classes).sum(0), sums, gram(samples)
 
 
 def moments_from_sums(counts: Tensor, sums: Tensor, second: Tensor, step: float = 0.0) -> Moments:
-    """Moments from sums over all clients; rounding or noise cannot make the scatter indefinite.
+    """Return moments from sums over all clients; rounding or noise cannot make the scatter indefinite.
 
-    `step` is that of the sums' fixed point: directions in which the scatter is no larger than what
-    rounding does to it count as empty, so that one row per class leaves a scatter of exactly 0.
+    `step` is that of the sums' fixed point: directions in which the scatter is no larger than its rounding error count
+    as empty, so that one sample per class leaves a scatter of exactly 0.
     """
     means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
     scatter = second - (means * counts[:, None]).mT @ means
     scatter = (scatter + scatter.mT) / 2
-    floor = 4 * step * (counts.sum() * len(scatter)) ** 0.5  # every row a client of its own
+    floor = 4 * step * (counts.sum() * len(scatter)) ** 0.5  # the worst case: each sample is another client's
     eye = torch.eye(len(scatter), dtype=scatter.dtype, device=scatter.device)
-    if not int(torch.linalg.cholesky_ex(scatter - floor * eye).info):  # nothing is empty
+    if not int(torch.linalg.cholesky_ex(scatter - floor * eye).info):  # no direction is empty
         return Moments(counts, means, scatter)
     values, vectors = torch.linalg.eigh(scatter)
     values = torch.where(values > floor, values, 0.0)
@@ -71,10 +75,10 @@ def moments_from_sums(counts: Tensor, sums: Tensor, second: Tensor, step: float 
 def means_and_scatter(
     counts: Tensor, sums: Tensor, second: Tensor, centre: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Class means, and per row the scatter around them or a given `centre`; both are packed."""
-    means = sums / counts.clamp(min=1)[:, None] * (counts > 0)[:, None]
-    if centre is None:
-        has_samples = counts > 0  # a client may have few of all classes
+    """Return class means, and the packed scatter per sample around them or a given `centre`."""
+    has_samples = counts > 0
+    means = sums / counts.clamp(min=1)[:, None] * has_samples[:, None]
+    if centre is None:  # a client may have samples of few classes
         around = gram(means[has_samples] * counts[has_samples].sqrt()[:, None]).neg_().add_(second)
     else:
         cross = sums.mT @ centre
@@ -83,13 +87,13 @@ def means_and_scatter(
 
 
 def sums_from_moments(counts: Tensor, means: Tensor, scatter: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums, the second packed, that `moments` would say this of."""
+    """Invert `means_and_scatter`: return class sums and packed Σ x xᵀ."""
     second = gram(means * counts.clamp(min=0).sqrt()[:, None]) + counts.sum() * scatter
     return means * counts[:, None], second
 
 
 def posterior_moments(prior: Moments, x: Tensor, y: Tensor, alpha: float) -> Moments:
-    """The moments of own rows, with the prior's rows weighing α each: a sum of squares.
+    """Return the moments of a client's samples and of the prior's, each of which weighs α.
 
     κ_c = αN_c + n_c, m_c = (αN_c z̄_c + n_c z̄ᵏ_c)/κ_c, and
     S = αS_g + Σ (z - z̄ᵏ_c)(z - z̄ᵏ_c)ᵀ + Σ_c (αN_c n_c/κ_c)(z̄ᵏ_c - z̄_c)(z̄ᵏ_c - z̄_c)ᵀ.
@@ -102,20 +106,20 @@ def posterior_moments(prior: Moments, x: Tensor, y: Tensor, alpha: float) -> Mom
     total = before + counts
     safe = torch.where(total > 0, total, 1.0)
     means = (before[:, None] * prior.means + counts[:, None] * client_means) / safe[:, None]
-    # Deviations from a class mean sum to 0, so what sets the mean apart may be added to each row:
-    # a product over the rows is all, none over the classes.
+    # Deviations from a class mean sum to 0, so the shift of the mean may be added to each sample: this takes one
+    # product over samples and none over classes.
     shift = (before / safe).sqrt()[:, None] * (client_means - prior.means)
-    parts = (x + (shift - client_means)[y.clamp(min=0)]) * (y >= 0)[:, None]
-    return Moments(total, means, alpha * prior.scatter + parts.mT @ parts)
+    deviations = (x + (shift - client_means)[y.clamp(min=0)]) * (y >= 0)[:, None]
+    return Moments(total, means, alpha * prior.scatter + deviations.mT @ deviations)
 
 
 class Discriminant(NamedTuple):
-    """One linear function of a row per class, and the metric it comes from."""
+    """A linear classifier, and the metric it comes from."""
 
     weight: Tensor  # (classes, dim)
     bias: Tensor  # (classes,)
     centre: Tensor  # (dim,) mean of the class means
-    root: Tensor  # (dim, dim) lower triangle: root rootᵀ is the scatter with its ridge
+    root: Tensor  # (dim, dim) Cholesky factor of the scatter with its ridge
     white: Tensor  # (classes, dim) class means in coordinates of unit covariance
 
     def logits(self, x: Tensor) -> Tensor:
@@ -123,12 +127,13 @@ class Discriminant(NamedTuple):
 
 
 def ridge(moments: Moments, shrinkage: float) -> Tensor:
-    """λ tr(S)/(ν - 1), as CLIP-GDA shrinks; where S says nothing (one shot), from the means."""
-    return ridge_from_trace(moments.counts, centred_means(moments.counts, moments.means)[1], trace(moments), shrinkage)
+    """Return λ tr(S)/(ν - 1), CLIP-GDA's ridge; where S is not informative (one shot), from the class means."""
+    offset = centred_means(moments.counts, moments.means)[1]
+    return ridge_from_trace(moments.counts, offset, trace(moments), shrinkage)
 
 
 def ridge_from_trace(counts: Tensor, offset: Tensor, within: Tensor, shrinkage: float) -> Tensor:
-    """The same by tr(S) and the class means around their mean."""
+    """Return the same from tr(S) and the centred class means."""
     between = (counts * offset.square().sum(-1)).sum()
     spread = torch.where(is_informative(counts, within), within, between)
     spread = torch.where(spread > 0, spread, torch.ones_like(spread))
@@ -140,14 +145,14 @@ def trace(moments: Moments) -> Tensor:
 
 
 def is_informative(counts: Tensor, within: Tensor) -> Tensor:
-    """Whether a scatter of the trace `within` says anything."""
+    """Return whether a scatter of trace `within` tells samples of a class apart."""
     return within > MIN_SCATTER_PER_SAMPLE * counts.sum()
 
 
 def fit_discriminant(moments: Moments, ridge: Tensor) -> Discriminant:
-    """g_c(z) = m_cᵀGz - ½m_cᵀGm_c, G = (ν + d + 2)(S + ridge I)⁻¹, up to what all classes share.
+    """Return g_c(z) = m_cᵀGz - ½m_cᵀGm_c with G = (ν + d + 2)(S + ridge I)⁻¹, up to a term common to all classes.
 
-    The uniform prior is left out. A class without rows has weight 0 and the bias NEVER.
+    Classes have a uniform prior. A class without samples has weight 0 and the bias ABSENT_CLASS_LOGIT.
     """
     dim = moments.means.shape[-1]
     has_samples, offset, centre = centred_means(moments.counts, moments.means)
@@ -162,26 +167,27 @@ def fit_discriminant(moments: Moments, ridge: Tensor) -> Discriminant:
 
 
 def centred_means(counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which classes have rows, their means around the mean of means, and that one."""
+    """Return which classes have samples, the means less the mean of means, and that mean."""
     has_samples = counts > 0
     centre = means.sum(0) / has_samples.sum().clamp(min=1)
     return has_samples, torch.where(has_samples[:, None], means - centre, 0.0), centre
 
 
 class OffsetProducts(NamedTuple):
-    """Products by G, of rows less the mean of their class with them and with class means."""
+    """Inner products by G of samples less their class mean (offsets) and of centred class means."""
 
-    size: Tensor  # (rows,) of a row with itself
-    cross: Tensor  # (rows, classes) with the class means around their mean
-    between: Tensor  # (classes, classes) of these with each other
+    size: Tensor  # (samples,) of an offset with itself
+    cross: Tensor  # (samples, classes) of offsets with centred class means
+    between: Tensor  # (classes, classes) of centred class means
 
 
 def leave_one_out_logits(moments: Moments, rule: Discriminant, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """(rows, classes) logits of each row by the discriminant of all others, the ridge kept."""
+    """Return (samples, classes) logits of each sample by the discriminant of all others, with the same ridge."""
     return leave_one_out_from_products(offset_products(moments, rule, x, y), moments.counts, y, weight, x.shape[1])
 
 
 def offset_products(moments: Moments, rule: Discriminant, x: Tensor, y: Tensor) -> OffsetProducts:
+    """Return the products that leaving samples out needs."""
     x = x.to(rule.root.dtype)
     scale = (moments.counts.sum() + x.shape[1] + 2).sqrt()
     solved = torch.linalg.solve_triangular(rule.root, (x - rule.centre).mT, upper=False)
@@ -193,10 +199,10 @@ def offset_products(moments: Moments, rule: Discriminant, x: Tensor, y: Tensor) 
 def leave_one_out_from_products(
     products: OffsetProducts, counts: Tensor, y: Tensor, weight: Tensor, dim: int
 ) -> Tensor:
-    """`left_out` by products: a row changes the scatter by rank one, and the mean of its class.
+    """Return leave-one-out logits from products: a sample changes the scatter by rank one, and its class mean.
 
-    `weight` (rows,) is what each counts in `counts`: 1 + α if the prior has it as well. The only
-    row of a class leaves it without a prototype.
+    `weight` (samples,) is what each adds to `counts`: 1 + α if the prior has it as well. Without its only sample a
+    class is absent.
     """
     size, cross, between = products
     weight, label = weight.to(size.dtype), y.clamp(min=0)
@@ -209,7 +215,7 @@ def leave_one_out_from_products(
     drop = torch.where(is_only_sample, 0.0, weight * label_counts / remaining) / scale
     gain = drop / (1 - drop * size).clamp(min=1e-9)  # Sherman-Morrison
     label_cross = cross.gather(1, label[:, None])[:, 0]
-    row_product = size + label_cross  # with the row itself
+    row_product = size + label_cross  # of the offset with the sample itself
     dots, norms = cross + between[label], between.diagonal()
     logits = dots + (gain * row_product)[:, None] * cross - (norms + gain[:, None] * cross.square()) / 2
     stretch = 1 + gain * size
@@ -229,7 +235,7 @@ def leave_one_out_from_products(
 
 @lru_cache(maxsize=8)
 def _triangle_indices(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the upper triangle lies in a square, and where a square finds itself in a triangle."""
+    """Return positions of the upper triangle in a square, and of the square's entries in the triangle."""
     row, column = torch.triu_indices(dim, dim, device=device)
     positions = torch.zeros(dim, dim, dtype=torch.long, device=device)
     positions[row, column] = positions[column, row] = torch.arange(len(row), device=device)
@@ -238,7 +244,7 @@ def _triangle_indices(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=8)
 def _gram_indices(dim: int, device: torch.device) -> Tensor:
-    """Where `gram` finds the triangle in its products, one after the other."""
+    """Return positions of the upper triangle in the concatenated blocks of `gram`."""
     row, column = torch.triu_indices(dim, dim, device=device)
     first = row - row % GRAM_BLOCK_COLUMNS
     widths = dim - torch.arange(0, dim, GRAM_BLOCK_COLUMNS, device=device)
@@ -248,7 +254,7 @@ def _gram_indices(dim: int, device: torch.device) -> Tensor:
 
 
 def gram(x: Tensor) -> Tensor:
-    """xᵀx of (..., rows, dim) as `pack` has it, without most of what is below the diagonal."""
+    """Return xᵀx of (..., samples, dim) packed, without computing most of what is below the diagonal."""
     dim = x.shape[-1]
     firsts = range(0, dim, GRAM_BLOCK_COLUMNS)
     blocks = [(x[..., i : i + GRAM_BLOCK_COLUMNS].mT @ x[..., i:]).flatten(-2) for i in firsts]
@@ -257,17 +263,18 @@ def gram(x: Tensor) -> Tensor:
 
 
 def pack(square: Tensor) -> Tensor:
-    """One triangle of a symmetric (..., dim, dim), row by row: (..., dim (dim + 1) / 2)."""
+    """Return the upper triangle of a symmetric (..., dim, dim), row by row: (..., dim (dim + 1) / 2)."""
     return square.flatten(-2).index_select(-1, _triangle_indices(square.shape[-1], square.device)[0])
 
 
 def unpack(triangle: Tensor, dim: int) -> Tensor:
+    """Invert `pack`."""
     square = triangle.index_select(-1, _triangle_indices(dim, triangle.device)[1])
     return square.reshape(*triangle.shape[:-1], dim, dim)
 
 
 def nearest_semidefinite(square: Tensor) -> Tensor:
-    """A sum of squares as it is; a lie, or numbers' medians, without what makes them none."""
+    """Drop negative eigenvalues (of robust means, or of an attack); a semidefinite matrix stays as it is."""
     size = square.diagonal().abs().mean().clamp(min=torch.finfo(square.dtype).tiny)
     eye = torch.eye(len(square), dtype=square.dtype)
     if not int(torch.linalg.cholesky_ex(square + 1e-5 * size * eye).info):
@@ -278,21 +285,22 @@ def nearest_semidefinite(square: Tensor) -> Tensor:
 
 
 def fixed_point_step(max_samples: int) -> float:
-    """The step of a 32-bit fixed point that holds sums over `most` rows of unit norm."""
+    """Return the step of a 32-bit fixed point that holds sums over `max_samples` of unit norm."""
     return max_samples / 2.0**31
 
 
 def to_fixed_point(value: Tensor, max_samples: int) -> Tensor:
-    """int32 multiples of the quantum: they add up exactly, in any order and under a secure sum."""
+    """Round to int32 multiples of the step: these add up exactly, in any order and under secure aggregation."""
     return (value.double() / fixed_point_step(max_samples)).round().clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
 
 def from_fixed_point(value: Tensor, max_samples: int) -> Tensor:
+    """Return the float64 numbers of a fixed point."""
     return value.to(torch.float64, copy=True).mul_(fixed_point_step(max_samples))
 
 
 class Basis(NamedTuple):
-    """A prior in the eigenbasis of its scatter."""
+    """A prior in the eigenbasis of its scatter, in which the scatter with a ridge of any size is diagonal."""
 
     vectors: Tensor  # (dim, dim) in columns
     values: Tensor  # (dim,)
@@ -301,24 +309,23 @@ class Basis(NamedTuple):
 
 
 def eigenbasis(prior: Moments) -> Basis:
-    """By float64: the smallest eigenvalues count most, and float32 has none of their digits."""
+    """Decompose in float64: the smallest eigenvalues count most, and float32 has none of their digits."""
     values, vectors = torch.linalg.eigh(prior.scatter.double())
-    kind = prior.means.dtype
-    vectors = vectors.to(kind)
-    values = values.clamp(min=0).to(kind)
-    return Basis(vectors, values, prior.counts, prior.means @ vectors)
+    vectors = vectors.to(prior.means.dtype)
+    return Basis(vectors, values.clamp(min=0).to(prior.means.dtype), prior.counts, prior.means @ vectors)
 
 
 class ClientDiscriminant(NamedTuple):
-    """What `gaussian.posterior` and `gaussian.discriminant` would make of the rows."""
+    """A client's discriminant by its posterior, and the products that leaving samples out needs."""
 
-    counts: Tensor  # (classes,) of rows, the prior's weighing α
+    counts: Tensor  # (classes,) samples, the prior's weighing α
     weight: Tensor  # (classes, dim)
     bias: Tensor  # (classes,)
     products: OffsetProducts
 
 
 def fit_low_rank(prior: Basis, x: Tensor, y: Tensor, alpha: float, shrinkage: float) -> ClientDiscriminant:
+    """Do what `posterior_moments` and `fit_discriminant` do, for n samples by a system of n unknowns (Woodbury)."""
     label, real = y.clamp(min=0), (y >= 0).to(prior.means.dtype)
     x = (x.to(prior.means.dtype) @ prior.vectors) * real[:, None]
     client_counts = torch.zeros_like(prior.counts).index_add(0, label, real)
@@ -329,45 +336,40 @@ def fit_low_rank(prior: Basis, x: Tensor, y: Tensor, alpha: float, shrinkage: fl
     means = (before[:, None] * prior.means + sums) / safe[:, None]
     mean = sums / client_counts.clamp(min=1)[:, None]
     shift = (before / safe).sqrt()[:, None] * (mean - prior.means)
-    parts = x + (shift - mean).index_select(0, label) * real[:, None]  # as in `posterior`
+    deviations = x + (shift - mean).index_select(0, label) * real[:, None]  # as in `posterior_moments`
     has_samples, offset, centre = centred_means(counts, means)
-    within = alpha * prior.values.sum() + parts.square().sum()
+    within = alpha * prior.values.sum() + deviations.square().sum()
     ridge = ridge_from_trace(counts, offset, within, shrinkage)
     informative = is_informative(counts, within).to(x.dtype)
-    root = (informative * alpha * prior.values + ridge).rsqrt()  # of the inverse of what is diagonal
+    root = (informative * alpha * prior.values + ridge).rsqrt()  # of the inverse of the diagonal part
     scale = counts.sum() + x.shape[1] + 2
-    parts = parts * (informative * root)
+    parts = deviations * (informative * root)
     eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(eye + parts @ parts.mT)[0])
     white = offset * root
     weight = scale * (white - (white @ parts.mT @ inverse) @ parts) * root
-    rows = x - means.index_select(0, label) * real[:, None]
-    whitened = rows * root
+    offsets = x - means.index_select(0, label) * real[:, None]
+    whitened = offsets * root
     onto = whitened @ parts.mT
     size = scale * (whitened.square().sum(1) - (onto @ inverse * onto).sum(1))
     between = offset @ weight.mT
     bias = torch.where(has_samples, -(weight @ centre) - between.diagonal() / 2, ABSENT_CLASS_LOGIT)
-    products = OffsetProducts(size.clamp(min=0), rows @ weight.mT, between)
+    products = OffsetProducts(size.clamp(min=0), offsets @ weight.mT, between)
     return ClientDiscriminant(counts, weight @ prior.vectors.mT, bias, products)
 
 
-LOW_RANK_DIM_RATIO = 2  # a client has few rows if there are so many times as many dimensions
-LOW_RANK_MIN_SHRINKAGE = 0.1  # the least ridge at which float32 leaves rows out that way as well as by a Cholesky
-SENSITIVITY = 3**0.5  # what one row can change, over all statistics
-
-
 def count_noise_values(classes: int, dim: int) -> int:
-    """How many numbers of noise one release takes."""
+    """Return how many normal numbers one release takes."""
     return classes + classes * dim + dim * (dim + 1) // 2
 
 
 def released_class_sums(
-    x: Tensor, y: Tensor, allowed: Tensor, smallest: int, multiplier: float, normal: Tensor
+    x: Tensor, y: Tensor, allowed: Tensor, min_samples: int, multiplier: float, normal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts, class sums and the triangle of Σ x xᵀ of classes that may be uploaded, with noise.
+    """Return counts, class sums and the triangle of Σ x xᵀ of classes that may be uploaded, with noise.
 
-    `allowed` (classes,) is True where a class may be. What is left out is chosen by the counts that
-    are uploaded, noise and all, so the choice gives nothing away.
+    `allowed` (classes,) is True where a class may be uploaded. Small classes are suppressed by the noisy counts that
+    are uploaded, so the choice reveals nothing more.
     """
     classes, dim = len(allowed), x.shape[1]
     counts = class_membership(y, classes).sum(0)
@@ -378,8 +380,8 @@ def released_class_sums(
         counts = add_noise(counts, std, on_counts).round()
         x = x.double() / x.norm(dim=1, keepdim=True).clamp(min=1)
     counts = torch.where(allowed, counts, 0.0)  # a mask: it cannot raise a count
-    is_released = counts >= smallest
-    _, sums, second = packed_class_sums(x, suppress_small_classes(y, counts, smallest), classes)
+    is_released = counts >= min_samples
+    _, sums, second = packed_class_sums(x, suppress_small_classes(y, counts, min_samples), classes)
     if multiplier:
         sums = add_noise(sums, std, on_sums.reshape(classes, dim))
         sums = torch.where(is_released[:, None], sums, 0.0)
@@ -388,7 +390,7 @@ def released_class_sums(
 
 
 def pack_statistics(counts: Tensor, sums: Tensor, second: Tensor, max_samples: int) -> Tensors:
-    """As whole numbers, which add up exactly; for clients of `most` rows at most."""
+    """Return an upload of whole numbers, which add up exactly, of at most `max_samples` per client."""
     return {
         "counts": counts.to(torch.int32),
         "sums": to_fixed_point(sums, max_samples),
@@ -397,7 +399,7 @@ def pack_statistics(counts: Tensor, sums: Tensor, second: Tensor, max_samples: i
 
 
 def add_uploads(uploads: Sequence[Tensors], keys: Collection[str]) -> Tensors:
-    """The exact sums of packed statistics, one client after the other: they are many."""
+    """Return the exact sums of packed statistics; in place, because clients may be many."""
     total = {key: torch.zeros_like(uploads[0][key], dtype=torch.long) for key in keys}
     for upload in uploads:
         for key, value in total.items():
@@ -406,12 +408,12 @@ def add_uploads(uploads: Sequence[Tensors], keys: Collection[str]) -> Tensors:
 
 
 def class_means(upload: Tensors, max_samples: int) -> Tensor:
-    """(classes, dim) what packed statistics say of the class means."""
+    """Return the (classes, dim) class means of packed statistics."""
     return from_fixed_point(upload["sums"], max_samples) / upload["counts"].clamp(min=1)[:, None]
 
 
 def empty_prior(classes: int, dim: int) -> Tensors:
-    """The prior before anything was released: nothing, and a discriminant that says nothing."""
+    """Return the prior and its discriminant before any upload: all zero."""
     return {
         "counts": torch.zeros(classes),
         "means": torch.zeros(classes, dim),
@@ -422,7 +424,7 @@ def empty_prior(classes: int, dim: int) -> Tensors:
 
 
 def pooled_prior(total: Tensors, max_samples: int, shrinkage: float) -> Tensors:
-    """The posterior of all rows under an uninformative prior, and its discriminant."""
+    """Return the posterior of all samples under an uninformative prior, and its discriminant."""
     pooled = moments_from_sums(
         total["counts"].double(),
         from_fixed_point(total["sums"], max_samples),
@@ -430,36 +432,23 @@ def pooled_prior(total: Tensors, max_samples: int, shrinkage: float) -> Tensors:
         fixed_point_step(max_samples),
     )
     rule = fit_discriminant(pooled, ridge(pooled, shrinkage))
-    moments = {
-        "counts": pooled.counts,
-        "means": pooled.means,
-        "scatter": pack(pooled.scatter),
-    }
-    prior_tensors = {**moments, "weight": rule.weight, "bias": rule.bias}
-    return {key: value.float() for key, value in prior_tensors.items()}
+    moments = {"counts": pooled.counts, "means": pooled.means, "scatter": pack(pooled.scatter)}
+    return {key: value.float() for key, value in {**moments, "weight": rule.weight, "bias": rule.bias}.items()}
 
 
 def fit_client_discriminant(prior: Tensors, x: Tensor, y: Tensor, alpha: float, shrinkage: float) -> ClientDiscriminant:
-    """A client's posterior, the prior's rows weighing α each, and its discriminant."""
+    """Fit a client's discriminant by its posterior, in which the prior's samples weigh α."""
     if LOW_RANK_DIM_RATIO * len(x) <= x.shape[1] and shrinkage >= LOW_RANK_MIN_SHRINKAGE:
-        held = [prior[key] for key in ("counts", "means", "scatter")]
-        return fit_low_rank(_basis(*held), x, y, alpha, shrinkage)
-    posterior = posterior_moments(_moments(prior), x, y, alpha)
+        return fit_low_rank(_basis(prior["counts"], prior["means"], prior["scatter"]), x, y, alpha, shrinkage)
+    posterior = posterior_moments(_moments(prior["counts"], prior["means"], prior["scatter"]), x, y, alpha)
     rule = fit_discriminant(posterior, ridge(posterior, shrinkage))
     return ClientDiscriminant(posterior.counts, rule.weight, rule.bias, offset_products(posterior, rule, x, y))
 
 
-def _moments(prior: Tensors) -> Moments:
-    scatter = unpack(prior["scatter"], prior["means"].shape[1])
-    return Moments(prior["counts"], prior["means"], scatter)
+def _moments(counts: Tensor, means: Tensor, scatter: Tensor) -> Moments:
+    return Moments(counts, means, unpack(scatter, means.shape[1]))
 
 
-@remember_latest
+@remember_latest  # one decomposition serves all clients of a process
 def _basis(counts: Tensor, means: Tensor, scatter: Tensor) -> Basis:
-    return eigenbasis(_moments({"counts": counts, "means": means, "scatter": scatter}))
-
-
-def discriminant_change(rule: ClientDiscriminant, prior: Tensors) -> Tensors:
-    """How a client's discriminant differs from the prior's."""
-    new = {"weight": rule.weight, "bias": rule.bias}
-    return {f"{key} change": value - prior[key] for key, value in new.items()}
+    return eigenbasis(_moments(counts, means, scatter))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import POSITIVE, POSITIVE_FRACTION, check_range
 
 TransportKind = Literal["unbalanced", "classical", "averaging"]
 MAX_EXPONENT = 60.0  # e to this power is far from the largest float32
@@ -45,20 +45,13 @@ def transport_plan(
     *batch_shape, prompts, patches = similarity.shape
     if kind == "averaging":
         return torch.full_like(similarity, 1 / (prompts * patches))
-    check_plan(gamma, entropy_reg)
+    check_range("gamma", gamma, POSITIVE_FRACTION)
+    check_range("entropy_reg", entropy_reg, POSITIVE)
     exact = kind == "classical" or gamma == 1  # where all mass is taken every patch gives all
     problems = similarity.reshape(-1, prompts, patches)
     size = max(1, NUMBERS_PER_CHUNK // (prompts * patches))
     plans = [_solve(chunk, 1 if exact else gamma, entropy_reg, exact, steps) for chunk in torch.split(problems, size)]
     return torch.cat(plans).reshape(*batch_shape, prompts, patches)
-
-
-def check_plan(gamma: float, entropy_reg: float) -> None:
-    """Refuses what is no transport problem."""
-    if not 0 < gamma <= 1:
-        raise SettingsError(f"gamma = {gamma} is outside (0, 1]; it is the share of an image that prompts take")
-    if not 0 < entropy_reg < float("inf"):
-        raise SettingsError(f"entropy_reg = {entropy_reg} of the entropy is not above 0; the paper's λ is 0.1")
 
 
 def _solve(similarity: Tensor, gamma: float, entropy_reg: float, exact: bool, steps: int) -> Tensor:

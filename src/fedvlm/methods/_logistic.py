@@ -1,76 +1,114 @@
-"""What the methods that solve one logistic regression over clients share."""
+"""Solve one logistic regression over all clients by quasi-Newton steps of the server (auto, probe).
+
+The server's state is a NamedTuple; its tensors are saved under the name of the field and a prefix, and never sent.
+"""
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedvlm.core import Client, Frozen, Tensors
-from fedvlm.maths import gaussian_classes, logistic_regression
+from fedvlm.maths import gaussian_classes
+from fedvlm.maths.logistic_regression import (
+    Head,
+    QuasiNewtonState,
+    loss_and_gradient,
+    split_head,
+    start_state,
+    summed_cross_entropy,
+    take_quasi_newton_step,
+)
 
-STATE_PREFIX = "walk "  # starts the names of the server's own tensors, which are never sent
+SERVER, OPTIMISER = "server ", "optimiser "  # prefixes of the server's tensors
+S = TypeVar("S", bound=NamedTuple)
+
+
+class ServerState(NamedTuple):
+    """What the server keeps beside the head and the optimiser's state."""
+
+    round: Tensor  # rounds that are done
+    anchor: Tensor  # (classes, dim + 1): the zero-shot head, to which a ridge draws the solution
+    gram: Tensor  # packed Σ x xᵀ over the samples of all clients, with a last coordinate of 1
+
+
+def save_state(prefix: str, state: NamedTuple) -> Tensors:
+    """Return the fields of a state as tensors."""
+    return {f"{prefix}{key}": value for key, value in state._asdict().items()}
+
+
+def load_state(prefix: str, kind: type[S], shared: Tensors) -> S:
+    """Invert `save_state`."""
+    return kind._make(shared[f"{prefix}{key}"] for key in kind._fields)
+
+
+def is_server_state(shared: Tensors) -> bool:
+    """Return False for a site's classifier, which has what the server sent after the last round."""
+    return f"{SERVER}round" in shared
 
 
 def zero_shot_head(frozen: Frozen) -> Tensor:
-    """(classes, dim + 1): the zero-shot classifier, or nothing at all without text."""
+    """Return (classes, dim + 1): the zero-shot head, or zeros if the encoder has no text."""
     if frozen.text is None:
         return torch.zeros(len(frozen.classes), frozen.dim + 1)
     return torch.cat([frozen.scale * frozen.text, torch.zeros(len(frozen.classes), 1)], dim=1)
 
 
-def state_to_tensors(state: logistic_regression.QuasiNewtonState) -> Tensors:
-    """The server's tensors, and the head that the clients are asked about."""
-    named = {f"{STATE_PREFIX}{key}": value for key, value in state._asdict().items()}
-    return {**head_tensors(state.point), **named}
+def initial_state(frozen: Frozen) -> ServerState:
+    """Return the state before the first round."""
+    round_number, size = torch.zeros((), dtype=torch.int64), frozen.dim + 1
+    return ServerState(round_number, zero_shot_head(frozen), torch.zeros(size * (size + 1) // 2))
+
+
+def start_optimiser(anchor: Tensor) -> Tensors:
+    """Return the tensors of an optimiser that starts at the anchor."""
+    return optimiser_tensors(start_state(anchor))
+
+
+def optimiser_tensors(state: QuasiNewtonState) -> Tensors:
+    """Return the head that clients evaluate next, and the optimiser's state."""
+    return {**head_tensors(state.point), **save_state(OPTIMISER, state)}
 
 
 def head_tensors(point: Tensor) -> Tensors:
-    return {key: value.float() for key, value in logistic_regression.split_head(point)._asdict().items()}
+    """Return the weight and bias of a head as they are sent."""
+    return {key: value.float() for key, value in split_head(point)._asdict().items()}
 
 
-def state_from_tensors(shared: Tensors) -> logistic_regression.QuasiNewtonState:
-    return logistic_regression.QuasiNewtonState(
-        *(shared[f"{STATE_PREFIX}{key}"] for key in logistic_regression.QuasiNewtonState._fields)
-    )
+def local_statistics(sent: Tensors, client: Client, min_samples: int) -> Tensors:
+    """Return sums over a client's samples at the head it was sent: loss, gradient and validation loss.
 
-
-def local_statistics(sent: Tensors, client: Client, smallest: int) -> Tensors:
-    """Sums of a client's rows at the head it was sent: loss and slope, and the validation loss.
-
-    A client with too few rows says nothing.
+    A client with too few samples returns zeros.
     """
-    sent_head = logistic_regression.Head(sent["weight"], sent["bias"])
-    loss, gradient = logistic_regression.loss_and_gradient(sent_head, client.x, client.y)
-    rows, held = (client.y >= 0).sum(), (client.val_y >= 0).sum()
-    judged = logistic_regression.summed_cross_entropy(sent_head.logits(client.val_x), client.val_y)
-    counted = torch.stack([loss, rows, judged, held]).float()
-    has_enough = rows >= smallest
-    return {"slope": torch.where(has_enough, gradient, 0.0), "counted": torch.where(has_enough, counted, 0.0)}
+    head = Head(sent["weight"], sent["bias"])
+    loss, gradient = loss_and_gradient(head, client.x, client.y)
+    n_samples, n_val = (client.y >= 0).sum(), (client.val_y >= 0).sum()
+    val_loss = summed_cross_entropy(head.logits(client.val_x), client.val_y)
+    totals = torch.stack([loss, n_samples, val_loss, n_val]).float()
+    has_enough = n_samples >= min_samples
+    return {"gradient": torch.where(has_enough, gradient, 0.0), "totals": torch.where(has_enough, totals, 0.0)}
 
 
-def packed_gram(client: Client, smallest: int) -> Tensor:
-    """Σ x xᵀ over rows with a last coordinate of 1, packed; of too few rows it stays at home."""
+def packed_gram(client: Client, min_samples: int) -> Tensor:
+    """Return the packed Σ x xᵀ over samples with a last coordinate of 1; zeros for too few samples."""
     real = client.y >= 0
     x = torch.where(real[:, None], client.x.double(), 0.0)
     x = torch.cat([x, real.double()[:, None]], dim=1)
-    return torch.where(real.sum() >= smallest, gaussian_classes.pack(x.mT @ x), 0.0).float()
+    return torch.where(real.sum() >= min_samples, gaussian_classes.pack(x.mT @ x), 0.0).float()
 
 
 def sum_uploads(uploads: Sequence[Tensors]) -> Tensors:
-    return {
-        key: sum((upload[key].double() for upload in uploads), start=torch.zeros((), dtype=torch.float64))
-        for key in uploads[0]
-    }
+    """Return the sum of the uploads in float64."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return {key: sum((upload[key].double() for upload in uploads), start=zero) for key in uploads[0]}
 
 
 def take_server_step(shared: Tensors, total: Tensors, gram: Tensor, anchor: Tensor, ridge: float) -> Tensors:
-    """The server's next point from what the clients said of the last one."""
-    rows = total["counted"][1].clamp(min=1)
+    """Return the head and the optimiser's state after a step by the clients' sums."""
+    n_samples = total["totals"][1].clamp(min=1)
     moments = gaussian_classes.unpack(gram.double(), anchor.shape[1])
-    mean = moments / moments[-1, -1].clamp(min=1)  # its last corner is the number of rows
-    loss, gradient = total["counted"][0] / rows, total["slope"] / rows
-    return state_to_tensors(
-        logistic_regression.take_quasi_newton_step(
-            state_from_tensors(shared), loss, gradient, mean, anchor.double(), ridge
-        )
-    )
+    mean = moments / moments[-1, -1].clamp(min=1)  # the last entry is the number of samples
+    loss, gradient = total["totals"][0] / n_samples, total["gradient"] / n_samples
+    state = load_state(OPTIMISER, QuasiNewtonState, shared)
+    return optimiser_tensors(take_quasi_newton_step(state, loss, gradient, mean, anchor.double(), ridge))

@@ -1,178 +1,177 @@
-"""A good classifier without tuning: one exchange of statistics, a few of slopes, then each client's
-own mix of all that is known, by the likelihood of its validation rows.
+"""A good classifier without tuning: class statistics once, a few rounds of gradients, then a mix at each client.
 
-Every part is linear in the embedding, and parts are mixed on their logits, so that what a client
-ends up with is one linear head:
-- shared: zero-shot text; one logistic regression over all clients, followed from text to a weak
-  ridge and averaged over that path by validation likelihood; Gaussian classes of one covariance.
-- own: a logistic regression on its rows that a ridge pulls to the shared one, averaged over ridges
-  by validation likelihood; and how often it has each class.
+All parts are linear in the embedding and are mixed on their logits, by the likelihood of validation samples, so that a
+client's classifier is one linear head:
+- shared: zero-shot text; one logistic regression over all clients, averaged over a path from the zero-shot head to a
+  weak ridge; Gaussian classes of one covariance.
+- local: a logistic regression on the client's samples that a ridge draws to the shared head, averaged over ridges; and
+  the client's class frequencies.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import Range, check_ranges, ranged_field
-from fedvlm.maths import calibration, gaussian_classes, logistic_regression
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core.schema import Range, ranged_field
+from fedvlm.maths import calibration, gaussian_classes
+from fedvlm.maths.logistic_regression import RIDGES, Head, fit_ridge_path, split_head, summed_cross_entropy
 from fedvlm.methods import _logistic
+from fedvlm.methods._logistic import OPTIMISER, SERVER, ServerState, load_state, save_state
+from fedvlm.methods._settings import CheckedSettings
 
-MIX_WEIGHTS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part, in the mix
-FIRST_RIDGE, LAST_RIDGE = 1e-1, 1e-6  # ridges of the path
-PSEUDO_COUNT = 0.05  # rows that a class counts as having more than it has
-FREQUENCY_LOG_WEIGHT = -0.7  # log weight of the class frequencies, before validation rows have a say
+MIX_WEIGHTS = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # of each shared part
+FIRST_RIDGE, LAST_RIDGE = 1e-1, 1e-6  # of the path
+PSEUDO_COUNT = 0.05  # samples added to every class in the class frequencies
+FREQUENCY_LOG_WEIGHT = -0.7  # prior log weight of the class frequencies
+PATH, GAUSSIAN = "path ", "gaussian "  # prefixes of the server's tensors
+
+
+class PathState(NamedTuple):
+    """The average over the path of the logistic regression, weighted by validation likelihood."""
+
+    mean: Tensor  # (classes, dim + 1) float64
+    best_loss: Tensor  # least validation loss so far
+    mass: Tensor  # sum of exp(best_loss - loss)
 
 
 @register
 @dataclass(frozen=True)
-class Auto:
-    min_class_samples: int = MIN_CLASS_SAMPLES  # rows a class must have at a client for its statistics to be uploaded
-    # the first also asks for statistics, the last only for the shared mix
-    rounds: int = ranged_field(16, Range(2))
-
-    def __post_init__(self) -> None:
-        check_ranges("auto", self)
+class Auto(CheckedSettings):
+    min_class_samples: int = MIN_CLASS_SAMPLES  # smaller classes of a client are not uploaded by name
+    rounds: int = ranged_field(16, Range(2))  # the first also collects statistics, the last only scores mixes
 
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), upload_sum="total", min_class_samples=self.min_class_samples)
+        return Traits(
+            needs=frozenset({"image"}),
+            privacy=PrivacyTraits(upload_sum="total"),
+            classes=ClassTraits(min_class_samples=self.min_class_samples),
+        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        anchor = _logistic.zero_shot_head(frozen)
-        classes, dim = len(frozen.classes), frozen.dim
-        shared = _logistic.state_to_tensors(logistic_regression.start_state(anchor)) | {
-            "walk anchor": anchor,
-            "walk round": torch.zeros((), dtype=torch.int64),
-            "walk mean": torch.zeros_like(anchor, dtype=torch.float64),  # of the path so far
-            "walk least": torch.tensor(torch.inf, dtype=torch.float64),  # validation loss on it
-            "walk mass": torch.zeros((), dtype=torch.float64),
-            "walk gram": torch.zeros((dim + 1) * (dim + 2) // 2),
-            "gauss weight": torch.zeros(classes, dim),
-            "gauss bias": torch.zeros(classes),
-        }
-        local = {"weight change": torch.zeros(classes, dim), "bias change": torch.zeros(classes)}
-        return shared, local | {"shares": torch.zeros(3)}
+        state = _logistic.initial_state(frozen)
+        zero = torch.zeros((), dtype=torch.float64)
+        path = PathState(torch.zeros_like(state.anchor, dtype=torch.float64), zero + torch.inf, zero)
+        gaussian = Head(torch.zeros(len(frozen.classes), frozen.dim), torch.zeros(len(frozen.classes)))
+        shared = {**_logistic.start_optimiser(state.anchor), **save_state(SERVER, state), **save_state(PATH, path)}
+        local = {"weight change": gaussian.weight, "bias change": gaussian.bias, "mix weights": torch.zeros(3)}
+        return {**shared, **save_state(GAUSSIAN, gaussian)}, local
 
     def send(self, shared: Tensors, id: str) -> Tensors:
-        """What the coming exchange is about, which its keys tell; at the end, what was found."""
-        if "walk round" not in shared:  # a site's classifier holds what was sent in the end
+        """Send what the coming round evaluates; the keys say which round it is."""
+        if not _logistic.is_server_state(shared):
             return shared
-        done = int(shared["walk round"])
-        keys = ("gauss weight", "gauss bias") if done == self.rounds - 1 else ()
+        round_number = int(load_state(SERVER, ServerState, shared).round)
+        keys = [f"{GAUSSIAN}{key}" for key in Head._fields] if round_number == self.rounds - 1 else []
         out = {key: shared[key] for key in ("weight", "bias", *keys)}
-        return out | ({"begun": torch.ones(())} if done else {})
+        return out | ({"started": torch.ones(())} if round_number else {})
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
-        if "gauss weight" in sent:
-            return {"judged": self.score_mixes(frozen, sent, client)}, local
+        if f"{GAUSSIAN}weight" in sent:
+            return {"mix losses": self.score_mixes(frozen, sent, client)}, local
         upload = _logistic.local_statistics(sent, client, self.min_class_samples)
-        return upload if "begun" in sent else upload | self.statistics(frozen, client), local
+        return upload if "started" in sent else upload | self.statistics(frozen, client), local
 
     def statistics(self, frozen: Frozen, client: Client) -> Tensors:
-        """TOFA's sums over rows; rows of classes with too few are one nameless group, if enough."""
+        """Return class sums; samples of small classes form one unnamed class, if they are enough together."""
         classes = len(frozen.classes)
         is_small = gaussian_classes.class_membership(client.y, classes).sum(0) < self.min_class_samples
         rest = is_small[client.y.clamp(min=0)] & (client.y >= 0)
         has_enough = rest.sum() >= self.min_class_samples
         y = torch.where(rest, torch.where(has_enough, classes, -1), client.y)
-        counts, sums, _ = gaussian_classes.class_sums(torch.where((y >= 0)[:, None], client.x, 0.0), y, classes + 1)
+        x = torch.where((y >= 0)[:, None], client.x, 0.0)
+        counts, sums, _ = gaussian_classes.class_sums(x, y, classes + 1)
         gram = _logistic.packed_gram(replace(client, y=y), 1)
         return {"counts": counts.float(), "sums": sums.float(), "gram": gram}
 
-    def covers(self, upload: Tensors) -> Tensor:
-        """(classes,) True where the upload tells of the class: by statistics, later by a slope."""
+    def covered_classes(self, upload: Tensors) -> Tensor:
+        """Return (classes,) True where the upload depends on the class: by statistics, or by a gradient."""
         if "counts" in upload:
             return upload["counts"][:-1] > 0
-        return upload.get("slope", torch.zeros(1, 1)).abs().amax(1) > 0
+        return upload.get("gradient", torch.zeros(1, 1)).abs().amax(1) > 0
 
-    def means(self, upload: Tensors) -> Tensor | None:
-        """(classes, dim) class means, for those who look what an upload gives away."""
+    def class_means(self, upload: Tensors) -> Tensor | None:
+        """Return the (classes, dim) class means that can be read from the upload."""
         if "sums" not in upload:
             return None
         means: Tensor = (upload["sums"] / upload["counts"].clamp(min=1)[:, None])[:-1]
         return means
 
     def score_mixes(self, frozen: Frozen, sent: Tensors, client: Client) -> Tensor:
-        """Validation loss at every mix of the shared parts."""
-        x, y = client.val_x, client.val_y
-        logits = torch.stack([head.logits(x) for head in shared_parts(frozen, sent)])
+        """Return the validation loss of every mix of the shared parts."""
+        text = None if frozen.text is None else split_head(_logistic.zero_shot_head(frozen))
+        logits = torch.stack([head.logits(client.val_x) for head in shared_heads(sent, text)])
         losses = []
-        for mix_weights in torch.split(mix_grid(len(logits)), len(MIX_WEIGHTS)):  # all at once would be large
-            losses.append(
-                logistic_regression.summed_cross_entropy(torch.einsum("mj,jnk->mnk", mix_weights.to(logits), logits), y)
-            )
+        for weights in torch.split(mix_grid(len(logits)), len(MIX_WEIGHTS)):  # all at once would be large
+            mixed = torch.einsum("mj,jnk->mnk", weights.to(logits), logits)
+            losses.append(summed_cross_entropy(mixed, client.val_y))
         return torch.where((client.y >= 0).sum() >= self.min_class_samples, torch.cat(losses), 0.0)
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
-        total = _logistic.sum_uploads(uploads)
-        done = shared["walk round"] + 1
-        if "judged" in total:
-            return {**shared, **self.mix_shared(shared, total["judged"]), "walk round": done}
-        out = {**shared, **self.average_path(shared, total["counted"][2]), "walk round": done}
+        total, state = _logistic.sum_uploads(uploads), load_state(SERVER, ServerState, shared)
+        state = state._replace(round=state.round + 1)
+        if "mix losses" in total:
+            mixed = self.mix_shared(shared, split_head(state.anchor), total["mix losses"])
+            return {**shared, **mixed, **save_state(SERVER, state)}
+        path = self.average_path(load_state(PATH, PathState, shared), shared[f"{OPTIMISER}point"], total["totals"][2])
+        out = {**shared, **save_state(PATH, path)}
         if "counts" in total:
-            out |= self.gaussians(total)
-        ridge = FIRST_RIDGE * (LAST_RIDGE / FIRST_RIDGE) ** ((int(done) - 1) / max(self.rounds - 2, 1))
-        out |= _logistic.take_server_step(out, total, out["walk gram"], shared["walk anchor"], ridge)
-        if int(done) == self.rounds - 1:
-            out |= _logistic.head_tensors(out["walk mean"])
-        return out
+            state = state._replace(gram=total["gram"].float())
+            class_moments = moments(total)
+            rule = gaussian_classes.fit_discriminant(class_moments, gaussian_classes.ridge(class_moments, 1.0))
+            out |= save_state(GAUSSIAN, Head(rule.weight.float(), rule.bias.float()))
+        ridge = FIRST_RIDGE * (LAST_RIDGE / FIRST_RIDGE) ** ((int(state.round) - 1) / max(self.rounds - 2, 1))
+        out |= _logistic.take_server_step(out, total, state.gram, state.anchor, ridge)
+        if int(state.round) == self.rounds - 1:
+            out |= _logistic.head_tensors(path.mean)
+        return {**out, **save_state(SERVER, state)}
 
-    def average_path(self, shared: Tensors, loss: Tensor) -> Tensors:
-        """The mean of the path's points, each weighing as validation rows are likely at it."""
-        best_loss = torch.minimum(shared["walk least"], loss)
-        before = shared["walk mass"] * (best_loss - shared["walk least"]).exp()
+    def average_path(self, path: PathState, point: Tensor, loss: Tensor) -> PathState:
+        """Add a point of the path to its average, by the likelihood of the validation samples at it."""
+        best_loss = torch.minimum(path.best_loss, loss)
+        before = path.mass * (best_loss - path.best_loss).exp()
         now = (best_loss - loss).exp()
-        mean = before * shared["walk mean"] + now * shared["walk point"]
-        mean = mean / (before + now)
-        return {"walk mean": mean, "walk least": best_loss, "walk mass": before + now}
+        mean = (before * path.mean + now * point) / (before + now)
+        return PathState(mean, best_loss, before + now)
 
-    def gaussians(self, total: Tensors) -> Tensors:
-        class_moments = moments(total)
-        rule = gaussian_classes.fit_discriminant(class_moments, gaussian_classes.ridge(class_moments, 1.0))
-        out = {"gauss weight": rule.weight, "gauss bias": rule.bias, "walk gram": total["gram"]}
-        return {key: value.float() for key, value in out.items()}
-
-    def mix_shared(self, shared: Tensors, loss: Tensor) -> Tensors:
-        """The mix of shared parts: of all that were judged, by their likelihood."""
-        anchor = logistic_regression.split_head(shared["walk anchor"])
-        parts = shared_heads(shared) if len(loss) == len(MIX_WEIGHTS) ** 2 else shared_heads(shared, anchor)
-        mix_weights = ((loss.min() - loss).exp()[:, None] * mix_grid(len(parts))).sum(0)
-        mix_weights = mix_weights / (loss.min() - loss).exp().sum()
-        joined = torch.stack([part.joined() for part in parts]).double()
+    def mix_shared(self, shared: Tensors, anchor: Head, loss: Tensor) -> Tensors:
+        """Return the average of all mixes of the shared parts, weighted by their likelihood."""
+        heads = shared_heads(shared, None if len(loss) == len(MIX_WEIGHTS) ** 2 else anchor)
+        likelihood = (loss.min() - loss).exp()
+        mix_weights = (likelihood[:, None] * mix_grid(len(heads))).sum(0) / likelihood.sum()
+        joined = torch.stack([head.joined() for head in heads]).double()
         return _logistic.head_tensors((mix_weights[:, None, None] * joined).sum(0))
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        parts = self.candidates(frozen, sent, client)
-        logits = torch.stack([part.logits(client.val_x.double()) for part in parts])
+        heads = self.candidates(frozen, sent, client)
+        logits = torch.stack([head.logits(client.val_x.double()) for head in heads])
         weights = self.fit_weights(logits, client.val_y)
-        joined = torch.stack([part.joined() for part in parts])
-        head = logistic_regression.split_head((weights[:, None, None] * joined).sum(0))
+        head = split_head((weights[:, None, None] * torch.stack([head.joined() for head in heads])).sum(0))
         return {
             "weight change": (head.weight - sent["weight"].double()).float(),
             "bias change": (head.bias - sent["bias"].double()).float(),
-            "shares": weights.float(),
+            "mix weights": weights.float(),
         }
 
-    def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[logistic_regression.Head]:
-        """What a client mixes: classifiers, and last how often it has each class."""
-        shared = logistic_regression.Head(sent["weight"].double(), sent["bias"].double())
-        ridges = torch.tensor(logistic_regression.RIDGES, dtype=torch.float64)
+    def candidates(self, frozen: Frozen, sent: Tensors, client: Client) -> list[Head]:
+        """Return what a client mixes: the shared head, a local head, and the class frequencies."""
+        shared = Head(sent["weight"].double(), sent["bias"].double())
+        ridges = torch.tensor(RIDGES, dtype=torch.float64)
         all_classes = torch.ones(len(frozen.classes), dtype=torch.bool)
-        local_head = average_heads(
-            logistic_regression.fit_ridge_path(client.x, client.y, ridges, shared, all_classes).heads, client
-        )
+        local_head = average_heads(fit_ridge_path(client.x, client.y, ridges, shared, all_classes).heads, client)
         counts = gaussian_classes.class_membership(client.y, len(frozen.classes)).sum(0)
-        frequencies = logistic_regression.Head(torch.zeros_like(shared.weight), (counts + PSEUDO_COUNT).log())
+        frequencies = Head(torch.zeros_like(shared.weight), (counts + PSEUDO_COUNT).log())
         return [shared, local_head, frequencies]
 
     def fit_weights(self, logits: Tensor, y: Tensor) -> Tensor:
-        """(parts,) what each weighs: from equal classifiers at their own temperatures on."""
-        log_scales = torch.stack([calibration.fit_log_scale(classifier_logits, y) for classifier_logits in logits[:-1]])
+        """Return the (parts,) weights, fitted from equal classifiers, each at its own temperature."""
+        log_scales = torch.stack([calibration.fit_log_scale(part, y) for part in logits[:-1]])
         start = torch.cat([log_scales - math.log(len(log_scales)), log_scales.new_full((1,), FREQUENCY_LOG_WEIGHT)])
         return calibration.fit_log_weights(logits, y, start).exp()
 
@@ -181,45 +180,34 @@ class Auto:
         return x @ weight.mT + sent["bias"] + local["bias change"]
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        names = ("share of shared", "share of own", "share of frequencies")
-        return dict(zip(names, local["shares"].tolist(), strict=True))
+        names = ("weight of shared head", "weight of local head", "weight of class frequencies")
+        return dict(zip(names, local["mix weights"].tolist(), strict=True))
 
     name = "auto"
 
 
 def moments(total: Tensors) -> gaussian_classes.Moments:
-    """Of the classes by name, from the sums of all clients."""
-    dim = total["sums"].shape[1]
-    second = gaussian_classes.nearest_semidefinite(gaussian_classes.unpack(total["gram"], dim + 1))[:-1, :-1]
+    """Return the moments of the named classes from the sums of all clients."""
+    size = total["sums"].shape[1] + 1
+    second = gaussian_classes.nearest_semidefinite(gaussian_classes.unpack(total["gram"], size))[:-1, :-1]
     class_moments = gaussian_classes.moments_from_sums(total["counts"], total["sums"], second)
     return gaussian_classes.Moments(class_moments.counts[:-1], class_moments.means[:-1], class_moments.scatter)
 
 
-def mix_grid(parts: int) -> Tensor:
-    """(mixes, parts) every choice of a share for each part."""
-    return torch.tensor(list(product(MIX_WEIGHTS, repeat=parts)), dtype=torch.float64)
+def mix_grid(n_parts: int) -> Tensor:
+    """Return (mixes, parts): every choice of a weight for each part."""
+    return torch.tensor(list(product(MIX_WEIGHTS, repeat=n_parts)), dtype=torch.float64)
 
 
-def shared_parts(frozen: Frozen, sent: Tensors) -> list[logistic_regression.Head]:
-    if frozen.text is None:
-        return shared_heads(sent)
-    return shared_heads(sent, logistic_regression.split_head(_logistic.zero_shot_head(frozen)))
+def shared_heads(tensors: Tensors, text: Head | None) -> list[Head]:
+    """Return the zero-shot head if there is text, the path's mean, and the Gaussian classes if all have samples."""
+    mean, gaussian = Head(tensors["weight"], tensors["bias"]), load_state(GAUSSIAN, Head, tensors)
+    has_all_classes = (gaussian.bias > gaussian_classes.ABSENT_CLASS_LOGIT).all()
+    gaussian = Head(*(torch.where(has_all_classes, new, old) for new, old in zip(gaussian, mean, strict=True)))
+    return [mean, gaussian] if text is None else [text, mean, gaussian]
 
 
-def shared_heads(held: Tensors, text: logistic_regression.Head | None = None) -> list[logistic_regression.Head]:
-    """Zero-shot if there is text, the path's mean, and the Gaussian classes if all have rows."""
-    mean = logistic_regression.Head(held["weight"], held["bias"])
-    has_all_classes = (held["gauss bias"] > gaussian_classes.ABSENT_CLASS_LOGIT).all()
-    gauss = logistic_regression.Head(
-        torch.where(has_all_classes, held["gauss weight"], mean.weight),
-        torch.where(has_all_classes, held["gauss bias"], mean.bias),
-    )
-    return [mean, gauss] if text is None else [text, mean, gauss]
-
-
-def average_heads(family: logistic_regression.Head, client: Client) -> logistic_regression.Head:
-    """The mean of heads of one family, by the likelihood of the client's validation rows."""
-    head_weights = calibration.likelihood_weights(family.logits(client.val_x.double()), client.val_y)[:, None]
-    return logistic_regression.Head(
-        (head_weights[..., None] * family.weight).sum(0), (head_weights * family.bias).sum(0)
-    )
+def average_heads(family: Head, client: Client) -> Head:
+    """Return the mean of heads of one family, weighted by the likelihood of the client's validation samples."""
+    weights = calibration.likelihood_weights(family.logits(client.val_x.double()), client.val_y)[:, None]
+    return Head((weights[..., None] * family.weight).sum(0), (weights * family.bias).sum(0))

@@ -1,7 +1,7 @@
-"""Each client on its own: Gaussian discriminant of its rows, added to the zero-shot classifier.
+"""CLIP-GDA at each client alone: a Gaussian discriminant of its samples, added to the zero-shot classifier.
 
-Nothing is sent; an unseen client is zero-shot. Wang et al., A hard-to-beat baseline for
-training-free CLIP-based adaptation, ICLR 2024.
+Nothing is sent; an unseen client is zero-shot. Wang et al., A hard-to-beat baseline for training-free CLIP-based
+adaptation, ICLR 2024.
 """
 
 from dataclasses import dataclass
@@ -13,43 +13,44 @@ from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.errors import SettingsError
 from fedvlm.maths import gaussian_classes
+from fedvlm.methods._heads import zero_shot_logits
+from fedvlm.methods._settings import CheckedSettings
 
 ALPHAS = tuple(10 ** (k / 2) for k in range(-8, 5))  # α of the paper: 1e-4 to 1e2
 
 
 @register
 @dataclass(frozen=True)
-class ClipGDA:
+class ClipGDA(CheckedSettings):
     text: bool = True  # False: the discriminant alone, for encoders without text
     shrinkage: float = 1.0  # 1 is the paper's
     rounds: int = 0
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         if self.text and frozen.text is None:
-            raise SettingsError("clip-gda: text = true, but the encoder has none; set text = false")
+            raise SettingsError("clip-gda.text is true, but the encoder has no text; set text = false")
         classes = len(frozen.classes)
         return {}, {"weight": torch.zeros(classes, frozen.dim), "bias": torch.zeros(classes)}
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        """The share of the discriminant is chosen on validation rows, or by leaving rows out."""
+        """Choose α on validation samples, or on training samples that are left out one by one."""
         classes, dim = len(frozen.classes), frozen.dim
         nothing = gaussian_classes.Moments(torch.zeros(classes), torch.zeros(classes, dim), torch.zeros(dim, dim))
         moments = gaussian_classes.posterior_moments(nothing, client.x, client.y, 0.0)
         rule = gaussian_classes.fit_discriminant(moments, gaussian_classes.ridge(moments, self.shrinkage))
         if not self.text:
             return {"weight": rule.weight, "bias": rule.bias}
-        leave_one_out = gaussian_classes.leave_one_out_logits(
-            moments, rule, client.x, client.y, torch.ones(len(client.y))
-        )
+        weight = torch.ones(len(client.y))
+        leave_one_out = gaussian_classes.leave_one_out_logits(moments, rule, client.x, client.y, weight)
         visual_logits = torch.cat([rule.logits(client.val_x), leave_one_out])
-        text_logits = zero_shot(frozen, torch.cat([client.val_x, client.x]))
-        held = client.val_y >= 0
-        judged = torch.cat([held, (client.y >= 0) & ~held.any()])
+        text_logits = zero_shot_logits(frozen, torch.cat([client.val_x, client.x]))
+        is_val = client.val_y >= 0
+        is_used = torch.cat([is_val, (client.y >= 0) & ~is_val.any()])
         y = torch.cat([client.val_y, client.y])
         alphas = torch.tensor(ALPHAS)
-        right = (text_logits + alphas[:, None, None] * visual_logits).argmax(2) == y
-        alpha = alphas[(right & judged).sum(1).argmax()]
-        absent = moments.counts <= 0  # a class it has no rows of is ruled out, whatever the share
+        is_correct = (text_logits + alphas[:, None, None] * visual_logits).argmax(2) == y
+        alpha = alphas[(is_correct & is_used).sum(1).argmax()]
+        absent = moments.counts <= 0  # a class without samples is ruled out, whatever α is
         return {
             "weight": alpha * rule.weight,
             "bias": torch.where(absent, gaussian_classes.ABSENT_CLASS_LOGIT, alpha * rule.bias),
@@ -57,13 +58,8 @@ class ClipGDA:
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         visual_logits = x @ local["weight"].mT + local["bias"]
-        return visual_logits + zero_shot(frozen, x) if self.text else visual_logits
+        return visual_logits + zero_shot_logits(frozen, x) if self.text else visual_logits
 
     name = "clip-gda"
     traits = Traits(needs=frozenset({"image"}))
     send, update, aggregate = parts.send_all, parts.no_update, parts.mean
-
-
-def zero_shot(frozen: Frozen, x: Tensor) -> Tensor:
-    assert frozen.text is not None  # `init` has seen to it
-    return frozen.scale * x @ frozen.text.mT

@@ -1,22 +1,23 @@
-"""A shared mask over image features, trained against a private judge of where an image is from.
+"""FAA-CLIP: a shared mask over image features, trained against a local domain discriminator.
 
-The mask is to make a client's features tell the classes and hide the client: the judge tells them
-from those of an unlabelled reference set, and its gradient comes back reversed.
+The masked features should separate classes but not domains: the discriminator tells a client's features from those of
+an unlabelled reference set, and its gradient is reversed.
 Wu, Chaddad, Desrosiers, Daqqaq, Kateb, FAA-CLIP: federated adversarial adaptation of CLIP, 2025.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, softmax, softplus
 
 from fedvlm import parts, seeds
-from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register, schedule
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register, schedule
+from fedvlm.core.schema import NON_NEGATIVE, POSITIVE, ranged_field
 from fedvlm.maths.networks import (
     MASKED_LOGIT,
-    Layers,
     apply_layers,
     backward,
     batch_norm_weights,
@@ -26,9 +27,11 @@ from fedvlm.maths.networks import (
     reverse_gradient,
     running_statistics_keys,
 )
+from fedvlm.methods._heads import zero_shot_logits
+from fedvlm.methods._settings import AdamSettings
+from fedvlm.methods._stacking import stacked_minibatch, update_in_chunks
 from fedvlm.parts import join_state, split_state
-from fedvlm.parts.fused import adam_step
-from fedvlm.tensors import to_float32
+from fedvlm.parts.training import adam_step
 
 LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and fea₁ of the ablation
     "full": ("linear", "norm", "leaky", "linear"),
@@ -40,38 +43,36 @@ LAYERS = {  # before the softmax; the last four are fea₄, fea₃, fea₂ and f
 }
 DISCRIMINATOR = ("linear", "norm", "relu", "linear", "norm", "relu", "linear")
 MEMORY = running_statistics_keys("mask", "judge")
+BYTES_PER_CHUNK = 4 << 20  # of clients' tensors; gradients and moments take three times as much again
+MIN_NORM = 1e-12  # divisor of a feature, as in torch's `normalize`
 
 
 @register
 @dataclass(frozen=True)
-class FAACLIP:
+class FAACLIP(AdamSettings):
     # layers of the mask; "no norm" to "linear" are fea₄ to fea₁ of table VIII
     mask: Literal["full", "deeper", "no norm", "no second", "linear, norm", "linear"] = "full"
-    adaptation: bool = True  # False: no judge ("w/o DA"), and no reference set
-    reference: Literal["public", "target"] = "public"  # D_tgt, whose rows the judge sees
-    adaptation_weight: float = 0.5  # λ of eq. 6
+    adaptation: bool = True  # False: no discriminator ("w/o DA"), and no reference set
+    reference: Literal["public", "target"] = "public"  # D_tgt, the samples that the discriminator compares with
+    adaptation_weight: float = ranged_field(0.5, NON_NEGATIVE)  # λ of eq. 6
     shared_discriminator: bool = False  # "w/ shared D"
     local_norm: bool = False  # "w/o shared BN"
-    mask_duplicates: bool = False  # rows of one class are no opposites of each other
-    # The mask is meant for raw features, ours have length 1. CLIP's are about 10 long: so long they
-    # enter it. BatchNorm takes the length out again but for its first statistics.
-    feature_norm: float = 10.0
-    lr: float = 5e-5
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-6
-    weight_decay: float = 0.02  # L2, inside Adam
+    mask_duplicates: bool = False  # samples of one class are not negatives of each other
+    # The mask is made for raw features of CLIP, whose norm is about 10; ours have norm 1 and are scaled to this.
+    # BatchNorm removes the scale except for its initial statistics.
+    feature_norm: float = ranged_field(10.0, POSITIVE)
     persist: bool = False  # keep Adam's moments over the rounds, at the client
-    batch_size: int = 32  # B; the judge sees as many rows of the reference set
-    local_epochs: int = 1
-    rounds: int = 50
+    batch_size: int = 32  # B, and as many samples of the reference set
 
     @property
     def traits(self) -> Traits:
         return Traits(
             needs=frozenset({"image", "text"}),
-            memory=MEMORY,
-            min_samples=2,  # BatchNorm has no statistics of one row
-            reference=self.reference if self.adaptation else None,
+            training=TrainingTraits(
+                memory=MEMORY,
+                min_samples=2,  # BatchNorm needs two samples
+                reference=self.reference if self.adaptation else None,
+            ),
         )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
@@ -82,10 +83,8 @@ class FAACLIP:
         local: Tensors = {}
         shared = draw("mask", LAYERS[self.mask], frozen.dim)
         if self.local_norm:
-            for place, layer in enumerate(LAYERS[self.mask]):
-                at = f"mask{place}."
-                norm_keys = [key for key in shared if layer == "norm" and key.startswith(at)]
-                local |= {key: shared.pop(key) for key in norm_keys}
+            norms = tuple(f"mask{i}." for i, layer in enumerate(LAYERS[self.mask]) if layer == "norm")
+            local |= {key: shared.pop(key) for key in list(shared) if key.startswith(norms)}
         if self.adaptation:
             (shared if self.shared_discriminator else local).update(draw("judge", DISCRIMINATOR, 1))
         if self.persist:
@@ -94,97 +93,59 @@ class FAACLIP:
         return shared, local
 
     def features(self, parameters: Tensors, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensors]:
-        """I* of the paper at unit length, and the mask's new statistics."""
+        """Return I* of the paper at unit norm, and the new statistics of the mask's BatchNorms."""
         logits, new = apply_layers(LAYERS[self.mask], "mask", parameters, self.feature_norm * x, real)
         return normalize(logits.softmax(-1) * x, dim=-1), new
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        assert frozen.text is not None  # promised by `needs`
-        return frozen.scale * self.features({**sent, **local}, x, None)[0] @ frozen.text.mT
+        return zero_shot_logits(frozen, self.features({**sent, **local}, x, None)[0])
 
     def loss(
         self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors
     ) -> tuple[Tensor, Tensors]:
         assert frozen.text is not None
         parameters = {**shared, **local}
-        x, y, real, rows = batch.x, batch.y, batch.real, len(batch.x)
-        if self.adaptation:  # both in one pass: apart, BatchNorm would hide a shift from the judge
+        x, y, real, size = batch.x, batch.y, batch.real, len(batch.x)
+        if self.adaptation:  # in one pass: separate BatchNorms would hide a shift from the discriminator
             real = torch.cat([real, torch.ones(len(batch.reference), dtype=torch.bool)])
             x = torch.cat([x, batch.reference])
         masked, new = self.features(parameters, x, real)
-        duplicates = self.mask_duplicates
-        fit = contrastive_loss(masked[:rows], frozen.text, y, batch.real, frozen.scale, duplicates)
+        fit = contrastive_loss(masked[:size], frozen.text, y, batch.real, frozen.scale, self.mask_duplicates)
         if not self.adaptation:
             return fit, new
-        domain_logits, domain_statistics = apply_layers(
-            DISCRIMINATOR, "judge", parameters, reverse_gradient(masked), real
-        )
-        # Half the loss for each side, also where the last minibatch is short.
-        client_loss = torch.where(batch.real, softplus(-domain_logits[:rows, 0]), 0.0).sum()
+        reversed_features = reverse_gradient(masked)
+        domain_logits, statistics = apply_layers(DISCRIMINATOR, "judge", parameters, reversed_features, real)
+        # Both domains have half of the loss, also where the last minibatch is short.
+        client_loss = torch.where(batch.real, softplus(-domain_logits[:size, 0]), 0.0).sum()
         client_loss = client_loss / batch.real.sum().clamp(min=1)
-        reference_loss = softplus(domain_logits[rows:, 0]).sum() / max(1, len(domain_logits) - rows)
-        return fit + self.adaptation_weight * (client_loss + reference_loss) / 2, new | domain_statistics
+        reference_loss = softplus(domain_logits[size:, 0]).sum() / max(1, len(domain_logits) - size)
+        return fit + self.adaptation_weight * (client_loss + reference_loss) / 2, new | statistics
 
     def update_many(self, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client) -> tuple[Tensors, Tensors]:
-        """`update` of many clients at once, by written gradients; equal to it but for rounding."""
-        return update_in_chunks(self, Nets(LAYERS[self.mask], DISCRIMINATOR), frozen, sent, local, clients)
+        """Update many clients at once, as many as fit a core's cache; equal to `update` but for rounding."""
+        bytes_per_client = sum(v[0].numel() * v.element_size() for v in (*sent.values(), *local.values()))
+        size = max(1, BYTES_PER_CHUNK // bytes_per_client)
+        return update_in_chunks(partial(train_stacked, self, frozen), size, sent, local, clients)
 
     name = "faa-clip"
     send, update, aggregate, adapt = parts.send_all, parts.adam, parts.uniform_mean, parts.no_adaptation
 
 
-BYTES_PER_CHUNK = 4 << 20  # bytes of clients' tensors; with slopes and moments four times as much
-MIN_NORM = 1e-12  # by which a feature is divided at least, as by torch's `normalize`
-
-
-class Nets(NamedTuple):
-    mask: Layers
-    discriminator: Layers
-
-
-class StackedBatch(NamedTuple):
-    """A minibatch of every client."""
-
-    x: Tensor  # (clients, rows, dim)
-    y: Tensor  # (clients, rows)
-    real: Tensor  # (clients, rows)
-    reference: Tensor  # (clients, others, dim)
-
-
-def update_in_chunks(
-    self: Any, nets: Nets, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
-) -> tuple[Tensors, Tensors]:
-    """Every client's `parts.adam`, as many at once as a core's cache holds."""
-    bytes_per_client = sum(v[0].numel() * v.element_size() for v in (*sent.values(), *local.values()))
-    size = max(1, BYTES_PER_CHUNK // bytes_per_client)
-    done = []
-    for first in range(0, len(clients.y), size):
-        clients_of_chunk = slice(first, first + size)
-        sent_chunk, local_chunk = ({key: v[clients_of_chunk] for key, v in part.items()} for part in (sent, local))
-        chunk = Client(*(value[clients_of_chunk] for value in vars(clients).values()))
-        done.append(train_chunk(self, nets, frozen, sent_chunk, local_chunk, chunk))
-    uploads, owns = zip(*done, strict=True)
-    return concatenate(uploads), concatenate(owns)
-
-
-def concatenate(parts: tuple[Tensors, ...]) -> Tensors:
-    if len(parts) == 1:
-        return parts[0]
-    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+# Training of stacked clients by gradients that are written out: autograd would take several times as long.
 
 
 @torch.no_grad()
-def train_chunk(
-    self: Any, nets: Nets, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
+def train_stacked(
+    method: FAACLIP, frozen: Frozen, sent: Tensors, local: Tensors, clients: Client
 ) -> tuple[Tensors, Tensors]:
-    """The steps of some clients; one without a row in a step keeps all it has."""
+    """Do every client's `parts.adam`; a client without a sample in a step does not change."""
     local_tensors, states = split_state(local)
     parameters = {
         key: value.clone(memory_format=torch.contiguous_format) for key, value in {**sent, **local_tensors}.items()
     }
-    trained = {key: value for key, value in parameters.items() if key not in self.traits.memory}
+    trained = {key: value for key, value in parameters.items() if key not in MEMORY}
     grads = {key: torch.zeros_like(value) for key, value in trained.items()}
-    has_moments, step_settings = bool(states), schedule(self)
+    has_moments, step_settings = bool(states), schedule(method)
     states = {
         key: {
             name: states[key][name].clone() if has_moments else torch.zeros_like(like)
@@ -192,7 +153,7 @@ def train_chunk(
         }
         for key, parameter in trained.items()
     }
-    # each client's own, since their numbers of steps differ
+    # separate lists for each client, because their numbers of steps differ
     lists = [
         [
             [value[i] for value in trained.values()],
@@ -202,12 +163,12 @@ def train_chunk(
         for i in range(len(clients.y))
     ]
     for index in range(clients.order.shape[1]):
-        batch = minibatches(clients, index)
+        batch = stacked_minibatch(clients, index)
         is_active = batch.real.any(1)
         active_clients = is_active.nonzero()[:, 0].tolist()
         if not active_clients:
             continue
-        for key, new in gradients(self, nets, frozen, parameters, batch, grads).items():
+        for key, new in write_gradients(method, frozen, parameters, batch, grads).items():
             parameters[key].copy_(torch.where(is_active[:, None], new, parameters[key]))
         for i in active_clients:
             adam_step(step_settings, *lists[i])
@@ -215,70 +176,55 @@ def train_chunk(
     return {key: parameters[key] for key in sent}, after | (join_state(states) if has_moments else {})
 
 
-def minibatches(clients: Client, index: int) -> StackedBatch:
-    order, reference_indices = clients.order[:, index], clients.reference_order[:, index].clamp(min=0)
-    client_indices, sample_indices = torch.arange(len(order), device=order.device)[:, None], order.clamp(min=0)
-    return StackedBatch(
-        to_float32(clients.x[client_indices, sample_indices]),
-        clients.y[client_indices, sample_indices].clamp(min=0),
-        order >= 0,
-        to_float32(clients.reference[client_indices, reference_indices]),
-    )
+def write_gradients(method: FAACLIP, frozen: Frozen, parameters: Tensors, batch: Batch, grads: Tensors) -> Tensors:
+    """Write the gradients of every client's `loss` into `grads`; return the new statistics of the BatchNorms.
 
-
-def gradients(
-    self: Any, nets: Nets, frozen: Frozen, parameters: Tensors, batch: StackedBatch, grads: Tensors
-) -> Tensors:
-    """Writes the gradients of every client's `loss` into `slopes`; returns the new statistics."""
-    x, real, rows = batch.x, batch.real, batch.x.shape[1]
-    if self.adaptation:
+    The batch has a leading axis of clients.
+    """
+    x, real, size, layers = batch.x, batch.real, batch.x.shape[1], LAYERS[method.mask]
+    if method.adaptation:
         real = torch.cat([real, real.new_ones(batch.reference.shape[:2])], 1)
         x = torch.cat([x, batch.reference], 1)
-    norm_weights, sample_weights = (
-        batch_norm_weights(real, x.dtype),
-        batch_norm_weights(batch.real, x.dtype).rows[..., None],
-    )
-    logits, mask_saved, new = forward(nets.mask, "mask", parameters, self.feature_norm * x, norm_weights)
+    norm_weights = batch_norm_weights(real, x.dtype)
+    sample_weights = batch_norm_weights(batch.real, x.dtype).rows[..., None]
+    logits, mask_saved, new = forward(layers, "mask", parameters, method.feature_norm * x, norm_weights)
     mask = softmax(logits, 2)
     masked = mask * x
-    length = torch.linalg.vector_norm(masked, dim=2, keepdim=True).clamp_(min=MIN_NORM)
-    masked.div_(length)
+    norm = torch.linalg.vector_norm(masked, dim=2, keepdim=True).clamp_(min=MIN_NORM)
+    masked.div_(norm)
     grad = torch.zeros_like(masked)
-    grad[:, :rows] = contrastive_gradient(self, frozen, masked[:, :rows], batch, sample_weights / 2)
-    if self.adaptation:
-        domain_logits, domain_saved, domain_statistics = forward(
-            nets.discriminator, "judge", parameters, masked, norm_weights
-        )
-        new |= domain_statistics
-        # the slope of softplus(-says) for own rows and of softplus(says) for the others
+    grad[:, :size] = contrastive_gradient(method, frozen, masked[:, :size], batch, sample_weights / 2)
+    if method.adaptation:
+        domain_logits, domain_saved, statistics = forward(DISCRIMINATOR, "judge", parameters, masked, norm_weights)
+        new |= statistics
+        # the derivative of softplus(-logit) for the client's samples and of softplus(logit) for the reference's
         domain_error = torch.sigmoid(domain_logits)
-        domain_error[:, :rows].sub_(1).mul_(sample_weights)
-        domain_error[:, rows:].div_(max(1, domain_error.shape[1] - rows))
-        domain_error.mul_(self.adaptation_weight / 2)
-        grad.sub_(
-            backward(nets.discriminator, "judge", parameters, domain_saved, domain_error, norm_weights, grads)
-        )  # reversed
-    # back through the length, the product with x and the softmax
+        domain_error[:, :size].sub_(1).mul_(sample_weights)
+        domain_error[:, size:].div_(max(1, domain_error.shape[1] - size))
+        domain_error.mul_(method.adaptation_weight / 2)
+        reversed_grad = backward(DISCRIMINATOR, "judge", parameters, domain_saved, domain_error, norm_weights, grads)
+        grad.sub_(reversed_grad)
+    # through the division by the norm, the product with x and the softmax
     grad = torch.addcmul(grad, masked, (grad * masked).sum(2, keepdim=True), value=-1)
-    grad.div_(length).mul_(x)
+    grad.div_(norm).mul_(x)
     grad = torch.ops.aten._softmax_backward_data(grad, mask, 2, mask.dtype)
-    backward(nets.mask, "mask", parameters, mask_saved, grad, norm_weights, grads, needs_input_gradient=False)
+    backward(layers, "mask", parameters, mask_saved, grad, norm_weights, grads, needs_input_gradient=False)
     return new
 
 
 def contrastive_gradient(
-    self: Any, frozen: Frozen, masked: Tensor, batch: StackedBatch, sample_weights: Tensor
+    method: FAACLIP, frozen: Frozen, masked: Tensor, batch: Batch, sample_weights: Tensor
 ) -> Tensor:
-    """(clients, rows, dim): the gradient of `maths.contrast.contrastive` in the features.
+    """Return (clients, samples, dim): the gradient of `contrastive_loss` in the masked features.
 
-    `share` (clients, rows, 1) is what each direction of a row weighs.
+    `sample_weights` (clients, samples, 1) are those of each direction.
     """
     assert frozen.text is not None
     text = frozen.text[batch.y]
     logits = torch.bmm(masked, text.mT).mul_(frozen.scale)
-    out = ~batch.real[:, None]  # (clients, 1, rows)
+    out = ~batch.real[:, None]  # (clients, 1, samples)
     across = out.mT
-    if self.mask_duplicates:
+    if method.mask_duplicates:
         is_self = torch.eye(logits.shape[1], dtype=torch.bool, device=logits.device)
         same = (batch.y[:, :, None] == batch.y[:, None]) & ~is_self
         out, across = out | same, across | same

@@ -1,10 +1,9 @@
-"""FedOT with a nonlinear local map: a residual bottleneck that starts as the identity.
+"""FedAdapter: FedOT with a nonlinear local map, a residual bottleneck that starts as the identity.
 
 FedAdapter in the ablation of Kong et al. (see fedot), who give neither its width nor its shape.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,21 +11,15 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._heads import head_traits, initial_head
+from fedvlm.core.schema import COUNT, ranged_field
+from fedvlm.methods._heads import initial_head
+from fedvlm.methods._settings import FedOTSettings, head_traits
 
 
 @register
 @dataclass(frozen=True)
-class FedAdapter:
-    width: int = 128  # of the bottleneck
-    tau: float = 100.0  # τ
-    lr: float = 5e-5  # η
-    momentum: float = 5e-4
-    weight_decay: float = 5e-4
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 200  # T
-    head: Literal["text", "random"] = "text"
+class FedAdapter(FedOTSettings):
+    width: int = ranged_field(128, COUNT)  # of the bottleneck
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         draw = torch.randn(self.width, frozen.dim, generator=seeds.generator("adapter", frozen.seed))
@@ -37,8 +30,8 @@ class FedAdapter:
         return {"head": initial_head(self.head, frozen)}, local
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        turned = x + torch.relu(x @ local["down"].mT) @ local["up"].mT
-        return self.tau * normalize(turned, dim=-1) @ sent["head"].mT
+        adapted = x + torch.relu(x @ local["down"].mT) @ local["up"].mT
+        return self.tau * normalize(adapted, dim=-1) @ sent["head"].mT
 
     name = "fedadapter"
     traits = head_traits()

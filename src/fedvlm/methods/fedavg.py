@@ -1,30 +1,21 @@
-"""One linear head, trained by every client on its own rows and averaged by rows each round.
+"""FedAvg: one linear head, trained by every client and averaged each round, weighted by number of samples.
 
-McMahan et al., Communication-efficient learning of deep networks from decentralized data,
-AISTATS 2017.
+McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._heads import head_traits, initial_head
+from fedvlm.methods._heads import initial_head
+from fedvlm.methods._settings import HeadSettings, head_traits
 
 
 @register
 @dataclass(frozen=True)
-class FedAvg:
-    lr: float = 1e-3  # η
-    momentum: float = 0.0
-    weight_decay: float = 5e-4  # weight decay
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 50  # T
-    head: Literal["text", "random"] = "text"
-
+class FedAvg(HeadSettings):
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         return {"head": initial_head(self.head, frozen)}, {}
 

@@ -1,7 +1,7 @@
-"""FedAvg that trains the encoder's image tower, whole or its last blocks; the text stays as it is.
+"""FedAvg that fine-tunes the encoder's image tower, all of it or its last blocks; the text is frozen.
 
-The fine-tuned baseline of FedCLIP and FAA-CLIP (McMahan et al., AISTATS 2017, on CLIP). At this
-rate it is known to destroy a large CLIP: its place is in a table, beside what does better.
+The fine-tuned baseline of FedCLIP and FAA-CLIP (McMahan et al., AISTATS 2017, on CLIP). At this learning rate it is
+known to destroy a large CLIP.
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,15 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
+from fedvlm.core.schema import NON_NEGATIVE, ranged_field
+from fedvlm.methods._settings import AdamSettings
 from fedvlm.methods._towers import count_parameters, text_logits, tower_of
 
 
 @register
 @dataclass(frozen=True)
-class FedAvgTower:
-    blocks: int = 0  # of the tower that are trained, the last ones; 0 is all of it
-    lr: float = 5e-5  # η, FAA-CLIP's, as is the rest of its Adam
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-6
-    weight_decay: float = 0.02  # added to the gradient, not AdamW's
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 50  # T
+class FedAvgTower(AdamSettings):
+    blocks: int = ranged_field(0, NON_NEGATIVE)  # last blocks of the tower that are trained; 0 trains all of it
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         tower = tower_of(frozen)

@@ -1,10 +1,9 @@
-"""FedOT without the constraint: every client's local map is any linear one, from the identity.
+"""FedLT: FedOT without the constraint, with any linear map at every client, starting from the identity.
 
 FedLT, or FedOT(-o), in the ablation of Kong et al. (see fedot).
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,21 +12,13 @@ from torch.nn.functional import normalize
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
 from fedvlm.maths import orthogonal
-from fedvlm.methods._heads import head_traits, initial_head
+from fedvlm.methods._heads import initial_head
+from fedvlm.methods._settings import FedOTSettings, head_traits
 
 
 @register
 @dataclass(frozen=True)
-class FedLT:
-    tau: float = 100.0  # τ
-    lr: float = 5e-5  # η
-    momentum: float = 5e-4
-    weight_decay: float = 5e-4
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 200  # T
-    head: Literal["text", "random"] = "text"
-
+class FedLT(FedOTSettings):
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         return {"head": initial_head(self.head, frozen)}, {"map": torch.eye(frozen.dim)}
 
@@ -35,7 +26,7 @@ class FedLT:
         return self.tau * normalize(x @ local["map"].mT, dim=-1) @ sent["head"].mT
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        """The numbers of the paper's tables for one client's map."""
+        """Return the numbers of the paper's tables for one client's map."""
         return {
             "condition number": orthogonal.condition_number(local["map"]),
             "orthogonality error": orthogonal.orthogonality_error(local["map"]),
@@ -43,7 +34,7 @@ class FedLT:
         }
 
     def condition(self, local: Tensors) -> float:
-        """κ of the bound on gradient differences."""
+        """Return κ of the bound on gradient differences."""
         return orthogonal.condition_number(local["map"])
 
     name = "fedlt"

@@ -1,30 +1,22 @@
-"""FedOT without a federation: every client trains its own head and orthogonal map alone.
+"""FedOT without federation: every client trains its own head and orthogonal map alone.
 
-The lower bar of the FedOT paper's ablation; only personalisation is defined, an unseen client
-starts from the first head.
+The local baseline of the FedOT paper's ablation. An unseen client has the initial head, so only personalisation is
+defined.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, register
-from fedvlm.methods._heads import head_traits
+from fedvlm.core.schema import COUNT, ranged_field
+from fedvlm.methods._settings import FedOTSettings, head_traits
 from fedvlm.methods.fedot import FedOT
 
 
 @register
 @dataclass(frozen=True)
-class FedOTAllLocal:
-    blocks: int = 1  # r, any divisor of d
-    tau: float = 100.0  # τ
-    lr: float = 5e-5  # η
-    momentum: float = 5e-4
-    weight_decay: float = 5e-4
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 200  # T
-    head: Literal["text", "random"] = "text"
+class FedOTAllLocal(FedOTSettings):
+    blocks: int = ranged_field(1, COUNT)  # r, any divisor of d
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared, local = FedOT(blocks=self.blocks, head=self.head).init(frozen)

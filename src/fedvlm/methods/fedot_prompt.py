@@ -1,8 +1,7 @@
-"""FedOT over a prompt: the shared head is the text tower's image of a prompt that is averaged.
+"""FedOT over a prompt: the shared head is the class features of an averaged prompt.
 
-Every client still turns its features by its own orthogonal map, kept at home; newcomers use the
-identity, so that before the first round this is PromptFL. Appendix E.3 of the FedOT paper (see
-fedot).
+Every client still rotates its features by its own orthogonal map; unseen clients use the identity, so that before the
+first round this is PromptFL. Appendix E.3 of the FedOT paper (see fedot).
 """
 
 from dataclasses import dataclass
@@ -11,22 +10,20 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
+from fedvlm.core.schema import COUNT, ranged_field
 from fedvlm.maths import orthogonal
-from fedvlm.methods._prompts import Start, class_features, initial_prompt, sgd_stacked
+from fedvlm.methods._prompts import class_features, initial_prompt, sgd_stacked
+from fedvlm.methods._settings import PromptSettings
 from fedvlm.methods.fedot import FedOT, identity_skew
 from fedvlm.methods.promptfl import PromptFL
 
 
 @register
 @dataclass(frozen=True)
-class FedOTPrompt:
+class FedOTPrompt(PromptSettings):
     n_ctx: int | None = None  # M: 16, or the template's; the paper says K
-    ctx_init: Start = "random"  # or the template's words
-    blocks: int = 1  # r, any divisor of d
+    blocks: int = ranged_field(1, COUNT)  # r, any divisor of d
     lr: float = 1e-3  # η of both the prompt and the map
-    momentum: float = 0.9
-    weight_decay: float = 5e-4  # weight decay
-    batch_size: int = 32  # B
     local_epochs: int = 1  # E
     rounds: int = 50  # T
 

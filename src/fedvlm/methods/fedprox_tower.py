@@ -1,7 +1,7 @@
-"""FedAvg on the image tower with a pull of each client's weights towards those it was sent.
+"""FedProx on the image tower: FedAvg with a proximal term towards the weights that the client was sent.
 
-Li et al., Federated optimization in heterogeneous networks, MLSys 2020: the distance is squared
-and comes from the weights that are trained. FAA-CLIP's code takes the distance itself.
+Li et al., Federated optimization in heterogeneous networks, MLSys 2020: the squared distance of the trained weights.
+FAA-CLIP's code takes the distance itself.
 """
 
 from dataclasses import dataclass
@@ -10,22 +10,17 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
+from fedvlm.core.schema import NON_NEGATIVE, ranged_field
+from fedvlm.methods._settings import AdamSettings
 from fedvlm.methods._towers import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
 
 @register
 @dataclass(frozen=True)
-class FedProxTower:
+class FedProxTower(AdamSettings):
     mu: float = 1e-2  # μ of eq. 2; FAA-CLIP has μ/2 = 5e-3
-    blocks: int = 0  # of the tower that are trained, the last ones; 0 is all of it
-    lr: float = 5e-5  # η
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-6
-    weight_decay: float = 0.02
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 50  # T
+    blocks: int = ranged_field(0, NON_NEGATIVE)  # last blocks of the tower that are trained; 0 trains all of it
 
     def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         logits = text_logits(frozen, tower_of(frozen)(shared, batch.x))

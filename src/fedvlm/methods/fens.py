@@ -1,9 +1,8 @@
-"""Every client's prompt in one ensemble, and a small network over all their logits.
+"""FENS: an ensemble of all clients' prompts, and a small network over their logits.
 
-FENS + PromptFL of the TOFA tables: Allouah et al., Revisiting ensembling in one-shot federated
-learning, NeurIPS 2024. It is one-shot in its prompts only: after the exchange that uploads them,
-500 more train the network by FedAdam (Reddi et al., ICLR 2021), and the first of those hands out
-all prompts.
+FENS + PromptFL of the TOFA tables: Allouah et al., Revisiting ensembling in one-shot federated learning, NeurIPS 2024.
+Only its prompts are one-shot: after the round that uploads them, 500 more train the network by FedAdam (Reddi et al.,
+ICLR 2021), and the first of those sends all prompts to the clients.
 """
 
 from collections.abc import Sequence
@@ -14,39 +13,31 @@ from torch import Tensor
 from torch.func import grad
 
 from fedvlm import parts, seeds
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import COUNT, check_ranges, ranged_field
-from fedvlm.methods._prompts import Start, class_features, initial_prompt
+from fedvlm.core import Client, Frozen, Tensors, TrainingTraits, Traits, register
+from fedvlm.core.schema import COUNT, ranged_field
+from fedvlm.methods._prompts import class_features, initial_prompt, prompt_logits
+from fedvlm.methods._settings import PromptSettings
 from fedvlm.methods.promptfl import PromptFL
 
 NETWORK = ("hidden weight", "hidden bias", "out weight", "out bias")
-HOLDS_PREFIX = "holds all "  # the server's mark for a client that has all prompts: this and its id
+HOLDS_PREFIX = "holds all "  # with a client's id: the client has all prompts
 BETAS, FEDADAM_TAU = (0.9, 0.99), 1e-3  # β₁, β₂ and τ of FedAdam
 
 
 @register
 @dataclass(frozen=True)
-class FENS:
+class FENS(PromptSettings):
     units: int = ranged_field(2, COUNT)  # d': hidden units per client
-    server_lr: float = 1e-3  # of FedAdam; a client's step of rate 1 is the gradient itself
-    n_ctx: int | None = None  # M: 16, or the template's
-    ctx_init: Start = "random"  # or the template's words
-    lr: float = 1e-3  # η
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    batch_size: int = 32  # B
+    server_lr: float = 1e-3  # of FedAdam; clients upload gradients
     local_epochs: int = 50  # E
     rounds: int = 501  # one for the prompts, 500 for the network
-
-    def __post_init__(self) -> None:
-        check_ranges("fens", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {
             "prompt": initial_prompt(self, frozen),
-            "origin": torch.tensor([frozen.seed, len(frozen.classes)]),  # for the network's start
+            "origin": torch.tensor([frozen.seed, len(frozen.classes)]),  # to initialise the network
         }
-        # (prompts, classes, dim): once a client has all prompts it need not be sent them again
+        # (prompts, classes, dim): kept, so that all prompts are sent to a client once
         return shared, {"features": torch.zeros(0, len(frozen.classes), frozen.dim)}
 
     def send(self, shared: Tensors, id: str) -> Tensors:
@@ -57,27 +48,26 @@ class FENS:
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         if "prompt" in sent:
-            return frozen.scale * x @ class_features(frozen, sent["prompt"]).mT
-        held = "prompts" not in sent
-        features = local["features"] if held else class_features(frozen, sent["prompts"])
+            return prompt_logits(frozen, sent["prompt"], x)
+        features = class_features(frozen, sent["prompts"]) if "prompts" in sent else local["features"]
         return ensemble_logits(sent, frozen.scale * x @ features.flatten(0, 1).mT)
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
-        """What a client does follows from what it was sent: the first prompt, or the network."""
+        """Train the prompt, or return the gradient of the network, by what was sent."""
         if "prompt" in sent:
             return parts.sgd(self, frozen, sent, local, client)
         if "prompts" in sent:
             local = {"features": class_features(frozen, sent["prompts"])}
-        # The validation rows are the paper's proxy split; without any, the training rows.
-        held = client.val_y >= 0
+        # The validation samples are the paper's proxy split; without any, the training samples.
+        is_val = client.val_y >= 0
         y = torch.cat([client.val_y, client.y])
-        real = torch.cat([held, (client.y >= 0) & ~held.any()])
+        real = torch.cat([is_val, (client.y >= 0) & ~is_val.any()])
         x = torch.where(real[:, None], torch.cat([client.val_x, client.x]), 0.0)
 
-        def fit(network: Tensors) -> Tensor:
+        def loss(network: Tensors) -> Tensor:
             return parts.masked_cross_entropy(self.predict(frozen, network, local, x), y.clamp(min=0), real)
 
-        return grad(fit)({key: sent[key] for key in NETWORK}), local
+        return grad(loss)({key: sent[key] for key in NETWORK}), local
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
         if "prompts" not in shared:
@@ -90,23 +80,23 @@ class FENS:
         for key, value in network.items():
             first = BETAS[0] * shared[f"first {key}"] + (1 - BETAS[0]) * gradient[key]
             second = BETAS[1] * shared[f"second {key}"] + (1 - BETAS[1]) * gradient[key] ** 2
-            moved = value - self.server_lr * first / (second.sqrt() + FEDADAM_TAU)
-            out |= {key: moved, f"first {key}": first, f"second {key}": second}
+            updated = value - self.server_lr * first / (second.sqrt() + FEDADAM_TAU)
+            out |= {key: updated, f"first {key}": first, f"second {key}": second}
         return out
 
     name = "fens"
-    traits = Traits(needs=frozenset({"image", "text tower"}), memory=frozenset({"features"}))
+    traits = Traits(needs=frozenset({"image", "text tower"}), training=TrainingTraits(memory=frozenset({"features"})))
     loss, adapt = PromptFL.loss, parts.no_adaptation
 
 
 def ensemble_logits(network: Tensors, logits: Tensor) -> Tensor:
-    """(rows, classes) from the logits (rows, prompts * classes) of all prompts."""
+    """Return (samples, classes) from the logits (samples, prompts * classes) of all prompts."""
     hidden = (logits @ network["hidden weight"] + network["hidden bias"]).relu()
     return hidden @ network["out weight"] + network["out bias"]
 
 
 def initial_network(clients: int, classes: int, units: int, seed: int) -> Tensors:
-    """The network before its first step, and FedAdam's moments."""
+    """Return the initial network, and FedAdam's moments."""
     generator = seeds.generator("ensemble", seed)
     sizes = (clients * classes, clients * units, classes)
     network: Tensors = {}

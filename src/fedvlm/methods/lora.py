@@ -1,7 +1,7 @@
-"""A change of low rank to chosen matrices of the image tower: W + B A, where W stays as it is.
+"""LoRA: a low-rank change W + B A of matrices of the image tower, whose W is frozen.
 
-Hu et al., LoRA: Low-rank adaptation of large language models, ICLR 2022. The mean of clients'
-factors is not the mean of their products: `average` says which of the two the server takes.
+Hu et al., LoRA: Low-rank adaptation of large language models, ICLR 2022. The mean of clients' factors is not the mean
+of their products: `average` says which of the two the server takes.
 """
 
 from collections.abc import Sequence
@@ -12,42 +12,33 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts, seeds
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Client, Frozen, Tensors, TrainingTraits, Traits, register
 from fedvlm.errors import SettingsError
+from fedvlm.methods._settings import AdamSettings
 from fedvlm.methods._towers import count_parameters, text_logits, tower_of
 
 
 @register
 @dataclass(frozen=True)
-class LoRA:
+class LoRA(AdamSettings):
     targets: tuple[str, ...] = ("q", "k", "v", "out", "up", "down")  # matrices of every block
     rank: int = 3  # r; 0 trains nothing
     average: Literal["factors", "products"] = "factors"  # the mean of A and of B, or of B A
-    lr: float = 5e-5  # η
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-6
-    weight_decay: float = 0.02
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 50  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        if self.rank < 0 or not self.targets:
-            raise SettingsError(
-                f"lora of rank {self.rank} on {list(self.targets)}; give a rank of 0 or more and "
-                "some of q, k, v, out, up, down"
-            )
+        if not self.targets:
+            raise SettingsError("lora.targets must name at least one of q, k, v, out, up, down; got none")
         matrices = tower_of(frozen).matrices(self.targets)
         if self.rank == 0:
             return {}, {}
         if self.average == "factors":
             return self.factors(frozen), {}
         weights = tower_of(frozen).weights
-        # Products add up to full rank, so the server keeps and sends the change as it is.
+        # The mean of products has full rank, so the server keeps and sends the change itself.
         return {"change": torch.zeros(sum(weights[key].numel() for key in matrices))}, {}
 
     def factors(self, frozen: Frozen) -> Tensors:
-        """A random, B zero: the tower is as it was. The same for every client and round."""
+        """Return random A and zero B, which leave the tower unchanged; the same for every client and round."""
         tower, draw = tower_of(frozen), seeds.generator("lora", frozen.seed)
         out: Tensors = {}
         for key in sorted(tower.matrices(self.targets)):
@@ -84,8 +75,8 @@ class LoRA:
         client_weights = weights.double() / weights.double().sum()
         change = []
         for key in sorted(key[:-2] for key in uploads[0] if key.endswith(" A")):
-            products = (one[f"{key} B"].double() @ one[f"{key} A"].double() for one in uploads)
-            total = sum(w * one for w, one in zip(client_weights, products, strict=True))
+            products = (upload[f"{key} B"].double() @ upload[f"{key} A"].double() for upload in uploads)
+            total = sum(w * product for w, product in zip(client_weights, products, strict=True))
             change.append(torch.as_tensor(total, dtype=torch.float32).reshape(-1))
         return {"change": shared["change"] + torch.cat(change)}
 
@@ -97,6 +88,6 @@ class LoRA:
         }
 
     name = "lora"
-    traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"change"}))
+    traits = Traits(needs=frozenset({"image tower", "text"}), training=TrainingTraits(memory=frozenset({"change"})))
     loss = parts.cross_entropy
     send, adapt = parts.send_all, parts.no_adaptation

@@ -1,5 +1,6 @@
-"""FedAvg on the image tower whose features are held near the shared model's and away from the
-client's own of the round before.
+"""MOON on the image tower: FedAvg with a contrastive loss between models.
+
+It draws a client's features to those of the shared model, and away from those of its own model of the round before.
 
 Li, He, Song, Model-contrastive federated learning, CVPR 2021.
 """
@@ -11,27 +12,22 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, softplus
 
 from fedvlm import parts
-from fedvlm.core import Batch, Client, Frozen, Tensors, Traits, register
+from fedvlm.core import Batch, Client, Frozen, Tensors, TrainingTraits, Traits, register
+from fedvlm.core.schema import NON_NEGATIVE, ranged_field
+from fedvlm.methods._settings import AdamSettings
 from fedvlm.methods._towers import text_logits, tower_of
 from fedvlm.methods.fedavg_tower import FedAvgTower
 
 
 @register
 @dataclass(frozen=True)
-class MoonTower:
-    mu: float = 1.0  # μ, of the contrast
+class MoonTower(AdamSettings):
+    mu: float = 1.0  # μ, weight of the contrastive loss
     temperature: float = 0.5  # τ
-    blocks: int = 0  # of the tower that are trained, the last ones; 0 is all of it
-    lr: float = 5e-5  # η
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-6
-    weight_decay: float = 0.02
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
-    rounds: int = 50  # T
+    blocks: int = ranged_field(0, NON_NEGATIVE)  # last blocks of the tower that are trained; 0 trains all of it
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        shared, _ = FedAvgTower(self.blocks).init(frozen)
+        shared, _ = FedAvgTower(blocks=self.blocks).init(frozen)
         count = sum(value.numel() for value in shared.values())
         return shared, {"previous": torch.zeros(count, dtype=torch.float16)}
 
@@ -46,21 +42,21 @@ class MoonTower:
         previous_similarity = cosine_similarity(features, previous_features)
         # -log of e^a / (e^a + e^b) is softplus(b - a)
         contrast = softplus((previous_similarity - shared_similarity) / self.temperature)
-        real = torch.where(batch.real, contrast, 0.0).sum() / batch.real.sum().clamp(min=1)
-        return fit + self.mu * real
+        mean = torch.where(batch.real, contrast, 0.0).sum() / batch.real.sum().clamp(min=1)
+        return fit + self.mu * mean
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         upload, _ = parts.adam(self, frozen, sent, local, client)
         return upload, {"previous": flatten_change(frozen, upload)}
 
     name = "moon-tower"
-    traits = Traits(needs=frozenset({"image tower", "text"}), memory=frozenset({"previous"}))
+    traits = Traits(needs=frozenset({"image tower", "text"}), training=TrainingTraits(memory=frozenset({"previous"})))
     predict, describe = FedAvgTower.predict, FedAvgTower.describe
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation
 
 
-# The model of the round before is kept as what it differs by from the encoder's own weights, in
-# half precision: half the memory of every client, and nothing at all before the first round.
+# The model of the round before is kept as its difference from the encoder's weights, in half precision: this halves
+# the memory of every client, and is zero before the first round.
 
 
 def flatten_change(frozen: Frozen, weights: Tensors) -> Tensor:

@@ -1,6 +1,6 @@
-"""Not federated: the logistic regression of `alone` on the rows of all training clients at once.
+"""Not federated: the logistic regression of `alone` on the samples of all training clients together.
 
-What federation would reach if rows could travel. It runs in a simulation only.
+It is the reference for federated methods, and runs in a simulation only.
 """
 
 from dataclasses import dataclass
@@ -9,36 +9,38 @@ import torch
 from torch import Tensor
 
 from fedvlm import parts
-from fedvlm.core import Client, Frozen, Tensors, Traits, register
-from fedvlm.maths import gaussian_classes, logistic_regression
-from fedvlm.methods.alone import fit_local_path
+from fedvlm.core import Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.maths.gaussian_classes import ABSENT_CLASS_LOGIT
+from fedvlm.maths.logistic_regression import select_ridge
+from fedvlm.methods._heads import fit_local_path
+from fedvlm.methods._settings import CheckedSettings
 
 
 @register
 @dataclass(frozen=True)
-class Pooled:
+class Pooled(CheckedSettings):
     rounds: int = 1
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes = len(frozen.classes)
         head = {"weight": torch.zeros(classes, frozen.dim), "bias": torch.zeros(classes)}
-        return {**head, "slope": torch.zeros(())}, {}
+        return {**head, "gradient": torch.zeros(())}, {}
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         ridges, path, has_samples = fit_local_path(frozen, client)
-        best = logistic_regression.select_ridge(path, ridges, client.val_x, client.val_y)[None]
+        best = select_ridge(path, ridges, client.val_x, client.val_y)[None]
         weight, bias = (part.index_select(0, best)[0] for part in path.heads)
-        never = torch.where(has_samples, bias, gaussian_classes.ABSENT_CLASS_LOGIT)
+        bias = torch.where(has_samples, bias, ABSENT_CLASS_LOGIT)
         max_gradient = path.max_gradient.index_select(0, best)[0]
-        head = {"weight": weight, "bias": never, "slope": max_gradient}
+        head = {"weight": weight, "bias": bias, "gradient": max_gradient}
         return {key: value.float() for key, value in head.items()}, local
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return x @ sent["weight"].mT + sent["bias"]
 
     def describe(self, frozen: Frozen, sent: Tensors, local: Tensors) -> dict[str, float]:
-        return {"slope left": float(sent["slope"])}
+        return {"remaining gradient": float(sent["gradient"])}
 
     name = "pooled"
-    traits = Traits(needs=frozenset({"image"}), centralised=True)
+    traits = Traits(needs=frozenset({"image"}), privacy=PrivacyTraits(centralised=True))
     send, aggregate, adapt = parts.send_all, parts.mean, parts.no_adaptation

@@ -1,9 +1,9 @@
-"""One logistic regression over all clients' rows in few exchanges, and each client's own beside it.
+"""One logistic regression over the samples of all clients in few rounds, and a local head at each client.
 
-The shared head starts at the zero-shot classifier and is drawn to it by a ridge. Every round the
-clients say the slope of their rows at the server's point, and the server takes a quasi-Newton step
-in the metric of all rows' second moments, which travel once: the limit is the pooled solution.
-Each client then goes on alone from the shared head, as far as its validation rows say it pays.
+The shared head starts at the zero-shot classifier, to which a ridge draws it. In every round clients upload the
+gradient of their samples at the server's head, and the server takes a quasi-Newton step in the metric of the second
+moments of all samples, which are uploaded once: the limit is the pooled solution. Each client then continues alone from
+the shared head, as far as its validation samples support it.
 """
 
 from collections.abc import Sequence
@@ -12,71 +12,68 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import POSITIVE, check_ranges, ranged_field
-from fedvlm.maths import gaussian_classes, logistic_regression
+from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core.schema import POSITIVE, ranged_field
+from fedvlm.maths.gaussian_classes import ABSENT_CLASS_LOGIT
+from fedvlm.maths.logistic_regression import Head, fit_ridge_path, summed_cross_entropy
 from fedvlm.methods import _logistic
-from fedvlm.methods.alone import fit_local_path
+from fedvlm.methods._heads import fit_local_path
+from fedvlm.methods._logistic import OPTIMISER, SERVER, ServerState, load_state, save_state
+from fedvlm.methods._settings import CheckedSettings
 
 
 @register
 @dataclass(frozen=True)
-class Probe:
-    ridge: float = ranged_field(1e-4, POSITIVE)  # of the shared head, per row
+class Probe(CheckedSettings):
+    ridge: float = ranged_field(1e-4, POSITIVE)  # of the shared head, per sample
     local_head: bool = True  # False: every client uses the shared head
-    min_class_samples: int = MIN_CLASS_SAMPLES  # rows a client must have to say anything of them
+    min_class_samples: int = MIN_CLASS_SAMPLES  # a client with fewer samples uploads zeros
     rounds: int = 20
 
-    def __post_init__(self) -> None:
-        check_ranges("probe", self)
-
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
-        anchor = _logistic.zero_shot_head(frozen)
-        dim = frozen.dim + 1
-        shared = {**_logistic.state_to_tensors(logistic_regression.start_state(anchor)), "walk anchor": anchor}
-        shared["walk round"] = torch.zeros((), dtype=torch.int64)
-        local = {"weight change": torch.zeros(len(anchor), frozen.dim)} if self.local_head else {}
-        local |= {"bias change": torch.zeros(len(anchor))} if self.local_head else {}
-        return {**shared, "walk gram": torch.zeros(dim * (dim + 1) // 2)}, local
+        state = _logistic.initial_state(frozen)
+        shared = {**_logistic.start_optimiser(state.anchor), **save_state(SERVER, state)}
+        if not self.local_head:
+            return shared, {}
+        classes = len(frozen.classes)
+        return shared, {"weight change": torch.zeros(classes, frozen.dim), "bias change": torch.zeros(classes)}
 
     def send(self, shared: Tensors, id: str) -> Tensors:
-        if "walk round" not in shared:  # a site's classifier holds what was sent in the end
+        if not _logistic.is_server_state(shared):
             return shared
-        started = {"begun": torch.ones(())} if shared["walk round"] else {}
+        started = {"started": torch.ones(())} if load_state(SERVER, ServerState, shared).round else {}
         return {"weight": shared["weight"], "bias": shared["bias"], **started}
 
     def update(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> tuple[Tensors, Tensors]:
         upload = _logistic.local_statistics(sent, client, self.min_class_samples)
-        if "begun" not in sent:
+        if "started" not in sent:
             upload["gram"] = _logistic.packed_gram(client, self.min_class_samples)
         return upload, local
 
     def aggregate(self, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
-        total = _logistic.sum_uploads(uploads)
-        gram = total["gram"].float() if "gram" in total else shared["walk gram"]
-        anchor, done = shared["walk anchor"], shared["walk round"] + 1
-        out = _logistic.take_server_step(shared, total, gram, anchor, self.ridge)
-        if done >= self.rounds:  # nobody would say whether a last step is a good one
-            out |= _logistic.head_tensors(out["walk base"])
-        return {**out, "walk anchor": anchor, "walk gram": gram, "walk round": done}
+        total, state = _logistic.sum_uploads(uploads), load_state(SERVER, ServerState, shared)
+        gram = total["gram"].float() if "gram" in total else state.gram
+        state = state._replace(round=state.round + 1, gram=gram)
+        out = _logistic.take_server_step(shared, total, gram, state.anchor, self.ridge)
+        if state.round >= self.rounds:  # the last step would not be evaluated, so the best point is taken
+            out |= _logistic.head_tensors(out[f"{OPTIMISER}base"])
+        return {**out, **save_state(SERVER, state)}
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        """The likeliest on validation rows of the shared head, heads near it, and own ones."""
+        """Choose by validation likelihood: the shared head, heads drawn to it by a ridge, or purely local ones."""
         if not self.local_head:
             return local
-        shared = logistic_regression.Head(sent["weight"].double(), sent["bias"].double())
+        shared = Head(sent["weight"].double(), sent["bias"].double())
         ridges, local_path, has_samples = fit_local_path(frozen, client)
-        nearby_heads = logistic_regression.fit_ridge_path(
-            client.x, client.y, ridges, shared, torch.ones_like(has_samples)
-        ).heads
-        off = torch.where(has_samples, local_path.heads.bias, gaussian_classes.ABSENT_CLASS_LOGIT)
-        heads = logistic_regression.Head(
-            torch.cat([shared.weight[None], nearby_heads.weight, local_path.heads.weight]),
-            torch.cat([shared.bias[None], nearby_heads.bias, off]),
+        nearby = fit_ridge_path(client.x, client.y, ridges, shared, torch.ones_like(has_samples)).heads
+        local_bias = torch.where(has_samples, local_path.heads.bias, ABSENT_CLASS_LOGIT)
+        heads = Head(
+            torch.cat([shared.weight[None], nearby.weight, local_path.heads.weight]),
+            torch.cat([shared.bias[None], nearby.bias, local_bias]),
         )
-        best = logistic_regression.summed_cross_entropy(heads.logits(client.val_x.double()), client.val_y).argmin()
+        best = summed_cross_entropy(heads.logits(client.val_x.double()), client.val_y).argmin()
         change = heads.weight[best] - shared.weight, heads.bias[best] - shared.bias
-        return dict(zip(("weight change", "bias change"), (c.float() for c in change), strict=True))
+        return {"weight change": change[0].float(), "bias change": change[1].float()}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         weight, bias = sent["weight"], sent["bias"]
@@ -85,4 +82,4 @@ class Probe:
         return x @ weight.mT + bias
 
     name = "probe"
-    traits = Traits(needs=frozenset({"image"}), upload_sum="total")
+    traits = Traits(needs=frozenset({"image"}), privacy=PrivacyTraits(upload_sum="total"))

@@ -1,7 +1,7 @@
-"""PromptFL with a prompt of two parts: the first vectors are averaged, the rest stay at home.
+"""PromptFL with FedPer: the first vectors of a prompt are averaged, the others are local.
 
-PromptFL+FedPer of the FedOTP tables: Arivazhagan et al., Federated learning with personalization
-layers, 2019, with vectors in the place of layers.
+PromptFL+FedPer of the FedOTP tables: Arivazhagan et al., Federated learning with personalization layers, 2019, with
+vectors in place of layers.
 """
 
 from dataclasses import dataclass
@@ -11,43 +11,33 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
-from fedvlm.methods._prompts import DEFAULT_N_CTX, Start, initial_prompt, sgd_stacked
+from fedvlm.core.schema import Range, check_range
+from fedvlm.methods._prompts import DEFAULT_N_CTX, initial_prompt, prompt_logits, sgd_stacked
+from fedvlm.methods._settings import PromptSettings
 from fedvlm.methods.promptfl import PromptFL
 
 
 @register
 @dataclass(frozen=True)
-class PromptFLFedPer:
-    n_ctx: int | None = None  # M: 16, or the template's
-    ctx_init: Start = "random"  # or the template's words
-    local_vectors: int = 8  # of the vectors, the last ones: never sent
-    lr: float = 1e-3  # η
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    batch_size: int = 32  # B
-    local_epochs: int = 5  # E
-    rounds: int = 10  # T
+class PromptFLFedPer(PromptSettings):
+    local_vectors: int = 8  # the last vectors, which are never sent
 
     def __post_init__(self) -> None:
-        usual = DEFAULT_N_CTX if self.ctx_init == "random" else self.local_vectors + 1  # the template is not known yet
-        self.check(usual if self.n_ctx is None else self.n_ctx)
+        super().__post_init__()
+        if self.n_ctx is not None or self.ctx_init == "random":  # the length of the template is not known yet
+            self.check_local_vectors(self.n_ctx or DEFAULT_N_CTX)
 
-    def check(self, vectors: int) -> None:
-        if not 0 <= self.local_vectors < vectors:
-            raise SettingsError(
-                f"local_vectors = {self.local_vectors} of n_ctx = {vectors}; keep 0 or more and share at least 1"
-            )
+    def check_local_vectors(self, n_ctx: int) -> None:
+        check_range(f"promptfl-fedper.local_vectors (with n_ctx = {n_ctx})", self.local_vectors, Range(0, n_ctx - 1))
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         prompt = initial_prompt(self, frozen)
-        self.check(len(prompt))
+        self.check_local_vectors(len(prompt))
         cut = len(prompt) - self.local_vectors
         return {"prompt": prompt[:cut]}, {"own": prompt[cut:]} if self.local_vectors else {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        prompt = torch.cat([sent["prompt"], *local.values()], dim=-2)
-        return PromptFL.predict(PromptFL(), frozen, {"prompt": prompt}, {}, x)
+        return prompt_logits(frozen, torch.cat([sent["prompt"], *local.values()], dim=-2), x)
 
     name = "promptfl-fedper"
     traits = Traits(needs=frozenset({"image", "text tower"}))

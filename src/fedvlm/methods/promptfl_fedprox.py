@@ -1,7 +1,7 @@
-"""PromptFL with a pull of each client's prompt towards the one it was sent.
+"""PromptFL with FedProx: a proximal term towards the prompt that the client was sent.
 
-PromptFL+FedProx of the FedOTP tables, whose code computes the pull from detached tensors, so that
-it does nothing; here it has a gradient.
+PromptFL+FedProx of the FedOTP tables, whose code computes the term from detached tensors, so that it has no effect;
+here it has a gradient.
 """
 
 from dataclasses import dataclass
@@ -10,22 +10,15 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Batch, Frozen, Tensors, Traits, register
-from fedvlm.methods._prompts import Start, sgd_stacked
+from fedvlm.methods._prompts import sgd_stacked
+from fedvlm.methods._settings import PromptSettings
 from fedvlm.methods.promptfl import PromptFL
 
 
 @register
 @dataclass(frozen=True)
-class PromptFLFedProx:
+class PromptFLFedProx(PromptSettings):
     mu: float = 0.5  # μ
-    n_ctx: int | None = None  # M: 16, or the template's
-    ctx_init: Start = "random"  # or the template's words
-    lr: float = 1e-3  # η
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    batch_size: int = 32  # B
-    local_epochs: int = 5  # E
-    rounds: int = 10  # T
 
     def loss(self, frozen: Frozen, shared: Tensors, local: Tensors, batch: Batch, start: Tensors) -> Tensor:
         fit = PromptFL.loss(PromptFL(), frozen, shared, local, batch, start)

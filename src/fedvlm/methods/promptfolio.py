@@ -1,7 +1,6 @@
-"""A shared and a local prompt whose class features are mixed before they meet the image.
+"""PromptFolio: a shared and a local prompt whose class features are mixed.
 
-Pan et al., Federated learning from vision-language foundation models: theoretical analysis and
-method (PromptFolio), NeurIPS 2024.
+Pan et al., Federated learning from vision-language foundation models: theoretical analysis and method, NeurIPS 2024.
 """
 
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.core.schema import UNIT, check_ranges, ranged_field
-from fedvlm.methods._prompts import Start, features_of_pair, initial_prompt, sgd_stacked
+from fedvlm.core.schema import UNIT, ranged_field
+from fedvlm.methods._prompts import features_of_pair, initial_prompt, sgd_stacked
+from fedvlm.methods._settings import PromptSettings
 from fedvlm.methods.promptfl import PromptFL
 
 VECTORS = 8  # M of the paper's code
@@ -19,19 +19,10 @@ VECTORS = 8  # M of the paper's code
 
 @register
 @dataclass(frozen=True)
-class PromptFolio:
-    mix: float = ranged_field(0.4, UNIT)  # θ: the share of the local prompt's features
+class PromptFolio(PromptSettings):
+    mix: float = ranged_field(0.4, UNIT)  # θ: weight of the local prompt's features
     n_ctx: int | None = None  # M: 8, or the template's
-    ctx_init: Start = "random"  # or the template's words
     lr: float = 2e-3  # η
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    batch_size: int = 32  # B
-    local_epochs: int = 5  # E
-    rounds: int = 10  # T
-
-    def __post_init__(self) -> None:
-        check_ranges("promptfolio", self)
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         shared = {"prompt": initial_prompt(self, frozen, default=VECTORS)}

@@ -1,7 +1,7 @@
-"""Each client on its own: the labels of its nearest rows, added to the zero-shot classifier.
+"""Tip-Adapter at each client alone: votes of its nearest samples, added to the zero-shot classifier.
 
-Nothing is sent; an unseen client is zero-shot. Zhang et al., Tip-Adapter: training-free adaption
-of CLIP for few-shot classification, ECCV 2022.
+Nothing is sent; an unseen client is zero-shot. Zhang et al., Tip-Adapter: training-free adaption of CLIP for few-shot
+classification, ECCV 2022.
 """
 
 from dataclasses import dataclass
@@ -13,35 +13,36 @@ from torch import Tensor
 from fedvlm import parts
 from fedvlm.core import Client, Frozen, Tensors, Traits, register
 from fedvlm.maths import gaussian_classes
-from fedvlm.methods.clip_gda import zero_shot
+from fedvlm.methods._heads import zero_shot_logits
+from fedvlm.methods._settings import CheckedSettings
 
-# α and β of the paper; its defaults come first and stay if there are no validation rows
+# α and β of the paper; its defaults come first, and are used without validation samples
 PAIRS = ((1.0, 5.5), *product((0.1, 0.3, 1.0, 3.0, 10.0), (1.0, 3.0, 10.0, 30.0)))
 
 
 @register
 @dataclass(frozen=True)
-class TipAdapter:
+class TipAdapter(CheckedSettings):
     rounds: int = 0
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         none = torch.zeros(0, len(frozen.classes))
-        return {}, {"rows": torch.zeros(0, frozen.dim), "labels": none, "pair": torch.zeros(2)}
+        return {}, {"samples": torch.zeros(0, frozen.dim), "labels": none, "pair": torch.zeros(2)}
 
     def adapt(self, frozen: Frozen, sent: Tensors, local: Tensors, client: Client) -> Tensors:
-        """Keeps the rows, and takes the pair that is right most often on validation rows."""
+        """Keep the samples, and choose the pair with the highest accuracy on validation samples."""
         one_hot = gaussian_classes.class_membership(client.y, len(frozen.classes)).float()
-        out = [{"rows": client.x, "labels": one_hot, "pair": torch.tensor(pair)} for pair in PAIRS]
+        caches = [{"samples": client.x, "labels": one_hot, "pair": torch.tensor(pair)} for pair in PAIRS]
         if not len(client.val_y):
-            return out[0]
-        logits = [self.predict(frozen, sent, one, client.val_x) for one in out]
-        n_correct = torch.stack([(one.argmax(1) == client.val_y).sum() for one in logits])
-        return {**out[0], "pair": torch.tensor(PAIRS)[n_correct.argmax()]}
+            return caches[0]
+        predictions = [self.predict(frozen, sent, cache, client.val_x).argmax(1) for cache in caches]
+        n_correct = torch.stack([(prediction == client.val_y).sum() for prediction in predictions])
+        return {**caches[0], "pair": torch.tensor(PAIRS)[n_correct.argmax()]}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        alpha, sharpness = local["pair"].unbind()
-        cache_logits: Tensor = (-sharpness * (1 - x @ local["rows"].mT)).exp() @ local["labels"]
-        return zero_shot(frozen, x) + alpha * cache_logits
+        alpha, beta = local["pair"].unbind()
+        cache_logits: Tensor = (-beta * (1 - x @ local["samples"].mT)).exp() @ local["labels"]
+        return zero_shot_logits(frozen, x) + alpha * cache_logits
 
     name = "tip-adapter"
     traits = Traits(needs=frozenset({"image", "text"}))

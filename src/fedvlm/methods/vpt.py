@@ -1,7 +1,7 @@
-"""Learnt tokens in the image tower, every client's own, and one head that all of them train.
+"""VPT: local learned tokens in the image tower, and a shared head.
 
-Jia et al., Visual prompt tuning, ECCV 2022, as the FedOT paper compares itself with it: prompts
-stay at home, the head starts from the class texts. An unseen client has the first, untrained ones.
+Jia et al., Visual prompt tuning, ECCV 2022, as a baseline of the FedOT paper: prompts are local, the head starts from
+the class texts. An unseen client has the initial prompts.
 """
 
 from dataclasses import dataclass
@@ -13,36 +13,30 @@ from torch.nn.functional import normalize
 
 from fedvlm import parts, seeds
 from fedvlm.core import Frozen, Tensors, Traits, register
-from fedvlm.errors import SettingsError
+from fedvlm.core.schema import COUNT, NON_NEGATIVE, Range, check_range, ranged_field
+from fedvlm.methods._settings import SgdSettings
 from fedvlm.methods._towers import count_parameters, tower_of
 
 
 @register
 @dataclass(frozen=True)
-class VPT:
-    prompts: int = 2  # p, tokens in each block that has some; 0 leaves only the head
-    depth: int = 1  # d, blocks with prompts of their own, the first ones; 1 is VPT-shallow
+class VPT(SgdSettings):
+    prompts: int = ranged_field(2, NON_NEGATIVE)  # p, tokens per prompted block; 0 trains only the head
+    depth: int = ranged_field(1, COUNT)  # d, first blocks that have prompts; 1 is VPT-shallow
     tau: float = 100.0  # τ
-    lr: float = 5e-5  # η, FedOT's, as is the rest of its SGD
+    lr: float = 5e-5  # η and the rest of SGD are FedOT's
     momentum: float = 5e-4
-    weight_decay: float = 5e-4
-    batch_size: int = 32  # B
-    local_epochs: int = 1  # E
     rounds: int = 200  # T
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         tower = tower_of(frozen)
-        if self.prompts < 0 or not 1 <= self.depth <= tower.blocks:
-            raise SettingsError(
-                f"vpt with prompts = {self.prompts} and depth = {self.depth}; prompts are 0 or "
-                f"more, in 1 (shallow) to {tower.blocks} (deep) blocks of this encoder"
-            )
+        check_range("vpt.depth", self.depth, Range(1, tower.blocks))
         assert frozen.text is not None  # promised by `needs`
         shared = {"head": frozen.text}
         if self.prompts == 0:
             return shared, {}
         patch = next(value for value in tower.weights.values() if value.ndim == 4)
-        bound = (6 / (prod(patch.shape[1:]) + tower.width)) ** 0.5  # the authors' first prompts
+        bound = (6 / (prod(patch.shape[1:]) + tower.width)) ** 0.5  # as the authors initialise prompts
         draw = torch.rand(self.depth, self.prompts, tower.width, generator=seeds.generator("vpt", frozen.seed))
         return shared, {"prompts": bound * (2 * draw - 1)}
 

@@ -1,4 +1,4 @@
-"""The encoder's own classifier, untouched: the bar every other method has to clear.
+"""The encoder's own zero-shot classifier, a baseline of every method.
 
 Radford et al., Learning transferable visual models from natural language supervision, ICML 2021.
 """
@@ -9,19 +9,20 @@ from torch import Tensor
 
 from fedvlm import parts
 from fedvlm.core import Frozen, Tensors, Traits, register
+from fedvlm.methods._heads import zero_shot_logits
+from fedvlm.methods._settings import CheckedSettings
 
 
 @register
 @dataclass(frozen=True)
-class ZeroShot:
+class ZeroShot(CheckedSettings):
     rounds: int = 0
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         return {}, {}
 
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
-        assert frozen.text is not None  # promised by `needs`
-        return frozen.scale * x @ frozen.text.mT
+        return zero_shot_logits(frozen, x)
 
     name = "zero-shot"
     traits = Traits(needs=frozenset({"image", "text"}))

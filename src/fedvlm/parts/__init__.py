@@ -11,13 +11,16 @@ from fedvlm.parts.bodies import (
     suppress_client_classes,
     uniform_mean,
 )
-from fedvlm.parts.linear import head_sgd, map_sgd, regularised_head_sgd
-from fedvlm.parts.walk import (
+from fedvlm.parts.training import (
     Stepper,
     adam,
     adam_moments,
+    fused_adam,
+    head_sgd,
     join_state,
+    map_sgd,
     per_tensor,
+    regularised_head_sgd,
     sgd,
     sgd_step,
     split_state,
@@ -29,6 +32,7 @@ __all__ = [
     "adam",
     "adam_moments",
     "cross_entropy",
+    "fused_adam",
     "head_sgd",
     "join_state",
     "map_sgd",

@@ -61,7 +61,7 @@ def adapts(method: Method) -> bool:
     return type(method).adapt is not no_adaptation
 
 
-@sums_uploads("rows")
+@sums_uploads("samples")
 def mean(self: Any, shared: Tensors, uploads: Sequence[Tensors], weights: Tensor, ids: Sequence[str]) -> Tensors:
     """aggregate: the mean of the uploads, each client weighing as many as it has rows."""
     fractions = weights.double() / weights.double().sum()

@@ -9,17 +9,14 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from fedvlm.errors import DataError, unknown_name
-from fedvlm.evaluate import scores
-from fedvlm.evaluate.metrics import METRICS, area_under_curve, curve_points, metrics
-from fedvlm.evaluate.scores import Table
+from fedvlm.evaluate.metrics import METRICS, Table, area_under_curve, curve_points, mean_accuracy, mean_metric, metrics
 from fedvlm.record import Record
-from fedvlm.report.names import has_unseen_scores
-from fedvlm.report.units import CLIENT_GROUPS
-from fedvlm.storage.files import slug
-from fedvlm.storage.toml import flatten
+from fedvlm.report.runs import has_unseen_scores
+from fedvlm.storage.files import flatten, slug
 
 if TYPE_CHECKING:
     from fedvlm.core import Tensors
+
 
 CONDITION_NUMBER_KEY, FREEDOM_KEY = "condition number", "degrees of freedom"  # what methods call them
 CURVES = ("ROC", "PR")
@@ -87,7 +84,7 @@ def _trained(result: Record, seed: int) -> Table:
         if not result.path_of(training, seed, "safetensors").exists():
             continue  # of a page there are no tensors
         shared, local = result.outcome(training, seed)
-        sizes = [_size(tensors, method.traits.memory) for tensors in (shared, *local.values())]
+        sizes = [_size(tensors, method.traits.training.memory) for tensors in (shared, *local.values())]
         if isinstance(method, Factored):
             sizes[0] = _uploaded(result, seed)
         counts += [sizes[0] + local_size for local_size in sizes[1:]]
@@ -111,7 +108,7 @@ def accuracy_matrix(result: Record, seed: int) -> dict[str, dict[str, float]]:
         return {}
     out: dict[str, dict[str, float]] = {}
     for target, about in trainings.items():
-        accuracies = {k: scores.accuracy(about["scores"], training["unseen"]) for k, training in trainings.items()}
+        accuracies = {k: mean_accuracy(about["scores"], training["unseen"]) for k, training in trainings.items()}
         defined = {k: value for k, value in accuracies.items() if value is not None}
         out[target] = {k: v for k, v in defined.items() if k != target or has_unseen_scores(result)}
     return out
@@ -139,7 +136,7 @@ def _client_accuracies(result: Record, seed: int) -> list[list[float]]:
     """By training, the accuracy of every client that trained."""
     accuracies_by_training = []
     for about in result.trainings(seed).values():
-        accuracies = [scores.accuracy(about["scores"], [id]) for id in about["train"]]
+        accuracies = [mean_accuracy(about["scores"], [id]) for id in about["train"]]
         accuracies_by_training.append([accuracy for accuracy in accuracies if accuracy is not None])
     return [accuracies for accuracies in accuracies_by_training if accuracies]
 
@@ -158,7 +155,7 @@ def _average(result: Record, seed: int) -> Table:
     out: Table = {}
     for name in METRICS if has_unseen_scores(result) else ():
         metric_values = [
-            scores.metric(training["scores"], (*training["train"], *training["unseen"]), name)
+            mean_metric(training["scores"], (*training["train"], *training["unseen"]), name)
             for training in result.trainings(seed).values()
         ]
         out[f"average {name}"] = _mean(metric_values)
@@ -212,7 +209,7 @@ def _metric(name: str) -> "Column":
         out: Table = {}
         trainings = result.trainings(seed).values()
         for group, key in list(CLIENT_GROUPS.items())[: 1 + has_unseen_scores(result)]:
-            mean = _mean(scores.metric(training["scores"], training[key], name) for training in trainings)
+            mean = _mean(mean_metric(training["scores"], training[key], name) for training in trainings)
             if mean is not None:
                 out[f"{name}, {group}"] = mean
         return out
@@ -277,3 +274,28 @@ def setting_text(result: Record, name: str) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return "-" if value is None else str(value)
+
+
+# How columns begin that are no shares, and the digits they are written with.
+DIGITS_BY_PREFIX = {"kappa": 2, "cosine": 3, "dof": 0, "seconds": 3, "minutes": 3, "trained": 0, "rows": 0}
+CLIENT_GROUPS = {"own": "train", "unseen": "unseen"}  # whom a metric's columns are of
+
+
+def is_unscaled(column: str) -> bool:
+    """Whether a column is not a share; a metric is one, whatever its name begins with."""
+    metric = column.endswith(tuple(f", {group}" for group in CLIENT_GROUPS))
+    return column.startswith(tuple(DIGITS_BY_PREFIX)) and not metric
+
+
+def to_printed_unit(column: str, mean: float, deviation: float | None) -> tuple[float, float | None]:
+    """In the unit of a print, where 100 · 0.9468 is 94.68 and not a little below it."""
+    unit = 1 if is_unscaled(column) else 100
+    return round(unit * mean, 9), None if deviation is None else round(unit * deviation, 9)
+
+
+def format_number(column: str, value: float) -> str:
+    """A number as tables have it: shares in per cent."""
+    if not is_unscaled(column):
+        return f"{100 * value:.2f}"
+    digits = next(DIGITS_BY_PREFIX[key] for key in DIGITS_BY_PREFIX if column.startswith(key))
+    return f"{value:.{digits}f}"

@@ -9,7 +9,7 @@ from inspect import getdoc, isfunction, signature
 from pathlib import Path
 from typing import Any
 
-from fedvlm.core import OPTIONAL_PROTOCOLS, Schedule, Traits
+from fedvlm.core import OPTIONAL_PROTOCOLS, TRAIT_GROUPS, Schedule, Traits
 from fedvlm.core.schema import range_of
 
 OPENING = """# What a method may say
@@ -22,7 +22,13 @@ nearly one of these.
 
 def contract_page() -> str:
     """Three tables: traits, settings that engines read, and optional verbs."""
-    traits = [(f"`{field.name}`", _value(field.default), field.metadata["doc"]) for field in fields(Traits)]
+    traits = [
+        (f"`{name}`", _value(field.default), field.metadata["doc"])
+        for group, traits_class in {"": Traits, **TRAIT_GROUPS}.items()
+        for field in fields(traits_class)
+        for name in [f"{group}.{field.name}" if group else field.name]
+        if name not in TRAIT_GROUPS
+    ]
     settings = [
         (
             f"`{field.name}`",

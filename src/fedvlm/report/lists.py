@@ -86,14 +86,13 @@ def _first_sentence(documented: object) -> str:
 
 
 def list_experiments() -> list[Row]:
-    from fedvlm.runner.named import experiments
-    from fedvlm.runner.settings import read_toml
+    from fedvlm.runner.experiment_files import experiments, read_toml
 
     return [{"experiment": name, "title": read_toml(path).get("title", "")} for name, path in experiments().items()]
 
 
 def list_papers() -> list[Row]:
-    from fedvlm.report.coverage import coverage
+    from fedvlm.report.papers import coverage
 
     return coverage()
 

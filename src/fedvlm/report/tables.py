@@ -1,18 +1,20 @@
 """Runs side by side: mean ± deviation over seeds as text, Markdown or LaTeX; or in long form."""
 
-from collections.abc import Mapping, Sequence
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fedvlm.errors import SettingsError, unknown_name
-from fedvlm.evaluate import scores
-from fedvlm.evaluate.metrics import METRICS
-from fedvlm.record import Record
-from fedvlm.report import long
-from fedvlm.report.columns import compute_columns, setting_text, settings_of, split_requested
-from fedvlm.report.names import run_label
-from fedvlm.report.units import format_number
+from fedvlm.evaluate.metrics import METRICS, mean_and_std, metrics
+from fedvlm.record import AUDIT_FILE, Record
+from fedvlm.report.columns import compute_columns, format_number, setting_text, settings_of, split_requested
+from fedvlm.report.runs import has_unseen_scores, run_label
+from fedvlm.storage.files import read_json, write_json
 
-TABLE_FORMS = ("text", "markdown", "latex", *long.TIDY_FORMS)
+TIDY_FORMS = ("csv", "json")
+TABLE_FORMS = ("text", "markdown", "latex", *TIDY_FORMS)
 TRAFFIC_COLUMNS = ("exchanges", "kB per client")
 MAIN_COLUMNS = {
     "G",
@@ -55,8 +57,8 @@ def compare_table(
         raise unknown_name("table form", form, TABLE_FORMS)
     if not results:
         raise SettingsError("no run is named; give one or more run directories")
-    if form in long.TIDY_FORMS:
-        return long.tidy_table(results, form, extra_columns)
+    if form in TIDY_FORMS:
+        return tidy_table(results, form, extra_columns)
     head, body = table_cells(results, form, all_columns, paper, traffic, extra_columns, chance)
     footnotes = [
         f"{run_label(result)}: {w}\n"
@@ -79,13 +81,13 @@ def table_cells(
 ) -> tuple[list[str], list[list[str]]]:
     """The head and the rows of that table."""
     names, settings = split_requested(results, extra_columns)
-    column_statistics = [scores.mean_and_std(result.tables) for result in results]
+    column_statistics = [mean_and_std(result.tables) for result in results]
     columns = list(dict.fromkeys(key for run_statistics in column_statistics for key in run_statistics))
     if not all_columns and (main := [key for key in columns if key in MAIN_COLUMNS]):
         columns = main
     fraction_columns = list(columns)
     for result, run_statistics in zip(results, column_statistics, strict=True):
-        extra_statistics = scores.mean_and_std(compute_columns(result, names))
+        extra_statistics = mean_and_std(compute_columns(result, names))
         run_statistics |= extra_statistics
         columns += [key for key in extra_statistics if key not in columns]
     last = [*(TRAFFIC_COLUMNS if traffic else ()), "seeds"]
@@ -113,7 +115,7 @@ def table_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> 
     names, settings = split_requested(results, extra_columns)
     out = []
     for result in results:
-        column_statistics = scores.mean_and_std(result.tables) | scores.mean_and_std(compute_columns(result, names))
+        column_statistics = mean_and_std(result.tables) | mean_and_std(compute_columns(result, names))
         columns = {key: {"mean": mean, "deviation": by} for key, (mean, by) in column_statistics.items()}
         exchanges, moved = result.traffic
         end = {"exchanges": exchanges, "kB per client": moved / 1000, "seeds": len(result.tables)}
@@ -153,3 +155,136 @@ def render_table(head: Sequence[str], body: Sequence[Sequence[str]], form: str, 
     if form == "markdown":
         rule = [rule[0], *(f"{dashes[:-1]}:" for dashes in rule[1:])]
     return "\n".join([line(head), line(rule), *map(line, body), ""])
+
+
+TIDY_COLUMNS = ("method", "data", "seed", "training", "client", "unseen", "rows", "metric", "value")
+DECIMALS = 7  # as a page keeps them
+
+
+def client_scores(result: Record) -> Iterator[dict[str, Any]]:
+    """Every seed, training and client that has test rows, with all its metrics."""
+    for seed in result.manifest["identity"]["seeds"]:
+        for training, about in result.trainings(seed).items():
+            unseen_ids = about["unseen"] if has_unseen_scores(result) else []
+            for id, client in about["scores"].items():
+                if not client["test_rows"] or id not in (*about["train"], *unseen_ids):
+                    continue
+                numbers = {key: client.get(key) for key in metrics()}
+                numbers["accuracy"] = client["test_hits"] / client["test_rows"]
+                place = {"seed": seed, "training": training, "client": id, "unseen": id in unseen_ids}
+                yield {**place, "rows": client["test_rows"], **numbers}
+
+
+def tidy_rows(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """All of them, as shares of one; a metric that a client does not have has no line."""
+    names, settings = split_requested(results, extra_columns)
+    nobody = dict.fromkeys(("training", "client", "unseen", "rows"))
+    out = []
+    for result in results:
+        run = {"method": run_label(result, settings), **settings_of(result, settings)}
+        run["data"] = result.manifest["data"]
+        for client_row in client_scores(result):
+            row = {**run, **{key: client_row[key] for key in TIDY_COLUMNS[2:-2]}}
+            for name in metrics():
+                if client_row[name] is not None:
+                    out.append({**row, "metric": name, "value": round(client_row[name], DECIMALS)})
+        seeds = result.manifest["identity"]["seeds"]
+        for seed, table in zip(seeds, compute_columns(result, names), strict=True):
+            for name, value in table.items():
+                if value is not None:
+                    row = {**run, "seed": seed, **nobody}
+                    out.append({**row, "metric": name, "value": round(value, DECIMALS)})
+    return out
+
+
+def tidy_table(results: Sequence[Record], form: str, extra_columns: Sequence[str] = ()) -> str:
+    """As CSV or JSON; settings that were asked for follow the method."""
+    settings = split_requested(results, extra_columns)[1]
+    return serialise(tidy_rows(results, extra_columns), (TIDY_COLUMNS[0], *settings, *TIDY_COLUMNS[1:]), form)
+
+
+def serialise(rows: Sequence[Mapping[str, Any]], head: Sequence[str], form: str) -> str:
+    """Lines as CSV or JSON."""
+    if form == "json":
+        return json.dumps(rows, indent=1, ensure_ascii=False) + "\n"
+    out = io.StringIO()
+    table = csv.DictWriter(out, head, lineterminator="\n")
+    table.writeheader()
+    table.writerows(rows)
+    return out.getvalue()
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise SettingsError("a data frame needs pandas; pip install 'fedvlm[frame]'") from error
+    return pandas
+
+
+def scores_frame(result: Record) -> Any:
+    """One row per seed, training and client that has test rows, a column per metric."""
+    pandas = _pandas()
+    return pandas.DataFrame(list(client_scores(result)))
+
+
+def comparison_frame(results: Sequence[Record], extra_columns: Sequence[str] = ()) -> Any:
+    """One row per run: the mean over seeds of every column, and its deviation beside it.
+
+    `asked` are further columns and settings, as `compare --columns` takes them.
+    """
+    pandas = _pandas()
+    if not results:
+        raise SettingsError("no run is named; give one or more runs")
+    names, settings = split_requested(results, extra_columns)
+    rows = []
+    for result in results:
+        row: dict[str, Any] = {"method": run_label(result, settings)}
+        row |= settings_of(result, settings) | {"seeds": len(result.tables)}
+        column_statistics = mean_and_std(result.tables) | mean_and_std(compute_columns(result, names))
+        for key, (mean, deviation) in column_statistics.items():
+            row |= {key: mean, f"{key} deviation": deviation}
+        exchanges, moved = result.traffic
+        rows.append({**row, "exchanges": exchanges, "kB per client": moved / 1000})
+    return pandas.DataFrame(rows).set_index("method")
+
+
+def write_audit(result: Record, lines: list[dict[str, Any]]) -> None:
+    """In the run's folder, in the place of an audit that was kept before."""
+    write_json(result.folder / AUDIT_FILE, {"lines": lines})
+
+
+def read_audit(result: Record) -> list[dict[str, Any]]:
+    """The audit that was kept, if one was."""
+    path = result.folder / AUDIT_FILE
+    return list(read_json(path)["lines"]) if path.exists() else []
+
+
+def audit_table(lines: list[dict[str, Any]], form: str = "text") -> str:
+    """The lines for a person: what is in an upload, then client by client what it says."""
+    if not lines:
+        return "nothing is uploaded\n"
+    fields = {(line["exchange"], key): field for line in lines for key, field in line["fields"].items()}
+    first = [
+        [exchange, key, f"{field['dtype']} {tuple(field['shape'])}", f"{field['bytes']}"]
+        for (exchange, key), field in fields.items()
+    ]
+    names = ["client", "exchange", "bytes", "classes", "smallest class"]
+    areas = ["AUC upload", "AUC shared", "AUC personal"]
+
+    def cell(value: Any) -> str:
+        return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    body = [
+        [
+            *(cell(line[key]) for key in (*names, *areas)),
+            cell("inf" if line["epsilon"] is None else line["epsilon"]),
+        ]
+        for line in lines
+    ]
+    return "\n".join(
+        [
+            render_table(["exchange", "field", "what", "bytes"], first, form, align_left=True),
+            render_table([*names, *areas, "ε"], body, form),
+        ]
+    )

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from fedvlm.encoders.cache.folder import cache_directory, list_entries, verify
+from fedvlm.encoders.cache import cache_directory, list_entries, verify
 from fedvlm.encoders.store import open_store
 from fedvlm.errors import DataError
 from fedvlm.record import Record
-from fedvlm.storage.sealed import INDEX_FILE, check_index, read_json, read_tensors
+from fedvlm.storage.files import INDEX_FILE, check_index, read_json, read_tensors
 
 Problems = list[tuple[str, str]]  # the name of a file or row, and what is wrong with it
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvlm import seeds, tensors
-from fedvlm.channel.uploads import decode, encode
+from fedvlm.channel.pipeline import UploadPipeline
 from fedvlm.core import ClassStatistics, Tensors
 from fedvlm.data.table import EmbeddedTable
 from fedvlm.engines.client import Task, TrainingTerms, World, predict
 from fedvlm.engines.loop import initial_state
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.errors import DataError, SettingsError, unknown_name
 from fedvlm.evaluate.protocols import Training
 from fedvlm.maths.privacy import mean_similarities, roc_auc_by_class, seeded_normal
@@ -121,8 +121,9 @@ def _epsilons(result: Record, training: str, seed: int) -> dict[str, float]:
 def as_received(terms: TrainingTerms, number: int, task: Task, upload: Tensors) -> Tensors:
     """An upload as the server has it, behind the channel; a secure sum would hide it."""
     draw = seeded_normal(seeds.generator("channel noise", terms.seed, task.id, number))
-    travels, _ = encode(terms.channel, upload, task.sent, {}, draw)
-    return decode(terms.channel, travels, task.sent)
+    pipeline = UploadPipeline(terms.channel)
+    encoded, _ = pipeline.encode(upload, task.sent, {}, draw)
+    return pipeline.decode(encoded, task.sent)
 
 
 def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> Line:
@@ -132,7 +133,7 @@ def describe_upload(world: World, id: str, received: Mapping[str, Tensors]) -> L
     counts = torch.bincount(labels, minlength=len(world.frozen.classes))
     covered = counts > 0
     if isinstance(world.method, ClassStatistics):
-        covered &= world.method.covers(upload)
+        covered &= world.method.covered_classes(upload)
     return {
         "fields": {
             key: {
@@ -153,7 +154,7 @@ def upload_auc(world: World, task: Task, received: Mapping[str, Tensors], initia
     upload = received[task.id]
     means = {}
     if isinstance(world.method, ClassStatistics):
-        means = {id: world.method.means(entry) for id, entry in received.items()}
+        means = {id: world.method.class_means(entry) for id, entry in received.items()}
     if (own_means := means.get(task.id)) is not None:
         rest = [entry for id, entry in means.items() if id != task.id and entry is not None]
         other_means = torch.stack(rest or [0 * own_means])

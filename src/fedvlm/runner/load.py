@@ -12,12 +12,11 @@ from fedvlm.data import open_dataset
 from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.sources import SourceSubset
 from fedvlm.data.table import Dataset, EmbeddedTable
-from fedvlm.encoders import encoders, fingerprint, open_encoder
+from fedvlm.encoders import Encoder, encoders, fingerprint, open_encoder
 from fedvlm.encoders.cache.embed import EmbedResult, Precision, embed
-from fedvlm.encoders.cache.stream import stream_images
-from fedvlm.encoders.descriptions import add_descriptions
-from fedvlm.encoders.interface import Encoder
+from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.encoders.store import Store
+from fedvlm.encoders.text import add_descriptions
 from fedvlm.errors import SettingsError
 from fedvlm.runner.settings import Settings
 

@@ -4,7 +4,7 @@ Nothing else divides rows for a run: the run itself, its audit, a deployed site 
 joins later all start from what is prepared here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,29 +14,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvlm.core import Frozen
+from fedvlm.core import Frozen, HeadProvider, Method
 from fedvlm.data.arrays import IN_MEMORY
 from fedvlm.data.catalogue import catalogue
 from fedvlm.data.clients import Clients
 from fedvlm.data.descriptions import texts_by_client
-from fedvlm.data.federation import Partition, SampleList, make_partition
-from fedvlm.data.members import ClientSplit
-from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.attack import flip_labels
-from fedvlm.engines.client import TrainingTerms, World, client_world
-from fedvlm.engines.placed import with_device
+from fedvlm.data.partition import ClientSplit, Partition, SampleList, make_partition
+from fedvlm.data.table import EmbeddedTable, rank_digests
+from fedvlm.engines.attacks import flip_labels
+from fedvlm.engines.client import TrainingTerms, World, client_world, measure
+from fedvlm.engines.placement import with_device
 from fedvlm.engines.state import POOLED_CLIENT
-from fedvlm.errors import DataError
-from fedvlm.evaluate import reference
-from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.protocols.base_to_new import BaseToNew
+from fedvlm.errors import DataError, SettingsError
+from fedvlm.evaluate.protocols import Training, contract
+from fedvlm.evaluate.protocols.base_to_new import NEW_PREFIX, BaseToNew
 from fedvlm.evaluate.protocols.own_test import EVERYONE
 from fedvlm.evaluate.protocols.source_target import EVERY_DOMAIN
 from fedvlm.machine import release_memory
-from fedvlm.runner import halves, warm
+from fedvlm.record import Record
 from fedvlm.runner.load import check_needs
 from fedvlm.runner.settings import Settings, attack_of
-from fedvlm.storage.paged import iterate_chunks
+from fedvlm.storage.large_tensors import iterate_chunks
 
 Ints = NDArray[np.int64]
 CALIBRATION_RATIO = 1 / 3  # of the validation rows of own data: set aside, to promise coverage by
@@ -72,11 +70,11 @@ class Prepared:
     def check(self) -> None:
         """Refuses clients and reference rows that the method cannot work with."""
         for training in self.trainings:
-            reference.check_training_data(self.settings.method, self.rows, self.partition, training)
+            contract.check_training_data(self.settings.method, self.rows, self.partition, training)
 
     def reference(self, training: Training) -> Ints:
         """The unlabelled rows that the method adapts to in a training, if it does."""
-        return reference.reference_samples(self.settings.method, self.partition, training)
+        return contract.reference_samples(self.settings.method, self.partition, training)
 
     def world(self, training: Training) -> World:
         """All that one training works on."""
@@ -110,7 +108,7 @@ class Prepared:
     @property
     def centralised(self) -> bool:
         """Whether the run is no federation: one client with the rows of all that train."""
-        return self.settings.centralised or self.settings.method.traits.centralised
+        return self.settings.centralised or self.settings.method.traits.privacy.centralised
 
     def measured_training(self, training: Training) -> Training:
         """Who trains and who is only measured: if rows are pooled, all clients are."""
@@ -166,10 +164,10 @@ def prepare(settings: Settings, rows: EmbeddedTable, seed: int) -> Prepared:
     if rows.encoder == IN_MEMORY or own_data(settings):
         clients = with_calibration(clients)
     if settings.protocol == BaseToNew.name:
-        base, new_half = halves.split_classes(rows)
+        base, new_half = split_classes(rows)
         partition = _partition_half(base, clients, seed, undivided_targets(settings))
-        dealt_new = _partition_half(new_half, halves.new_half_clients(clients), seed, ())
-        members = halves.new_test_members(base, dealt_new, partition.clients)
+        dealt_new = _partition_half(new_half, new_half_clients(clients), seed, ())
+        members = new_test_members(base, dealt_new, partition.clients)
         new = NewClasses(new_half, frozen_of(new_half, seed), members)
         return Prepared(settings, base, seed, partition, frozen_of(base, seed), new, rows)
     partition = make_partition(rows, clients, seed, undivided_targets(settings))
@@ -178,8 +176,8 @@ def prepare(settings: Settings, rows: EmbeddedTable, seed: int) -> Prepared:
 
 
 def _partition_half(rows: EmbeddedTable, clients: Clients, seed: int, undivided: Sequence[str]) -> Partition:
-    table, indices = halves.half_table(rows)
-    return halves.to_full_indices(make_partition(table, clients, seed, undivided), indices)
+    table, indices = half_table(rows)
+    return to_full_indices(make_partition(table, clients, seed, undivided), indices)
 
 
 def own_data(settings: Settings) -> bool:
@@ -281,8 +279,133 @@ def check_samples(settings: Settings, rows: EmbeddedTable) -> None:
     ready = frozen_of(rows, settings.seeds[0])
     settings.method.init(ready)  # a method may refuse the dimension
     if settings.protocol == BaseToNew.name:
-        halves.split_classes(rows)
-        halves.check_new_classes(settings.method, ready)
+        split_classes(rows)
+        check_new_classes(settings.method, ready)
     if settings.warm_start is not None:
         check_needs(settings.warm_start, rows.encoder, rows.offers())
-        warm.check_warm_start(settings.warm_start, settings.method, ready)
+        check_warm_start(settings.warm_start, settings.method, ready)
+
+
+MIN_CLASSES = 4  # classes: two in each half, or there is nothing to tell apart
+
+
+def split_classes(rows: EmbeddedTable) -> tuple[EmbeddedTable, EmbeddedTable]:
+    """The same rows twice, each with the labels of one half and -1 for rows of the other."""
+    count = len(rows.classes)
+    if count < MIN_CLASSES:
+        raise DataError(
+            f"base-to-new takes {MIN_CLASSES} classes or more, and {rows.name} has {count}; take "
+            "protocol = 'own-test', or data with more classes"
+        )
+    middle = -(-count // 2)
+    return _half(rows, 0, middle), _half(rows, middle, count)
+
+
+def _half(rows: EmbeddedTable, first: int, last: int) -> EmbeddedTable:
+    part = slice(first, last)
+    labels = rows.labels
+    return replace(
+        rows,
+        classes=rows.classes[part],
+        labels=np.where((labels >= first) & (labels < last), labels - first, -1),
+        text=None if rows.text is None else rows.text[part],
+        text_tower=_tower(rows.text_tower, part),
+        descriptions=None if rows.descriptions is None else rows.descriptions[part],
+        texts={id: client_texts[part] for id, client_texts in rows.texts.items()},
+    )
+
+
+def _tower(tower: Any, part: slice) -> Any:
+    """A text tower for some of its classes."""
+    if tower is None:
+        return None
+    return replace(tower, suffixes=tower.suffixes[part], ends=tower.ends[part], cache={})
+
+
+def half_table(rows: EmbeddedTable) -> tuple[SampleList, Ints]:
+    """The rows of a half as they are dealt, and their places in the whole table."""
+    indices = np.flatnonzero(rows.labels >= 0)
+    names = ("labels", "domains", "clients", "splits")
+    columns = {key: getattr(rows, key)[indices] for key in names}
+    groups = None if rows.groups is None else rows.groups[indices]
+    content = [rows.content[row] for row in indices.tolist()]
+    return SampleList(rows.classes, **columns, content=content, groups=groups), indices
+
+
+def to_full_indices(division: Partition, indices: Ints) -> Partition:
+    """A half's division by the numbers that its rows have in the whole table."""
+    parts = ("train", "validation", "test", "calibration")
+    members = {
+        id: replace(member, **{part: indices[getattr(member, part)] for part in parts})
+        for id, member in division.clients.items()
+    }
+    return Partition(members, division.dropped, indices[division.public])
+
+
+def new_half_clients(clients: Clients) -> Clients:
+    """How the new half is dealt: nobody trains on it, so no shots and no public share of it."""
+    return replace(clients, shots=0, min_samples=1, calibration_ratio=None, public_ratio=0.0)
+
+
+def new_test_members(base: EmbeddedTable, new: Partition, ids: Collection[str]) -> dict[str, ClientSplit]:
+    """The new half's test rows of each client; no image of the base half is among them."""
+    content = rank_digests(base.content)
+    base_content = np.unique(content[base.labels >= 0])
+    none = np.zeros(0, np.int64)
+    members = {}
+    for id, member in new.clients.items():
+        if id in ids:
+            test = member.test[~np.isin(content[member.test], base_content)]
+            members[id] = ClientSplit(id, member.domain, none, none, test)
+    return members
+
+
+def check_new_classes(method: Method, frozen: Frozen) -> None:
+    """Refuses a method that cannot name a class it was not trained on."""
+    made = [method.init(_with_classes(frozen, classes)) for classes in (2, 3)]
+    shapes = [{key: tensor.shape for part in tensor_pair for key, tensor in part.items()} for tensor_pair in made]
+    held = sorted(key for key in shapes[0] if shapes[0][key] != shapes[1].get(key))
+    reason = f"its {held[0]!r} has a place for each class" if held else ""
+    if method.traits.classes.fixed:
+        reason = "it keeps labels of its rows"
+    if reason:
+        raise SettingsError(
+            f"protocol = 'base-to-new' tests on classes nobody trained on, and {method.name} knows "
+            f"only those it was trained on ({reason}); take a method whose classes come from text "
+            "alone, as zero-shot, promptfl, fedotp or fedclip"
+        )
+
+
+def _with_classes(frozen: Frozen, classes: int) -> Frozen:
+    part = slice(classes)
+    return replace(
+        frozen,
+        classes=frozen.classes[part],
+        text=None if frozen.text is None else frozen.text[part],
+        text_tower=_tower(frozen.text_tower, part),
+        descriptions=None if frozen.descriptions is None else frozen.descriptions[part],
+    )
+
+
+def score_new_classes(world: World, record: Record, training: str) -> dict[str, dict[str, int]]:
+    """Rows and hits of each client's new classes, by what a training ended with."""
+    shared, local = record.outcome(training, world.seed)
+    initial_local = world.method.init(world.frozen)[1]
+    out = {}
+    for id in world.members:
+        scores = measure(world, world.method.send(shared, id), local.get(id, initial_local), id)
+        out[NEW_PREFIX + id] = {key: scores[key] for key in ("test_rows", "test_hits")}
+    return out
+
+
+def check_warm_start(first: Method, method: Method, frozen: Frozen) -> None:
+    """Refuses a method that gives no head, and one that takes none."""
+    if not isinstance(first, HeadProvider):
+        raise SettingsError(f"warm_start = {first.name!r} gives no head to start from; use 'tofa'")
+    first.init(frozen)
+    head = method.init(frozen)[0].get("head")
+    if head is None or tuple(head.shape) != (len(frozen.classes), frozen.dim):
+        raise SettingsError(
+            f"{method.name} shares no head over the classes, so it cannot start from "
+            f"{first.name}'s; leave warm_start out, or take a method such as fedot or fedavg"
+        )

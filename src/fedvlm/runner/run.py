@@ -2,29 +2,44 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
 from typing import Any
 
 from fedvlm.data.table import EmbeddedTable
+from fedvlm.engines.client import choose_attackers
 from fedvlm.errors import SettingsError, join_names
-from fedvlm.evaluate import scores
+from fedvlm.evaluate import metrics
 from fedvlm.evaluate.protocols import Training
-from fedvlm.record import Record, read_manifest
-from fedvlm.runner import cluster, halves, schedule, tune
-from fedvlm.runner.begin import RunContext, begin_run
-from fedvlm.runner.forecast import training_time
-from fedvlm.runner.load import Loader, Progress
-from fedvlm.runner.prepare import Prepared
-from fedvlm.runner.schedule import Job, JobSpec, ProgressTotal, must_run_alone
-from fedvlm.runner.settings import Settings, build
-from fedvlm.runner.train import train
-from fedvlm.runner.training import file_name, finished_scores
-from fedvlm.storage.files import data_name, slug
+from fedvlm.machine import release_memory
+from fedvlm.record import DESCRIPTIONS_FILE, Record, read_manifest
+from fedvlm.runner import cluster, tune
+from fedvlm.runner.data_warnings import data_warnings, suppressed_warnings
+from fedvlm.runner.forecast import check_memory, training_time
+from fedvlm.runner.jobs import Job, JobSpec, ProgressTotal, must_run_alone, run_jobs
+from fedvlm.runner.load import Loader, Progress, shrink_for_smoke
+from fedvlm.runner.manifest import build_manifest, class_counts, default_values, describe_samples, device_info
+from fedvlm.runner.prepare import Prepared, check_samples, own_data, prepare, score_new_classes
+from fedvlm.runner.settings import Settings, attack_of, build
+from fedvlm.runner.training import file_name, finished_scores, train
+from fedvlm.runner.tune import tune_seeds
+from fedvlm.storage.files import data_name, slug, write_tensors
 
 MAX_OPEN_RUNS = 64  # runs that are begun together: each holds the lock of its record
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run is begun with beside its settings."""
+
+    record: Record
+    again: bool
+    embedded: EmbeddedTable | None  # rows in memory
+    load: Loader
+    report: Progress
+    log: Callable[[str], None]
 
 
 def execute(
@@ -82,7 +97,7 @@ def execute_all(
             if on:
                 cluster.run_jobs(jobs, on)
             else:
-                schedule.run_jobs(jobs)
+                run_jobs(jobs)
         for folder, entry in runs.items():
             out[folder] = entry.outcome if isinstance(entry, _Run) else entry
     return [out[folder] for _, folder in requests]
@@ -95,7 +110,7 @@ class _Run:
     record: Record
     seeds: Sequence[Prepared]
     lock: ExitStack
-    outcomes: dict[tuple[int, str], scores.Results | Exception] = field(default_factory=dict)
+    outcomes: dict[tuple[int, str], metrics.Results | Exception] = field(default_factory=dict)
 
     def jobs(self, tally: ProgressTotal) -> Iterator[Job]:
         settings = self.seeds[0].settings
@@ -108,11 +123,11 @@ class _Run:
         settings, name = prepared.settings, file_name(training, prepared.seed)
         is_finished = finished_scores(self.record, name) is not None
 
-        def work(record: Record, workers: int, report_rounds: Callable[[int], None]) -> scores.Results:
+        def work(record: Record, workers: int, report_rounds: Callable[[int], None]) -> metrics.Results:
             worker_prepared = replace(prepared, settings=replace(settings, workers=workers))
             return train(worker_prepared, training, record, report_rounds)
 
-        def done(outcome: scores.Results | Exception) -> None:
+        def done(outcome: metrics.Results | Exception) -> None:
             self.outcomes[prepared.seed, training.name] = outcome
             report_rounds(max(1, settings.method.rounds))
             if len(self.outcomes) == sum(len(seed_run.trainings) for seed_run in self.seeds):
@@ -137,7 +152,7 @@ class _Run:
             self.record.finish([self._table(prepared) for prepared in self.seeds])
         self.lock.close()
 
-    def _table(self, prepared: Prepared) -> scores.Table:
+    def _table(self, prepared: Prepared) -> metrics.Table:
         """The numbers that the trainings of one seed add up to."""
         done = {}
         for training in prepared.trainings:
@@ -146,7 +161,7 @@ class _Run:
             clients = (*training.train, *training.unseen)  # and not one that has everyone's rows
             training_scores = {id: client_scores[id] for id in clients if id in client_scores}
             if prepared.new is not None:
-                training_scores |= halves.score_new_classes(prepared.new_world(), self.record, training.name)
+                training_scores |= score_new_classes(prepared.new_world(), self.record, training.name)
             done[training.name] = (training, training_scores)
         rules, domains = prepared.settings.rules(), prepared.partition.domains
         return rules.table(domains, done, prepared.generalises)
@@ -176,7 +191,7 @@ def _open_run(settings: Settings, context: RunContext, lock: ExitStack) -> _Run 
             current |= {"encoder": embedded.encoder, "rows": embedded.fingerprint}
         record.compare(current)
         lock.close()
-        context.log(f"already finished, read from {record.folder}; --again runs it")
+        context.log(f"already finished, read from {record.folder}; --force re-runs it")
         return record
     seeds = begin_run(settings, context)
     cluster.collect_lost_trainings(record)
@@ -204,3 +219,81 @@ def default_name(settings: Settings, embedded: EmbeddedTable | None) -> str:
     key = dumps([settings.identity(), embedded.fingerprint if embedded else ""], sort_keys=True)
     name = data_name(settings.data, settings.encoder) if embedded is None else slug(embedded.name)
     return f"{settings.method.name}-{name}-{sha256(key.encode()).hexdigest()[:8]}"
+
+
+SEEDED_NOISE_NOTE = (
+    "noise is by the seed, so that the run can be repeated: it costs what a site's noise would, and hides nothing"
+)
+PARTS = ("train", "validation", "test")
+
+
+def begin_run(settings: Settings, context: RunContext) -> list[Prepared]:
+    """Every seed of a run, prepared; what it cannot do is refused before its record begins."""
+    record, embedded, report = context.record, context.embedded, context.report
+    recorded_settings, memory = settings, embedded is not None
+    rows, notes = (embedded, []) if embedded is not None else context.load(settings, report)
+    if settings.smoke:
+        settings, rows = shrink_for_smoke(settings, rows)
+    check_samples(settings, rows)
+    seeds = [prepare(settings, rows, seed) for seed in settings.seeds]
+    rows = seeds[0].rows  # base-to-new: with the classes that are trained on
+    for prepared in seeds:
+        prepared.check()
+    tuned: dict[str, Any] = {}
+    if settings.tune and not (record.folder / "manifest.json").exists():
+        tuned["tuned"] = tune.to_manifest(tune_seeds(seeds, record, report))
+        recorded_settings = tune.reuse_tuned(recorded_settings, tuned)
+    if settings.tune:
+        tuned_manifest = tuned or record.manifest
+        seeds = [
+            replace(prepared, settings=tune.with_tuned(settings, tuned_manifest, prepared.seed)) for prepared in seeds
+        ]
+    if memory or own_data(settings):
+        notes = [*notes, *data_warnings(rows, seeds[0].partition)]
+    notes = [*notes, *_run_warnings(seeds)]
+    for message in notes:
+        context.log(message)
+    has_calibration = any(len(prepared.calibration) for prepared in seeds[0].partition.clients.values())
+    parts = (*PARTS, "calibration") if has_calibration else PARTS
+    about = build_manifest(
+        describe_samples(rows),
+        [prepared.name for prepared in seeds[0].trainings],
+        {
+            id: {part: len(getattr(prepared, part)) for part in parts}
+            for id, prepared in seeds[0].partition.clients.items()
+        },
+        {prepared.seed: prepared.partition.dropped for prepared in seeds},
+    )
+    about["counts"] = class_counts(rows, seeds[0].partition)
+    about["domains"] = seeds[0].partition.domains
+    about |= {"usual": default_values(settings.method), "devices": device_info(settings, memory)}
+    about |= {"memory": memory, "reproduces": list(settings.reproduces), "notes": notes} | tuned
+    record.start({"identity": recorded_settings.identity(), **about})
+    if context.again:
+        record.clear()
+    if rows.descriptions is not None:
+        write_tensors(record.folder / DESCRIPTIONS_FILE, {"common": rows.descriptions}, {})
+    release_memory()  # of many rows, what dividing them took
+    return seeds
+
+
+def _run_warnings(seeds: Sequence[Prepared]) -> list[str]:
+    """What the owner of a run should know of it beforehand: its memory, and what is held back."""
+    first, notes = seeds[0], []
+    settings, rows = first.settings, first.rows
+    if rows.images is not None and settings.method.rounds:
+        max_clients = max(len(training.train) for prepared in seeds for training in prepared.trainings)
+        notes.append(check_memory(settings, first.frozen, rows.images.shape[1:], max_clients))
+    for method in (settings.warm_start, settings.method):
+        notes += suppressed_warnings(method, first.partition.clients, rows.labels, len(rows.classes))
+    if settings.channel.noise_multiplier or asdict(settings.method).get("noise_multiplier"):
+        notes.append(SEEDED_NOISE_NOTE)
+    if attack := attack_of(settings):
+        for prepared in seeds:
+            attacker_ids = {
+                id
+                for seed_training in prepared.trainings
+                for id in choose_attackers(attack, seed_training.train, prepared.seed)
+            }
+            notes.append(f"{attack.kind} by {', '.join(sorted(attacker_ids))} in seed {prepared.seed}")
+    return notes

@@ -3,15 +3,14 @@
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from fedvlm.channel.settings import Channel, check_channel
 from fedvlm.core import MIN_CLASS_CLIENTS, MIN_CLASS_SAMPLES, Method, is_method, make
 from fedvlm.core.schema import NON_NEGATIVE, POSITIVE_FRACTION, check_ranges, list_field, ranged_field, read_table
 from fedvlm.data.clients import Clients
-from fedvlm.engines.attackers import Attack, Kind
-from fedvlm.errors import SettingsError, renamed, suggest_path, unknown_name
+from fedvlm.engines.client import Attack, Kind
+from fedvlm.errors import SettingsError, renamed, unknown_name
 from fedvlm.evaluate import protocols
 from fedvlm.evaluate.protocols import Rules
 from fedvlm.evaluate.protocols.base_to_new import BaseToNew
@@ -64,7 +63,7 @@ class Settings:
         idle += ["device"] if self.device == "cpu" else []
         idle += ["attack", "attacker_fraction", "attack_strength"] if self.attack == "none" else []
         used_methods = [method for method in (self.method, self.warm_start) if method is not None]
-        if not (self.allow_small and any(method.traits.min_class_samples for method in used_methods)):
+        if not (self.allow_small and any(method.traits.classes.min_class_samples for method in used_methods)):
             idle.append("allow_small")
         for key in idle:
             del values[key]
@@ -179,7 +178,7 @@ def read_method(value: Any) -> Method:
 
 def _with_privacy_guard(method: Method, settings: Settings) -> Method:
     """A method that uploads class statistics, held to those of enough rows and enough clients."""
-    smallest, contributors = method.traits.min_class_samples, method.traits.min_class_clients
+    smallest, contributors = method.traits.classes.min_class_samples, method.traits.classes.min_class_clients
     if settings.allow_small:
         return method if smallest is None else replace(method, min_class_samples=1)
     if smallest is not None and smallest < MIN_CLASS_SAMPLES:
@@ -220,20 +219,6 @@ def _check_seeds(value: Any) -> None:
     raise SettingsError(
         f"seeds = {value} may mean two things; write {seeds} for {count}, [{value}] for the seed {value}"
     )
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise SettingsError(
-            f"there is no settings file {path}; {suggest_path(path)}name a .toml file, or an experiment "
-            "(`fedvlm list experiments`)"
-        ) from error
-    except OSError as error:
-        raise SettingsError(f"{path} cannot be read ({error.strerror}); name a .toml file that can") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} is not valid TOML: {error}") from error
 
 
 def override(values: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:

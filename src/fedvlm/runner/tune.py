@@ -16,16 +16,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedvlm.channel.uploads import SPENT_KEY
+from fedvlm.channel.pipeline import SPENT_KEY
 from fedvlm.core import Method, Noisy, Tensors, tunable_settings
 from fedvlm.engines.client import Local, Scores, TrainingTerms
 from fedvlm.engines.loop import Engine, finish_training, initial_state, open_engine, run_rounds
-from fedvlm.engines.state import Plan, State
+from fedvlm.engines.state import Plan, State, pack_state, unpack_state
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import mean_accuracy
 from fedvlm.evaluate.protocols import Training
-from fedvlm.evaluate.scores import accuracy
+from fedvlm.record import Record
+from fedvlm.runner.forecast import training_time
+from fedvlm.runner.jobs import Job, ProgressTotal, must_run_alone, run_jobs
+from fedvlm.runner.load import Progress
 from fedvlm.runner.prepare import Prepared
 from fedvlm.runner.settings import Settings
+from fedvlm.storage.files import decode_tensors, encode_tensors
 
 GRID_FACTORS = (1.0, 10.0, 0.1, 100.0)  # of a setting's value, nearest first: a tie is the first one's
 MAX_SEARCH_RUNS = 3  # runs that a race may cost, in client updates; the run itself is one more
@@ -153,7 +158,7 @@ def _train(prepared: Prepared, training: Training, trial: Trial, until: int) -> 
     client_plan = Plan(training.train, (), settings.fraction)
     with closing(open_engine(settings.engine, world, settings.workers, until)) as engine:
         scores = continue_trial(trial, training.name, world, engine, client_plan, initial_local, until)
-    return accuracy(scores, validation_clients, "validation") or 0.0
+    return mean_accuracy(scores, validation_clients, "validation") or 0.0
 
 
 def continue_trial(
@@ -172,7 +177,7 @@ def continue_trial(
         trial.updates += len(line["clients"])
         keep(state)
 
-    state = run_rounds(terms, engine, client_plan, trial.states[training], initial_local, count, until)
+    state = run_rounds(terms, engine, replace(client_plan, stop=until), trial.states[training], initial_local, count)
     trial.states[training] = state
     return finish_training(terms, engine, client_plan, state, initial_local).scores
 
@@ -229,3 +234,82 @@ def reuse_tuned(settings: Settings, about: Mapping[str, Any]) -> Settings:
             return settings
     method = replace(settings.method, **tuned["chosen"])
     return replace(settings, method=method)
+
+
+Rungs = Generator[list[TrialStep], None, dict[str, Any]]
+
+
+def tune_seeds(seeds: Sequence[Prepared], record: Record, report: Progress) -> dict[int, dict[str, Any]]:
+    """What each seed's race chose, and the record of it."""
+    tally, results = ProgressTotal(report), {}
+    open_searches: dict[int, Rungs] = {prepared.seed: halving_rungs(prepared.settings) for prepared in seeds}
+    callbacks = {prepared.seed: tally.add("tuning", total_rounds(prepared.settings)) for prepared in seeds}
+    trials_by_seed: dict[int, list[Trial]] = {prepared.seed: [] for prepared in seeds}
+    while open_searches:
+        jobs, failed = [], list[Exception]()
+        for prepared in (prepared for prepared in seeds if prepared.seed in open_searches):
+            try:
+                steps = next(open_searches[prepared.seed])
+            except StopIteration as over:
+                results[prepared.seed] = over.value
+                del open_searches[prepared.seed]
+                continue
+            trials = trials_by_seed[prepared.seed] = trials_by_seed[prepared.seed] or [step.trial for step in steps]
+            for step in steps:
+                on_done = _done_callback(step, trials, callbacks[prepared.seed], failed)
+                jobs.append(_job(prepared, step, record, on_done))
+        run_jobs(jobs)
+        if failed:
+            raise failed[0]
+    return results
+
+
+def _done_callback(
+    step: TrialStep,
+    trials: Sequence[Trial],
+    report_rounds: Callable[[int], None],
+    failed: list[Exception],
+) -> Callable[[Any], None]:
+    def done(outcome: Any) -> None:
+        if isinstance(outcome, Exception):
+            failed.append(outcome)
+            return
+        if outcome is not None:
+            _unpack_trial(step.trial, *outcome)
+        step.trial.rounds = step.until
+        report_rounds(sum(trial.rounds for trial in trials))
+
+    return done
+
+
+def _job(prepared: Prepared, step: TrialStep, record: Record, done: Callable[[Any], None]) -> Job:
+    settings, alone = prepared.settings, must_run_alone(prepared.settings)
+    fraction = (step.until - step.trial.rounds) / max(1, settings.method.rounds)
+
+    def work(record: Record, workers: int, report_rounds: Callable[[int], None]) -> Any:
+        worker_prepared = replace(prepared, settings=replace(settings, workers=workers))
+        advance_trial(worker_prepared, step.trial, step.until)
+        return None if alone else _pack_trial(step.trial)  # it may be another process's trial
+
+    values_text = ", ".join(f"{name} = {value:g}" for name, value in step.trial.values.items())
+    return Job(
+        name=f"{settings.method.name}, tuning of seed {prepared.seed}, {values_text}",
+        record=record,
+        cost=fraction * sum(training_time(prepared, training) for training in prepared.trainings),
+        workers=settings.workers,
+        is_exclusive=alone,
+        work=work,
+        report_rounds=lambda rounds: None,
+        on_done=done,
+    )
+
+
+def _pack_trial(trial: Trial) -> tuple[float, int, dict[str, bytes]]:
+    """A trial as it goes from one process to another."""
+    states = {name: encode_tensors(*pack_state(state)) for name, state in trial.states.items()}
+    return trial.score, trial.updates, states
+
+
+def _unpack_trial(trial: Trial, score: float, updates: int, states: Mapping[str, bytes]) -> None:
+    trial.score, trial.updates = score, updates
+    trial.states = {name: unpack_state(*decode_tensors(payload)) for name, payload in states.items()}

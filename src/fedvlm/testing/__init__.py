@@ -8,12 +8,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 from fedvlm import tensors
-from fedvlm.core import ClassStatistics, Method, Noisy, Tensors, register
-from fedvlm.engines.claims import sum_gap
+from fedvlm.channel import Channel
+from fedvlm.channel.pipeline import ReceivedUploads, UploadReceiver
+from fedvlm.core import ClassStatistics, Method, Noisy, Tensors, register, upload_sum
 from fedvlm.engines.client import World, as_tensors, make_client
 from fedvlm.engines.loop import Outcome
 from fedvlm.engines.state import State, pack_state, unpack_state
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 from fedvlm.testing.toys import make_test_client, shorten, toy_image_tower, toy_text_tower, toy_world, train_toy
 
 __all__ = [
@@ -75,7 +76,7 @@ def check_order(world: World, reference: Outcome) -> None:
 
 def check_padding(world: World) -> None:
     """What lies in padded rows, and how many there are, is nobody's business."""
-    from fedvlm.engines.crowd import pad_clients
+    from fedvlm.engines.chunks import pad_clients
 
     method, frozen = world.method, world.frozen
     shared, local = method.init(frozen)
@@ -115,7 +116,7 @@ def check_uploads(world: World) -> None:
     for name, key in sorted(copies):
         raise AssertionError(f"the upload {name!r} is the local tensor {key!r} renamed")
     if isinstance(method, ClassStatistics):
-        check_small(world, method, method.traits.min_class_samples or 1)
+        check_small(world, method, method.traits.classes.min_class_samples or 1)
     assert set(new_local) == set(local), f"update returns local {sorted(new_local)}, init {sorted(local)}"
 
 
@@ -131,7 +132,7 @@ def renamed_local(upload: Tensors, before: Tensors, after: Tensors) -> set[tuple
 
 
 def check_small(world: World, statistics: ClassStatistics, smallest: int) -> None:
-    """A method that uploads class statistics says so by `covers`, and keeps small classes back."""
+    """A method that uploads class statistics says so by `covered_classes`, and keeps small classes back."""
     method, frozen = world.method, world.frozen
     shared, local = method.init(frozen)
     if isinstance(method, Noisy) and method.noise(frozen):  # then it goes by noisy counts as well
@@ -140,7 +141,7 @@ def check_small(world: World, statistics: ClassStatistics, smallest: int) -> Non
         client_data = make_client(world, id, 0)
         upload, _ = method.update(frozen, method.send(shared, id), local, client_data)
         counts = torch.bincount(client_data.y, minlength=len(frozen.classes))
-        small = statistics.covers(upload) & (counts < smallest)
+        small = statistics.covered_classes(upload) & (counts < smallest)
         assert not small.any(), (
             f"the upload tells of a class with {counts[small].min()} rows at a client, fewer than "
             f"min_class_samples = {smallest}; leave it out with `parts.suppress_client_classes`"
@@ -180,3 +181,22 @@ def check_same(a: Outcome, b: Outcome, close: float, message: str) -> None:
 
 def _named(kind: str, values: Mapping[str, torch.Tensor]) -> Tensors:
     return {f"{kind} {key}": value for key, value in values.items()}
+
+
+def sum_gap(world: World) -> float:
+    """How far it is from that, in one round; 0 if the method does not say so."""
+    method = world.method
+    if upload_sum(method) is None:
+        return 0.0
+    shared, local = method.init(world.frozen)
+    sent = {id: method.send(shared, id) for id in sorted(world.members)}
+    uploads = {id: method.update(world.frozen, sent[id], local, make_client(world, id, 0))[0] for id in sent}
+    ragged = method.traits.privacy.ragged_uploads  # what no sum is said of
+    if not any(uploads.values()) or any(ragged & upload.keys() for upload in uploads.values()):
+        return 0.0
+    rows = {id: len(world.members[id].train) for id in sent}
+    results = []
+    for channel in (Channel(), Channel(secure=True)):
+        decoded = UploadReceiver(channel, method, list(local), 0).receive(ReceivedUploads(0, uploads, sent, rows))
+        results.append(method.aggregate(shared, decoded.uploads, decoded.weights, decoded.ids))
+    return tensors.max_relative_difference(*results)

@@ -11,7 +11,7 @@ from fedvlm.core import Client, Frozen, Method, schedule
 from fedvlm.engines.batched import Batched
 from fedvlm.engines.client import ClientRows, World
 from fedvlm.engines.loop import Outcome, finish_training, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.maths.image_tower import ImageTower
 from fedvlm.maths.text_tower import Affine, Layer, TextTower
@@ -51,7 +51,7 @@ def toy_world(method: Method, sizes: Sequence[int] = (40, 9, 70, 33), dim: int =
         patches = inputs[:, None] + 0.3 * torch.randn(len(inputs), 6, dim, generator=draw)
         inputs = (3.0 * patches).half()
     last = members[f"client-{len(sizes) - 1}"]
-    reference = last.train if method.traits.reference else last.train[:0]
+    reference = last.train if method.traits.training.reference else last.train[:0]
     return World(method, frozen, 3, x=inputs, y=torch.cat(y), members=members, reference=reference)
 
 

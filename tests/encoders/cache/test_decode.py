@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedvlm.encoders.cache.decode import ASPECT_LIMIT, FORMATS, PIXEL_LIMIT, decode
+from fedvlm.encoders.images import ASPECT_LIMIT, FORMATS, PIXEL_LIMIT, decode
 from fedvlm.errors import DataError
 
 

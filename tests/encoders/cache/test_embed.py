@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from counting import (
+from PIL import Image
+
+from fedvlm.encoders import cache as cache
+from fedvlm.encoders.cache import embed
+from fedvlm.errors import DataError, EncoderError
+from tests.helpers.counting import (
     DIM,
     FINGERPRINT,
     PATCHES,
@@ -20,11 +25,6 @@ from counting import (
     png,
     run,
 )
-from PIL import Image
-
-from fedvlm.encoders.cache import embed
-from fedvlm.encoders.cache import folder as cache
-from fedvlm.errors import DataError, EncoderError
 
 BROKEN = b"words named .jpg"
 

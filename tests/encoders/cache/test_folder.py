@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from counting import digests, values
 
-from fedvlm.encoders.cache import folder as cache
-from fedvlm.encoders.cache.table import RECORD
+from fedvlm.encoders import cache as cache
+from fedvlm.encoders.cache.rows import RECORD
 from fedvlm.errors import DataError, SettingsError
+from tests.helpers.counting import digests, values
 
 FINGERPRINT = "ab" * 32
 

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from counting import (
+from numpy.random import default_rng
+from PIL import Image
+
+from fedvlm.encoders import cache as cache
+from fedvlm.encoders.cache.rows import file_lock
+from fedvlm.errors import DataError
+from tests.helpers.counting import (
     CHILDREN,
     DIM,
     FINGERPRINT,
@@ -25,12 +31,6 @@ from counting import (
     read_counts,
     run,
 )
-from numpy.random import default_rng
-from PIL import Image
-
-from fedvlm.encoders.cache import folder as cache
-from fedvlm.encoders.cache.locks import file_lock
-from fedvlm.errors import DataError
 
 
 def embed_in_child(count: int, log: Path, cache: Path, done: Path) -> None:
@@ -170,7 +170,7 @@ UNGUARDED = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
-from counting import Counting, dataset, png, run
+from tests.helpers.counting import Counting, dataset, png, run
 run(dataset(*map(png, range(40))), Counting(), Path({cache!r}), workers=1)
 """
 

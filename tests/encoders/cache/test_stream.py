@@ -6,16 +6,15 @@ from hashlib import sha256
 from multiprocessing import get_context
 from zipfile import ZipFile
 
-import counting
 import numpy as np
 import pytest
 import torch
 
 from fedvlm.data.sources import Archive
-from fedvlm.encoders.cache.decode import decode
-from fedvlm.encoders.cache.stream import stream_images
-from fedvlm.encoders.preprocess import Pixels
+from fedvlm.encoders.images import Pixels, decode
+from fedvlm.encoders.lazy_rows import stream_images
 from fedvlm.errors import DataError, EncoderError
+from tests.helpers import counting
 
 CUT = Pixels(size=(6, 5), crop=None)
 IMAGE_BYTES = 3 * 6 * 5

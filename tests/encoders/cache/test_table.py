@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from counting import CHILDREN, digests, filled, table, values
 
-from fedvlm.encoders.cache.locks import Claims, file_lock
-from fedvlm.encoders.cache.table import RECORD
+from fedvlm.encoders.cache.rows import RECORD, Claims, file_lock
 from fedvlm.errors import DataError
+from tests.helpers.counting import CHILDREN, digests, filled, table, values
 
 
 def test_rows_come_back_in_the_order_asked_for(tmp_path: Path) -> None:

@@ -8,20 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from running import execute
 
 from fedvlm import tensors
 from fedvlm.channel import Channel
 from fedvlm.core import make, methods
 from fedvlm.engines.flower.client import client_training, to_tensors
-from fedvlm.engines.flower.local import InProcessEngine
-from fedvlm.engines.flower.wire import Message, from_records, seal, to_records, unseal
+from fedvlm.engines.flower.engine import InProcessEngine
+from fedvlm.engines.flower.messages import Message, from_records, seal, to_records, unseal
 from fedvlm.engines.loop import finish_training, initial_state, run_rounds
-from fedvlm.engines.single import Sequential
+from fedvlm.engines.sequential import Sequential
 from fedvlm.engines.state import Plan
 from fedvlm.errors import FederationError
 from fedvlm.runner.settings import build
 from fedvlm.testing import check_same, shorten, toy_world
+from tests.helpers.running import execute
 
 CLOSE = 1e-6
 
@@ -225,7 +225,7 @@ def test_flower_is_imported_late_and_without_telemetry():
     code = (
         "import os, sys, fedvlm.runner.run, fedvlm.engines.flower.engine\n"
         "assert 'flwr' not in sys.modules\n"
-        "from fedvlm.engines.flower.api import import_flower\n"
+        "from fedvlm.engines.flower import import_flower\n"
         "import_flower()\n"
         "from flwr.supercore import telemetry\n"
         "print(telemetry.FLWR_TELEMETRY_ENABLED, os.environ['FLWR_DISABLE_UPDATE_CHECK'])\n"
@@ -233,7 +233,7 @@ def test_flower_is_imported_late_and_without_telemetry():
     env = {key: value for key, value in os.environ.items() if not key.startswith("FLWR")}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert out.stdout == "0 1\n", out.stderr
-    script = "import flwr.app\nfrom fedvlm.engines.flower.api import import_flower\nimport_flower()\n"
+    script = "import flwr.app\nfrom fedvlm.engines.flower import import_flower\nimport_flower()\n"
     out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert "set FLWR_TELEMETRY_ENABLED=0 before importing flwr" in out.stderr
 

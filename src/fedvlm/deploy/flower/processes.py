@@ -14,10 +14,10 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from fedvlm.deploy.flower.gate import FORBIDDEN, SECRET_FILE, TOKEN_FOLDER_VARIABLE, new_secret
-from fedvlm.deploy.flower.supernode import NODE_FILE_VARIABLE
+from fedvlm.deploy.flower.access import FORBIDDEN, SECRET_FILE, TOKEN_FOLDER_VARIABLE, new_secret
+from fedvlm.deploy.flower.site import NODE_FILE_VARIABLE
 from fedvlm.deploy.kits import ServerKit, SiteKit, write_secret
-from fedvlm.engines.flower.api import QUIET_ENVIRONMENT
+from fedvlm.engines.flower import QUIET_ENVIRONMENT
 from fedvlm.errors import FederationError, SettingsError
 from fedvlm.storage.files import open_for_append, write_file
 
@@ -112,7 +112,7 @@ def start_superlink(kit: ServerKit) -> Process:
     if not (kit.folder / SECRET_FILE).exists():  # of an `init` that made none
         write_secret(kit.folder / SECRET_FILE, new_secret())
     command = [
-        *(sys.executable, "-m", "fedvlm.deploy.flower.superlink", str(kit.folder.resolve())),
+        *(sys.executable, "-m", "fedvlm.deploy.flower.server", "superlink", str(kit.folder.resolve())),
         *("127.0.0.1" if local else "0.0.0.0", port),
     ]
     write_connection(kit)
@@ -251,7 +251,7 @@ def run_flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
     """Flower's command line, answering in JSON."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "fedvlm.deploy.flower.control", *words, "--format", "json"],
+            [sys.executable, "-m", "fedvlm.deploy.flower.server", "flwr", *words, "--format", "json"],
             cwd=flower_home(kit),  # Flower takes the name of a connection for a folder of that name
             env={**flower_environment(flower_home(kit)), TOKEN_FOLDER_VARIABLE: str(kit.folder.resolve())},
             capture_output=True,
@@ -272,7 +272,7 @@ def run_flwr(kit: ServerKit, *words: str) -> dict[str, Any]:
 def start_supernode(kit: SiteKit, bin: Path, env: Mapping[str, str]) -> Process:
     """Starts a site's SuperNode; what it starts itself are programs of `bin`."""
     command = [
-        *(sys.executable, "-m", "fedvlm.deploy.flower.supernode"),
+        *(sys.executable, "-m", "fedvlm.deploy.flower.site"),
         *("--root-certificates", str(kit.folder / "ca.crt")),
         *("--auth-supernode-private-key", str(kit.folder / "key")),
         *("--superlink", kit.address),

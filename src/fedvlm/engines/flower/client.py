@@ -13,15 +13,15 @@ from typing import Any, Protocol
 import torch
 
 from fedvlm import tensors
-from fedvlm.channel import validate
-from fedvlm.channel.secure import to_secagg
-from fedvlm.channel.uploads import encode, join_channel_state, split_channel_state
+from fedvlm.channel.pipeline import UploadPipeline, join_channel_state, split_channel_state
+from fedvlm.channel.steps import to_secagg
+from fedvlm.channel.validation import check_upload
 from fedvlm.core import Conditioned, Described, Tensors, upload_sum
 from fedvlm.engines.client import ClientReply, Task, World, as_tensors, channel_noise, client_world
-from fedvlm.engines.flower.wire import Arrays, Message
-from fedvlm.engines.single import Sequential, error_context
+from fedvlm.engines.flower.messages import Arrays, Message
+from fedvlm.engines.sequential import Sequential, error_context
 from fedvlm.errors import FederationError
-from fedvlm.storage.sealed import read_tensors, write_tensors
+from fedvlm.storage.files import read_tensors, write_tensors
 
 Versions = dict[int, Tensors]
 
@@ -135,9 +135,9 @@ class TrainingHandler:
         after, upload, masked = version, done.upload or {}, False
         place = error_context(world, number, id)
         if done.upload is not None:
-            validate(upload, initial_local, place)
+            check_upload(upload, initial_local, place)
             draw = channel_noise(world, id, number)
-            upload, channel_state = encode(world.channel, upload, sent, channel_state, draw)
+            upload, channel_state = UploadPipeline(world.channel).encode(upload, sent, channel_state, draw)
             if masked := world.channel.secure and bool(upload):
                 upload = to_secagg(upload, sent, sum_weight(world, id, about), world.channel, place)
         if task.trains:
@@ -165,7 +165,7 @@ def sum_weight(world: World, id: str, about: Mapping[str, Any]) -> float:
     """What a client weighs in a secure sum, 1 at most: its own choice, or a server that gives the
     others no weight would see this one's upload."""
     rows = len(world.members[id].train)
-    if upload_sum(world.method) != "rows":
+    if upload_sum(world.method) != "samples":
         return 1.0
     if not 0 < rows <= about["largest"]:
         raise FederationError(

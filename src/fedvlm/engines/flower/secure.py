@@ -16,16 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fedvlm.engines.flower import api
-from fedvlm.engines.flower.api import import_flower
-from fedvlm.engines.flower.wire import (
-    Arrays,
-    Message,
-    collect_replies,
-    from_bytes,
-    to_bytes,
-    to_records,
-)
+from fedvlm.engines import flower as api
+from fedvlm.engines.flower import import_flower
+from fedvlm.engines.flower.messages import Arrays, Message, collect_replies, from_bytes, to_bytes, to_records
 from fedvlm.errors import FederationError
 
 STAGE = "secaggplus_configs"  # the record by which Flower knows a message of SecAgg+

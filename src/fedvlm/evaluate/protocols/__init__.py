@@ -1,5 +1,6 @@
 """The protocols, one file each: who trains, who stays unseen, what the hits add up to."""
 
+from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols import (
     base_to_new,  # noqa: F401
     cross_device,  # noqa: F401
@@ -18,7 +19,6 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Table, accuracy
 
 __all__ = [
     "Participants",
@@ -27,8 +27,8 @@ __all__ = [
     "Training",
     "TrainingResults",
     "Weights",
-    "accuracy",
     "make_protocol",
+    "mean_accuracy",
     "protocols",
     "register",
     "uniform_weights",

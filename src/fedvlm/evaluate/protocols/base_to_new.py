@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols.contract import (
     Participants,
     Training,
@@ -11,7 +12,6 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Table, accuracy
 
 NEW_PREFIX = "new "  # before a client's id: its test rows of classes that nobody trained on
 
@@ -28,12 +28,12 @@ class BaseToNew:
 
     def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         ((training, scores),) = done.values()
-        base = accuracy(scores, training.train)
-        new = accuracy(scores, [NEW_PREFIX + id for id in training.train])
+        base = mean_accuracy(scores, training.train)
+        new = mean_accuracy(scores, [NEW_PREFIX + id for id in training.train])
         out: Table = {"base": base, "new": new, "harmonic": harmonic(base, new)}
         for id in training.train:
-            out |= {f"base {id}": accuracy(scores, [id])}
-            out |= {f"new {id}": accuracy(scores, [NEW_PREFIX + id])}
+            out |= {f"base {id}": mean_accuracy(scores, [id])}
+            out |= {f"new {id}": mean_accuracy(scores, [NEW_PREFIX + id])}
         return out
 
     def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:

@@ -1,12 +1,22 @@
 """What a protocol is: who trains and who stays unseen, and what the hits add up to."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from fedvlm.errors import SettingsError, unknown_name
-from fedvlm.evaluate.scores import Results, Table
-from fedvlm.outside import add_entry, load_outside
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.errors import DataError, SettingsError, unknown_name
+from fedvlm.evaluate.metrics import Results, Table
+from fedvlm.plugins import add_entry, load_outside
+
+if TYPE_CHECKING:  # tables of finished runs are made without torch
+    from fedvlm.core import Method
+    from fedvlm.data.partition import Partition
+    from fedvlm.data.table import EmbeddedTable
 
 Weights = Mapping[tuple[str, str], float]  # of (training, client) in a column
 Participants = Mapping[str, tuple[Sequence[str], Sequence[str]]]  # by training: who trains, who is unseen
@@ -96,3 +106,61 @@ def _setting_names(rules: Any) -> set[str]:
 def uniform_weights(training: str, ids: Sequence[str]) -> Weights:
     """Every client counts the same."""
     return {(training, id): 1 / len(ids) for id in ids}
+
+
+def has_reference(method: Method) -> bool:
+    return method.traits.training.reference is not None
+
+
+def reference_samples(method: Method, partition: Partition, training: Training) -> NDArray[np.int64]:
+    """The unlabelled rows a method with a `reference` adapts to; none for other methods.
+
+    "public": the unseen clients' rows that nobody is tested on, and rows set aside; "target": test
+    rows, which makes the method transductive.
+    """
+    if not has_reference(method):
+        return np.zeros(0, np.int64)
+    members = partition.clients
+    unseen = [id for id in training.unseen if id in members]  # and not the test rows of all
+    if method.traits.training.reference == "target":
+        rows = [members[id].test for id in unseen or training.train]
+    else:
+        rows = [part for id in unseen for part in (members[id].train, members[id].validation)]
+        rows.append(partition.public)
+    return np.sort(np.concatenate(rows))
+
+
+def check_training_data(method: Method, table: EmbeddedTable, partition: Partition, training: Training) -> None:
+    """Refuses clients and reference rows a method cannot work with, before any work."""
+    min_samples = method.traits.training.min_samples
+    for id in training.train:
+        if (count := len(partition.clients[id].train)) < min_samples:
+            raise DataError(
+                f"client {id} has {count} training rows, but {method.name} needs at least {min_samples} "
+                "at every client; give it more rows, or leave it out"
+            )
+    if not has_reference(method):
+        return
+    rows = reference_samples(method, partition, training)
+    if not len(rows):
+        raise SettingsError(
+            f"{method.name} adapts to an unlabelled reference set, and there is none: no client is "
+            "unseen and no rows are set aside; set clients.public_ratio to a share of the rows, "
+            "as 0.1, or method.reference = 'target' (transductive)"
+        )
+    if method.traits.training.reference == "public":
+        everyone = {*training.train, *training.unseen} & partition.clients.keys()
+        tests = [partition.clients[id].test for id in sorted(everyone)]
+        check_disjoint(table.content, rows, np.concatenate(tests))
+
+
+def check_disjoint(content: Sequence[str], rows: NDArray[np.int64], test: NDArray[np.int64]) -> None:
+    """No image of a public reference set may be one that someone is tested on."""
+    tested = {content[i]: i for i in test.tolist()}
+    for row in rows.tolist():
+        if content[row] in tested:
+            raise DataError(
+                f"row {row} of the reference set is the same image as the test row "
+                f"{tested[content[row]]}; take it out of either, or set reference = 'target', "
+                "which says that the method adapts to test rows"
+            )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fedvlm import seeds
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols.contract import (
     Participants,
     Training,
@@ -13,7 +14,6 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Table, accuracy
 
 
 @register
@@ -44,9 +44,9 @@ class CrossDevice:
     def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         out: Table = {}
         for training, scores in done.values():
-            unseen = accuracy(scores, training.unseen) if generalises else None
+            unseen = mean_accuracy(scores, training.unseen) if generalises else None
             out[f"unseen, n={training.name}"] = unseen
-            out[f"own, n={training.name}"] = accuracy(scores, training.train)
+            out[f"own, n={training.name}"] = mean_accuracy(scores, training.train)
         return out
 
     def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:

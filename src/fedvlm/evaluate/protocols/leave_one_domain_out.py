@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fedvlm.errors import SettingsError
+from fedvlm.evaluate.metrics import Table, mean_accuracy
 from fedvlm.evaluate.protocols.contract import Participants, Training, TrainingResults, Weights, register
-from fedvlm.evaluate.scores import Table, accuracy
 
 
 @register
@@ -62,7 +62,7 @@ def _cells(domains: Mapping[str, str], done: TrainingResults) -> dict[tuple[str,
     a: dict[tuple[str, str], float] = {}
     for held, (_, scores) in done.items():
         for domain in done:
-            value = accuracy(scores, [id for id in scores if domains[id] == domain])
+            value = mean_accuracy(scores, [id for id in scores if domains[id] == domain])
             if value is None:
                 raise SettingsError(f"domain {domain} has no test rows; give clients.ratios a share for the test")
             a[held, domain] = value

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from fedvlm.evaluate.metrics import Results, Table, mean_accuracy
 from fedvlm.evaluate.protocols.contract import (
     Participants,
     Training,
@@ -12,7 +13,6 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Results, Table, accuracy
 
 EVERYONE = "everyone"  # the unseen client whose test rows are those of all
 
@@ -32,12 +32,12 @@ class OwnTest:
     def table(self, domains: Mapping[str, str], done: TrainingResults, generalises: bool) -> Table:
         out: Table = {}
         for training, scores in done.values():
-            out["own"] = accuracy(scores, training.train)
+            out["own"] = mean_accuracy(scores, training.train)
             if self.global_test:
-                out["global"] = accuracy(scores, training.unseen) if generalises else None
+                out["global"] = mean_accuracy(scores, training.unseen) if generalises else None
             out |= domain_statistics(domains, training, scores)
             # A client may be called as one of these columns: then it has none of its own.
-            out |= {id: accuracy(scores, [id]) for id in training.train if id not in out}
+            out |= {id: mean_accuracy(scores, [id]) for id in training.train if id not in out}
         return out
 
     def weights(self, participants: Participants, generalises: bool) -> dict[str, Weights]:
@@ -51,7 +51,7 @@ def domain_statistics(domains: Mapping[str, str], training: Training, scores: Re
     out: Table = {}
     for domain in sorted({domains[id] for id in training.train} - {""}):
         ids = [id for id in training.train if domains[id] == domain]
-        parts = [value for id in ids if (value := accuracy(scores, [id])) is not None]
+        parts = [value for id in ids if (value := mean_accuracy(scores, [id])) is not None]
         if len(parts) > 1:
             out |= {f"mean {domain}": fmean(parts), f"deviation {domain}": stdev(parts)}
     return out

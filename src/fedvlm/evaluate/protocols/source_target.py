@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fedvlm.errors import SettingsError
-from fedvlm.evaluate.metrics import METRICS
+from fedvlm.evaluate.metrics import METRICS, Results, Table, mean_accuracy, mean_metric
 from fedvlm.evaluate.protocols.contract import (
     Participants,
     Training,
@@ -14,7 +14,6 @@ from fedvlm.evaluate.protocols.contract import (
     register,
     uniform_weights,
 )
-from fedvlm.evaluate.scores import Results, Table, accuracy, metric
 
 EVERY_DOMAIN = "each"  # in place of a target: every domain in turn
 
@@ -82,11 +81,11 @@ def metric_table(training: Training, scores: Results, generalises: bool) -> Tabl
     out: Table = {}
     everyone = (*training.train, *training.unseen)
     for name in METRICS:
-        out[f"clients {name}"] = metric(scores, training.train, name)
-        out[f"target {name}"] = metric(scores, training.unseen, name) if generalises else None
+        out[f"clients {name}"] = mean_metric(scores, training.train, name)
+        out[f"target {name}"] = mean_metric(scores, training.unseen, name) if generalises else None
         if name == "accuracy":  # the last column of the paper's tables
-            out["average"] = accuracy(scores, everyone) if generalises else None
+            out["average"] = mean_accuracy(scores, everyone) if generalises else None
     for id in everyone:
         if id in training.train or generalises:
-            out |= {f"{name} {id}": metric(scores, [id], name) for name in METRICS}
+            out |= {f"{name} {id}": mean_metric(scores, [id], name) for name in METRICS}
     return out

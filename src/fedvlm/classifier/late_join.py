@@ -1,0 +1,123 @@
+"""A client that comes after the run: its own classifier, without any other client taking part."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedvlm.classifier.personalised import Personalised, unseen_classifier
+from fedvlm.data.clients import Clients
+from fedvlm.data.table import EmbeddedTable
+from fedvlm.encoders.store import open_store
+from fedvlm.engines.client import make_client
+from fedvlm.errors import DataError, SettingsError, unknown_name
+from fedvlm.parts.bodies import adapts
+from fedvlm.record import Record
+from fedvlm.runner import tune
+from fedvlm.runner.load import Progress, encode, open_data, open_encoder_with_notes, skipped_messages
+from fedvlm.runner.prepare import Prepared, prepare_client, with_calibration
+from fedvlm.runner.settings import build
+from fedvlm.runner.training import calibration
+
+VALIDATION_FRACTION = 0.25  # of what a client learns from: validation rows, a third of them set aside
+
+
+@dataclass(frozen=True)
+class JoinResult:
+    """The new client's classifier, and how it does on rows that it has not learnt from."""
+
+    classifier: Personalised
+    is_adapted: bool  # False: the method has no adaptation, so it is what every unseen client gets
+    n_train_samples: int  # that it learnt from, those included that only calibrate it
+    n_test_samples: int  # rows kept back
+    accuracy: float  # on them
+    unseen_accuracy: float  # what a client that does not adapt has on them
+
+
+def join(
+    run: Record | str | Path,
+    rows: EmbeddedTable,
+    client_id: str = "new",
+    *,
+    training: str | None = None,
+    seed: int | None = None,
+    train_fraction: float = 0.8,
+) -> JoinResult:
+    """Adapts the server's statistics to the rows of one more client; nothing is sent back.
+
+    The data's own test rows are kept back, or all but `share` of the rows where it marks none.
+    """
+    result = run if isinstance(run, Record) else Record(Path(run))
+    common = unseen_classifier(result, training, seed)
+    method = common.method
+    if not method.traits.needs <= {"image", "text"}:
+        raise SettingsError(
+            f"{result.folder} is a run of {method.name}, which needs more than pooled embeddings; "
+            "a client can join a run of tofa, or of a method that needs image and text only"
+        )
+    rows = align_classes(rows, common)
+    prepared = prepare_joiner(result, rows, client_id, common, train_fraction)
+    client_split = prepared.partition.clients[client_id]
+    labels = torch.from_numpy(rows.labels)
+    adapted = adapts(method)
+    local = common.local
+    sent, world = method.send(common.shared, client_id), prepared.own_world(client_id)
+    if adapted:
+        local = method.adapt(common.frozen, sent, local, make_client(world, client_id, method.rounds))
+    fitted_calibration = calibration(world, sent, local, client_id)
+    personal = replace(common, local=local, client=client_id, calibration=fitted_calibration)
+    test_rows = torch.from_numpy(client_split.test)
+
+    def accuracy_of(classifier: Personalised) -> float:
+        return float((classifier.logits(rows.x[test_rows]).argmax(dim=1) == labels[test_rows]).float().mean())
+
+    n_train = len(rows.labels) - len(test_rows) - prepared.partition.dropped
+    return JoinResult(personal, adapted, n_train, len(test_rows), accuracy_of(personal), accuracy_of(common))
+
+
+def embed_for_run(
+    run: Record,
+    data: str,
+    source: Mapping[str, Any],
+    encoder: str,
+    access: Mapping[str, Any],
+    progress: Progress,
+) -> tuple[EmbeddedTable, list[str]]:
+    """A data set as the run's own encoder sees it; `encoder` says where that is, if it moved."""
+    identity = run.manifest["identity"]
+    name = encoder or identity["encoder"]
+    if name.startswith("store:"):
+        return open_store(name.removeprefix("store:"), **source), []
+    box, notes = open_encoder_with_notes(name, access)
+    done = encode(open_data(data, source), box, False, identity["precision"], progress)
+    return done.embedded, [*notes, *skipped_messages(done)]
+
+
+def align_classes(rows: EmbeddedTable, common: Personalised) -> EmbeddedTable:
+    """The rows with labels that are numbers of the run's classes; the encoder must be the same."""
+    if rows.encoder != common.encoder:
+        raise DataError(
+            f"the rows are of {rows.encoder}, the run is of {common.encoder}; encode the images with the run's encoder"
+        )
+    classes = common.frozen.classes
+    for name in rows.classes:
+        if name not in classes:
+            raise unknown_name("class of the run", name, classes)
+    number = np.array([classes.index(name) for name in rows.classes])
+    return replace(rows, classes=classes, labels=number[rows.labels])
+
+
+def prepare_joiner(run: Record, rows: EmbeddedTable, id: str, common: Personalised, train_fraction: float) -> Prepared:
+    """The run as it goes on for one more client: rows to learn from, and rows to test on."""
+    if not 0 < train_fraction < 1:
+        raise SettingsError(f"train_fraction = {train_fraction} is outside (0, 1); it is what the client learns from")
+    validation_fraction = train_fraction * VALIDATION_FRACTION
+    ratios = (train_fraction - validation_fraction, validation_fraction, 1 - train_fraction)
+    clients = with_calibration(Clients(partition="own", ratios=ratios))
+    settings = replace(build(run.manifest["identity"]), clients=clients)
+    settings = tune.with_tuned(settings, run.manifest, common.frozen.seed)
+    without_texts = replace(rows, texts={})  # a client that comes later brings no sentences of its own
+    return prepare_client(settings, without_texts, id, common.frozen.seed, common.frozen)

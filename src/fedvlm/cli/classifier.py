@@ -1,0 +1,209 @@
+"""Commands that ask a saved classifier: of images, and of labelled images how well it does."""
+
+import csv
+import json
+import sys
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedvlm.cli.options import Access, Json, Quiet, Source, Training, parse_pairs
+from fedvlm.cli.progress import progress
+
+if TYPE_CHECKING:
+    from fedvlm.classifier.predict import Predictions
+
+Folder = Annotated[Path, typer.Argument(help="Classifier written by `fedvlm export`.")]
+EncoderOption = Annotated[str, typer.Option(help="Encoder, if it has moved since the export.")]
+Coverage = Annotated[float | None, typer.Option(help="Predict sets with this coverage, e.g. 0.95.")]
+
+
+def predict(
+    folder: Folder,
+    images: Annotated[list[Path], typer.Argument(help="Images, folders, .zip files or tables of embeddings.")],
+    encoder: EncoderOption = "",
+    access: Access = None,
+    top: Annotated[int, typer.Option(min=1, help="Print this many classes per image.")] = 1,
+    all_classes: Annotated[bool, typer.Option("--all", help="Print all classes.")] = False,
+    coverage: Coverage = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of CSV.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", dir_okay=False, help="Write to this file instead of stdout.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Classify images with an exported classifier.
+
+    The output is CSV. With --coverage it has a set of classes per image, and a decision where the
+    set has one class. The exit code is 1 if an image cannot be read.
+    """
+    from fedvlm.classifier.predict import predict as run
+    from fedvlm.storage.files import write_file
+
+    with progress() as report:
+        predictions = run(
+            folder,
+            images,
+            encoder,
+            parse_pairs("--access", access),
+            lambda done, total: report("predicting", done, total),
+            coverage,
+        )
+    lines = table(predictions, len(predictions.classes) if all_classes else top, coverage is not None)
+    text = _json(predictions, lines) if as_json else _csv(lines)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        write_file(out, text.encode())
+    _report_problems(predictions.notes, predictions.skipped)
+
+
+def table(predictions: "Predictions", top: int, sets: bool) -> list[dict[str, Any]]:
+    """One line per image and rank; the probability's name says if nothing has calibrated it."""
+    title = "uncalibrated probability" if any("not calib" in n for n in predictions.notes) else ""
+    lines = []
+    for row in predictions.rows:
+        for rank, (label, chance) in enumerate(row.probabilities[:top], start=1):
+            line: dict[str, Any] = {"file": row.file}
+            if top > 1:
+                line["rank"] = rank
+            line |= {"class": label, title or "probability": round(chance, 4)}
+            if sets:
+                line |= {"set": list(row.prediction_set or ()), "decision": row.decision}
+            lines.append(line)
+    return lines
+
+
+def _csv(lines: list[dict[str, Any]]) -> str:
+    text = StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(lines[0] if lines else ["file", "class", "probability"])
+    for line in lines:
+        out.writerow(_cell(value) for value in line.values())
+    return text.getvalue()
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "|".join(value)
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _json(predictions: "Predictions", lines: list[dict[str, Any]]) -> str:
+    document = {"notes": predictions.notes, "skipped": predictions.skipped, "predictions": lines}
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def score(
+    folder: Folder,
+    data: Annotated[str, typer.Argument(help="Labelled images, e.g. in one folder per class.")],
+    source: Source = None,
+    encoder: EncoderOption = "",
+    access: Access = None,
+    coverage: Coverage = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate an exported classifier on labelled images.
+
+    The exit code is 1 if an image cannot be read.
+    """
+    from fedvlm.classifier.predict import score as run
+    from fedvlm.report.tables import render_table
+
+    with progress() as report:
+        evaluation = run(
+            folder,
+            data,
+            parse_pairs("--source", source),
+            encoder,
+            parse_pairs("--access", access),
+            lambda done, total: report("predicting", done, total),
+            coverage,
+        )
+    if as_json:
+        typer.echo(json.dumps(asdict(evaluation), indent=1, ensure_ascii=False))
+    else:
+        rows = [["images", str(evaluation.rows)]]
+        rows += [[name, f"{100 * fraction:.2f}"] for name, fraction in evaluation.metrics.items()]
+        rows += [[f"recall of {name}", f"{100 * fraction:.2f}"] for name, fraction in evaluation.recall.items()]
+        if evaluation.size is not None and evaluation.coverage is not None and evaluation.decided is not None:
+            rows.append([f"coverage, {100 * (coverage or 0):g} promised", f"{evaluation.coverage:.2%}"])
+            rows.append(["classes in a set", f"{evaluation.size:.2f}"])
+            rows.append(["decided, not abstained", f"{evaluation.decided:.2%}"])
+        typer.echo(render_table(["", "%"], rows, "text", True), nl=False)
+    _report_problems(evaluation.notes, evaluation.skipped)
+
+
+def _report_problems(notes: list[str], skipped: list[tuple[str, str]]) -> None:
+    for message in notes:
+        typer.echo(f"note: {message}", err=True)
+    for name, reason in skipped:
+        typer.echo(f"skipped {name}: {reason}", err=True)
+    if skipped:
+        sys.exit(1)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    folder: Annotated[Path, typer.Argument(help="New folder of the classifier.")],
+    client: Annotated[str, typer.Option(help="Client whose classifier is exported.")],
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also write the head as ONNX.")] = False,
+) -> None:
+    """Export one client's classifier from a run.
+
+    The folder has tensors, settings, class names, the encoder's fingerprint and a model card.
+    """
+    from fedvlm.classifier.export import export as write
+
+    classifier = write(run, client, folder, onnx)
+    typer.echo(
+        f"{classifier.method.name} for {client} ({len(classifier.frozen.classes)} classes, "
+        f"{classifier.encoder}) is in {folder}"
+    )
+
+
+def join(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    data: Annotated[str, typer.Argument(help="Images of the new client.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="New folder of the classifier.")],
+    client: Annotated[str, typer.Option(help="Name of the new client.")] = "new",
+    source: Source = None,
+    encoder: Annotated[str, typer.Option(help="Encoder of the run, if it has moved.")] = "",
+    access: Access = None,
+    training: Training = None,
+    train_ratio: Annotated[float, typer.Option(help="Fraction of the samples to train on.")] = 0.8,
+) -> None:
+    """Train a classifier for a late client of a finished run.
+
+    No other client takes part.
+    """
+    from fedvlm.classifier.export import ClassifierOrigin, save_with_card
+    from fedvlm.classifier.late_join import embed_for_run
+    from fedvlm.classifier.late_join import join as adapt
+    from fedvlm.result import Result
+
+    result = Result(run)
+    with progress() as report:
+        rows, notes = embed_for_run(
+            result, data, parse_pairs("--source", source), encoder, parse_pairs("--access", access), report
+        )
+    for message in notes:
+        typer.echo(message, err=True)
+    done = adapt(result, rows, client, training=training, train_fraction=train_ratio)
+    story = ClassifierOrigin(
+        {**result.manifest, "data": rows.name, "rows": rows.fingerprint},
+        f"joined {result.folder.name}",
+        done.n_test_samples,
+        round(done.accuracy * done.n_test_samples),
+    )
+    save_with_card(done.classifier, story, out)
+    if not done.is_adapted:
+        name = done.classifier.method.name
+        typer.echo(f"{name} has no adaptation of its own: {client} gets what every unseen one does")
+    typer.echo(
+        f"{client}: {100 * done.accuracy:.2f} % of {done.n_test_samples} held-out rows "
+        f"({100 * done.unseen_accuracy:.2f} % without adapting), learnt from {done.n_train_samples}; in {out}"
+    )

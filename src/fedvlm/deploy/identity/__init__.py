@@ -1,0 +1,1 @@
+"""Keys, certificates and enrolment of sites."""

@@ -1,0 +1,337 @@
+"""How a site joins, gets a new key and leaves; its private key never leaves its folder.
+
+A site makes a key and a request out of the server's invitation. The server signs the request once
+its people have heard the fingerprint from the site's. What it signed goes back to the site.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+
+from fedvlm.deploy.identity.certificates import CERTIFICATE_FIELDS as FIELDS
+from fedvlm.deploy.identity.certificates import (
+    CERTIFICATE_FILE,
+    ENDED_FOLDER,
+    EXPIRY_WARNING_DAYS,
+    SiteCertificate,
+    admitted_sites,
+    certificate_path,
+    describe_validity,
+    federation_id,
+    find_certificate,
+    issue_certificate,
+    key_fingerprint,
+    read_certificate,
+    read_document,
+    write_document,
+)
+from fedvlm.deploy.identity.keys import (
+    Signer,
+    Verifier,
+    certificate_expiry,
+    create_key_pair,
+    create_server_certificate,
+    load_public_key,
+)
+from fedvlm.deploy.kits import INVITATION_FILE, ServerKit, check_name, fill_site_folder, read_server, write_secret
+from fedvlm.engines.flower.messages import Message
+from fedvlm.errors import DataError, FederationError, SettingsError, unknown_name
+from fedvlm.storage.files import exclusive_lock, make_private_folder, write_file
+
+JOIN_REQUEST_FILE = "request.json"  # in a site's folder, as long as it is not answered
+NEXT_KEY_FILE = "key.next"  # there, too: the private key of the request
+REQUEST_PREFIX, RENEWAL_PREFIX = b"fedvlm request\n", b"fedvlm renewal\n"
+REQUEST_FIELDS = ("federation", "site", "key", "renewal")
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A request whose holder has the private key of it; whose voice that is, people can tell."""
+
+    path: Path
+    federation: str
+    site: str
+    key: str
+    renewal: str  # a signature by the key that the site has had, or nothing
+    remark: str = ""  # what the server's people should know about it
+
+    @property
+    def fingerprint(self) -> str:
+        return key_fingerprint(self.federation, self.site, self.key)
+
+
+def create_join_request(folder: Path, invitation: Path | None = None, site: str | None = None) -> JoinRequest:
+    """A new key in the site's folder, and the request to be sent; the same again if there is one.
+
+    A site that has a certificate asks for one with another key, under its name.
+    """
+    path = folder / JOIN_REQUEST_FILE
+    if path.exists() and (folder / NEXT_KEY_FILE).exists():
+        request = read_signed_request(path)
+        if invitation is not None or site not in (None, request.site):
+            raise SettingsError(
+                f"{path} asks for {request.site} already; send it, or delete it and {folder / NEXT_KEY_FILE} to "
+                "begin anew"
+            )
+        return request
+    (folder / NEXT_KEY_FILE).unlink(missing_ok=True)  # of a request that was never written
+    if (folder / CERTIFICATE_FILE).exists():
+        federation, site, old = _renewal_target(folder, invitation, site)
+    else:
+        federation, site, old = *_join_target(folder, invitation, site), None
+    make_private_folder(folder)
+    hidden, public = create_key_pair()
+    words = {"federation": federation, "site": site, "key": public.decode()}
+    endorsed = old(Message(words)).about["signature"] if old else ""
+    write_secret(folder / NEXT_KEY_FILE, hidden)
+    sign = Signer(folder / NEXT_KEY_FILE, REQUEST_PREFIX)
+    write_document(path, "request", sign(Message({**words, "renewal": endorsed, "kind": "request"})).about)
+    return JoinRequest(path, federation, site, public.decode(), endorsed)
+
+
+def _join_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str]:
+    if invitation is None or site is None:
+        raise SettingsError(
+            f"{folder} has no certificate yet; name the site and the server's invitation, as "
+            f"fedvlm deploy join-request {folder} --name NAME --invitation {INVITATION_FILE}"
+        )
+    check_name(site)
+    words = read_document(invitation, "invitation", ("address", "ca", "server"))
+    return federation_id(words["server"].encode(), words["ca"].encode()), site
+
+
+def _renewal_target(folder: Path, invitation: Path | None, site: str | None) -> tuple[str, str, Signer | None]:
+    certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
+    if invitation is not None or site not in (None, certificate.site):
+        raise SettingsError(
+            f"{folder} is the folder of {certificate.site} and its server; for another name or federation "
+            f"take another folder, for a new key say fedvlm deploy renew {folder}"
+        )
+    # An old key that has expired vouches for nobody: the server's people begin anew.
+    return (
+        certificate.federation,
+        certificate.site,
+        None if certificate.invalid_reason else Signer(folder / "key", RENEWAL_PREFIX),
+    )
+
+
+def read_signed_request(path: Path) -> JoinRequest:
+    """A request as its maker signed it."""
+    words = read_document(path, "request", (*REQUEST_FIELDS, "checksum", "signature"))
+    try:
+        load_public_key(words["key"].encode())
+        Verifier(words["key"].encode(), REQUEST_PREFIX)(Message(words), "its maker")
+    except (FederationError, ValueError) as error:
+        raise DataError(
+            f"{path} is not signed by the key that it names, so it was changed or damaged on its "
+            "way; have the site send it again"
+        ) from error
+    return JoinRequest(path, **{name: words[name] for name in REQUEST_FIELDS})
+
+
+def read_request(kit: ServerKit, path: Path) -> JoinRequest:
+    """A request that this server may admit."""
+    request, server = read_signed_request(path), kit.folder
+    sign = Signer(server / "signing.key")
+    if request.federation != federation_id(sign.public, (server / "ca.crt").read_bytes()):
+        raise FederationError(
+            f"{path} is for another federation; have {request.site!r} make its request with {server / INVITATION_FILE}"
+        )
+    check_name(request.site)
+    if (server / ENDED_FOLDER / _archive_name(request.key)).exists():
+        raise FederationError(
+            f"the key of {path} was revoked or replaced, and does not come back; have {request.site} "
+            "delete its request and make a new one"
+        )
+    return replace(request, remark=_describe_request(kit, request))
+
+
+def _describe_request(kit: ServerKit, request: JoinRequest) -> str:
+    """What becomes of the name; a refusal if it is another's."""
+    for name in admitted_sites(kit.folder):
+        certificate = find_certificate(kit.folder, name)
+        if certificate and certificate.key == request.key:
+            raise FederationError(
+                f"this very key was admitted as {name}, and is so once; send the site its "
+                f"certificate: {certificate_path(kit.folder, name)}"
+            )
+        if name.casefold() != request.site.casefold():
+            continue
+        if (
+            certificate
+            and name == request.site
+            and not certificate.invalid_reason
+            and _is_endorsed(request, certificate)
+        ):
+            return f"{name} renews its key; the old one ends"
+        raise FederationError(
+            f"the name {name} is taken by another key, which did not sign this request; if {name} "
+            "itself has lost its key or let it expire, end that: fedvlm deploy revoke "
+            f"{kit.folder} {name!r}, and admit this after comparing the fingerprint; else have "
+            "the site choose another name"
+        )
+    if request.renewal:
+        return f"{request.site} had a key that was revoked here; it is admitted as if it were new"
+    return f"{request.site} is new here"
+
+
+def _is_endorsed(request: JoinRequest, certificate: SiteCertificate) -> bool:
+    words = {"federation": request.federation, "site": request.site, "key": request.key}
+    try:
+        check = Verifier(certificate.key.encode(), RENEWAL_PREFIX)
+        check(Message({**words, "signature": request.renewal}), certificate.site)
+    except FederationError:
+        return False
+    return True
+
+
+def admit_site(kit: ServerKit, request: JoinRequest) -> Path:
+    """Signs it: from now on the key is let in, and no other of that name; the file for the site."""
+    with _admission_lock(kit):
+        # The folder, or the request, may have changed since somebody compared the fingerprint.
+        if read_request(kit, request.path) != request:
+            raise FederationError(f"{request.path} was changed meanwhile; begin again")
+        _archive_certificate(kit, request.site)
+        issue_certificate(kit.folder, kit.address, request.site, request.key.encode())
+    return certificate_path(kit.folder, request.site)
+
+
+def revoke_site(kit: ServerKit, site: str) -> None:
+    """Ends a site's key, from its next message on."""
+    with _admission_lock(kit):
+        if site not in admitted_sites(kit.folder):
+            raise unknown_name("site with a certificate", site, admitted_sites(kit.folder))
+        _archive_certificate(kit, site)
+        certificate_path(kit.folder, site).unlink()
+
+
+def _admission_lock(kit: ServerKit) -> AbstractContextManager[None]:
+    return exclusive_lock(kit.folder / ".admission", "somebody else is admitting or revoking; try again")
+
+
+def _archive_certificate(kit: ServerKit, site: str) -> None:
+    """Keeps the certificate that a site has, so that its key never comes back."""
+    if certificate := find_certificate(kit.folder, site):
+        write_file(
+            kit.folder / ENDED_FOLDER / _archive_name(certificate.key),
+            certificate_path(kit.folder, site).read_bytes(),
+            0o600,
+        )
+
+
+def _archive_name(key: str) -> str:
+    return sha256(key.encode()).hexdigest() + ".json"
+
+
+def accept_certificate(folder: Path, file: Path) -> SiteCertificate:
+    """Puts what the server signed into the site's folder, beside the key that it is for."""
+    server = read_document(file, "certificate", (*FIELDS, "checksum", "signature"))["server"]
+    certificate = read_certificate(file, server.encode())
+    if certificate.federation != _requested_federation(folder):
+        raise FederationError(
+            f"{file} is of another federation than the one that {folder} asked to join; have its "
+            "server send the certificate"
+        )
+    for name in (NEXT_KEY_FILE, "key"):
+        if (folder / name).exists() and Signer(folder / name).public == certificate.key.encode():
+            break
+    else:
+        raise FederationError(
+            f"{file} is for site {certificate.site} with a key that is not in {folder}; have the server "
+            f"send the certificate of the newest request, {folder / JOIN_REQUEST_FILE}"
+        )
+    if certificate.invalid_reason:
+        raise FederationError(f"{file}: {certificate.invalid_reason}; have the server admit a new request")
+    fill_site_folder(folder, certificate, file.read_bytes())
+    if name == NEXT_KEY_FILE:  # last, so that after a crash the same command goes on
+        (folder / NEXT_KEY_FILE).replace(folder / "key")
+    (folder / JOIN_REQUEST_FILE).unlink(missing_ok=True)
+    return certificate
+
+
+def _requested_federation(folder: Path) -> str:
+    """The federation that a site's people have chosen."""
+    if (folder / JOIN_REQUEST_FILE).exists():
+        return read_signed_request(folder / JOIN_REQUEST_FILE).federation
+    if (folder / CERTIFICATE_FILE).exists():
+        return read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes()).federation
+    raise SettingsError(f"{folder} has not asked to join; make a request: fedvlm deploy join-request {folder}")
+
+
+def renew_server_certificate(kit: ServerKit) -> int:
+    """A new certificate of TLS by the same root, from the server's next start on; its days."""
+    path = kit.folder / "ca.key"
+    if not path.exists():
+        raise SettingsError(f"there is no {path}, which an older fedvlm did not keep; make new kits")
+    papers = create_server_certificate(kit.address.rpartition(":")[0], path.read_bytes())
+    for name, data in papers.items():
+        write_file(kit.folder / name, data, 0o600)
+    return server_days_left(kit.folder)
+
+
+def server_days_left(folder: Path) -> int:
+    """Whole days until the server's TLS ends, by its own certificate or its root."""
+    until = min(certificate_expiry(folder / name) for name in ("server.pem", "ca.crt"))
+    return (until - datetime.now(UTC)).days
+
+
+def describe_server_expiry(kit: ServerKit) -> list[str]:
+    """How long the server's certificate lasts, and whose of the sites end soon."""
+    lines = [f"its certificate {describe_validity(server_days_left(kit.folder), kit.folder)}"]
+    for name in kit.sites:
+        certificate = find_certificate(kit.folder, name)
+        if certificate is None or certificate.days_left < EXPIRY_WARNING_DAYS:
+            status = (
+                "is damaged"
+                if certificate is None
+                else certificate.invalid_reason or f"has {certificate.days_left} days left"
+            )
+            lines.append(f"{name}: its certificate {status.removeprefix('its certificate ')}")
+    return lines
+
+
+@dataclass(frozen=True)
+class CertificateStatus:
+    """A line about a key: whose, what people compare, and how long it holds."""
+
+    name: str
+    fingerprint: str
+    days: int | None
+    remark: str = ""
+
+
+def certificate_statuses(folder: Path) -> list[CertificateStatus]:
+    """The keys of a server's folder, or of a site's."""
+    if not (folder / "server.toml").exists():
+        return _site_certificate_statuses(folder)
+    kit = read_server(folder)
+    lines = [CertificateStatus(f"server {kit.address} (TLS)", "", server_days_left(folder))]
+    for name in kit.sites:
+        certificate = find_certificate(kit.folder, name)
+        remark = (certificate.invalid_reason if certificate else "its certificate is damaged; revoke it") or ""
+        word, days = (certificate.fingerprint, certificate.days_left) if certificate else ("", None)
+        lines.append(CertificateStatus(name, word, days, remark))
+    for path in sorted((folder / ENDED_FOLDER).glob("*.json")):
+        revoked = read_certificate(path, Signer(folder / "signing.key").public)
+        lines.append(CertificateStatus(revoked.site, revoked.fingerprint, None, "revoked or replaced"))
+    return lines
+
+
+def _site_certificate_statuses(folder: Path) -> list[CertificateStatus]:
+    lines = []
+    if (folder / JOIN_REQUEST_FILE).exists():
+        request = read_signed_request(folder / JOIN_REQUEST_FILE)
+        remark = f"asked for; send {request.path} to the server"
+        lines.append(CertificateStatus(request.site, request.fingerprint, None, remark))
+    if (folder / CERTIFICATE_FILE).exists():
+        certificate = read_certificate(folder / CERTIFICATE_FILE, (folder / "server.pub").read_bytes())
+        lines.append(
+            CertificateStatus(
+                certificate.site, certificate.fingerprint, certificate.days_left, certificate.invalid_reason
+            )
+        )
+    if not lines:
+        raise SettingsError(f"{folder} is no server's folder and no site's; name one, as DIR/server or DIR/site-a")
+    return lines

@@ -1,0 +1,1 @@
+"""Logs, status, health checks and the live page."""

@@ -1,0 +1,330 @@
+"""Looks at a server's or a site's folder before anything runs: each line is well, or what to do."""
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from fedvlm.deploy.flower.processes import Unreachable, check_server, server_date
+from fedvlm.deploy.identity.enrolment import server_days_left
+from fedvlm.deploy.kits import ServerKit, SiteKit, read_server, read_site
+from fedvlm.deploy.operations import events
+from fedvlm.deploy.site.ledger import Ledger, PrivacyBudget
+from fedvlm.deploy.site.policy import CONSENT_FILE, read_policy
+from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.record import Record
+from fedvlm.storage.files import is_locked, read_json
+
+State = dict[str, Any]
+END_STATES = {"ended", "failed"}
+
+
+def is_server(folder: Path) -> bool:
+    if not any((folder / name).exists() for name in ("server.toml", "site.toml")):
+        raise SettingsError(f"{folder} is no server's folder and no site's; name one, as DIR/server or DIR/site-a")
+    return (folder / "server.toml").exists()
+
+
+def status(folder: Path) -> State:
+    return server_status(folder) if is_server(folder) else site_status(folder)
+
+
+def server_status(folder: Path) -> State:
+    """Whether it is up, which run it is at, and how each site is."""
+    from fedvlm.deploy.flower.processes import is_server_up
+
+    kit = read_server(folder)
+    history = events.read_events(folder)
+    sites: dict[str, State] = {name: {"state": "not seen"} for name in kit.sites}
+    run: State = {}
+    for event in history:
+        kind, name = event["kind"], event.get("site")
+        if kind == "begun":
+            keys = ("method", "training", "rounds", "record")
+            run = {key: event.get(key) for key in keys} | {"state": "running", "round": 0}
+        elif kind == "round":
+            run |= {key: event.get(key) for key in ("round", "share", "kB", "seconds")}
+            for site in event.get("there", []):
+                sites.setdefault(site, {}).update(state="answers", why="", time=event["time"])
+        elif kind in END_STATES:
+            run |= {"state": kind, "why": event.get("why", "")}
+        if name in sites and kind in ("connected", "refused", "missing"):
+            sites[name].update(state=kind, why=event.get("why", ""), time=event["time"])
+            sites[name] |= {"rows": event["rows"]} if "rows" in event else {}
+    return {
+        **{"who": "server", "address": kit.address, "up": is_server_up(kit), "run": run},
+        **{"sites": sites, "last": history[-1] if history else None},
+    }
+
+
+def site_status(folder: Path) -> State:
+    """Whether it runs, what it was asked, what has left it and what may still leave."""
+    kit = read_site(folder)
+    history = events.read_events(folder)
+    account, policy = PrivacyBudget(Ledger(folder)), read_policy(folder)
+    ledger = Ledger(folder)
+    lines = ledger.read().lines if ledger.path.exists() else ()
+    out = [line for line in lines if line["direction"] == "out"]
+    gains = [event for event in history if event["kind"] == "gained"]
+    refused = [line for line in lines if line["direction"] == "refused"]
+    return {
+        **{"who": "site", "name": kit.name, "address": kit.address, "up": is_locked(folder / ".lock")},
+        "trainings": f"{len(account.trainings)} of {policy.trainings}",
+        "rounds": f"{account.rounds.total()} of {policy.all_rounds}",
+        "bytes out": sum(line["bytes"] for line in out),
+        "last out": out[-1]["time"] if out else None,
+        "last refusal": _describe_refusal(refused[-1]) if refused else None,
+        "consent": _describe_consent(kit),
+        "gained": gains[-1] if gains else None,
+        "classifiers": sorted(path.name for path in (folder / "classifiers").glob("*")),
+        "last": history[-1] if history else None,
+    }
+
+
+def _describe_refusal(line: dict[str, Any]) -> State:
+    return {"time": line["time"], "why": line.get("error", "")}
+
+
+def _describe_consent(kit: SiteKit) -> str:
+    if not (kit.folder / CONSENT_FILE).exists():
+        return "none"
+    try:
+        consent = json.loads((kit.folder / CONSENT_FILE).read_text())
+        if "refused" in consent:
+            return f"refused by {consent['by']}: {consent['reason']}"
+        remaining = datetime.fromisoformat(consent["until"]) - datetime.now(UTC)
+    except Exception:
+        return "damaged; give it again: fedvlm deploy consent"
+    return "ended" if remaining < timedelta(0) else f"until {consent['until']}, by {consent['by']}"
+
+
+def format_status(state: State) -> list[str]:
+    """A handful of lines for people."""
+    last = [f"last: {events.format_event(state['last'])}"] if state["last"] else []
+    if state["who"] == "site":
+        keys = ("trainings", "rounds", "bytes out", "last out", "consent", "classifiers")
+        shown_state: State = {**state, "classifiers": ", ".join(state["classifiers"])}
+        facts = [f"{key}: {shown_state[key] or 'none yet'}" for key in keys]
+        gain_lines = [events.format_event(state["gained"])] if state["gained"] else []
+        refused = state["last refusal"]
+        refusal_lines = [f"last refusal: {refused['time']} {refused['why']}"] if refused else []
+        runs = "is running" if state["up"] else "is not running"
+        return [f"site {state['name']} {runs}; its server is {state['address']}", *facts] + (
+            refusal_lines + gain_lines + last
+        )
+    up = "is up" if state["up"] else "does not answer"
+    lines = [f"the server at {state['address']} {up}"]
+    if run := state["run"]:
+        accuracy = events.format_percent(run.get("share"))
+        lines.append(
+            f"{run['method']}, {run['training']}: {run['state']}, round {run['round']} of "
+            f"{run['rounds']}{', accuracy ' + accuracy if accuracy else ''} {run.get('why', '')}".rstrip()
+        )
+    for name, site_state in state["sites"].items():
+        rows = f", {site_state['rows']} training rows" if "rows" in site_state else ""
+        reason = f": {site_state['why']}" if site_state.get("why") else ""
+        when = f" ({site_state['time']})" if "time" in site_state else ""
+        lines.append(f"  {name}: {site_state['state']}{rows}{reason}{when}")
+    return lines + last
+
+
+def list_runs(folder: Path) -> list[State]:
+    """The records in a server's folder: what each is, and how far."""
+    out = []
+    for path in sorted((folder / "runs").glob("*/manifest.json")):
+        record = Record(path.parent)
+        manifest = read_json(path)
+        lines = record.lines()
+        out.append(
+            {
+                "name": path.parent.name,
+                "method": manifest["identity"]["method"]["name"],
+                "state": "running"
+                if is_locked(path.parent / ".lock")
+                else "finished"
+                if record.result() is not None
+                else "stopped",
+                "rounds": len(lines),
+            }
+        )
+    return out
+
+
+MIN_FREE_BYTES = 1 << 30  # bytes that should be free
+EXPIRY_WARNING_DAYS = 30  # days of a certificate that are few
+MAX_CLOCK_SKEW_SECONDS = 60.0  # seconds that clocks may differ by
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    ok: bool
+    detail: str  # what was found, or what to do
+
+
+Check = Callable[[], str]  # what was found; an error is what is wrong
+
+
+def check_folder(folder: Path) -> list[Finding]:
+    checks = _server_checks(read_server(folder)) if is_server(folder) else _site_checks(read_site(folder))
+    return [_run_check(name, check) for name, check in (*_common_checks(folder), *checks)]
+
+
+def _run_check(name: str, check: Check) -> Finding:
+    try:
+        return Finding(name, True, check())
+    except FedVLMError as error:
+        return Finding(name, False, str(error))
+    except Exception as error:  # a doctor who faints helps nobody
+        return Finding(name, False, f"{type(error).__name__}: {error}")
+
+
+class CheckFailed(FedVLMError):
+    """What is wrong, with the remedy."""
+
+
+def _common_checks(folder: Path) -> Iterator[tuple[str, Check]]:
+    yield "versions", _check_versions
+    yield "disk", lambda: _check_disk(folder)
+    yield "folder", lambda: _check_permissions(folder)
+
+
+def _check_versions() -> str:
+    from importlib.metadata import version
+
+    import fedvlm
+    from fedvlm.engines import flower as api
+
+    api.import_flower()
+    return (
+        f"fedvlm {fedvlm.__version__}, flwr {version('flwr')}, torch {version('torch')}, "
+        f"Python {sys.version.split()[0]}"
+    )
+
+
+def _check_disk(folder: Path) -> str:
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        raise CheckFailed(f"{free / 1e9:.1f} GB are free at {folder}; make room, 1 GB is little")
+    return f"{free / 1e9:.0f} GB are free"
+
+
+def _check_permissions(folder: Path) -> str:
+    if folder.stat().st_mode & 0o077:
+        raise CheckFailed(f"others on this machine can look into {folder}; chmod 700 {folder}")
+    return "only its owner can look into it"
+
+
+def _server_checks(kit: ServerKit) -> Iterator[tuple[str, Check]]:
+    host, _, port = kit.address.rpartition(":")
+    yield "name", lambda: _check_name(host)
+    yield "port", lambda: _check_port(kit, int(port))
+    yield "certificate", lambda: _check_expiry(server_days_left(kit.folder), "fedvlm deploy renew")
+    yield "sites", lambda: _check_sites(kit)
+    yield "from outside", lambda: _check_reachable(kit.address, kit.folder)
+
+
+def _check_name(host: str) -> str:
+    try:
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, None)})
+    except OSError as error:
+        raise CheckFailed(
+            f"{host} is no name that this machine can resolve ({error}); look at DNS, or name the server by its address"
+        ) from error
+    return f"{host} is {', '.join(addresses)}"
+
+
+def _check_port(kit: ServerKit, port: int) -> str:
+    if is_locked(kit.folder / ".lock"):
+        return f"{port} is served by this folder's server"
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise CheckFailed(
+                f"{port} is taken ({error.strerror}); stop the other program, or choose another "
+                "port in server.toml and in the kits"
+            ) from error
+    return f"{port} is free; the server is not running"
+
+
+def _check_expiry(days: int, remedy: str) -> str:
+    if days < EXPIRY_WARNING_DAYS:
+        raise CheckFailed(f"it lasts {days} days more; {remedy}")
+    return f"it lasts {days} days"
+
+
+def _check_sites(kit: ServerKit) -> str:
+    if not kit.sites:
+        raise CheckFailed(
+            f"no site is admitted; send them the invitation, then fedvlm deploy admit {kit.folder} REQUEST"
+        )
+    return ", ".join(kit.sites)
+
+
+def _check_reachable(address: str, folder: Path) -> str:
+    """The server by the name that sites use, with its certificate, and its clock."""
+    try:
+        check_server(address, folder / "ca.crt")
+    except Unreachable as error:
+        remedy = "start the server, and open the port in firewalls on the way"
+        raise CheckFailed(f"{error}; {remedy}") from error
+    server_time = parsedate_to_datetime(server_date(address, folder / "ca.crt"))
+    skew = (datetime.now(UTC) - server_time).total_seconds()
+    if abs(skew) > MAX_CLOCK_SKEW_SECONDS:
+        raise CheckFailed(f"its clock and this machine's differ by {skew:.0f} s; set them by NTP")
+    return f"{address} answers with the right certificate; clocks differ by {abs(skew):.0f} s"
+
+
+def _site_checks(kit: SiteKit) -> Iterator[tuple[str, Check]]:
+    host = kit.address.rpartition(":")[0]
+    yield "name", lambda: _check_name(host)
+    yield "certificate", lambda: _check_expiry(_certificate_days(kit), f"fedvlm deploy renew {kit.folder}")
+    yield "server", lambda: _check_reachable(kit.address, kit.folder)
+    yield "encoder", lambda: _check_encoder(kit)
+    yield "images", lambda: _check_images(kit)
+    yield "policy", lambda: _check_policy(kit)
+
+
+def _certificate_days(kit: SiteKit) -> int:
+    from fedvlm.deploy.identity.certificates import read_own_certificate
+
+    return read_own_certificate(kit.folder).days_left
+
+
+def _check_encoder(kit: SiteKit) -> str:
+    from fedvlm.encoders import fingerprint
+    from fedvlm.runner.load import open_encoder_with_notes
+
+    if kit.plays:
+        return "the experiment's, in a rehearsal"
+    if not kit.encoder:
+        raise CheckFailed(f"none is named: fedvlm deploy site {kit.folder} --encoder NAME --data IMAGES")
+    if kit.encoder.startswith("store:"):
+        return kit.encoder
+    encoder, _ = open_encoder_with_notes(kit.encoder, kit.access)
+    return f"{kit.encoder} loads; its fingerprint is {fingerprint(encoder)[:16]}"
+
+
+def _check_images(kit: SiteKit) -> str:
+    from fedvlm.runner.load import open_data
+
+    if kit.plays or kit.encoder.startswith("store:"):
+        return "none of its own to read"
+    if not kit.data:
+        raise CheckFailed(f"none are named: fedvlm deploy site {kit.folder} --data IMAGES --encoder NAME")
+    dataset = open_data(kit.data, kit.source)
+    return f"{len(dataset.labels)} images of {len(dataset.classes)} classes: " + ", ".join(dataset.classes[:8])
+
+
+def _check_policy(kit: SiteKit) -> str:
+    from fedvlm.deploy.site.policy import explain_policy, read_policy
+
+    return " ".join(explain_policy(read_policy(kit.folder)))

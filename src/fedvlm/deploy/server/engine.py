@@ -1,0 +1,318 @@
+"""The engine of a deployed run: Flower's messages to real sites, signed both ways."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Any
+
+from torch import Tensor
+
+from fedvlm import tensors
+from fedvlm.channel import Channel
+from fedvlm.channel.validation import check_sample_count, tensor_schema
+from fedvlm.core import Tensors
+from fedvlm.data.splits import SPLITS
+from fedvlm.deploy.identity.certificates import current_certificate, exclusion_reason
+from fedvlm.deploy.identity.keys import Signer, Verifier
+from fedvlm.deploy.kits import ServerKit
+from fedvlm.deploy.messages import (
+    MAX_NUMBER,
+    check_arrays,
+    check_reply,
+    encoder_fingerprint,
+    render_error,
+    training_key,
+)
+from fedvlm.deploy.operations.events import EventLogger, ignore_event
+from fedvlm.engines.client import RoundReplies, Task
+from fedvlm.engines.flower.client import to_arrays, to_tensors
+from fedvlm.engines.flower.engine import FlowerEngine
+from fedvlm.engines.flower.messages import Message
+from fedvlm.errors import FederationError, FedVLMError
+from fedvlm.storage.files import read_json, write_json
+
+MAX_RELATIVE_DIFFERENCE = 1e-4  # relative: what the encoders of two machines may differ by
+OPEN_TIMEOUT_SECONDS = 600.0  # seconds a site has to open a training: it may have to embed its images first
+MAX_LOST_UPLOADS = 1000  # uploads that may have left a site and never arrived; more it would not allow
+NODES_FILE = "nodes.json"  # in the server's folder
+LOG_INTERVAL_SECONDS = 10.0  # seconds between two lines about sites that are waited for
+RETRY_SECONDS = 60.0  # seconds until a site that took no part is asked again: it may have consented
+
+
+@dataclass(frozen=True)
+class SiteOpening:
+    """What a site has told of itself when it opened a training."""
+
+    about: Mapping[str, Any]
+    first: Tensors  # shared tensors as it would start from them
+    text: Tensor | None
+
+    @property
+    def texts(self) -> Tensors:
+        return {} if self.text is None else {"class texts": self.text}
+
+
+class RemoteEngine(FlowerEngine):
+    """Sites that are late are waited for, or let in when they come; each has to prove its key."""
+
+    def __init__(
+        self,
+        grid: Any,
+        kit: ServerKit,
+        spec: Any,
+        reference: Tensors,
+        log_event: EventLogger = ignore_event,
+        excluded_nodes: Iterable[int] = (),  # nodes that are not to be asked
+    ) -> None:
+        self.log_event, self.last_log_time = log_event, 0.0  # when it last said whom it waits for
+        self.channel = Channel(**spec["identity"]["channel"])
+        secure = self.channel.secure
+        super().__init__(grid, {}, training_key(spec), kit.quorum, kit.deadline, secure)
+        self.kit, self.spec, self.reference = kit, spec, reference
+        self.sign = Signer(kit.folder / "signing.key")
+        self.site_keys: dict[str, str] = {}  # that the sites which are there have come with
+        self.sites: dict[str, SiteOpening] = {}
+        self.counts = {name: dict.fromkeys(SPLITS, 0) for name in kit.sites}  # rows of each part
+        self.base = ""  # a site that the others are like
+        self.rejected_nodes: dict[int, float] = {}  # nodes of sites that took no part, and when
+        self.unidentified_nodes: dict[int, str] = {}  # nodes that are nobody's here; never asked again
+        self.excluded_nodes = frozenset(excluded_nodes)
+
+    def seal(self, message: Message) -> Message:
+        return self.sign(message)
+
+    def unseal(self, message: Message, id: str, context: str) -> Message:
+        name = str(message.about.get("client"))
+        if name not in self.kit.sites:
+            raise FederationError(f"{context}: {name[:80]!r} is no site of this federation")
+        if reason := self.exclusion_reason(name):
+            raise FederationError(f"{context}: {reason}")
+        try:
+            Verifier(current_certificate(self.kit.folder, name).key.encode())(message, f"site {name}")
+        except FederationError as error:
+            raise FederationError(f"{context}: {error}") from error
+        return message
+
+    def exclusion_reason(self, id: str) -> str:
+        return exclusion_reason(self.kit.folder, id)
+
+    def is_complete(self, waiting: set[str]) -> bool:
+        return all(self.exclusion_reason(name) for name in waiting)
+
+    def drop_revoked(self) -> None:
+        """Who was revoked is out; who has a new key is let in again by that."""
+        for name in self.kit.sites:
+            reason = self.exclusion_reason(name)
+            if reason:
+                self.absent[name] = reason
+            elif name in self.nodes and self.site_keys[name] != current_certificate(self.kit.folder, name).key:
+                self.absent[name] = "it has a new key, and is not connected with it yet"
+            else:
+                continue
+            self.nodes.pop(name, None)
+
+    def describe_error(self, error: Any) -> str:
+        """A sentence of ours; of what Flower or a site's process says, a line at most."""
+        if type(error) is str:
+            inner = error[error.find("{") : error.rfind("}") + 1]  # of a secure sum, inside Flower's
+            try:
+                error = json.loads(inner)
+            except (ValueError, RecursionError):
+                plain = " ".join(error.split())[:300]
+                return "".join(char for char in plain if char.isprintable())
+        return render_error(error)
+
+    def check(self, message: Message, id: str, request: Message) -> None:
+        check_reply(message, request.about)
+        check_arrays(message)
+        if message.about["releases"] > message.about["round"] + MAX_LOST_UPLOADS:
+            raise FederationError("it says that more of its uploads have left than can have")
+        counts, scores = self.counts[id], message.about["scores"]
+        held = counts["validation"] or counts["train"]
+        for part, expected in (("validation", held), ("test", counts["test"])):
+            if scores[f"{part}_rows"] not in (0, expected):
+                raise FederationError(
+                    f"it says it has {scores[f'{part}_rows']} {part} rows, and said {expected} when "
+                    "it opened the training"
+                )
+
+    def wait_for_sites(self) -> None:
+        """Waits for the sites, as long as the kit says, and opens the training at each."""
+        end = monotonic() + self.kit.wait
+        while True:
+            self.drop_revoked()
+            self.open_new_nodes(OPEN_TIMEOUT_SECONDS)
+            absent_sites = set(self.kit.sites) - set(self.nodes)
+            if absent_sites <= self.absent.keys() or monotonic() > end:
+                break
+            if monotonic() - self.last_log_time > LOG_INTERVAL_SECONDS:
+                self.last_log_time = monotonic()
+                self.log_event("waiting", sites=sorted(absent_sites), left=round(end - monotonic()))
+            sleep(0.5)
+        self.missing = {id: self.absent.get(id, "it is not connected") for id in sorted(absent_sites)}
+        self.missing |= {f"node {node}": reason for node, reason in self.unidentified_nodes.items()}
+        if self.nodes:
+            self._drop_incompatible(min(self._compatible_groups(), key=lambda group: (-len(group), min(group))))
+        self._check_quorum(self.kit.sites, self.nodes, 0)
+
+    def _compatible_groups(self) -> list[list[str]]:
+        """The sites in groups that can train together."""
+        groups: list[list[str]] = []
+        for name in sorted(self.nodes):
+            for group in groups:
+                if self.describe_difference(group[0], name) is None:
+                    group.append(name)
+                    break
+            else:
+                groups.append([name])
+        return groups
+
+    def _drop_incompatible(self, group: Sequence[str]) -> None:
+        """Who does not fit the largest group is missing, by name; it cannot stop the others."""
+        self.base = group[0]
+        for name in sorted(self.nodes.keys() - set(group)):
+            reason = self.describe_difference(self.base, name) or ""
+            self._reject(self.nodes.pop(name), name, reason)
+            self.missing[name] = reason
+
+    def open_new_nodes(self, patience: float) -> None:
+        """Opens the training at nodes that have not been asked, or were turned away a while ago."""
+        past = {*self.nodes.values(), *self.unidentified_nodes, *self.excluded_nodes}
+        past |= {node for node, when in self.rejected_nodes.items() if monotonic() - when < RETRY_SECONDS}
+        new = {f"node {node_id}": node_id for node_id in self.grid.get_node_ids() if node_id not in past}
+        if not new:
+            return
+        about = {"kind": "open", "training": self.training, "round": 0, "spec": self.spec}
+        message = Message(about, to_arrays(self.reference))
+        exchange = self.opening_exchange(new, patience)
+        for id, reply in exchange.exchange(dict.fromkeys(new, message), 0).items():
+            self._register_site(reply, new[id])
+        for id, reason in exchange.missing.items():
+            if id in exchange.site_names:
+                self._reject(new[id], exchange.site_names[id], reason.removeprefix(f"{id}: "))
+            else:
+                self.unidentified_nodes[new[id]] = reason
+
+    def opening_exchange(self, nodes: Mapping[str, int], patience: float) -> "OpeningExchange":
+        return OpeningExchange(self, nodes, patience)
+
+    def _reject(self, node: int, name: str, reason: str) -> None:
+        self.absent[name] = reason
+        self.log_event("refused", site=name, why=reason)
+        self.rejected_nodes[node] = monotonic()
+
+    def _register_site(self, reply: Message, node: int) -> None:
+        about, values = reply.about, to_tensors(reply.arrays)
+        name = about["client"]
+        first = {key[7:]: value for key, value in values.items() if key.startswith("shared/")}
+        self.nodes[name] = node
+        write_json(self.kit.folder / NODES_FILE, {**known_nodes(self.kit), name: node})
+        self.site_keys[name] = current_certificate(self.kit.folder, name).key
+        self.absent.pop(name, None)
+        self.sites[name] = SiteOpening(about, first, values.get("text"))
+        self.counts[name] = dict(about["rows"])
+        self.rows[name] = self.counts[name]["train"]
+        self.log_event("connected", site=name, rows=self.rows[name])
+
+    def check_opening(self, message: Message, request: Message) -> None:
+        """What one site alone can get wrong; how it differs from the others is seen later."""
+        check_reply(message, request.about)
+        check_arrays(message, limit=float("inf"))  # a first tensor may wait at infinity
+        about, expected_classes = message.about, self.spec["classes"]
+        if about["opened"] != self.training or (expected_classes and about["classes"] != expected_classes):
+            raise FederationError("it opened another training, or with other classes")
+        if not about["scale"] > 0 or not about["classes"]:
+            raise FederationError("the scale of its encoder, or its list of classes, does not fit")
+        shape = (len(about["classes"]), about["dim"])
+        for key, value in message.arrays.items():
+            if not (key.startswith("shared/") or (key == "text" and value.shape == shape)):
+                raise FederationError("it sends tensors that no opening has")
+        for part in SPLITS:
+            check_sample_count(about["rows"][part], self.channel, "it")
+        if self.kit.max_samples and about["rows"]["train"] > self.kit.max_samples:
+            raise FederationError(
+                f"it says it has {about['rows']['train']} training rows; server.toml believes "
+                f"{self.kit.max_samples} at most"
+            )
+
+    def describe_difference(self, first: str, name: str) -> str | None:
+        """How a site differs from another: one encoder, one list of classes, one first state."""
+        first_site, second_site = self.sites[first], self.sites[name]
+        for key in ("encoder", "classes", "dim", "scale", "local", "template"):
+            first_value, theirs = first_site.about.get(key, ""), second_site.about.get(key, "")
+            if key == "encoder":
+                first_value, theirs = encoder_fingerprint(first_value), encoder_fingerprint(theirs)
+            if not _is_close(first_value, theirs):
+                return (
+                    f"sites {first} and {name} do not have the same {key}: {str(first_value)[:80]!r} and "
+                    f"{str(theirs)[:80]!r}; all sites need the same, to the fingerprint"
+                )
+        first_value, theirs = (_clamped({**site.first, **site.texts}) for site in (first_site, second_site))
+        if (
+            tensor_schema(first_value) != tensor_schema(theirs)
+            or tensors.max_relative_difference(first_value, theirs) > MAX_RELATIVE_DIFFERENCE
+        ):
+            return (
+                f"sites {first} and {name} start from different tensors, though their "
+                "encoders are the same; do they have the same templates and versions?"
+            )
+        return None
+
+    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        """Sites that were not there are let in if they fit those that were."""
+        self.drop_revoked()
+        connected = set(self.nodes)
+        if any(task.id not in connected and not self.exclusion_reason(task.id) for task in tasks):
+            self.open_new_nodes(self.kit.deadline)
+        for name in self.nodes.keys() - connected:
+            if reason := self.describe_difference(self.base, name):
+                self._reject(self.nodes.pop(name), name, reason)
+        return super().round(number, tasks)
+
+
+def known_nodes(kit: ServerKit) -> dict[str, int]:
+    """The nodes by which sites have proved their names; a node goes with a key."""
+    try:
+        return {str(name): int(node) for name, node in read_json(kit.folder / NODES_FILE).items()}
+    except (FedVLMError, AttributeError, TypeError, ValueError):  # none yet, or damaged
+        return {}
+
+
+def _clamped(values: Tensors) -> Tensors:
+    """For a comparison: where both are infinite they are the same."""
+    return {key: tensor.clamp(-MAX_NUMBER, MAX_NUMBER) for key, tensor in values.items()}
+
+
+def _is_close(first: Any, second: Any) -> bool:
+    if isinstance(first, float) and isinstance(second, float):
+        return abs(first - second) <= MAX_RELATIVE_DIFFERENCE * abs(first)
+    return bool(first == second)
+
+
+class OpeningExchange(FlowerEngine):
+    """Asks nodes who they are and to open the training; who does not answer is not missed."""
+
+    def __init__(self, remote: RemoteEngine, nodes: Mapping[str, int], patience: float) -> None:
+        super().__init__(remote.grid, nodes, remote.training, 0.0, patience)
+        self.remote = remote
+        self.site_names: dict[str, str] = {}  # the sites behind the nodes, as far as they have answered
+
+    def seal(self, message: Message) -> Message:
+        return self.remote.seal(message)
+
+    def unseal(self, message: Message, id: str, context: str) -> Message:
+        message = self.remote.unseal(message, id, context)
+        self.site_names[id] = str(message.about["client"])
+        return message
+
+    def describe_error(self, error: Any) -> str:
+        return self.remote.describe_error(error)
+
+    def check(self, message: Message, id: str, request: Message) -> None:
+        self.remote.check_opening(message, request)
+
+    def is_complete(self, waiting: set[str]) -> bool:
+        """Whoever else is connected to the server cannot hold a run up."""
+        awaited = set(self.remote.kit.sites) - {*self.site_names.values(), *self.remote.nodes}
+        return all(self.remote.exclusion_reason(name) for name in awaited)

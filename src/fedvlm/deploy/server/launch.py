@@ -1,0 +1,293 @@
+"""Starting a deployed run and waiting for it; and the rehearsal of it all on one machine."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic, sleep
+from typing import Any
+
+from fedvlm.deploy.flower.processes import (
+    CONNECTION_NAME,
+    Process,
+    flower_environment,
+    free_port,
+    is_server_up,
+    run_flwr,
+    start_superlink,
+)
+from fedvlm.deploy.kits import ServerKit, create_kits, read_server
+from fedvlm.deploy.operations.events import EventLog, EventTail, format_event
+from fedvlm.deploy.server.run import ERROR_FILE, JOIN_RESULT_FILE, RUN_REQUEST_FILE, check_deployable, with_rules
+from fedvlm.deploy.site.policy import ALL_METHODS, example_policy
+from fedvlm.deploy.site.policy import POLICY_FILE as POLICY
+from fedvlm.errors import FederationError, SettingsError, unknown_name
+from fedvlm.record import Record
+from fedvlm.result import Result
+from fedvlm.runner import tune
+from fedvlm.runner.load import load
+from fedvlm.runner.prepare import prepare
+from fedvlm.runner.run import default_name
+from fedvlm.runner.settings import Settings, build
+from fedvlm.storage.files import read_json, to_toml, write_file, write_json
+
+STATUS_INTERVAL_SECONDS = 20.0  # seconds between questions to Flower whether a run still runs
+MAX_STATUS_TRIES = 3  # of such a question
+ACTIVE_STATUSES = ("running", "starting", "pending")  # Flower's words for a run that has not ended
+MAX_PENDING_SECONDS = 60.0  # seconds a server takes at most to begin one
+
+
+def wait_for_run(kit: ServerKit, id: str, done: Callable[[], bool], on_poll: Callable[[], None]) -> None:
+    """Waits for the result; the server's process says why if there is none."""
+    started = looked = monotonic()
+    log = kit.folder / "superlink.log"
+    while not done():
+        on_poll()
+        if (kit.folder / ERROR_FILE).exists():
+            raise FederationError((kit.folder / ERROR_FILE).read_text())
+        if monotonic() - looked > STATUS_INTERVAL_SECONDS:
+            status = _run_status(kit, id)
+            looked = monotonic()
+            if "pending" in status and looked - started > MAX_PENDING_SECONDS:
+                run_flwr(kit, "stop", id, CONNECTION_NAME)
+                raise FederationError(
+                    f"the server has not begun the run in {MAX_PENDING_SECONDS:g} s; stop it and start it "
+                    f"again, and see {log}"
+                )
+            if not any(word in status for word in ACTIVE_STATUSES):
+                sleep(1.0)
+                if not done() and not (kit.folder / ERROR_FILE).exists():
+                    raise FederationError(
+                        f"the run ended without a result ({status}); run the same command again to go on, and see {log}"
+                    )
+        sleep(0.2)
+    on_poll()
+
+
+def _run_status(kit: ServerKit, id: str) -> str:
+    """What Flower says of a run; a server that is slow for once is not taken for an end."""
+    for _ in range(MAX_STATUS_TRIES):
+        listed: Any = run_flwr(kit, "list", CONNECTION_NAME, "--run-id", id)
+        if "runs" in listed:
+            return str(listed["runs"][0].get("status")) if listed["runs"] else "unknown"
+        if not is_server_up(kit):
+            raise FederationError(
+                f"the server at {kit.address} does not answer any more; start it: fedvlm deploy "
+                f"server {kit.folder}, and run the same command again to go on"
+            )
+    reason = str(listed.get("error-message", listed)).strip()
+    raise FederationError(f"the server does not say how the run is: {reason}")
+
+
+FLOWER_APP = {  # what Flower carries about as an app; server and sites run their own fedvlm and not this
+    "pyproject.toml": """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "fedvlm-app"
+version = "1.0.0"
+description = "fedvlm over Flower"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedvlm"
+
+[tool.flwr.app.components]
+serverapp = "fedvlm_app.server:app"
+clientapp = "fedvlm_app.client:app"
+
+[tool.flwr.app.config]
+request = ""
+""",
+    "fedvlm_app/__init__.py": "",
+    "fedvlm_app/server.py": "app = None\n",
+    "fedvlm_app/client.py": "app = None\n",
+}
+Progress = Callable[[str, int, int], None]
+
+
+def run_over_sites(
+    kit: ServerKit,
+    settings: Settings,
+    out: Path | None = None,
+    again: bool = False,
+    progress: Progress | None = None,
+    print_line: Callable[[str], None] = lambda text: None,
+    **rules: float,
+) -> Result:
+    """Runs an experiment over the sites; one that was stopped goes on where it was.
+
+    `rules` are this run's own quorum, deadline and wait, where server.toml says otherwise.
+    """
+    check_deployable(with_rules(kit, rules), settings)
+    about = settings if kit.rehearsal else replace(settings, data="sites")
+    folder = out or kit.folder / "runs" / default_name(about, None)
+    record = Record(folder)
+    if record.result() is not None and not again:
+        record.compare({"identity": tune.reuse_tuned(settings, record.manifest).identity()})
+        return Result(folder)
+    if again:
+        record.clear()
+    report_progress = progress or (lambda stage, done, total: None)
+    progress_file = folder.with_suffix(".progress")
+
+    def step() -> None:
+        if progress_file.exists():
+            report_progress(*read_json(progress_file))
+
+    request = {"out": str(folder.resolve()), "identity": settings.identity(), "rules": rules}
+    _request_run(kit, request, lambda: record.result() is not None, print_line, step)
+    progress_file.unlink(missing_ok=True)
+    return Result(folder)
+
+
+def join_late_site(
+    kit: ServerKit, name: str, site: str, print_line: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Brings a site that came late to the classifiers of a finished run, without the others.
+
+    `name` is that of a run of this server, or a directory. The site's scores, by training.
+    """
+    folder = kit.folder / "runs" / name
+    folder = folder if folder.exists() else Path(name)
+    done = kit.folder / JOIN_RESULT_FILE
+    done.unlink(missing_ok=True)
+    request = {"out": str(folder.resolve()), "joins": site}
+    _request_run(kit, request, done.exists, print_line, lambda: None)
+    return dict(read_json(done))
+
+
+def _request_run(
+    kit: ServerKit,
+    request: Mapping[str, Any],
+    done: Callable[[], bool],
+    print_line: Callable[[str], None],
+    step: Callable[[], None],
+) -> None:
+    """Has the server's process do what is asked, and waits for it."""
+    if not is_server_up(kit):
+        raise FederationError(f"no server answers at {kit.address}; start it: fedvlm deploy server {kit.folder}")
+    for name, text in FLOWER_APP.items():
+        write_file(kit.folder / "app" / name, text.encode())
+    tail = EventTail(kit.folder)
+    id = token_hex(8)
+    write_json(kit.folder / RUN_REQUEST_FILE, {**request, "id": id})
+    (kit.folder / ERROR_FILE).unlink(missing_ok=True)
+    app = str(kit.folder.resolve() / "app")
+    answer = run_flwr(kit, "run", app, CONNECTION_NAME, "--run-config", f'request="{id}"')
+    if "run-id" not in answer:
+        raise FederationError(f"the run cannot be started: {str(answer.get('error-message', answer)).strip()}")
+
+    def poll() -> None:
+        _print_events(tail, print_line)
+        step()
+
+    try:
+        wait_for_run(kit, str(answer["run-id"]), done, poll)
+    except KeyboardInterrupt:  # else it would go on without anybody who waits for it
+        run_flwr(kit, "stop", str(answer["run-id"]), CONNECTION_NAME)
+        raise
+
+
+def stop_runs(kit: ServerKit) -> list[str]:
+    """Ends what the server is running; the run can be resumed. The numbers of what was ended."""
+    if not is_server_up(kit):
+        raise FederationError(f"no server answers at {kit.address}, so nothing is running there")
+    listed: Any = run_flwr(kit, "list", CONNECTION_NAME)
+    active_ids = [
+        str(run_info["run-id"])
+        for run_info in listed.get("runs", [])
+        if any(word in str(run_info.get("status")) for word in ACTIVE_STATUSES)
+    ]
+    for id in active_ids:
+        run_flwr(kit, "stop", id, CONNECTION_NAME)
+    if active_ids:
+        EventLog(kit.folder)("failed", why="it was stopped by a person; it can be resumed")
+    return active_ids
+
+
+def resume_run(kit: ServerKit, name: str, progress: Progress | None, print_line: Callable[[str], None]) -> Result:
+    """Goes on with a run of this name in the server's folder."""
+    place = kit.folder / "runs" / name
+    run_names = [path.parent.name for path in (kit.folder / "runs").glob("*/manifest.json")]
+    if name not in run_names:
+        raise unknown_name("run of this server", name, run_names)
+    identity = read_json(place / "manifest.json")["identity"]
+    return run_over_sites(kit, build(identity), place, progress=progress, print_line=print_line)
+
+
+def _print_events(tail: EventTail, print_line: Callable[[str], None]) -> None:
+    for event in tail.read_new():
+        if event["kind"] not in ("ended", "failed"):  # the caller says these
+            print_line(format_event(event))
+
+
+def describe_absences(result: Result) -> list[str]:
+    """Who was missing in how many rounds, and why: a table does not show it."""
+    lines = result.rounds
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        for name, reason in line.get("missing", {}).items():
+            reasons.setdefault(name, []).append(reason.strip().splitlines()[-1])
+    return [
+        f"{name} took no part in {len(whys)} of {len(lines)} rounds; the last time because: {whys[-1]}"
+        for name, whys in sorted(reasons.items())
+    ]
+
+
+def start_site(folder: Path) -> Process:
+    command = [sys.executable, "-m", "fedvlm", "deploy", "site", str(folder)]
+    return Process(folder.name, command, folder / "site.log", flower_environment(folder / "flwr"))
+
+
+def rehearse(
+    settings: Settings,
+    place: Path,
+    out: Path | None = None,
+    progress: Progress | None = None,
+    **rules: Any,
+) -> Result:
+    """All of it on this machine: a process per client of the experiment, ports of loopback."""
+    report = progress or (lambda label, done, total: None)
+    kit = prepare_rehearsal(settings, place, report, **rules)
+    with running_processes() as running:
+        running += [start_superlink(kit)]
+        running += [start_site(place / f"site-{name}") for name in kit.sites]
+        return run_over_sites(kit, settings, out, progress=progress)
+
+
+@contextmanager
+def running_processes() -> Iterator[list[Process]]:
+    """Whatever is started meanwhile is stopped in the end, all at once."""
+    running: list[Process] = []
+    try:
+        yield running
+    finally:
+        for process in reversed(running):
+            process.ask_to_stop()
+        for process in reversed(running):
+            process.stop()
+
+
+def prepare_rehearsal(settings: Settings, place: Path, progress: Progress, **rules: Any) -> ServerKit:
+    """Kits for a rehearsal: each site plays one client of the experiment's own data."""
+    if (place / "server" / "server.toml").exists():
+        return read_server(place / "server")  # a rehearsal that was stopped goes on
+    rows, _ = load(settings, progress)
+    ids = list(prepare(settings, rows, settings.seeds[0]).partition.clients)
+    if len(ids) > 32:
+        raise SettingsError(
+            f"the experiment has {len(ids)} clients, and a rehearsal starts a process for each; "
+            "32 is the most: set a smaller clients.count"
+        )
+    create_kits(place, ids, "127.0.0.1", free_port(), rehearsal=True, **rules)
+    for id in ids:
+        path = place / f"site-{id}" / "site.toml"
+        write_file(path, path.read_bytes() + to_toml({"plays": id}).encode())
+        write_file(path.with_name(POLICY), example_policy((ALL_METHODS,)).encode())  # nobody's data but the owner's
+    return read_server(place / "server")

@@ -1,0 +1,496 @@
+"""The server's side of a deployed run: a training after the other over the sites, on record."""
+
+import json
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from fedvlm.channel.pipeline import DecodedUploads
+from fedvlm.channel.settings import check_secagg, with_deployment_bound
+from fedvlm.core import Tensors
+from fedvlm.core.schema import check_settings
+from fedvlm.deploy.kits import REFERENCE_FILE, ServerKit, read_server
+from fedvlm.deploy.messages import ERROR_MESSAGES, training_spec
+from fedvlm.deploy.operations.events import EventLog, EventLogger, ignore_event, round_logger
+from fedvlm.deploy.server.engine import RemoteEngine, SiteOpening, known_nodes
+from fedvlm.deploy.site.ledger import Ledger
+from fedvlm.deploy.withdrawal import SUMS_SUFFIX, UploadSums, removal_obstacle
+from fedvlm.engines.client import RemoteState, Task, TrainingTerms
+from fedvlm.engines.loop import ignore_sum
+from fedvlm.engines.state import Plan, State, pack_state, unpack_state
+from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
+from fedvlm.evaluate import metrics
+from fedvlm.evaluate.protocols import Training, contract
+from fedvlm.evaluate.protocols.base_to_new import BaseToNew
+from fedvlm.record import Record
+from fedvlm.runner import tune
+from fedvlm.runner.load import encode, load, open_data, open_encoder_with_notes
+from fedvlm.runner.manifest import build_manifest
+from fedvlm.runner.prepare import frozen_from, prepare, terms_of, trainings_of
+from fedvlm.runner.settings import Settings, build
+from fedvlm.runner.training import file_name, finished_scores, run_training
+from fedvlm.storage.files import read_json, read_tensors, write_file, write_json, write_tensors
+
+BUDGET_EXCEEDED = ERROR_MESSAGES["race"].split("{")[0]
+
+
+class FederatedTuning:
+    """The race of one seed; one that was stopped goes on where it was."""
+
+    def __init__(self, run: "DeployedRun", seed: int) -> None:
+        self.run, self.seed, self.settings = run, seed, run.settings
+        words = json.dumps([run.settings.identity(), seed], sort_keys=True)
+        self.key = sha256(words.encode()).hexdigest()[:24]
+        self.folder: Path = run.kit.folder / "races" / self.key
+        sites = {name: name for name in run.kit.sites}
+        self.trainings = trainings_of(run.settings, sites, seed)
+        self.engines: dict[tuple[int, str], RemoteEngine] = {}
+        self.scores_by_step: dict[str, float] = {}  # scores of trials by what they had done
+
+    def run_all(self) -> dict[str, Any]:
+        """The record of the race; a race that is over is only read."""
+        result = self.folder / "result.json"
+        if result.exists():
+            return dict(read_json(result))
+        if (self.folder / "scores.json").exists():
+            self.scores_by_step = dict(read_json(self.folder / "scores.json"))
+        trials, first = tune.make_candidates(self.settings)
+        self._open_trials(trials, first)
+        about = self._run_rungs()
+        write_json(result, about)
+        for path in self.folder.glob("*.checkpoint"):
+            path.unlink()
+        return about
+
+    def _run_rungs(self) -> dict[str, Any]:
+        """One trial after the other: sites do one thing at a time."""
+        rungs, done = tune.halving_rungs(self.settings), 0
+        while True:
+            try:
+                advances = next(rungs)
+            except StopIteration as over:
+                return dict(over.value)
+            for trial, until in advances:
+                done += until - trial.rounds
+                self._advance(trial, until)
+                self.run.on_progress("tuning", done, tune.total_rounds(self.settings))
+
+    def _open_trials(self, trials: list[tune.Trial], first: int) -> None:
+        """Every trial at every site before any of them begins, so that a race over a site's budget
+        is refused while nothing has been spent."""
+        rounds = self.settings.method.rounds
+        trainings_per_site = max(
+            sum(name in planned.train for planned in self.trainings) for name in self.run.kit.sites
+        )
+        totals = {
+            "race": self.key,
+            "trainings": (len(trials) + 1) * len(self.trainings),  # the run itself is one more
+            "rounds": trainings_per_site * (tune.search_rounds(rounds, len(trials), first) + rounds),
+        }
+        for place, trial in enumerate(trials):
+            plain = _trial_settings(self.settings, trial)
+            for training in self.trainings:
+                engine = self.run.open_training(plain, training, self.seed, totals)
+                over = {name: reason for name, reason in engine.missing.items() if BUDGET_EXCEEDED in reason}
+                if over:
+                    name, reason = min(over.items())
+                    raise FederationError(
+                        f"the race for {', '.join(self.settings.tune)} does not begin; {name}: "
+                        f"{reason}; leave tune out, or take fewer rounds"
+                    )
+                self.engines[place, training.name] = engine
+
+    def _advance(self, trial: tune.Trial, until: int) -> None:
+        place = [candidate.values for candidate in tune.make_candidates(self.settings)[0]].index(trial.values)
+        name = f"{place}-{until}"
+        if name in self.scores_by_step:
+            trial.score, trial.updates = self.scores_by_step[name], int(self.scores_by_step[f"{name} updates"])
+            for training in self.trainings:
+                trial.states[training.name] = self._state(place, training, trial)
+        else:
+            accuracies = [self._train(place, trial, training, until) for training in self.trainings]
+            trial.score = fmean(accuracies)
+            self.scores_by_step |= {name: trial.score, f"{name} updates": trial.updates}
+            write_json(self.folder / "scores.json", self.scores_by_step)
+        trial.rounds = until
+
+    def _train(self, place: int, trial: tune.Trial, training: Training, until: int) -> float:
+        engine = self.engines[place, training.name]
+        terms, initial_local = self.run.make_terms(_trial_settings(self.settings, trial), engine, self.seed)
+        judges = [id for id in training.train if engine.counts[id]["validation"]]
+        trial.states[training.name] = self._state(place, training, trial)
+        path = self._checkpoint_path(place, training)
+
+        def keep(state: State) -> None:
+            flat, about = pack_state(state)
+            write_tensors(path, flat, {**about, "updates": trial.updates})
+
+        plan = Plan(training.train, (), self.settings.fraction)
+        scores = tune.continue_trial(trial, training.name, terms, engine, plan, initial_local, until, keep)
+        validation_accuracy = metrics.mean_accuracy(scores, judges, "validation")
+        if validation_accuracy is None:
+            raise FederationError(
+                f"tune = {list(self.settings.tune)}: no site tells its hits on validation rows "
+                "(its policy's `scores`), so nothing can be chosen by them; leave tune out"
+            )
+        return validation_accuracy
+
+    def _state(self, place: int, training: Training, trial: tune.Trial) -> State:
+        """Where a trial is: here, on disk after a stop, or at its beginning."""
+        if training.name in trial.states:
+            return trial.states[training.name]
+        path = self._checkpoint_path(place, training)
+        if path.exists():
+            flat, about = read_tensors(path)
+            trial.updates = max(trial.updates, int(about["updates"]))
+            return unpack_state(flat, about)
+        engine = self.engines[place, training.name]
+        return State(0, engine.sites[engine.base].first, {})
+
+    def _checkpoint_path(self, place: int, training: Training) -> Path:
+        number = [training_item.name for training_item in self.trainings].index(training.name)
+        return self.folder / f"{place}-{number}.checkpoint"
+
+
+def _trial_settings(settings: Settings, trial: tune.Trial) -> Settings:
+    """A trial is a training with the values of its candidate, and no race of its own."""
+    return replace(settings, method=trial.method, tune=())
+
+
+MANIFEST_FIELDS = ("encoder", "classes", "dim", "scale", "template")  # what a manifest has of a site's words
+RUN_REQUEST_FILE = "request.json"  # in the server's folder: the run that is asked for
+JOIN_RESULT_FILE = "joined.json"  # in the server's folder: how the last site that came late fares
+ERROR_FILE = "error.txt"  # in the server's folder: why the last run ended
+
+
+def check_deployable(kit: ServerKit, settings: Settings) -> None:
+    """Refuses, before any site is asked, what a federation of sites cannot run."""
+    if settings.smoke:
+        raise SettingsError("smoke = true is for one process; set the method's rounds instead")
+    if settings.warm_start is not None:
+        raise SettingsError("warm_start is for runs in one process; leave it out, or run method = 'tofa' alone")
+    if settings.tune:
+        tune.check_tunable(settings)
+    if settings.method.traits.privacy.centralised or settings.centralised:
+        raise SettingsError(
+            f"{settings.method.name} is not federated: it takes all clients' rows in one place, "
+            "which only a simulation has; choose another method, as 'auto' or 'alone'"
+        )
+    if settings.attack != "none":
+        raise SettingsError(f"attack = {settings.attack!r} is for simulations; leave it out of a deployed run")
+    if settings.device != "cpu":
+        raise SettingsError(
+            f"device = {settings.device!r} is for simulations: what a site computes on is its own affair; leave it out"
+        )
+    if settings.protocol == BaseToNew.name:
+        raise SettingsError(
+            f"protocol = {settings.protocol!r} is for simulations: it leaves classes of the sites out; take 'own-test'"
+        )
+    check_secagg(settings.channel, settings.method)
+    if not kit.rehearsal and "classes" not in settings.source:
+        raise SettingsError(
+            "the server has no images to take class names from; name the classes in the "
+            "experiment, as [source] classes = ['cat', 'dog']"
+        )
+    wants = contract.has_reference(settings.method) and not kit.rehearsal
+    if wants and not (kit.folder / REFERENCE_FILE).exists():
+        raise DataError(
+            f"the method {settings.method.name} needs public reference rows, and there is no "
+            f"{kit.folder / REFERENCE_FILE}; make it: fedvlm deploy reference {kit.folder} --data "
+            "IMAGES --encoder ENCODER"
+        )
+
+
+def describe_bound(settings: Settings) -> str:
+    """What keeps one site from moving the mean as far as it likes."""
+    channel = with_deployment_bound(settings.channel, settings.method)
+    if channel.bound == "median":
+        return (
+            "changes longer than twice the round's median are shortened, and rows above four times "
+            "the median do not count (channel.bound)"
+        )
+    if channel.secure:
+        return (
+            f"only channel.clip = {channel.clip} bounds a change, at its site: in a secure sum nobody sees single ones"
+        )
+    if channel.bound:
+        return f"changes of a norm above {channel.bound} are refused (channel.bound)"
+    return f"nothing bounds a change: {settings.method.name} aggregates single uploads in its own way"
+
+
+@dataclass
+class DeployedRun:
+    """One run over the sites; its record is as a run in one process leaves it."""
+
+    grid: Any
+    kit: ServerKit
+    settings: Settings
+    record: Record
+    on_progress: Callable[[str, int, int], None]
+    tuned: dict[str, Any] = field(default_factory=dict)  # the races for its settings, if any
+    log_event: EventLogger = ignore_event
+    excluded_nodes: Collection[int] = ()  # nodes of sites that are not asked
+
+    def run_all(self) -> None:
+        with self.record.lock():
+            if self.settings.tune:
+                tunings = {seed: FederatedTuning(self, seed).run_all() for seed in self.settings.seeds}
+                self.tuned = {"tuned": tune.to_manifest(tunings)}
+            tables = [self.run_seed(seed) for seed in self.settings.seeds]
+            self.record.finish(tables)
+
+    def run_seed(self, seed: int) -> metrics.Table:
+        settings = tune.with_tuned(self.settings, self.tuned, seed)
+        domains = {name: name for name in self.kit.sites}  # each site is one of its own
+        done = {}
+        has_shared = settings.method.rounds == 0
+        for training in trainings_of(settings, domains, seed):
+            name = file_name(training, seed)
+            scores = finished_scores(self.record, name)
+            if scores is None:
+                scores = self.train(settings, training, seed)
+            done[training.name] = (training, scores)
+            path = self.record.folder / "trainings" / f"{name}.safetensors"
+            has_shared = has_shared or any(key.startswith("shared/") for key in read_tensors(path)[0])
+        return settings.rules().table(domains, done, has_shared)
+
+    def open_training(
+        self, settings: Settings, training: Training, seed: int, tuning: Any | None = None
+    ) -> RemoteEngine:
+        """A training at all sites that are there; of a `race` it tells how large that is."""
+        spec = training_spec(settings, training, seed) | ({} if tuning is None else {"race": tuning})
+        self.log_event(
+            "begun",
+            method=settings.method.name,
+            training=training.name,
+            rounds=settings.method.rounds,
+            sites=list(self.kit.sites),
+            record=str(self.record.folder),
+        )
+        engine = RemoteEngine(
+            self.grid, self.kit, spec, self.load_reference(training, seed), self.log_event, self.excluded_nodes
+        )
+        engine.wait_for_sites()
+        return engine
+
+    def make_terms(self, settings: Settings, engine: RemoteEngine, seed: int) -> tuple[TrainingTerms, RemoteState]:
+        """What everyone knows of a training, and the local tensors of one nobody has seen."""
+        first = engine.sites[engine.base]
+        terms = terms_of(settings, frozen_from(first.about, first.text, seed), seed)
+        channel = with_deployment_bound(settings.channel, settings.method)
+        return replace(terms, channel=channel), RemoteState(0, tuple(first.about["local"]))
+
+    def train(self, settings: Settings, training: Training, seed: int) -> metrics.Results:
+        engine = self.open_training(settings, training, seed)
+        first = engine.sites[engine.base]
+        requested = tune.reuse_tuned(self.settings, self.tuned)
+        if not (self.record.folder / "manifest.json").exists():
+            self.record.start(self.make_manifest(requested, engine, first, seed))
+        else:
+            self.record.compare({"identity": requested.identity()})
+        name = file_name(training, seed)
+        terms, initial_local = self.make_terms(settings, engine, seed)
+        return run_training(
+            settings,
+            training,
+            terms,
+            engine,
+            State(0, first.first, {}, channel=tune.initial_spend(self.tuned, training.name, seed)),
+            initial_local,
+            self.record,
+            lambda done: self.on_progress(name, done, settings.method.rounds),
+            checkpoint_seconds=0.0,  # a round over the network is worth a checkpoint
+            on_sum=self.sum_recorder(settings, name),
+        )
+
+    def sum_recorder(self, settings: Settings, name: str) -> Callable[[int, Tensors, DecodedUploads], None]:
+        """What is kept of a round's uploads for sites that withdraw later, where that helps."""
+        if removal_obstacle(settings):
+            return ignore_sum
+        sums = UploadSums.read(self.record.folder / "trainings" / f"{name}.{SUMS_SUFFIX}")
+        return sums.add
+
+    def make_manifest(self, settings: Settings, engine: RemoteEngine, first: SiteOpening, seed: int) -> dict[str, Any]:
+        """The manifest: of the rows the server knows no more than classes and numbers."""
+        about = first.about
+        text = None if first.text is None else first.text.tolist()
+        site_facts = {key: about[key] for key in MANIFEST_FIELDS if key in about}
+        site_facts |= {"rows": "at the sites", "data": f"{len(self.kit.sites)} sites", "text": text}
+        trainings = trainings_of(settings, {name: name for name in self.kit.sites}, seed)
+        names = [training.name for training in trainings]
+        dropped = dict.fromkeys(settings.seeds, 0)
+        return {
+            **{"identity": settings.identity(), "memory": True, "notes": [describe_bound(settings)]},
+            **build_manifest(site_facts, names, engine.counts, dropped),
+            **{"sites": list(self.kit.sites), "local": about["local"]},
+            **self.tuned,
+        }
+
+    def load_reference(self, training: Training, seed: int) -> Tensors:
+        """The public rows that go with the first message, if the method wants them."""
+        settings = self.settings
+        if not contract.has_reference(settings.method):
+            return {}
+        if self.kit.rehearsal:
+            rows, _ = load(settings, lambda stage, done, total: None)
+            index = prepare(settings, rows, seed).reference(training)
+            return {"reference": rows.view(settings.method.traits.needs)[torch.from_numpy(index)]}
+        values, _ = read_tensors(self.kit.folder / REFERENCE_FILE)
+        view = "patches" if "patches" in settings.method.traits.needs else "image"
+        if view not in values:
+            raise DataError(
+                f"{self.kit.folder / REFERENCE_FILE} has no {view} rows, which {settings.method.name} "
+                "works on; make it again: fedvlm deploy reference"
+            )
+        return {"reference": values[view]}
+
+
+RUN_RULES = {"quorum", "deadline", "wait"}  # of server.toml, that one run may have otherwise
+
+
+def with_rules(kit: ServerKit, rules: Mapping[str, Any]) -> ServerKit:
+    """The kit with the rules of this run."""
+    fixed_fields = {kit_field.name for kit_field in fields(ServerKit)} - RUN_RULES
+    return replace(kit, **check_settings("the run", rules, ServerKit, excluded=fixed_fields))
+
+
+STOPPED_MESSAGE = "it was stopped, or the server was; run the same command again to go on"
+
+
+def run_request(grid: Any, folder: Path, id: str = "") -> None:
+    """The ServerApp: what is to be run is in a file, and so is why it failed, if it did."""
+    request, log_event = read_json(folder / RUN_REQUEST_FILE), EventLog(folder)
+    if request.get("id", "") != id:  # as if this process began late; it would get in the way
+        raise FederationError("another run was asked for before this one began; ask for it again")
+
+    def report_failure(reason: str, full_text: str) -> None:
+        log_event("failed", why=reason)
+        if read_json(folder / RUN_REQUEST_FILE) == request:  # else nobody waits for this one any more
+            write_file(folder / ERROR_FILE, full_text.encode())
+
+    try:
+        _execute_request(grid, folder, request, log_event)
+    except FedVLMError as error:
+        report_failure(str(error), str(error))
+        raise
+    except Exception as error:
+        report_failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+        raise
+    except BaseException:  # Flower ends its processes by signals
+        report_failure(STOPPED_MESSAGE, STOPPED_MESSAGE)
+        raise
+
+
+def _execute_request(grid: Any, folder: Path, request: Mapping[str, Any], log_event: EventLogger) -> None:
+    kit = with_rules(read_server(folder), request.get("rules", {}))
+    if "joins" in request:
+        done = join_late(grid, kit, Path(request["out"]), request["joins"], log_event)
+        return write_json(folder / JOIN_RESULT_FILE, done)
+    settings = build(request["identity"])
+    check_deployable(kit, settings)
+    progress = Path(request["out"]).with_suffix(".progress")
+
+    def write_progress(stage: str, done: int, total: int) -> None:
+        write_json(progress, [stage, done, total])
+
+    record = Record(Path(request["out"]), round_logger(log_event, settings.method.rounds))
+    DeployedRun(grid, kit, settings, record, write_progress, log_event=log_event).run_all()
+    log_event("ended", record=str(record.folder))
+
+
+RUN_NAME = "the run"  # what stands for its sites where a new one is compared with them
+
+
+@dataclass
+class LateJoin:
+    """One site, and a run that is finished."""
+
+    run: DeployedRun
+    site: str
+
+    def join_all(self) -> dict[str, Mapping[str, Any]]:
+        """Scores of the site by training; its classifiers are with it."""
+        record, out = self.run.record, {}
+        with record.lock():
+            domains = {name: name for name in record.manifest["sites"]}
+            for seed in self.run.settings.seeds:
+                settings = tune.with_tuned(self.run.settings, record.manifest, seed)
+                for training in trainings_of(settings, domains, seed):
+                    out[file_name(training, seed)] = self.join_training(settings, training, seed)
+        return out
+
+    def join_training(self, settings: Settings, training: Training, seed: int) -> Mapping[str, Any]:
+        record, method, name = self.run.record, settings.method, file_name(training, seed)
+        if finished_scores(record, name) is None:
+            raise SettingsError(f"{record.folder} is not finished; go on with it: fedvlm deploy run")
+        engine = self.run.open_training(settings, training, seed)
+        self.check_compatible(engine)
+        sent = method.send(record.outcome(training.name, seed)[0], self.site)
+        Ledger(self.run.kit.folder).add("out", method.rounds, sent, kind="join", site=self.site, run=record.folder.name)
+        # One that took part goes on from its own tensors of the last round that it was in.
+        lines = [line for line in record.lines() if line["training"] == name]
+        took = [line["round"] + 1 for line in lines if self.site in line["clients"]]
+        task = Task(self.site, sent, RemoteState(max(took, default=0)), True)
+        answers = engine.adapt(method.rounds, [task])
+        self.run.log_event("joined", site=self.site, rows=engine.rows[self.site], training=name)
+        return answers.replies[self.site].scores
+
+    def check_compatible(self, engine: RemoteEngine) -> None:
+        """The site against what the run's sites had: one encoder, one list of classes."""
+        manifest = self.run.record.manifest
+        text = None if manifest["text"] is None else torch.tensor(manifest["text"])
+        about = {key: manifest[key] for key in (*MANIFEST_FIELDS, "local") if key in manifest}
+        engine.sites[RUN_NAME] = SiteOpening(about, engine.sites[self.site].first, text)
+        if reason := engine.describe_difference(RUN_NAME, self.site):
+            raise FederationError(f"{self.site} cannot join: {reason}")
+
+
+def _without_begin_events(log_event: EventLogger) -> EventLogger:
+    """What is noted of one site; no run begins."""
+
+    def filtered(kind: str, **facts: Any) -> None:
+        if kind != "begun":
+            log_event(kind, **facts)
+
+    return filtered
+
+
+def join_late(grid: Any, kit: ServerKit, out: Path, site: str, log_event: EventLogger) -> dict[str, Any]:
+    """Brings one site to the classifiers of a finished run."""
+    if site not in kit.sites:
+        raise SettingsError(f"{site} has no certificate at this server; admit it first")
+    record = Record(out)
+    if record.result() is None:
+        raise SettingsError(f"{out} is no finished run; go on with it: fedvlm deploy run")
+    alone = replace(kit, sites=(site,), quorum=1.0)
+    settings = build(record.manifest["identity"])
+    other_nodes = {node for name, node in known_nodes(kit).items() if name != site}
+    run = DeployedRun(
+        grid,
+        alone,
+        settings,
+        record,
+        lambda *words: None,
+        log_event=_without_begin_events(log_event),
+        excluded_nodes=other_nodes,
+    )
+    return dict(LateJoin(run, site).join_all())
+
+
+def write_reference(
+    folder: Path, data: str, encoder: str, patches: bool, progress: Callable[[str, int, int], None]
+) -> int:
+    """Public rows, without labels, for the server to send; their number."""
+    box, _ = open_encoder_with_notes(encoder, {})
+    rows = encode(open_data(data, {}), box, patches, "float32", progress).embedded
+    values = {"image": rows.x}
+    if rows.patches is not None:
+        values["patches"] = rows.patches[:]
+    write_tensors(folder / REFERENCE_FILE, values, {"encoder": rows.encoder})
+    return len(rows.x)

@@ -1,0 +1,314 @@
+"""What a site allows, in a file the site owns; it is enforced there, whatever the server asks."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
+from json import dumps
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.core import ClassStatistics, Method, setting
+from fedvlm.core.schema import NON_NEGATIVE, OPEN_FRACTION, ranged_field, read_table
+from fedvlm.data.clients import Clients
+from fedvlm.deploy.messages import RequestRefused
+from fedvlm.errors import FedVLMError, SettingsError
+from fedvlm.evaluate.metrics import METRICS
+from fedvlm.runner.experiment_files import read_toml
+from fedvlm.storage.files import read_json, write_file
+
+CONSENT_FILE = "consent.json"
+WITHDRAWN_FILE = "withdrawn.json"  # in a site's folder: who withdrew, when, and with which key
+
+
+def give_consent(folder: str | Path, by: str, methods: Sequence[str] = (), days: float = 1.0) -> datetime:
+    """Notes that a person agrees to rounds of these methods (none: all) for some days from now."""
+    if not by.strip():
+        raise SettingsError("nobody is named; say who consents, as --by 'A. Person'")
+    if not days > 0:
+        raise SettingsError(f"days = {days}; consent lasts for more than 0 days")
+    now = datetime.now(UTC)
+    until = now + timedelta(days=days)
+    consent = {
+        "by": by,
+        "methods": list(methods),
+        "given": now.isoformat(timespec="seconds"),
+        "until": until.isoformat(timespec="seconds"),
+    }
+    write_file(Path(folder) / CONSENT_FILE, json.dumps(consent, indent=1, ensure_ascii=False).encode() + b"\n")
+    return until
+
+
+def withdraw_consent(folder: str | Path) -> None:
+    """No round starts from here on; one that has begun is not called back."""
+    (Path(folder) / CONSENT_FILE).unlink(missing_ok=True)
+
+
+def refuse_consent(folder: str | Path, by: str, reason: str) -> None:
+    """Notes that a person refuses; the server learns that, and not why."""
+    if not by.strip():
+        raise SettingsError("nobody is named; say who refuses, as --by 'A. Person'")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    refusal = {"by": by, "refused": now, "reason": reason}
+    write_file(Path(folder) / CONSENT_FILE, json.dumps(refusal, indent=1, ensure_ascii=False).encode())
+
+
+def check_consent(folder: Path, method: str) -> None:
+    if not (folder / CONSENT_FILE).exists():
+        raise RequestRefused("consent")
+    try:
+        consent = json.loads((folder / CONSENT_FILE).read_text())
+        if "refused" in consent:
+            raise RequestRefused("consent refused", f"{consent['by']} has refused: {consent['reason']}")
+        until, methods = datetime.fromisoformat(consent["until"]), list(consent["methods"])
+        over = datetime.now(UTC) > until
+    except (KeyError, TypeError, ValueError) as error:
+        raise RequestRefused("consent damaged") from error
+    if over:
+        raise RequestRefused("consent ended", f"the consent given at this site ended at {consent['until']}")
+    if methods and method not in methods:
+        raise RequestRefused("consent method", f"the consent given at this site is not for the method {method}")
+
+
+POLICY_FILE = "policy.toml"
+ALL_METHODS = "*"
+DEFAULT_METHODS = ("auto", "faa-clip", "fedavg", "fedot", "fedotp", "fedprox", "promptfl", "tofa")
+SCORE_STEPS = 20  # coarse scores are multiples of 1/20
+
+
+class Protection(Protocol):
+    """What a policy asks of a channel: how it clips, how much noise it adds, what it hides."""
+
+    @property
+    def clip(self) -> float: ...
+    @property
+    def noise_multiplier(self) -> float: ...
+    @property
+    def secure(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    methods: tuple[str, ...] = ()  # the methods that may run here; none unless they are named
+    # statistics of a class of fewer training rows stay here
+    min_class_samples: int = ranged_field(16, NON_NEGATIVE)
+    min_samples: int = ranged_field(16, NON_NEGATIVE)  # with fewer training rows nothing is trained
+    # training rows that are used at most, drawn by the site; 0: all
+    max_samples: int = ranged_field(0, NON_NEGATIVE)
+    server_divides: bool = False  # the server may say shots, ratios and the seed of the division
+    max_upload_bytes: int = ranged_field(50_000_000, NON_NEGATIVE)  # bytes of one message to the server; 0: any
+    # the channel must clip to this norm or a smaller one; 0: it need not clip
+    clip: float = ranged_field(0.0, NON_NEGATIVE)
+    noise_multiplier: float = ranged_field(0.0, NON_NEGATIVE)  # the channel's noise multiplier must be this or more
+    epsilon: float = ranged_field(0.0, NON_NEGATIVE)  # ε of all that leaves, in total; 0: not limited
+    delta: float = ranged_field(1e-5, OPEN_FRACTION)  # δ at which ε is counted
+    secure: bool = False  # uploads leave in a secure sum only
+    scores: Literal["exact", "coarse", "none"] = "exact"  # of the site's own rows, to the server
+    trainings: int = ranged_field(100, NON_NEGATIVE)  # that may be opened, in total
+    rounds: int = ranged_field(500, NON_NEGATIVE)  # that are answered, per training
+    all_rounds: int = ranged_field(10_000, NON_NEGATIVE)  # likewise in total
+    measures: int = ranged_field(600, NON_NEGATIVE)  # answers of scores alone, per training
+    consent: bool = False  # no round starts without a person's consent (`fedvlm deploy consent`)
+
+    def admit(self, folder: str | Path, method: Method, channel: Protection, labels: NDArray[np.int64]) -> None:
+        """Refuses a round before anything is computed. `labels` are those of the training rows."""
+        if not {ALL_METHODS, method.name} & set(self.methods):
+            raise RequestRefused(
+                "method",
+                f"the method {method.name} is not allowed here, only "
+                f"{', '.join(self.methods) or 'none'}; see methods in {POLICY_FILE}",
+            )
+        if self.clip and not 0 < channel.clip <= self.clip:
+            raise RequestRefused(
+                "clip",
+                f"channel.clip = {channel.clip:g}, but this site wants its change clipped to {self.clip:g} or less",
+                most=self.clip,
+            )
+        if channel.noise_multiplier < self.noise_multiplier:
+            raise RequestRefused(
+                "noise",
+                f"channel.noise_multiplier = {channel.noise_multiplier:g}, but this site wants "
+                f"{self.noise_multiplier:g} or more",
+                least=self.noise_multiplier,
+            )
+        if self.secure and not channel.secure:
+            raise RequestRefused("secure")
+        if len(labels) < self.min_samples:
+            raise RequestRefused("rows", least=self.min_samples)
+        cannot = isinstance(method, ClassStatistics) and setting(method, "min_class_samples") is None
+        if cannot and len(self.small_classes(labels)):
+            raise RequestRefused("class", least=self.min_class_samples)
+        if self.consent:
+            check_consent(Path(folder), method.name)
+
+    def small_classes(self, labels: NDArray[np.int64]) -> list[int]:
+        """The classes whose statistics stay here."""
+        counts = np.bincount(labels, minlength=1)
+        small_classes: list[int] = np.flatnonzero((counts > 0) & (counts < self.min_class_samples)).tolist()
+        return small_classes
+
+    def with_min_class_samples(self, method: Method) -> Method:
+        """The method, made to leave out classes of few rows, whatever the experiment says."""
+        current_minimum = setting(method, "min_class_samples")
+        if current_minimum is None or current_minimum >= self.min_class_samples:
+            return method
+        made: Method = replace(method, min_class_samples=self.min_class_samples)
+        return made
+
+    def check_partition(self, clients: Clients) -> None:
+        """Refuses a division that singles rows out: two that differ by a row tell it."""
+        allowed = replace(Clients(), partition=clients.partition, count=clients.count, domains=clients.domains)
+        allowed = replace(allowed, alpha=clients.alpha, min_samples=clients.min_samples)
+        if not self.server_divides and clients != allowed:
+            raise RequestRefused("division")
+
+    @property
+    def score_detail(self) -> str:
+        """Scores are told so; beside noise, exact ones would undo it."""
+        return "none" if self.scores == "exact" and (self.noise_multiplier or self.epsilon) else self.scores
+
+    def allowed_scores(self, scores: Mapping[str, Any]) -> dict[str, Any]:
+        """The scores that may leave."""
+        counts = {
+            f"{part}_{count_name}": int(scores[f"{part}_{count_name}"])
+            for part in ("validation", "test")
+            for count_name in ("rows", "hits")
+        }
+        if self.score_detail == "none":
+            return dict.fromkeys(counts, 0)
+        rest = {key: scores[key] for key in ("loss", *METRICS[1:]) if key in scores}
+        if self.score_detail == "exact":
+            return {**counts, **rest}
+        for part in ("validation", "test"):
+            rows = counts[f"{part}_rows"]
+            accuracy = round(SCORE_STEPS * counts[f"{part}_hits"] / max(rows, 1)) / SCORE_STEPS
+            counts[f"{part}_hits"] = round(accuracy * rows)
+        return {**counts, **{key: round(score * SCORE_STEPS) / SCORE_STEPS for key, score in rest.items()}}
+
+    def check_upload_size(self, size: int) -> None:
+        """Refuses to let a message of this many bytes leave."""
+        if self.max_upload_bytes and size > self.max_upload_bytes:
+            raise RequestRefused("upload", bytes=size, most=self.max_upload_bytes)
+
+
+def read_policy(folder: str | Path) -> Policy:
+    """The policy of a site's folder; without the file nothing is allowed."""
+    path = Path(folder) / POLICY_FILE
+    return read_table(Policy, str(path), read_toml(path), ": ")
+
+
+def current_policy(folder: str | Path) -> Policy:
+    """The policy for one message; one that cannot be read refuses it."""
+    try:
+        return read_policy(folder)
+    except (FedVLMError, OSError) as error:
+        raise RequestRefused("policy", str(error)) from error
+
+
+# By rule: what it is, and what it is good for. Written into policy.toml and told by the command.
+RULE_TEXTS = {
+    "methods": (
+        "methods that may run here",
+        'a method sends what it sends; name those you have read about. ["*"] is all of them',
+    ),
+    "min_class_samples": (
+        "statistics of a class of fewer training rows stay here",
+        "the mean of few images is nearly the images themselves",
+    ),
+    "min_samples": (
+        "with fewer training rows than this nothing is trained",
+        "a model of a handful of rows tells which they were",
+    ),
+    "max_samples": (
+        "training rows that are used at most, drawn here; 0: all",
+        "what is not used cannot leave",
+    ),
+    "server_divides": (
+        "the server may say shots, ratios and the seed of the division",
+        "two trainings that differ by one row tell that row",
+    ),
+    "max_upload_bytes": (
+        "bytes of one message to the server; 0: any",
+        "a large message can hold the data; heads, prompts and statistics are small",
+    ),
+    "clip": (
+        "the channel must clip to this norm or a smaller one; 0: it need not",
+        "one site's change is bounded, and noise counts for something",
+    ),
+    "noise_multiplier": (
+        "the channel's noise multiplier must be this or more",
+        "with noise nobody can be sure whether a row was there",
+    ),
+    "epsilon": (
+        "ε of all that leaves, in total; 0: not limited",
+        "noise is used up by asking often; above it no upload leaves",
+    ),
+    "delta": ("δ at which ε is counted", "the chance that the promise of ε does not hold"),
+    "secure": (
+        "uploads leave in a secure sum only",
+        "the server sees what all sites say together, and not what this one says",
+    ),
+    "scores": (
+        'what is told of how well it works here: "exact", "coarse" or "none"',
+        "exact losses of heads that a server makes up tell of rows; beside noise they are not told",
+    ),
+    "trainings": ("trainings that may be opened, in total", "each tells a little more"),
+    "rounds": ("rounds that are answered, per training", "each tells a little more"),
+    "all_rounds": ("rounds that are answered, in total", "each tells a little more"),
+    "measures": (
+        "answers of scores alone, per training",
+        "a server could ask for the loss of any head, as often as it likes",
+    ),
+    "consent": (
+        "no round starts without a person's consent (fedvlm deploy consent)",
+        "somebody knows that it happens",
+    ),
+}
+
+
+def example_policy(methods: tuple[str, ...] = DEFAULT_METHODS) -> str:
+    """The policy that `fedvlm deploy init` writes."""
+    lines = ["# What this site allows; the server cannot change it. `fedvlm deploy policy` explains."]
+    for rule in fields(Policy):
+        value = list(methods) if rule.name == "methods" else rule.default
+        lines.append(f"{rule.name} = {dumps(value)}  # {RULE_TEXTS[rule.name][0]}")
+    return "\n".join(lines) + "\n"
+
+
+def explain_policy(policy: Policy) -> list[str]:
+    """A line or two for each rule."""
+    out = []
+    for name, (meaning, benefit) in RULE_TEXTS.items():
+        value = getattr(policy, name)
+        if name == "methods":
+            value = "all" if ALL_METHODS in value else ", ".join(value) or "none: nothing is answered"
+        usual = "" if name == "methods" or value == getattr(Policy(), name) else " (not the usual)"
+        out.append(f"{name} = {_yes_no(value)}{usual}: {meaning}.\n    Why: {benefit}.")
+    if policy.score_detail == "none":
+        out.append("No scores of this site's rows are told.")
+    else:
+        out.append(f"Scores of this site's rows are told, {policy.score_detail}.")
+    return out
+
+
+def _yes_no(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+DEFAULT_POLICY_TEXT = example_policy()
+
+
+def check_not_withdrawn(folder: Path, key: bytes) -> None:
+    """Refuses everything once this site has withdrawn, until it has another key."""
+    if not (folder / WITHDRAWN_FILE).exists():
+        return
+    try:
+        record: Any = read_json(folder / WITHDRAWN_FILE)
+        same = record["key"] == key.decode()
+    except (FedVLMError, KeyError, TypeError):  # somebody has written it, whatever it says now
+        same = True
+    if same:
+        raise RequestRefused("withdrawn")

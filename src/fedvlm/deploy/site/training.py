@@ -1,0 +1,259 @@
+"""What a site brings to a training: a world of its own rows and no others."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedvlm.core import make
+from fedvlm.data.partition import ClientSplit
+from fedvlm.data.table import Dataset, EmbeddedTable, match_classes
+from fedvlm.deploy.kits import SiteKit
+from fedvlm.deploy.messages import ReportedError, RequestRefused, normalise_class_name
+from fedvlm.deploy.operations import events
+from fedvlm.deploy.site.ledger import PrivacyBudget, upload_cost
+from fedvlm.deploy.site.policy import Policy, check_consent, read_policy
+from fedvlm.engines.client import World, make_client, measure
+from fedvlm.errors import DataError, FederationError, SettingsError, join_names
+from fedvlm.evaluate.protocols.contract import has_reference
+from fedvlm.runner.load import embed_dataset, encode, load, open_data, open_encoder_with_notes, skipped_messages
+from fedvlm.runner.manifest import provenance
+from fedvlm.runner.prepare import (
+    Prepared,
+    check_samples,
+    frozen_of,
+    prepare,
+    prepare_client,
+    with_calibration,
+)
+from fedvlm.runner.settings import Settings
+from fedvlm.seeds import numbers
+from fedvlm.tensors import count_bytes
+
+PARTITION_SEED = 0  # of the division at a site, whatever the seed of a training
+
+
+@dataclass(frozen=True)
+class SiteTraining:
+    world: World
+    labels: NDArray[np.int64]  # of the training rows
+    encoder: str  # name and fingerprint
+    title: str  # of the classifier that comes of it
+    about: Mapping[str, Any]  # what its card tells of rows and code
+    is_trial: bool = False  # of a race: no test row is looked at, and no classifier comes of it
+
+
+def load_site_training(
+    kit: SiteKit,
+    settings: Settings,
+    spec: Mapping[str, Any],
+    reference: Tensor | None,
+    policy: Policy,
+) -> SiteTraining:
+    """The world of one training at this site; classes and method are the server's to say, how rows
+    are divided only as far as the policy says so."""
+    seed = int(spec["seed"])
+    if not kit.plays:
+        policy.check_partition(settings.clients)
+    rows = load(settings, ignore_progress)[0] if kit.plays else _load_site_samples(kit, settings, spec["classes"])
+    check_samples(settings, rows)
+    if kit.plays:
+        prepared = prepare(settings, rows, seed)
+        _check_plays(prepared, kit.plays)
+    else:
+        embeds_images = not kit.encoder.startswith("store:")
+        clients = with_calibration(settings.clients) if embeds_images else settings.clients
+        partition_seed = seed if policy.server_divides else PARTITION_SEED
+        site_settings = replace(settings, clients=clients)
+        prepared = prepare_client(site_settings, rows, kit.name, partition_seed, frozen_of(rows, seed))
+        prepared = replace(prepared, seed=seed)
+    id = kit.plays or kit.name
+    prepared = _limit_samples(prepared, id, policy.max_samples)
+    if trial := "race" in spec:
+        prepared = _without_test(prepared, id)
+    world = prepared.own_world(id, kit.name, entropy=not kit.plays)
+    world = with_reference(world, reference)
+    labels = rows.labels[prepared.partition.clients[id].train]
+    title = f"{settings.method.name}-{spec['training']}-{seed}"
+    about = {"identity": settings.identity(), "data": rows.name, "rows": rows.fingerprint}
+    return SiteTraining(world, labels, rows.encoder, title, about | provenance(), trial)
+
+
+def _limit_samples(prepared: Prepared, id: str, limit: int) -> Prepared:
+    """The site's own budget of training rows, the same ones in every training."""
+    member = prepared.partition.clients[id]
+    if not limit or len(member.train) <= limit:
+        return prepared
+    drawn = numbers("row budget", PARTITION_SEED, id).permutation(member.train)[:limit]
+    return _replace_member(prepared, id, replace(member, train=np.sort(drawn)))
+
+
+def _without_test(prepared: Prepared, id: str) -> Prepared:
+    """A trial has no test rows, so that nothing can be chosen by them."""
+    return _replace_member(prepared, id, replace(prepared.partition.clients[id], test=np.zeros(0, np.int64)))
+
+
+def _replace_member(prepared: Prepared, id: str, member: ClientSplit) -> Prepared:
+    members = {**prepared.partition.clients, id: member}
+    return replace(prepared, partition=replace(prepared.partition, clients=members))
+
+
+def _check_plays(prepared: Prepared, plays: str) -> None:
+    members = prepared.partition.clients
+    if plays not in members:
+        raise SettingsError(f"plays = {plays!r} is no client of this experiment; it has {join_names(list(members))}")
+
+
+def with_reference(world: World, reference: Tensor | None) -> World:
+    """The rows everyone may see, behind the site's own."""
+    if not has_reference(world.method):
+        return world
+    if reference is None:
+        raise FederationError(
+            f"the method {world.method.name} needs reference rows, and the server sent none; "
+            "the server's folder must hold them: fedvlm deploy reference"
+        )
+    if not isinstance(world.x, Tensor) or reference.shape[1:] != world.x.shape[1:]:
+        raise FederationError(
+            f"the server's reference rows are of shape {tuple(reference.shape[1:])}, this site's "
+            f"of {tuple(world.x.shape[1:])}; make the reference with the same encoder"
+        )
+    rows = len(world.x)
+    return replace(
+        world,
+        x=torch.cat([world.x, reference.to(world.x.dtype)]),
+        y=torch.cat([world.y, world.y.new_full((len(reference),), -1)]),
+        reference=np.arange(rows, rows + len(reference)),
+    )
+
+
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """A site's process has nobody who watches a bar."""
+
+
+def _load_site_samples(kit: SiteKit, settings: Settings, classes: list[str]) -> EmbeddedTable:
+    """The site's own data through its own encoder, under the experiment's classes."""
+    settings = replace(settings, descriptions=kit.descriptions, texts=kit.texts)
+    if not kit.data and not kit.encoder.startswith("store:"):
+        raise SettingsError(f"site {kit.name} has no data; name it, as --data IMAGES")
+    if kit.encoder.startswith("store:"):
+        alone = replace(settings, encoder=kit.encoder, source=kit.source, smoke=False)
+        return align_stored_classes(load(alone, ignore_progress)[0], classes, kit.name)
+    source = {**kit.source}
+    if "templates" in settings.source:
+        source["templates"] = settings.source["templates"]
+    dataset = open_data(kit.data, source)
+    encoder, _ = open_encoder_with_notes(kit.encoder, kit.access)
+    dataset = replace(dataset, classes=tuple(classes), labels=_map_labels(dataset, classes, kit.name))
+    return embed_dataset(settings, dataset, encoder, ignore_progress)[0]
+
+
+def _map_labels(dataset: Dataset | EmbeddedTable, classes: list[str], site: str) -> NDArray[np.int64]:
+    """The site's labels as the experiment counts them; a site need not have every class."""
+    number = np.array(match_classes(dataset.classes, classes), dtype=np.int64)
+    if strange := [dataset.classes[i] for i in np.flatnonzero(number < 0).tolist()]:
+        raise ReportedError(
+            "classes",
+            f"site {site} has images of {strange[0]!r}, which is no class of this experiment; "
+            f"its classes are {join_names(classes)}",
+            count=len(strange),
+        )
+    out: NDArray[np.int64] = number[dataset.labels]
+    return out
+
+
+def align_stored_classes(rows: EmbeddedTable, classes: list[str], site: str) -> EmbeddedTable:
+    """Rows of a store under the experiment's classes, with their texts in its order."""
+    labels = _map_labels(rows, classes, site)
+    held = [normalise_class_name(name) for name in rows.classes]
+    if rows.text is not None and (missing := sorted(set(classes) - set(held))):
+        raise DataError(
+            f"the store of site {site} has no text of class {missing[0]!r}; "
+            "embed the images with an encoder instead, or add the class to the store"
+        )
+    order = [] if rows.text is None else [held.index(name) for name in classes]
+    return replace(
+        rows,
+        classes=tuple(classes),
+        labels=labels,
+        text=None if rows.text is None else rows.text[order],
+    )
+
+
+def embed_site_images(kit: SiteKit, progress: Callable[[str, int, int], None]) -> list[str]:
+    """Embeds the site's images before the first request, and says what is wrong with them."""
+    if kit.plays or kit.encoder.startswith("store:"):
+        return []
+    if not kit.data or not kit.encoder:
+        raise SettingsError(
+            f"site {kit.name} needs its images and an encoder: "
+            f"fedvlm deploy site {kit.folder} --data IMAGES --encoder demo"
+        )
+    encoder, notes = open_encoder_with_notes(kit.encoder, kit.access)
+    done = encode(open_data(kit.data, kit.source), encoder, False, "float32", progress)
+    return [*notes, *skipped_messages(done)]
+
+
+def compare_with_alone(world: World, id: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """How many validation rows are right with what came of the run, and by own rows alone."""
+    scores = {"rows": measured["validation_rows"], "federated": measured["validation_hits"]}
+    if tuple(world.x.shape[1:]) != (world.frozen.dim,):
+        return {**scores, "alone": "?"}  # its rows are patches or pixels, and a probe has none
+    probe = replace(world, method=make("alone"))
+    nothing, initial_local = probe.method.init(probe.frozen)
+    adapted = probe.method.adapt(probe.frozen, nothing, initial_local, make_client(probe, id, 0))
+    return {**scores, "alone": measure(probe, nothing, adapted, id)["validation_hits"]}
+
+
+def pending_request(folder: Path) -> dict[str, Any] | None:
+    """The last request, if it still needs a person: what would leave, how often, at what cost."""
+    if not read_policy(folder).consent:
+        return None
+    requests = [event for event in events.read_events(folder) if event["kind"] == "asks"]
+    if not requests:
+        return None
+    try:
+        check_consent(folder, str(requests[-1]["method"]))
+    except RequestRefused:
+        return requests[-1]
+    return None
+
+
+def describe_request(
+    settings: Settings, site_training: SiteTraining, account: PrivacyBudget, policy: Policy
+) -> dict[str, Any]:
+    """What a person is asked to consent to; the upload is made to see what it holds, and stays."""
+    method, channel = settings.method, settings.channel
+    [id] = site_training.world.members
+    shared, local = method.init(site_training.world.frozen)
+    sent = method.send(shared, id)
+    upload, _ = method.update(site_training.world.frozen, sent, local, make_client(site_training.world, id, 0))
+    once = upload_cost(method, channel, len(site_training.labels))
+    return {
+        "method": method.name,
+        "rounds": method.rounds,
+        "leaves": [f"{key} {list(value.shape)}" for key, value in upload.items()],
+        "bytes": count_bytes(upload),
+        "noise": channel.noise_multiplier,
+        "before": account.epsilon(policy.delta),
+        "after": account.epsilon(policy.delta, extra_cost=once * method.rounds),
+    }
+
+
+def format_request(asked_event: dict[str, Any] | None) -> list[str]:
+    if asked_event is None:
+        return []
+    noise = "without noise" if not asked_event["noise"] else f"with noise {asked_event['noise']:g}"
+    lines = [
+        f"The server asks for {asked_event['method']}, {asked_event['rounds']} rounds.",
+        f"In the first round {', '.join(asked_event['leaves']) or 'nothing but scores'} would leave this "
+        f"site ({asked_event['bytes']} bytes), {noise}. No image leaves.",
+    ]
+    if asked_event["after"]:
+        lines.append(f"ε so far {asked_event['before']:.3g}, after this run {asked_event['after']:.3g}.")
+    return lines

@@ -1,0 +1,355 @@
+"""Withdraw a site: it answers no more, and its contribution leaves every model that is a plain sum of uploads.
+
+The site writes a signed file with its past uploads. The server keeps only the sums of all uploads and a digest of each,
+subtracts the site's uploads, and revokes its key."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedvlm.channel.pipeline import DecodedUploads, are_equal
+from fedvlm.core import Method, Tensors, setting, upload_sum
+from fedvlm.deploy.identity.certificates import SiteCertificate, current_certificate, read_own_certificate
+from fedvlm.deploy.identity.enrolment import revoke_site
+from fedvlm.deploy.identity.keys import Signer, Verifier
+from fedvlm.deploy.kits import ServerKit, read_site
+from fedvlm.deploy.messages import check as check_words
+from fedvlm.deploy.messages import check_arrays, hex_key, integer, listed, one_of, text, training_key, training_spec
+from fedvlm.deploy.operations.events import EventLog
+from fedvlm.deploy.site.ledger import MAX_CACHED_REPLIES, Ledger, ReplyCache
+from fedvlm.deploy.site.policy import WITHDRAWN_FILE
+from fedvlm.engines.flower.client import to_arrays, to_tensors
+from fedvlm.engines.flower.messages import Message, checksum, from_bytes, to_bytes
+from fedvlm.errors import DataError, FederationError, FedVLMError, SettingsError
+from fedvlm.evaluate.protocols import Training
+from fedvlm.record import RECORD_FILES, Record
+from fedvlm.runner import tune
+from fedvlm.runner.prepare import trainings_of
+from fedvlm.runner.settings import Settings, build
+from fedvlm.runner.training import file_name
+from fedvlm.storage.files import (
+    read_json,
+    read_regular,
+    read_tensors,
+    write_file,
+    write_index,
+    write_json,
+    write_tensors,
+)
+
+WITHDRAWAL_FILE = "withdrawal.safetensors"  # there, too: for the server
+WITHDRAWAL_PREFIX = b"fedvlm withdrawal\n"  # no reply of a round is a withdrawal, nor the other way round
+
+
+def withdraw(folder: Path, by: str) -> Path:
+    """Ends all answers of this site from now on; the file for its server."""
+    if not by.strip():
+        raise SettingsError("nobody is named; say who withdraws, as --by 'A. Person'")
+    kit, certificate, sign = read_site(folder), read_own_certificate(folder), Signer(folder / "key", WITHDRAWAL_PREFIX)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(folder / WITHDRAWN_FILE, {"by": by, "time": now, "key": sign.public.decode()})
+    uploads = [reply for place in sorted((folder / "state").glob("*")) for reply in _summed_uploads(place)]
+    about = {
+        "kind": "withdrawal",
+        "client": kit.name,
+        "federation": certificate.federation,
+        "uploads": [[reply.about["training"], reply.about["round"]] for reply in uploads],
+    }
+    all_arrays = {f"{i}/{key}": value for i, reply in enumerate(uploads) for key, value in reply.arrays.items()}
+    message = sign(Message(about, all_arrays))
+    data = to_bytes(message)
+    Ledger(folder).add("out", -1, to_tensors(all_arrays), data, kind="withdrawal", by=by)
+    write_file(folder / WITHDRAWAL_FILE, data, 0o600)
+    EventLog(folder)("withdrawn", by=by, uploads=len(uploads))
+    return folder / WITHDRAWAL_FILE
+
+
+def _summed_uploads(place: Path) -> list[Message]:
+    """What this site uploaded in a training whose uploads are plain sums."""
+    try:
+        spec = read_json(place / "training.json")
+        settings = build(spec["identity"])
+    except (OSError, FedVLMError):  # damaged, or of a method that is gone: nothing to be sent
+        return []
+    if upload_sum(settings.method) != "total" or "race" in spec:
+        return []
+    return [reply for reply in ReplyCache(place).uploads() if reply.about["kind"] == "round"]
+
+
+SUMS_SUFFIX = "sums"  # of a training's file beside its tensors
+Uploads = Mapping[int, Tensors]  # of one site, by round
+
+
+class NotRemovableError(FederationError):
+    """A contribution that cannot be taken out: only a new run forgets it."""
+
+
+def removal_obstacle(settings: Settings) -> str:
+    """Why no site's contribution to such a run can be taken out, or nothing."""
+    method, channel = settings.method, settings.channel
+    if upload_sum(method) != "total":
+        return f"what {method.name} shares is trained or averaged, and no plain sum of uploads"
+    if channel.secure:
+        return "the server has only seen a secure sum"
+    if channel.noise_multiplier or setting(method, "noise_multiplier"):
+        return "the uploads had noise"
+    if channel.aggregation != "mean":
+        return f"the uploads were combined by a robust rule ({channel.aggregation})"
+    if channel.quantise:
+        return "the uploads were rounded to 8 bits"
+    if method.rounds > MAX_CACHED_REPLIES:
+        return f"a site keeps its last {MAX_CACHED_REPLIES} answers, and {method.name} takes {method.rounds}"
+    return ""
+
+
+def upload_digest(upload: Tensors) -> str:
+    return checksum(Message({}, to_arrays(upload)))
+
+
+@dataclass
+class UploadSums:
+    """The sums of one training, in a file."""
+
+    path: Path
+    before: dict[int, Tensors] = field(default_factory=dict)  # shared before a round
+    total: dict[int, Tensors] = field(default_factory=dict)
+    sites: dict[int, dict[str, Any]] = field(default_factory=dict)  # digest, rows and whether plain
+    withdrawn_sites: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "UploadSums":
+        out = cls(path)
+        if path.exists():
+            values, about = read_tensors(path)
+            out.sites = {int(number): site_entries for number, site_entries in about["sites"].items()}
+            out.withdrawn_sites = about["withdrawn"]
+            for number in out.sites:
+                out.before[number] = _strip_prefix(values, f"{number}/before/")
+                out.total[number] = _strip_prefix(values, f"{number}/total/")
+        return out
+
+    def write(self) -> None:
+        values = {
+            f"{number}/{kind}/{key}": value
+            for kind, all in (("before", self.before), ("total", self.total))
+            for number, round_tensors in all.items()
+            for key, value in round_tensors.items()
+        }
+        write_tensors(self.path, values, {"sites": self.sites, "withdrawn": self.withdrawn_sites})
+
+    def add(self, number: int, shared: Tensors, arrived: DecodedUploads) -> None:
+        """A round as it was aggregated."""
+        self.before[number] = shared
+        self.total[number] = _sum_uploads(arrived.uploads)
+        self.sites[number] = {
+            id: {"digest": upload_digest(upload), "rows": float(rows), "plain": id in arrived.unchanged_without}
+            for id, upload, rows in zip(arrived.ids, arrived.uploads, arrived.weights, strict=True)
+        }
+        self.write()
+
+    def remove_site(self, method: Method, site: str, uploads: Uploads) -> Tensors:
+        """What would be shared in the end if the site had never taken part; it is taken out of the
+        sums here, and the file is for the caller to write."""
+        if sorted(self.sites) != list(range(method.rounds)):
+            raise NotRemovableError("not all of its rounds were noted")
+        shared = self.before[0]
+        for number in range(method.rounds):
+            other_sites = self.sites[number].keys() - {site}
+            if not other_sites:
+                raise NotRemovableError("nobody else took part")
+            for id in other_sites:
+                if not are_equal(method.send(shared, id), method.send(self.before[number], id)):
+                    raise NotRemovableError(f"the others answered round {number + 1} to what it had changed before")
+            self.before[number] = shared
+            if site in self.sites[number]:
+                self._subtract(number, site, uploads.get(number))
+            sample_count = torch.tensor([sum(entry["rows"] for entry in self.sites[number].values())])
+            shared = method.aggregate(shared, [self.total[number]], sample_count, ["everyone"])
+        self.withdrawn_sites.append(site)
+        return shared
+
+    def _subtract(self, number: int, site: str, upload: Tensors | None) -> None:
+        entry = self.sites[number][site]
+        if upload is None:
+            raise NotRemovableError(f"its upload of round {number + 1} is not in what it sent")
+        if not entry["plain"]:
+            raise NotRemovableError(f"in round {number + 1} the bound on changes was at work, with it or without it")
+        if upload_digest(upload) != entry["digest"]:
+            raise FederationError(f"what it says it has uploaded in round {number + 1} is not what was accepted of it")
+        total = self.total[number]
+        self.total[number] = {key: total[key] - upload[key].to(total[key].dtype) for key in total}
+        del self.sites[number][site]
+
+
+def _sum_uploads(uploads: Sequence[Tensors]) -> Tensors:
+    """Finer than uploads are: what is added and taken away again leaves no trace."""
+    out: Tensors = {}
+    for upload in uploads:
+        for key, tensor in upload.items():
+            tensor = tensor.double() if tensor.is_floating_point() else tensor.long()
+            out[key] = out[key] + tensor if key in out else tensor
+    return out
+
+
+def _strip_prefix(values: Tensors, name: str) -> Tensors:
+    return {key.removeprefix(name): tensor for key, tensor in values.items() if key.startswith(name)}
+
+
+MAX_WITHDRAWAL_BYTES = 1 << 30  # bytes of a file from a site
+NEW_RUN_NEEDED = "only a new run forgets it"
+WITHDRAWAL_FIELDS = {
+    "kind": one_of("withdrawal"),
+    "client": text(),
+    "federation": hex_key,
+    "uploads": listed(
+        lambda entry: type(entry) is list and len(entry) == 2 and hex_key(entry[0]) and integer()(entry[1])
+    ),
+    "checksum": text(),
+    "signature": text(),
+}
+
+
+@dataclass(frozen=True)
+class WithdrawalResult:
+    """What became of a site's contribution to one training."""
+
+    run: str
+    training: str
+    removed: bool
+    reason: str = ""  # it is not, if it is not
+
+    def __str__(self) -> str:
+        end = "taken out of what is shared" if self.removed else f"not taken out: {self.reason}; {NEW_RUN_NEEDED}"
+        return f"{self.run}, {self.training}: {end}"
+
+
+def apply_withdrawal(kit: ServerKit, file: Path, records: Sequence[Path] = ()) -> tuple[str, list[WithdrawalResult]]:
+    """Takes a site out by the file that it signed; its name, and what became of what it gave.
+
+    Nothing is changed if the file is not the site's, or says what was never accepted of it; nor
+    while a run is going on. The site's key ends, so the same file is never taken twice.
+    """
+    site, uploads = read_withdrawal(kit, file)
+    folders = [path.parent for path in sorted((kit.folder / "runs").glob("*/manifest.json"))]
+    with ExitStack() as all:
+        runs = [Record(folder) for folder in (*folders, *records)]
+        for record in runs:
+            all.enter_context(record.lock())
+        plans = [plan_item for record in runs for plan_item in _removal_plans(record, site, uploads)]
+        for plan in plans:
+            plan.apply()
+        revoke_site(kit, site)
+    ledger, log_event, data = Ledger(kit.folder), EventLog(kit.folder), read_regular(file, MAX_WITHDRAWAL_BYTES)
+    lines = [
+        {
+            "run": plan_item.run,
+            "training": plan_item.training,
+            "what": "taken out" if plan_item.removed else plan_item.reason,
+        }
+        for plan_item in (plan.result for plan in plans)
+    ]
+    for words in lines or [{"what": "it had contributed to no run"}]:
+        about: dict[str, Any] = {"kind": "withdrawal", "site": site, **words}
+        ledger.add("in", -1, None, data, **about)  # of the same hash as in the site's ledger
+    log_event("withdrew", site=site, out=sum(plan.result.removed for plan in plans), of=len(plans))
+    return site, [plan.result for plan in plans]
+
+
+def read_withdrawal(kit: ServerKit, file: Path) -> tuple[str, dict[str, dict[int, Tensors]]]:
+    """Whose it is, and its uploads by training and round, if its site has signed it."""
+    try:
+        message = from_bytes(read_regular(file, MAX_WITHDRAWAL_BYTES))
+        check_words(message.about, WITHDRAWAL_FIELDS, {}, "the withdrawal")
+        check_arrays(message)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}); name the site's file") from error
+    except Exception as error:
+        raise DataError(f"{file} is no withdrawal, or damaged ({error}); send it again") from error
+    about: Any = message.about
+    certificate: SiteCertificate = current_certificate(kit.folder, about["client"])
+    Verifier(certificate.key.encode(), WITHDRAWAL_PREFIX)(message, f"site {certificate.site}")
+    if about["federation"] != certificate.federation:
+        raise FederationError(f"{file} is for another federation")
+    return certificate.site, _uploads(message, about["uploads"])
+
+
+def _uploads(message: Message, listed: Sequence[Any]) -> dict[str, dict[int, Tensors]]:
+    values, out = to_tensors(message.arrays), dict[str, dict[int, Tensors]]()
+    for place, (training, number) in enumerate(listed):
+        mark = f"{place}/"
+        upload = {k.removeprefix(mark): v for k, v in values.items() if k.startswith(mark)}
+        out.setdefault(training, {})[number] = upload
+    return out
+
+
+@dataclass
+class RemovalPlan:
+    """One training without the site: computed first for all, then written."""
+
+    result: WithdrawalResult
+    record: Record
+    name: str
+    site: str
+    sums: UploadSums | None = None
+    shared: Tensors | None = None
+
+    def apply(self) -> None:
+        """In an order in which a crash leaves what can be done again."""
+        if self.sums is None or self.shared is None:
+            return
+        path = self.record.folder / "trainings" / f"{self.name}.safetensors"
+        values, about = read_tensors(path)
+        new = {f"shared/{k}": v.to(values[f"shared/{k}"].dtype) for k, v in self.shared.items()}
+        write_tensors(path, {**values, **new}, about)
+        summary = read_json(path.with_suffix(".json"))
+        write_json(path.with_suffix(".json"), {**summary, "withdrawn": self.sums.withdrawn_sites})
+        self.sums.write()
+        write_index(self.record.folder, RECORD_FILES)
+
+
+def _removal_plans(record: Record, site: str, uploads: dict[str, dict[int, Tensors]]) -> list[RemovalPlan]:
+    settings = build(record.manifest["identity"])
+    out = []
+    for seed in settings.seeds:
+        now = tune.with_tuned(settings, record.manifest, seed)
+        domains = {name: name for name in record.manifest["sites"]}
+        for training in trainings_of(now, domains, seed):
+            if (plan := _removal_plan(record, now, training, seed, site, uploads)) is not None:
+                out.append(plan)
+    return out
+
+
+def _removal_plan(
+    record: Record,
+    settings: Settings,
+    training: Training,
+    seed: int,
+    site: str,
+    uploads: dict[str, dict[int, Tensors]],
+) -> RemovalPlan | None:
+    """None if the site gave nothing to this training, or it was taken out already."""
+    name = file_name(training, seed)
+    lines = [line for line in record.lines() if line["training"] == name]
+    sent = any(line["clients"].get(site, {}).get("bytes_up") for line in lines)
+    path = record.folder / "trainings" / f"{name}.safetensors"
+    sums = UploadSums.read(path.with_suffix(f".{SUMS_SUFFIX}"))
+    if not sent or site in sums.withdrawn_sites:
+        return None
+    run_and_training = (record.folder.name, name)
+    site_uploads: Uploads = uploads.get(training_key(training_spec(settings, training, seed)), {})
+    try:
+        if reason := removal_obstacle(settings):
+            raise NotRemovableError(reason)
+        if not path.exists():
+            raise NotRemovableError("the run is not finished")
+        if read_tensors(path)[1]["round"] != settings.method.rounds:
+            raise NotRemovableError("an earlier round than the last was chosen")
+        shared = sums.remove_site(settings.method, site, site_uploads)
+    except NotRemovableError as error:
+        return RemovalPlan(WithdrawalResult(*run_and_training, False, str(error)), record, name, site)
+    return RemovalPlan(WithdrawalResult(*run_and_training, True), record, name, site, sums, shared)

@@ -1,0 +1,130 @@
+"""Parcels: what crosses between server and client, as Flower messages and as bytes.
+
+Torch is not imported here, so that a process that only hands parcels on starts fast.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from math import inf
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvlm.engines.flower import import_flower
+from fedvlm.errors import FederationError
+
+Arrays = dict[str, NDArray[Any]]
+POLL_SECONDS = 0.1  # seconds between looks for replies
+SINGLE_RECORD_BYTES = 4 << 20  # bytes of arrays up to which a parcel travels in one piece
+
+
+@dataclass(frozen=True)
+class Message:
+    """A few words in JSON and named arrays; nothing else ever crosses."""
+
+    about: Mapping[str, Any]
+    arrays: Arrays = field(default_factory=dict)
+
+
+def checksum(message: Message) -> str:
+    """Of the words and of names, types, shapes and bytes of the arrays, whatever their order."""
+    words = {key: value for key, value in message.about.items() if key not in SIGNATURE_FIELDS}
+    total = sha256(json.dumps(words, sort_keys=True).encode())
+    # What a secure sum masks on its way cannot be checked where it arrives: only the words are.
+    for name in () if message.about.get("masked") else sorted(message.arrays):
+        array = np.asarray(message.arrays[name], order="C")
+        total.update(f"\n{name} {array.dtype} {array.shape}\n".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()
+
+
+SIGNATURE_FIELDS = ("checksum", "signature")  # what is said about a parcel, and is not part of it
+
+
+def seal(message: Message) -> Message:
+    """The parcel as the other side will check it."""
+    plain = json.loads(json.dumps(message.about))
+    return Message({**plain, "checksum": checksum(Message(plain, message.arrays))}, message.arrays)
+
+
+def unseal(message: Message, context: str) -> Message:
+    """Refuses a parcel that is not, to the bit, the one that was sealed."""
+    if message.about.get("checksum") != checksum(message):
+        raise FederationError(f"{context}: the message is damaged, its checksum does not fit; it is left out")
+    return message
+
+
+def to_records(message: Message) -> Any:
+    """In one piece, because Flower asks for each piece by a request of its own; if it is large, in
+    the pieces that Flower makes of arrays."""
+    app = import_flower()
+    if sum(np.asarray(array).nbytes for array in message.arrays.values()) <= SINGLE_RECORD_BYTES:
+        return app.RecordDict({"parcel": app.ConfigRecord({"bytes": to_bytes(message)})})
+    arrays = app.ArrayRecord({key: app.Array(np.asarray(v)) for key, v in message.arrays.items()})
+    return app.RecordDict({"about": app.ConfigRecord({"json": json.dumps(message.about)}), "arrays": arrays})
+
+
+def from_records(records: Any, context: str) -> Message:
+    try:
+        if "parcel" in records:
+            message = from_bytes(records["parcel"]["bytes"])
+        else:
+            arrays = {key: value.numpy() for key, value in records["arrays"].items()}
+            message = Message(json.loads(records["about"]["json"]), arrays)
+        if not isinstance(message.about, dict):
+            raise TypeError("its words are no table")
+    except Exception as error:  # whatever the bytes of a stranger make numpy or JSON raise
+        raise FederationError(
+            f"{context}: the message cannot be read ({type(error).__name__}: {error}); it is left out"
+        ) from error
+    return message
+
+
+def read_context_state(context: Any, context_name: str) -> Message:
+    """What a ClientApp has kept of this run."""
+    return from_records(context.state, context_name) if context.state else Message({})
+
+
+def collect_replies(
+    grid: Any,
+    ids: Iterable[str],
+    seconds: float | None,
+    is_complete: Callable[[], bool] = lambda: False,
+) -> Iterator[Any]:
+    """Replies to messages as they come, until all are there, or enough, or time is up.
+
+    Neither is half a reply waited for any longer (`until`), and what came meanwhile is taken.
+    """
+    waiting = set(ids)
+    grid.until = inf if seconds is None else monotonic() + seconds
+    while waiting:
+        over = monotonic() > grid.until
+        for message in grid.pull_messages(list(waiting)):
+            waiting.discard(message.metadata.reply_to_message_id)
+            yield message
+        if not waiting or over or is_complete():
+            return
+        sleep(POLL_SECONDS)
+
+
+def to_bytes(message: Message) -> bytes:
+    from safetensors.numpy import save
+
+    contiguous = {key: np.asarray(value, order="C") for key, value in message.arrays.items()}
+    words = json.dumps([message.about, list(contiguous)])  # one string: more come in any order
+    return save(contiguous, metadata={"about": words})
+
+
+def from_bytes(data: bytes) -> Message:
+    from safetensors.numpy import load
+
+    size = int.from_bytes(data[:8], "little")
+    about, names = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["about"])
+    arrays = load(data)  # in an order of its own
+    if sorted(names) != sorted(arrays):
+        raise FederationError("the names of its arrays are not those it holds")
+    return Message(about, {name: arrays[name] for name in names})

@@ -1,0 +1,87 @@
+"""One client after the other in this process: slow, plain, and breakpoints work."""
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from fedvlm.engines.client import ClientReply, RoundReplies, Task, TrainingTerms, World, make_client, measure
+from fedvlm.engines.placement import with_resident_rows
+from fedvlm.errors import FederationError, FedVLMError
+from fedvlm.machine import release_memory
+from fedvlm.parts.bodies import adapts
+
+
+class Sequential:
+    """Runs the verbs exactly as the method wrote them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = with_resident_rows(world)
+
+    def round(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        with one_thread():
+            return RoundReplies({task.id: run_client(self.world, number, task) for task in tasks})
+
+    def adapt(self, number: int, tasks: Sequence[Task]) -> RoundReplies:
+        with one_thread():
+            return RoundReplies({task.id: adapt_client(self.world, number, task) for task in tasks})
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The same kernels, hence the same bits, as in a worker process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_client(world: World, number: int, task: Task) -> ClientReply:
+    """Measures what a client was sent, then trains if it takes part in this round."""
+    with naming_errors(world, number, task.id):
+        rows = len(world.members[task.id].train)
+        scores = measure(world, task.sent, task.local_tensors, task.id)
+        if not task.trains:
+            return ClientReply(None, task.local_tensors, scores, rows)
+        upload, local = world.method.update(
+            world.frozen, task.sent, task.local_tensors, make_client(world, task.id, number)
+        )
+        if "image tower" in world.method.traits.needs:
+            release_memory()
+        return ClientReply(upload, local, scores, rows)
+
+
+def adapt_client(world: World, number: int, task: Task) -> ClientReply:
+    """A client's adaptation after the rounds, and how it fares then; an unseen one has none."""
+    with naming_errors(world, number, task.id):
+        local = task.local_tensors
+        if task.trains and adapts(world.method):
+            training_client = make_client(world, task.id, number)
+            local = world.method.adapt(world.frozen, task.sent, task.local_tensors, training_client)
+        scores = measure(world, task.sent, local, task.id, last=True)
+        return ClientReply(None, local, scores, len(world.members[task.id].train))
+
+
+@contextmanager
+def naming_errors(world: World, number: int, id: str) -> Iterator[None]:
+    """Errors say which method, client and round they come from."""
+    try:
+        yield
+    except FedVLMError as error:
+        raise type(error)(f"{error_context(world, number, id)}: {error}") from error
+    except Exception as error:
+        raise failure(world, number, [id], traceback.format_exc()) from error
+
+
+def error_context(terms: TrainingTerms, number: int, id: str) -> str:
+    return f"method {terms.method.name}, client {id}, round {number}"
+
+
+def failure(world: World, number: int, ids: Sequence[str], trace: str) -> FederationError:
+    return FederationError(f"{error_context(world, number, ', '.join(ids))} failed:\n{trace}")
