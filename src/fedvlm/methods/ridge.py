@@ -13,11 +13,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fedvlm.core import MIN_CLASS_SAMPLES, Client, Frozen, Tensors, Traits, register
-from fedvlm.core.schema import Range, check_ranges, ranged_field
+from fedvlm.core import MIN_CLASS_SAMPLES, ClassTraits, Client, Frozen, PrivacyTraits, Tensors, Traits, register
+from fedvlm.core.schema import Range, ranged_field
 from fedvlm.maths import gaussian_classes
 from fedvlm.maths.logistic_regression import Head, summed_cross_entropy
 from fedvlm.maths.ridge_regression import Path, Statistics, class_log_prior, solve_path
+from fedvlm.methods._settings import CheckedSettings
 
 RIDGES = tuple(10 ** (k / 2) for k in range(-10, 1))  # 1e-5 to 1; an embedding has norm 1
 SCALES = tuple(2.0**k for k in range(1, 8))  # logits per unit of the regression's output
@@ -27,18 +28,19 @@ PRIOR_STRENGTHS = tuple(10 ** (k / 2) for k in range(-2, 9))  # samples that the
 
 @register
 @dataclass(frozen=True)
-class Ridge:
+class Ridge(CheckedSettings):
     ridge: float | None = ranged_field(None, Range(0, above=True))  # λ; None: chosen on validation samples
     class_prior: bool = True  # False: a client does not use its own class frequencies
     min_class_samples: int = MIN_CLASS_SAMPLES  # samples a class must have at a client for its sums to be uploaded
     rounds: int = ranged_field(2, Range(2, 2))
 
-    def __post_init__(self) -> None:
-        check_ranges("ridge", self)
-
     @property
     def traits(self) -> Traits:
-        return Traits(needs=frozenset({"image"}), upload_sum="total", min_class_samples=self.min_class_samples)
+        return Traits(
+            needs=frozenset({"image"}),
+            privacy=PrivacyTraits(upload_sum="total"),
+            classes=ClassTraits(min_class_samples=self.min_class_samples),
+        )
 
     def init(self, frozen: Frozen) -> tuple[Tensors, Tensors]:
         classes, dim = len(frozen.classes), frozen.dim
@@ -100,11 +102,11 @@ class Ridge:
     def predict(self, frozen: Frozen, sent: Tensors, local: Tensors, x: Tensor) -> Tensor:
         return Head(sent["weight"], sent["bias"]).logits(x) + local["log prior"]
 
-    def covers(self, upload: Tensors) -> Tensor:
+    def covered_classes(self, upload: Tensors) -> Tensor:
         """(classes,) True where the upload has statistics of the class."""
         return upload["counts"] > 0 if "counts" in upload else torch.zeros(1, dtype=torch.bool)
 
-    def means(self, upload: Tensors) -> Tensor | None:
+    def class_means(self, upload: Tensors) -> Tensor | None:
         """(classes, dim) class means, for an audit of what an upload reveals."""
         return upload["sums"] / upload["counts"].clamp(min=1)[:, None] if "sums" in upload else None
 
