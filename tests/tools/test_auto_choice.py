@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from fedvlm.core import make
 from fedvlm.engines.client import make_client
-from fedvlm.maths import logistic_regression
+from fedvlm.maths.logistic_regression import Head
 from fedvlm.testing import toy_world, train_toy
 from tools.auto.choose import FIRST, REPORTED, chosen, untested
 from tools.auto.measure import prepared_of
-from tools.auto.recipes import RECIPES, SHIPPED, Remembering, heads_of, rotations
+from tools.auto.recipes import RECIPES, SHIPPED
 from tools.auto.sets import LODO, Set
+from tools.auto.sizes import pool_and_judges, small_clients
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -36,26 +38,26 @@ def test_no_row_that_is_reported_chooses(rows_like, split):
 
 
 def test_the_recipe_that_ships_is_auto():
-    world = toy_world(Remembering(rounds=4), (60, 50, 70, 40))
+    world = toy_world(make("auto"), (60, 50, 70, 40))
     outcome = train_toy(world)
     sent = world.method.send(outcome.shared, "")
     for id, local in outcome.local.items():
-        one = make_client(world, id, 0)
-        head = SHIPPED.head(heads_of(world.method, world.frozen, outcome.shared, sent, one, False), one)
-        theirs = world.method.predict(world.frozen, sent, local, one.x)
-        assert torch.allclose(head.logits(one.x.double()).float(), theirs, atol=1e-3)
+        client = make_client(world, id, 0)
+        head = SHIPPED.head(Head(sent["weight"], sent["bias"]), client)
+        expected = world.method.predict(world.frozen, sent, local, client.x)
+        assert torch.allclose(head.logits(client.x.double()).float(), expected, atol=1e-3)
 
 
-def test_a_rotation_starts_at_the_shared_head_and_lowers_the_loss():
-    world = toy_world(Remembering(rounds=4), (60, 50, 70, 40))
-    sent = world.method.send(train_toy(world).shared, "")
-    one = make_client(world, "client-0", 0)
-    path = rotations(logistic_regression.Head(sent["weight"].double(), sent["bias"].double()), one)
-    assert torch.allclose(path.weight[0].float(), sent["weight"], atol=1e-4)
-    losses = logistic_regression.summed_cross_entropy(path.logits(one.x.double()), one.y)
-    assert (losses[1:4].diff() < 0).all() and losses[1] < losses[0]
-    norms = torch.linalg.matrix_norm(path.weight)
-    assert torch.allclose(norms, norms[0], rtol=1e-4)
+def test_small_clients_have_no_sample_that_they_are_tested_on():
+    world = toy_world(make("auto"), (60, 50, 70, 40))
+    draw = np.random.default_rng(0)
+    (x, y), (test_x, test_y) = pool_and_judges(world, "client-0", False, draw)
+    rows = {tuple(row) for row in test_x.tolist()}
+    assert len(test_y) and not rows & {tuple(row) for row in x.tolist()}
+    client = make_client(world, "client-0", 0)
+    assert not rows & {tuple(row) for row in client.x.tolist()}
+    sizes = [(size, len(one.y), len(one.val_y)) for size, one in small_clients(client, (x, y), 1, draw)]
+    assert sizes[:3] == [(1, 1, 0), (2, 2, 0), (4, 3, 1)]
 
 
 def test_the_simplest_recipe_within_an_error_of_the_best_is_chosen():

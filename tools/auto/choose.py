@@ -21,15 +21,15 @@ import numpy as np
 import torch
 
 from fedvlm.data.table import EmbeddedTable
-from fedvlm.engines.client import make_client
+from fedvlm.engines.client import World, make_client
 from fedvlm.engines.loop import initial_state, open_engine, run_rounds
 from fedvlm.engines.state import Plan, State
-from fedvlm.maths import logistic_regression
-from fedvlm.methods import _logistic
+from fedvlm.evaluate.protocols.contract import Training
+from fedvlm.maths.logistic_regression import Head
 from fedvlm.runner.prepare import Prepared
 from tools.auto.fits import remembered
 from tools.auto.measure import file_name, prepared_of
-from tools.auto.recipes import RECIPES, SHIPPED, Remembering, heads_of
+from tools.auto.recipes import RECIPES, SHIPPED, n_correct
 from tools.auto.sets import Set, every
 
 REPORTED = range(5)
@@ -66,39 +66,36 @@ def kept(rows: EmbeddedTable, keep: np.ndarray[tuple[int], np.dtype[np.int64]]) 
 
 
 def ignored(state: State, line: Mapping[str, Any]) -> None:
-    """Rounds nobody looks at."""
+    """Discard the progress of a round."""
+
+
+def trained_worlds(prepared: Prepared) -> Iterator[tuple[World, Training, Head]]:
+    """Train auto for every training of the protocol; yield its world and the shared head."""
+    for training in prepared.trainings:
+        world = prepared.world(training)
+        state, initial_local = initial_state(world)
+        engine = open_engine("single", world, 1, world.method.rounds)
+        shared = run_rounds(world, engine, Plan(training.train, ()), state, initial_local, ignored).shared
+        yield world, training, Head(shared["weight"], shared["bias"])
 
 
 def judged(prepared: Prepared) -> Found:
-    """Accuracy on the judges' rows of every recipe: the mean over trainings and clients."""
-    right: dict[str, dict[str, list[float]]] = {}
-    for training, rounds in (
-        (training, rounds) for training in prepared.trainings for rounds in sorted({one.rounds for one in RECIPES})
-    ):
-        method = Remembering(rounds=rounds)
-        world = replace(prepared.world(training), method=method)
-        state, fresh = initial_state(world)
-        engine = open_engine("single", world, 1, rounds)
-        shared = run_rounds(world, engine, Plan(training.train, ()), state, fresh, ignored).shared
-        for path in sorted({one.path for one in RECIPES if one.rounds == rounds}):
-            sent = method.send(shared, "") | (_logistic.head_tensors(shared["path mean"]) if path else {})
-            recipes = [one for one in RECIPES if (one.rounds, one.path) == (rounds, path)]
-            for id in (*training.train, *training.unseen):
-                member = world.members[id]
-                x, y = (part[torch.from_numpy(member.test)] for part in (world.x, world.y))
-                here = make_client(world, id, 0)
-                unseen = id in training.unseen
-                more = SHIPPED in recipes
-                heads = {} if unseen else heads_of(method, world.frozen, shared, sent, here, more)
-                for recipe in recipes:
-                    head = logistic_regression.Head(sent["weight"].double(), sent["bias"].double())
-                    head = head if unseen else recipe.head(heads, here)
-                    hits = (head.logits(x.double()).argmax(1) == y).double().mean()
-                    columns = right.setdefault(recipe.name, {})
-                    columns.setdefault("unseen" if unseen else "own", []).append(float(hits))
+    """Return the accuracy of every recipe on the judges' samples: the mean over trainings and clients."""
+    correct: dict[str, dict[str, list[float]]] = {}
+    for world, training, shared in trained_worlds(prepared):
+        for id in (*training.train, *training.unseen):
+            if id in training.unseen and not prepared.generalises:
+                continue
+            test = torch.from_numpy(world.members[id].test)
+            client = make_client(world, id, 0)
+            for recipe in RECIPES:
+                head = shared if id in training.unseen else recipe.head(shared, client)
+                accuracy = n_correct(head, world.x[test], world.y[test]) / max(len(test), 1)
+                columns = correct.setdefault(recipe.name, {})
+                columns.setdefault("unseen" if id in training.unseen else "own", []).append(accuracy)
     return {
-        name: {column: 100 * float(np.mean(many)) for column, many in columns.items()}
-        for name, columns in right.items()
+        name: {column: 100 * float(np.mean(values)) for column, values in columns.items()}
+        for name, columns in correct.items()
     }
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fedvlm.errors import DataError, SettingsError
-from fedvlm.maths.logistic_regression import summed_cross_entropy
 
 MIN_LOG_TEMPERATURE, MAX_LOG_TEMPERATURE = log(1e-2), log(1e3)  # of log τ
 BISECTION_STEPS = 12  # of that range: to 3e-3
@@ -119,19 +118,9 @@ def fit_log_weights(logits: Tensor, y: Tensor, start: Tensor, prior_std: float =
     return u
 
 
-def fit_log_scale(logits: Tensor, y: Tensor) -> Tensor:
-    """log of what one classifier's logits are to be multiplied by; 0 without rows."""
-    return fit_log_weights(logits[None], y, logits.new_zeros(1), TEMPERATURE_PRIOR_STD)[0]
-
-
-def likelihood_weights(logits: Tensor, y: Tensor) -> Tensor:
-    """(many,) weights of classifiers of one family: each at its temperature, by its likelihood.
-
-    With many rows the best one gets nearly all; with few they share, which is the margin.
-    """
-    log_scales = torch.stack([fit_log_scale(classifier_logits, y) for classifier_logits in logits])
-    scaled_losses = summed_cross_entropy(log_scales.exp()[:, None, None] * logits, y)
-    return (-scaled_losses).softmax(0) * log_scales.exp()
+def fit_log_scale(logits: Tensor, y: Tensor, prior_std: float = TEMPERATURE_PRIOR_STD) -> Tensor:
+    """Return the log of the best factor for one classifier's logits; 0 without samples."""
+    return fit_log_weights(logits[None], y, logits.new_zeros(1), prior_std)[0]
 
 
 @dataclass(frozen=True)
